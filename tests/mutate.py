@@ -100,6 +100,8 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "study/folder.py": ["study_folder", "submit", "study_spec", "slurm_commands"],
     "study_data/study_file.py": ["report_page", "studyfile", "study_report", "study_folder"],
     "study/collect.py": ["study_folder", "study_report", "studyfile"],
+    "study/slurm/queue.py": ["submit", "slurm_commands"],
+    "study/slurm/status.py": ["study_folder", "submit", "slurm_commands"],
     "study/slurm/submit.py": ["study_folder", "submit", "slurm_commands"],
     "study/batch.py": ["study_repeats", "inputs", "study_run"],
     "study/run_here.py": ["study_folder", "study_run"],

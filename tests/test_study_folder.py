@@ -31,7 +31,8 @@ from cpdhpc.study.folder import (
     recorded,
 )
 from cpdhpc.study.run_here import measure
-from cpdhpc.study.slurm.submit import states, unfinished
+from cpdhpc.study.slurm.status import states
+from cpdhpc.study.slurm.submit import unfinished
 from cpdhpc.study_data.study_file import read_result, write_result
 
 

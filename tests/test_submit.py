@@ -14,7 +14,7 @@ from stand_ins import Slurm
 from studies import some_result
 
 from cpdhpc.claim import ClaimError
-from cpdhpc.config import UserError
+from cpdhpc.config import UserError, validate
 from cpdhpc.study.folder import (
     Folder,
     FolderError,
@@ -23,17 +23,12 @@ from cpdhpc.study.folder import (
     recorded,
 )
 from cpdhpc.study.slurm import queue
+from cpdhpc.study.slurm import submit as module
 from cpdhpc.study.slurm.queue import JobState
 from cpdhpc.study.slurm.site import Site
-from cpdhpc.study.slurm.submit import (
-    State,
-    cancel,
-    endings,
-    states,
-    submit,
-    tail,
-    with_slurm,
-)
+from cpdhpc.study.slurm.status import State, endings, look, states, tail, with_slurm
+from cpdhpc.study.slurm.submit import cancel, submit
+from cpdhpc.study.spec import Study
 from cpdhpc.study_data.factors import Case
 from cpdhpc.study_data.study_file import write_result
 
@@ -41,6 +36,21 @@ pytestmark = pytest.mark.mpi_skip
 
 FOLDER = Folder(Path("results/demo"))
 SCRIPTS = "results/demo/scripts"
+FULL = (
+    "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: "
+    "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)\n"
+)
+WIDE = validate(
+    Study,
+    {
+        "name": "demo",
+        "kind": "allreduce",
+        "sweep": {"ppn": [2], "size_bytes": [2**n for n in range(12, 20)], "wire": ["raw"]},
+        "run": {"bundle": "case", "case_time_s": 100.0},
+    },
+    "demo.toml",
+)  # eight batches of a shape
+WRONG_FOLDERS = ["o%j", "a\\b", "a\nb", "-x", "a\x7fb", "a\udcffb", "n" * 256, "n/" * 1800]
 WAITS = ("PENDING", 0, "JobArrayTaskLimit")
 ENDED = ("COMPLETED", 0, "None")
 
@@ -51,20 +61,21 @@ def finish(case: Case) -> None:
 
 def submitted(said: list[str] | None = None) -> list[Job]:
     said = [] if said is None else said
-    return submit(STUDY, FOLDER, Site(), said.append)
+    return submit(STUDY, FOLDER, Site(), said.append).jobs
 
 
-def test_slurm_is_asked_first_then_all_goes_in(fake_slurm: Slurm) -> None:
+def test_all_goes_in_array_by_array(fake_slurm: Slurm) -> None:
     said: list[str] = []
     assert submitted(said) == recorded(FOLDER)
+    here = Path(SCRIPTS).resolve()
     assert fake_slurm.calls() == [
-        f"--test-only {SCRIPTS}/1x2.sbatch",
-        f"--test-only {SCRIPTS}/2x2.sbatch",
-        f"--test-only {SCRIPTS}/collect.sbatch",
-        f"--parsable {SCRIPTS}/1x2.sbatch",
+        f"--test-only {here}/1x2.sbatch",
+        f"--parsable {here}/1x2.sbatch",
+        f"--test-only {here}/2x2.sbatch",
         # the throttle is of the study: this array waits for the one before
-        f"--parsable --dependency=afterany:10 {SCRIPTS}/2x2.sbatch",
-        f"--parsable --dependency=afterany:10:11 {SCRIPTS}/collect.sbatch",
+        f"--parsable --dependency=afterany:10 {here}/2x2.sbatch",
+        f"--test-only {here}/collect.sbatch",
+        f"--parsable --dependency=afterany:10:11 {here}/collect.sbatch",
     ]
     assert recorded(FOLDER) == [
         Job(10, "demo-1x2", {0: 0, 1: 1}),
@@ -75,12 +86,145 @@ def test_slurm_is_asked_first_then_all_goes_in(fake_slurm: Slurm) -> None:
     assert FOLDER.study() == STUDY
 
 
-def test_what_slurm_refuses_is_told_and_nothing_goes_in(fake_slurm: Slurm) -> None:
+def test_what_test_only_refuses_is_a_warning(fake_slurm: Slurm) -> None:
+    """It says no where a node is drained; sbatch queues the job."""
     Path("refuse").write_text("2x2")
-    with pytest.raises(UserError, match=r"2x2\.sbatch: sbatch --test-only refuses it: .*error: no"):
+    said: list[str] = []
+    assert len(submitted(said)) == 3
+    warning = "warning: --test-only refuses it as things are: sbatch: error: no"
+    assert f"{SCRIPTS}/2x2.sbatch: {warning}" in said
+
+
+def test_what_sbatch_refuses_is_left_out(fake_slurm: Slurm) -> None:
+    Path("answers").write_text("never\n")
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"1x2\.sbatch: sbatch refuses it: .*Invalid qos: 1 script"):
+        submitted(said)
+    assert [job.name for job in recorded(FOLDER)] == ["demo-2x2", "demo-collect"]
+    assert any(line.startswith("left out: 2 batch(es) of 1 x 2 ranks: ") for line in said)
+    Path("answers").write_text("never\nnever\n")
+    with pytest.raises(UserError, match="are refused, and 0 submitted"):
+        submitted(said)
+
+
+def test_a_queue_that_is_full_takes_a_portion(fake_slurm: Slurm) -> None:
+    Path("full").write_text(FULL)
+    Path("room").write_text("3")
+    said: list[str] = []
+    done = submit(WIDE, FOLDER, Site(), said.append)
+    # Of eight the half is too much, too; the job that collects gets the last place.
+    assert (
+        [job.batches for job in done.jobs]
+        == [{0: 0, 1: 1}, {}]
+        == [job.batches for job in recorded(FOLDER)]
+    )
+    assert [batch.number for batch in done.left] == [2, 3, 4, 5, 6, 7]
+    assert "#SBATCH --array=0-1\n" in Path(f"{SCRIPTS}/1x2.sbatch").read_text()
+    assert "not submitted: 6 batch(es), 6 case(s): " in said[-1] and "MaxSubmitJob" in said[-1]
+    assert said[-1].endswith(
+        "study resume results/demo submits them, as far as Slurm takes them then"
+    )
+    fake_slurm.knows(10, "demo-1x2", {0: WAITS, 1: WAITS})
+    fake_slurm.knows(11, "demo-collect", {0: WAITS})
+    standing = look(WIDE, FOLDER)
+    assert standing.counts == {"pending": 2, "unsubmitted": 6}
+    assert standing.cases[-1].detail == "study resume submits it"
+
+    done = submit(WIDE, FOLDER, Site(), said.append)  # there is no room at all
+    assert done.jobs == [] and len(done.left) == 6
+    Path("room").unlink()
+    done = submit(WIDE, FOLDER, Site(), said.append)
+    assert [[*job.batches] for job in done.jobs] == [[2, 3, 4, 5, 6, 7], []] and not done.left
+
+
+def test_the_collecting_job_goes_in_once_there_is_room(fake_slurm: Slurm) -> None:
+    Path("full").write_text(FULL)
+    Path("room").write_text("8")
+    said: list[str] = []
+    assert [job.name for job in submit(WIDE, FOLDER, Site(), said.append).jobs] == ["demo-1x2"]
+    assert said[-1].startswith("nothing collects when they have ended: ")
+    Path("room").unlink()
+    fake_slurm.knows(10, "demo-1x2", dict.fromkeys(range(8), WAITS))
+    assert [job.name for job in submit(WIDE, FOLDER, Site(), print).jobs] == ["demo-collect"]
+    fake_slurm.knows(11, "demo-collect", {0: WAITS})
+    assert submit(WIDE, FOLDER, Site(), print).jobs == []
+
+
+def test_a_full_controller_is_not_waited_for(
+    fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At MaxJobCount sbatch itself tries for two minutes."""
+    monkeypatch.setattr(queue, "RETRIES_S", 0.1)
+    Path("full").write_text(
+        "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying\n"
+    )
+    Path("room").write_text("5")
+    done = submit(WIDE, FOLDER, Site(), print)
+    assert [[*job.batches] for job in done.jobs] == [[0, 1, 2, 3], []] and len(done.left) == 4
+
+
+def test_limits_of_one_job_are_no_full_queue(fake_slurm: Slurm) -> None:
+    Path("full").write_text(FULL.replace("AssocMaxSubmitJobLimit", "QOSMaxNodePerJobLimit"))
+    Path("room").write_text("1")
+    with pytest.raises(UserError, match=r"sbatch refuses it: .*QOSMaxNodePerJobLimit"):
+        submit(WIDE, FOLDER, Site(), print)
+
+
+def test_an_sbatch_without_an_answer_counts_once(
+    fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSES_S", (0.0, 0.0, 0.0))
+    Path("answers").write_text("late\nlost\nlost\nlate\n")
+    said: list[str] = []
+    # The first went in, the second is tried three times and went in, too.
+    assert [job.number for job in submitted(said)] == [10, 11, 12]
+    assert [job.batches for job in recorded(FOLDER)] == [{0: 0, 1: 1}, {2: 2, 3: 3}, {}]
+    assert len([call for call in fake_slurm.calls() if "--parsable" in call]) == 5
+    assert any("Socket timed out" in line and "looks whether it went in" in line for line in said)
+
+
+def test_a_controller_that_never_answers(
+    fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSES_S", (0.0, 0.0))
+    Path("answers").write_text("ok\n" + "lost\n" * 2)
+    with pytest.raises(queue.NoAnswer, match="study resume results/demo looks whether it went in"):
         submitted()
-    assert all("--test-only" in call for call in fake_slurm.calls())
-    assert recorded(FOLDER) == []
+    assert [job.number for job in recorded(FOLDER)] == [10]
+    fake_slurm.knows(10, "demo-1x2", {0: WAITS, 1: WAITS})
+    assert [job.batches for job in submitted()] == [{2: 2, 3: 3}, {}]
+
+
+def test_a_job_that_nobody_lived_to_record_is_found(fake_slurm: Slurm) -> None:
+    submitted()
+    (FOLDER.path / "jobs.json").unlink()
+    here = Path(SCRIPTS).resolve()
+    Path("mine").write_text(
+        f"10 0 demo-1x2 {here}/1x2.sbatch\n10 1 demo-1x2 {here}/1x2.sbatch\n"
+        f"12 N/A demo-collect {here}/collect.sbatch\n77 N/A my job /elsewhere/1x2.sbatch\n"
+    )
+    assert [job.batches for job in submitted()] == [{2: 2, 3: 3}, {}]
+    assert [job.number for job in recorded(FOLDER)] == [10, 12, 13, 14]
+    fake_slurm.knows(10, "demo-1x2", {0: WAITS, 1: WAITS})
+    fake_slurm.knows(13, "demo-2x2", {2: WAITS, 3: WAITS})
+    with Path("mine").open("a") as file:  # asked for again while the first was under way
+        file.write(f"15 2 demo-2x2 {here}/2x2.sbatch\n15 3 demo-2x2 {here}/2x2.sbatch\n")
+    fake_slurm.calls()
+    said: list[str] = []
+    submitted(said)
+    assert "scancel 15" in fake_slurm.calls()
+    assert "job 15, demo-2x2: has gone in twice: cancelled" in said
+
+
+def test_a_folder_that_slurm_takes_for_another(fake_slurm: Slurm) -> None:
+    for name in WRONG_FOLDERS:
+        for do in (
+            lambda folder: submit(STUDY, folder, Site(), print),
+            lambda folder: folder.prepare(STUDY),
+        ):
+            with pytest.raises(FolderError, match=r"folder .*: (has|begins with)"):
+                do(Folder(Path(name)))
+        assert not [*Path().rglob("study.toml")] and not fake_slurm.calls()
 
 
 def test_a_second_submit_takes_what_is_neither_finished_nor_queued(fake_slurm: Slurm) -> None:
@@ -94,10 +238,11 @@ def test_a_second_submit_takes_what_is_neither_finished_nor_queued(fake_slurm: S
     new = submitted(said)
     assert [job.batches for job in new] == [{1: 1}, {2: 2}, {}]  # second and third have no file
     assert "#SBATCH --array=1%8" in Path(f"{SCRIPTS}/1x2.sbatch").read_text()
-    assert fake_slurm.calls()[-3:] == [
-        f"--parsable --dependency=afterany:11 {SCRIPTS}/1x2.sbatch",
-        f"--parsable --dependency=afterany:13 {SCRIPTS}/2x2.sbatch",
-        f"--parsable --dependency=afterany:11:13:14 {SCRIPTS}/collect.sbatch",
+    here = Path(SCRIPTS).resolve()
+    assert [call for call in fake_slurm.calls() if "--parsable" in call] == [
+        f"--parsable --dependency=afterany:11 {here}/1x2.sbatch",
+        f"--parsable --dependency=afterany:13 {here}/2x2.sbatch",
+        f"--parsable --dependency=afterany:11:13:14 {here}/collect.sbatch",
     ]
     assert "in the queue already: 1 batch(es)" in said
     assert {second.id, third.id} == {
@@ -123,9 +268,12 @@ def test_when_nothing_is_left(fake_slurm: Slurm) -> None:
 
 def test_shapes_that_the_site_lacks_are_left_out(fake_slurm: Slurm) -> None:
     said: list[str] = []
-    new = submit(STUDY, FOLDER, Site(name="s", nodes=1), said.append)
+    new = submit(STUDY, FOLDER, Site(name="s", nodes=1), said.append).jobs
     assert [job.batches for job in new] == [{0: 0, 1: 1}, {}]  # the numbers are those of all
     assert "left out: batch 2, 1 case(s): 2 nodes: site s gives a job 1 at most" in said
+    assert look(STUDY, FOLDER).cases[2].detail == (
+        "left out: 2 nodes: site s gives a job 1 at most"
+    ), "and is not unsubmitted"
     with pytest.raises(UserError, match="nothing can be submitted: 2 ranks per node"):
         submit(STUDY, FOLDER, Site(cores_per_node=1), said.append)
 
@@ -230,11 +378,26 @@ def test_status_by_accounting_where_squeue_has_forgotten(fake_slurm: Slurm) -> N
         "10_1|demo-1x2|FAILED|7:0\n"
         "10_[3-5]|demo-1x2|PENDING|0:0\n"
     )
+    known = queue.states([10])
+    assert {index for _, index in known} == {0, 1, 3, 4, 5}
     assert told() == [
         ("missing", "job 10_0 CANCELLED: study resume submits it again"),
         ("failed", "job 10_1 FAILED, exit code 7"),
         ("missing", "job 11_2 COMPLETED, exit code 0, and there is no file"),
         ("failed", "job 11_3 TIMEOUT (TimeLimit)"),
+    ]
+
+
+def test_an_array_that_was_cancelled_before_it_started(fake_slurm: Slurm) -> None:
+    """Accounting has one line of all its elements."""
+    submitted()
+    Path("accounts").write_text(
+        "10_[0-1%8]|demo-1x2|CANCELLED by 0|0:0\n11_[2,3,...]|demo-2x2|CANCELLED|0:0\n"
+        "12|demo-collect|CANCELLED|0:0\n"
+    )
+    assert told() == [
+        ("missing", f"job {job}_{index} CANCELLED, exit code 0: study resume submits it again")
+        for job, index in ((10, 0), (10, 1), (11, 2), (11, 3))
     ]
 
 

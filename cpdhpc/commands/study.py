@@ -20,7 +20,7 @@ from ..study.spec import Study
 from ..study_data.factors import SHAPE, Case
 
 if TYPE_CHECKING:
-    from ..study.slurm.submit import Standing
+    from ..study.slurm.status import Standing
     from ..world.mpi import World
 
 RESULTS = Path("results")
@@ -80,6 +80,7 @@ add_run = add_collect = add_extend = add_cancel = add_study
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     study, folder = study_of(arguments)
+    folder.check_path()
     expansion = expand(study)
     jobs = batches(study, expansion.cases)  # numbered as they are on any site
     refused = []
@@ -176,6 +177,7 @@ def refusals(impossible: Sequence[tuple[Case, str]]) -> list[str]:
 def run_render(arguments: argparse.Namespace) -> int:
     """Print the scripts, each under its name, or the one that is asked for."""
     study, folder = study_of(arguments)
+    folder.check_path()
     print(render(study, folder, load_site(arguments.site), arguments.script), end="")
     return 0
 
@@ -207,13 +209,12 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
 
 def run_submit(arguments: argparse.Namespace) -> int:
-    """Submit, keep the site's profile for resume, and return 0."""
+    """Submit, keep the site's profile for resume; return 0, or 1 where Slurm takes no more now."""
     from ..study.slurm.submit import submit
 
     study, folder = study_of(arguments)
     _say_impossible(study)
-    submit(study, folder, load_site(arguments.site))
-    return 0
+    return 1 if submit(study, folder, load_site(arguments.site)).left else 0
 
 
 def _say_impossible(study: Study) -> None:
@@ -243,8 +244,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
         return measure(study, folder)
     from ..study.slurm.submit import SITE, submit
 
-    submit(study, folder, load_site(arguments.site or folder.path / SITE))
-    return 0
+    return 1 if submit(study, folder, load_site(arguments.site or folder.path / SITE)).left else 0
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -269,7 +269,7 @@ WATCH_S = 30.0
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the states of all cases, and the ends of the logs of jobs that failed."""
-    from ..study.slurm.submit import look
+    from ..study.slurm.status import look
 
     study, folder = folder_of(arguments)
     every_s = arguments.watch
@@ -288,7 +288,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
-    from ..study.slurm.submit import STATES
+    from ..study.slurm.status import STATES
 
     if summary:
         shapes = standing.by_shape
@@ -302,7 +302,7 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
         width = max(len(each.case.id) for each in standing.cases)
         rows = [[str(s.batch), s.case.id, s.state, s.detail] for s in standing.cases]
         for batch, case, state, why in [["batch", "case", "state", "why"], *rows]:
-            yield f"{batch:>5}  {case:<{width}}  {state:<8}  {why}".rstrip()
+            yield f"{batch:>5}  {case:<{width}}  {state:<11}  {why}".rstrip()
         yield from standing.endings
     if standing.silent:
         yield f"Slurm is not asked: {standing.slurm}: this is what the files say"
@@ -311,7 +311,7 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
 
 
 def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
-    from ..study.slurm.submit import STATES
+    from ..study.slurm.status import STATES
 
     found: dict[str, Any] = {
         "study": study.name,

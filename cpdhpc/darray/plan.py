@@ -146,8 +146,7 @@ def begin(
     """Start an operation of a plan. Collective. Raises as WindowPlan.exchange."""
     plan.world.check_thread()
     try:
-        if plan.freed:
-            raise RuntimeError(f"{operation.name}: plan {plan.name!r} is freed")
+        _check_usable(plan, operation)
         call = check(plan, operation, x, out)
     except Exception as error:
         _refuse(plan, error)
@@ -173,6 +172,15 @@ def begin(
     return Handle(plan, channel, call)
 
 
+def _check_usable(plan: WindowPlan, operation: Operation) -> None:
+    """Raise RuntimeError where a plan is freed, or was ended by an error, which is told again."""
+    what = f"{operation.name}: plan {plan.name!r}"
+    if plan.broken:
+        raise RuntimeError(f"{what} was ended by an earlier call, make a new one: {plan.broken}")
+    if plan.freed:
+        raise RuntimeError(f"{what} is freed")
+
+
 def _greet(plan: WindowPlan, operation: Operation) -> None:
     """Tell the ranks of messages that arrays are on a GPU."""
     what, key = f"{operation.name} of plan {plan.name!r}", f"{operation.name} of GPU arrays"
@@ -184,17 +192,17 @@ def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:
     """Raise an error on all ranks, also on those that have begun the call and wait."""
     found, by_all = plan.world.refuse(error)
     if not by_all:
-        _break(plan)
+        _break(plan, found)
     raise found from None
 
 
-def _break(plan: WindowPlan) -> None:
-    plan.broken = plan.freed = True
+def _break(plan: WindowPlan, error: Exception) -> None:
+    plan.broken = plan.broken or str(error) or type(error).__name__
     plan.last.clear()
 
 
 def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
-    _break(plan)
+    _break(plan, error)
     if isinstance(error, RankFailure) or error is plan.world.refusal:
         raise error
     give_up(plan.world, error, f"{operation.name} of plan {plan.name!r}")
@@ -344,7 +352,8 @@ class WindowPlan(RankPieces):
         self.world, self.wire, self.name = as_world(world, "WindowPlan"), wire, name
         boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
         super().__init__(Windows(layout, boxes, modes), self.world.rank)
-        self.stream, self.freed, self.broken = self.world.open_stream(), False, False
+        self.stream, self.freed = self.world.open_stream(), False
+        self.broken = ""  # the error that ended it, once one has
         self.channels: dict[tuple[str, str, tuple[int, ...], bool], Channel] = {}
         self.last: dict[str, Repeated] = {}
         self.world.shared()  # collective when it is first asked for

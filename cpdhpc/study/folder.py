@@ -31,6 +31,8 @@ MAY_CHANGE = (  # neither cases nor numbers
 )
 
 
+MOST_NAME = 255  # bytes, of most file systems
+MOST_PATH = 3500  # bytes: a path has 4,095 on Linux, and files below it have long names
 FROZEN = "# Frozen: study extend adds levels. SHA-256 of what follows: "
 
 
@@ -107,6 +109,23 @@ class Folder:
         """Return where a batch that runs on this machine prints to."""
         return self.logs / f"batch-{number}.log"
 
+    def check_path(self) -> None:
+        """Raise FolderError where Slurm or a shell would take the path for another one.
+
+        Slurm expands % in the path of a log, and what it calls the working directory too.
+        """
+        whole, wrong = str(self.path.absolute()), ""
+        if set(whole) & set("%\\") or not whole.isprintable():
+            wrong = "has % or \\, which Slurm takes otherwise, or a sign that cannot be printed"
+        elif str(self.path).startswith("-"):
+            wrong = "begins with -, as options do"
+        elif len(whole.encode()) > MOST_PATH:
+            wrong = f"has more than {MOST_PATH} bytes"
+        elif any(len(part.encode()) > MOST_NAME for part in self.path.parts):
+            wrong = f"has a name of more than {MOST_NAME} bytes"
+        if wrong:
+            raise FolderError(f"folder {whole[:MOST_NAME]!r}: {wrong}: another --out, or directory")
+
     def check_there(self) -> None:
         """Raise FolderError unless this is the folder of some study."""
         if not self.study_toml.exists():
@@ -155,6 +174,7 @@ class Folder:
         A frozen copy that was changed by hand is written anew from the study that it was made of.
         Raises FolderError where the folder holds another study, or cannot be written.
         """
+        self.check_path()
         try:
             its_own = _digest(tomllib.loads(study.toml()))
             if self.study_toml.exists() and self._digest_before() != its_own:

@@ -162,11 +162,27 @@ def test_a_plan_that_was_broken_is_refused_on_all(world: World, tmp_path: Path) 
     if world.size == 1:
         return
     setting = Setting(world, tmp_path)
-    for _ in range(2):
-        with pytest.raises((ValueError, RuntimeError)):
-            setting.plan.exchange(setting.bad(np.ones(9), setting.x))
-    with pytest.raises(RuntimeError, match="plan 'all' is freed"):
-        setting.plan.exchange(setting.x)
+    first, second, third = (
+        world.gather(caught(lambda x=x: setting.plan.exchange(x)))  # type: ignore[misc]
+        for x in (setting.bad(np.ones(9), setting.x), setting.bad(np.ones(7), setting.x), setting.x)
+    )
+    assert len(set(first)) == 1 and "x has shape (9,): must begin with" in first[0]
+    for told in (second, third):  # the error that ended the plan, not the one after it
+        assert len(set(told)) == 1
+        assert "plan 'all' was ended by an earlier call" in told[0] and told[0].endswith(first[0])
+    setting.plan.free()
+    assert world.gather(caught(lambda: setting.plan.exchange(setting.x))) == third
+    plan = Setting(world, tmp_path).plan
+    plan.free()
+    freed = world.gather(caught(lambda: plan.exchange(setting.x)))
+    assert freed == ["rank 0 | exchange: plan 'all' is freed"] * world.size
+
+
+def caught(call: Call) -> str:
+    """The words of the error that a call raises."""
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        call()
+    return str(error.value)
 
 
 def broadcasts(world: World) -> None:

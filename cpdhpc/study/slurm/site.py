@@ -87,20 +87,38 @@ def launch(
 
 
 def _line(text: str) -> str:
-    if not text.strip() or "\n" in text:
-        raise ValueError("should be one line that is not empty")
+    if not text.strip() or not text.replace("\t", " ").isprintable():
+        raise ValueError("should be one line that is not empty, of signs that can be printed")
     return text
 
 
 def _word(text: str) -> str:
-    if len(text.split()) != 1:
-        raise ValueError("should be one word")
-    return text
+    if text.split() != [text]:
+        raise ValueError("should be one word, without blanks around it")
+    return _line(text)
+
+
+OWN = {  # what scripts and submit see to: options of sbatch with their short forms
+    "--array": "-a",
+    "--chdir": "-D",
+    "--dependency": "-d",
+    "--job-name": "-J",
+    "--nodes": "-N",
+    "--ntasks-per-node": "",
+    "--output": "-o",
+    "--signal": "",
+    "--wait": "-W",
+    "--wrap": "",
+}
 
 
 def _option(text: str) -> str:
     if not text.startswith("-"):
         raise ValueError("should be an option of sbatch, as '--mail-type=END'")
+    word = text.split()[0].partition("=")[0]
+    for long, short in OWN.items():  # sbatch takes the beginning of a long one, too
+        if long.startswith(word) if text.startswith("--") else text[:2] == short:
+            raise ValueError(f"{long} is not for directives: the scripts see to it")
     return _line(text)
 
 

@@ -1,17 +1,16 @@
-"""Jobs of a study under Slurm: submission, cancellation, and what became of them."""
+"""Jobs of a study under Slurm: submission, as far as the queue takes them, and cancellation."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ... import store
-from ...claim import Claim, JobAlive, alone, read_claim, unknown
+from ...claim import alone
 from ...config import UserError
-from ...study_data.factors import Case
 from ...whole_files import sealed
 from ..cases import Batch, batches, expand
 from ..folder import LOCK, Folder, Job, record, recorded
@@ -19,6 +18,8 @@ from ..spec import Study
 from . import queue
 from .site import Array, Site, array_script, arrays, collect_script
 
+COLLECT = "collect.sbatch"
+PAUSES_S = (2.0, 10.0, 30.0)  # before what Slurm has not answered is tried again
 SITE = "site.toml"  # in the folder: the profile of the last submit
 Say = Callable[[str], None]
 
@@ -53,52 +54,88 @@ def queued(jobs: list[Job], states: queue.States) -> dict[int, int]:
     }
 
 
+def script_file(folder: Folder, array: Array) -> Path:
+    """Return where the script of an array goes."""
+    return folder.scripts / f"{array.name}.sbatch"
+
+
 def scripts(study: Study, folder: Folder, site: Site, todo: list[Array]) -> dict[Path, str]:
     """Return the scripts of arrays and then the collecting one, by the paths that they get."""
     found = {
-        folder.scripts / f"{array.name}.sbatch": array_script(array, site, study, folder.path)
-        for array in todo
+        script_file(folder, array): array_script(array, site, study, folder.path) for array in todo
     }
-    return found | {
-        folder.scripts / "collect.sbatch": collect_script(site, study.name, folder.path)
-    }
+    return found | {folder.scripts / COLLECT: collect_script(site, study.name, folder.path)}
 
 
-def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> list[Job]:
-    """Submit all that is neither finished nor queued and return the new jobs.
+@dataclass(frozen=True)
+class Submitted:
+    """What a submission came to.
 
-    Slurm is asked first, for every shape, whether it would take the job.
-    Raises UserError where it would not, or does not answer, or where another process submits the
-    same study at this moment: then nothing is submitted.
+    jobs: the new ones; left: batches that can be submitted once Slurm takes more jobs
+    """
+
+    jobs: list[Job]
+    left: list[Batch]
+
+
+def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> Submitted:
+    """Submit all that is neither finished nor queued, or as much of it as Slurm takes now.
+
+    What Slurm refuses for good is left out, and the rest goes in.
+    Raises UserError where something was refused, after all else is submitted; where Slurm does not
+    answer; where another process submits the same study at this moment.
     """
     folder.prepare(study)
     with alone(folder.path / LOCK, "study submit", say):
         return _submit_all(study, folder, site, say)
 
 
-def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> list[Job]:
+def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> Submitted:
     jobs = recorded(folder)
-    busy = queued(jobs, queue.states(job.number for job in jobs))
+    known = queue.states(job.number for job in jobs)
+    busy = queued(jobs, known)
+    live = {number for (number, _), state in known.items() if state.live}
+    for job in _adopt(folder, busy, say):
+        jobs.append(job)
+        live.add(job.number)
+        busy |= dict.fromkeys(job.batches, job.number)
     lacking = unfinished(study, folder)
     todo, refused = fitting((each for each in lacking if each.number not in busy), site)
     _announce(lacking, busy, refused, say)
-    if not todo:
+    collected = any(not job.batches and job.number in live for job in jobs)
+    if not todo and (not busy or collected):
+        return Submitted([], [])
+    store.put(folder.path / SITE, sealed(site.toml()))
+    under_way = _Submission(study, folder, site, say)
+    under_way.arrays(todo, {*busy.values()})
+    under_way.collecting({*busy.values(), *(job.number for job in under_way.new)})
+    under_way.tell()
+    return Submitted(under_way.new, under_way.left)
+
+
+def _adopt(folder: Folder, busy: Mapping[int, int], say: Say) -> list[Job]:
+    """Record and return live jobs that nobody lived to record, or whose sbatch got no answer.
+
+    busy: batches that wait or run. A job of these alone went in twice: it is cancelled.
+    """
+    scripts = [path.resolve() for path in folder.scripts.glob("*.sbatch")]
+    if not scripts:  # nothing was ever submitted
         return []
-    texts = scripts(study, folder, site, todo)
-    _write(texts | {folder.path / SITE: sealed(site.toml())})
-    for path in texts:
-        say(f"{path}: {queue.test_only(path)}")
-    *of_arrays, collecting = texts
-    new: list[Job] = []
-    for path, array in zip(of_arrays, todo, strict=True):
-        before = {*busy.values()} if not new else {new[-1].number}
-        new.append(_submit(folder, path, array, study, before))
-        say(f"job {new[-1].number}: {array.shape}, elements {array.indices}")
-    after = sorted({*busy.values(), *(job.number for job in new)})
-    last = Job(queue.submit(collecting, after_any(after)), f"{study.name}-collect", {})
-    record(folder, last)
-    say(f"job {last.number}: collects when they have ended, however they end")
-    return [*new, last]
+    known, found = {job.number for job in recorded(folder)}, []
+    for each in queue.taken(scripts):
+        if each.number in known:
+            continue
+        first = re.search(r"-from(\d+)$", each.name)
+        offset = int(first[1]) if first else 0
+        job = Job(each.number, each.name, {offset + index: index for index in each.indices})
+        if job.batches and job.batches.keys() <= busy.keys():
+            queue.cancel([job.number])
+            say(f"job {job.number}, {job.name}: has gone in twice: cancelled")
+            continue
+        record(folder, job)
+        say(f"job {job.number}, {job.name}: has gone in unrecorded: counts as submitted")
+        found.append(job)
+    return found
 
 
 def after_any(jobs: Iterable[int]) -> list[str]:
@@ -107,13 +144,128 @@ def after_any(jobs: Iterable[int]) -> list[str]:
     return [f"--dependency=afterany:{numbers}"] if numbers else []
 
 
-def _submit(folder: Folder, script: Path, array: Array, study: Study, before: set[int]) -> Job:
-    """Submit an array; with a throttle it waits for the one before, so that they do not add up."""
-    number = queue.submit(script, after_any(before) if study.run.throttle else [])
-    batches = {batch.number: batch.number - array.offset for batch in array.batches}
-    job = Job(number, f"{study.name}-{array.name}", batches)
-    record(folder, job)  # at once: were we killed now, this job would still be known
-    return job
+class _Submission:
+    """A submission under way.
+
+    new: jobs that have gone in; full: what Slurm says once it takes no more, and left: what then
+    waits for room; refusals: of scripts that it will never take
+    """
+
+    def __init__(self, study: Study, folder: Folder, site: Site, say: Say) -> None:
+        self.study, self.folder, self.site, self.say = study, folder, site, say
+        self.new: list[Job] = []
+        self.left: list[Batch] = []
+        self.refusals: list[str] = []
+        self.full = ""
+
+    def arrays(self, todo: list[Array], queued: set[int]) -> None:
+        """Submit arrays, until Slurm takes no more.
+
+        queued: jobs of the study. With a throttle each array waits for those before, as the
+        throttle holds within one alone.
+        """
+        for array in todo:
+            before = {self.new[-1].number} if self.new else queued
+            options = after_any(before) if self.study.run.throttle else []
+            try:
+                count = 0 if self.full else self._part(array, options)
+            except queue.Refusal as error:
+                self.say(f"left out: {len(array.batches)} batch(es) of {array.shape}: {error}")
+                self.refusals.append(str(error))
+                continue
+            self.left += array.batches[count:]
+
+    def _part(self, array: Array, options: list[str]) -> int:
+        """Submit an array, or half of it, or a quarter, ...; return how many batches went in."""
+        path, count = script_file(self.folder, array), len(array.batches)
+        self._write(path, array_script(array, self.site, self.study, self.folder.path))
+        while count:
+            part = replace(array, batches=array.batches[:count])
+            if self.full:
+                store.put(path, array_script(part, self.site, self.study, self.folder.path))
+            try:
+                number = self._sbatch(path, options)
+            except queue.QueueFull as error:
+                self.full, count = str(error), count // 2
+                continue
+            batches = {batch.number: batch.number - array.offset for batch in part.batches}
+            self._went_in(Job(number, f"{self.study.name}-{array.name}", batches))
+            self.say(f"job {number}: {array.shape}, elements {part.indices}")
+            break
+        return count
+
+    def collecting(self, after: set[int]) -> None:
+        """Submit the job that collects after others, if there are any and Slurm takes it."""
+        if not after:
+            return
+        path = self.folder.scripts / COLLECT
+        self._write(path, collect_script(self.site, self.study.name, self.folder.path))
+        try:
+            number = self._sbatch(path, after_any(after))
+        except queue.QueueFull as error:
+            self.say(f"nothing collects when they have ended: {error}: study collect does, later")
+            return
+        self._went_in(Job(number, f"{self.study.name}-collect", {}))
+        self.say(f"job {number}: collects when they have ended, however they end")
+
+    def tell(self) -> None:
+        """Say what waits for room. Raises UserError where something will never go in."""
+        if self.left:
+            cases = sum(len(batch.cases) for batch in self.left)
+            self.say(
+                f"not submitted: {len(self.left)} batch(es), {cases} case(s): {self.full}\n"
+                f"study resume {self.folder.path} submits them, as far as Slurm takes them then"
+            )
+        if self.refusals:
+            raise UserError(
+                f"submit: {self.refusals[0]}: {len(self.refusals)} script(s) are refused, and "
+                f"{sum(bool(job.batches) for job in self.new)} submitted"
+            )
+
+    def _write(self, path: Path, text: str) -> None:
+        """Write a script, and say what Slurm thinks of it."""
+        store.put(path, text)
+        try:
+            self.say(f"{path}: {queue.test_only(path.resolve())}")
+        except queue.NoAnswer as error:
+            self.say(f"{path}: {error}")
+
+    def _went_in(self, job: Job) -> None:
+        record(self.folder, job)  # at once: were we killed now, this job would still be known
+        self.new.append(job)
+
+    def _sbatch(self, script: Path, options: list[str]) -> int:
+        """Submit a script and return the number of its job, once, however slow Slurm answers.
+
+        Where there is no answer squeue tells whether the job went in; else it is tried again.
+        Raises as queue.submit.
+        """
+        script, silent = script.resolve(), ""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                if silent and (number := self._taken(script)) is not None:
+                    return number
+                if pause_s is not None:
+                    return queue.submit(script, options)
+            except queue.NoAnswer as error:
+                silent = str(error)
+                if pause_s is not None:
+                    self.say(f"{silent}: looks whether it went in, in {pause_s:g} s")
+                    time.sleep(pause_s)
+            except queue.QueueFull:  # said halfway perhaps, by one that went in after that
+                if (number := self._taken(script)) is None:
+                    raise
+                return number
+        raise queue.NoAnswer(
+            f"{silent}: study resume {self.folder.path} looks whether it went in, and submits what "
+            "did not"
+        )
+
+    def _taken(self, script: Path) -> int | None:
+        """Return the number of a live job of a script that is not recorded; None: there is none."""
+        known = {job.number for job in recorded(self.folder)}
+        new = (each.number for each in queue.taken([script]) if each.number not in known)
+        return next(new, None)
 
 
 def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say: Say) -> None:
@@ -128,17 +280,13 @@ def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say
         say(f"in the queue already: {waiting} batch(es)")
 
 
-def _write(texts: dict[Path, str]) -> None:
-    for path, text in texts.items():
-        store.put(path, text)
-
-
 def cancel(folder: Folder, say: Say = print) -> None:
     """Cancel the jobs of a study that wait or run, the collecting one too, and no other's.
 
     Raises SlurmError where Slurm does not answer.
     """
     with alone(folder.path / LOCK, "study submit or cancel", say):
+        _adopt(folder, {}, say)
         jobs = recorded(folder)
         known = queue.states(job.number for job in jobs)
         names = {job.number: job.name for job in jobs}
@@ -153,177 +301,3 @@ def cancel(folder: Folder, say: Say = print) -> None:
         queue.cancel(sorted(live))
     for number in sorted(live):
         say(f"job {number}, {names[number]}: cancelled")
-
-
-TAIL = 12  # lines of a log
-TAIL_BYTES = 4096
-STATES = ("finished", "running", "pending", "failed", "damaged", "missing")
-LIVE = ("running", "pending")
-
-
-@dataclass(frozen=True)
-class State:
-    """Where a case stands: one of STATES, with a word on why."""
-
-    case: Case
-    batch: int
-    state: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a study stands.
-
-    slurm: "answers", "nothing submitted", or why it has not said where jobs stand
-    endings: the last lines of the logs of jobs with failed cases
-    """
-
-    cases: list[State]
-    slurm: str = "nothing submitted"
-    endings: list[str] = field(default_factory=list)
-
-    @property
-    def silent(self) -> bool:
-        """Whether Slurm has jobs of the study, and has not said where they stand."""
-        return self.slurm not in ("answers", "nothing submitted")
-
-    @cached_property
-    def counts(self) -> Counter[str]:
-        """Number of cases by state."""
-        return Counter(each.state for each in self.cases)
-
-    @property
-    def by_shape(self) -> dict[str, Counter[str]]:
-        """Number of cases by state, by nodes x ppn."""
-        found: dict[str, Counter[str]] = {}
-        for each in self.cases:
-            shape = f"{each.case.nodes} x {each.case.ppn}"
-            found.setdefault(shape, Counter())[each.state] += 1
-        return found
-
-    @property
-    def live(self) -> bool:
-        """Whether something waits or runs."""
-        return any(self.counts[state] for state in LIVE)
-
-
-def look(study: Study, folder: Folder) -> Standing:
-    """Return where a study stands, by its files and by Slurm as far as that answers."""
-    jobs = recorded(folder)
-    found = states(study, folder)
-    if not jobs:
-        return Standing(found)
-    slurm = "answers"
-    try:
-        found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
-    except queue.SlurmError as error:
-        slurm = str(error)
-    return Standing(found, slurm, endings(found, folder, jobs))
-
-
-def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
-    """Return where every case stands, by its file and the claim of its batch.
-
-    job_alive: whether a job of Slurm waits or runs
-    """
-    found = []
-    for job in batches(study, expand(study).cases):
-        claim = read_claim(folder.claim_file(job.number))
-        alive = False if claim is None else claim.alive(job_alive)
-        found += [
-            State(case, job.number, *_state(folder, case, claim, alive)) for case in job.cases
-        ]
-    return found
-
-
-def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) -> tuple[str, str]:
-    if folder.finished(case):
-        return "finished", ""
-    failure = folder.failure(case)
-    if failure:
-        return "failed", failure
-    if claim is not None and alive is not False:
-        doubt = "" if alive else ", or dead: not known here"
-        return "running", f"since {claim.started} on {claim.host}{doubt}"
-    if folder.case_file(case).exists():
-        name = folder.case_file(case).name
-        return "damaged", f"{name} is damaged or another case's: resume measures it again"
-    if claim is not None and claim.state == "running":
-        return "failed", f"its batch, started {claim.started} on {claim.host}, died"
-    if claim is None:
-        return "missing", ""
-    # One that ended has finished or failed all of its cases: this one's file was removed, or it
-    # was none of them.
-    no_file = "there is no file of it, though its batch has ended"
-    return "missing", "its batch was stopped" if claim.state == "stopped" else no_file
-
-
-def newest(jobs: Iterable[Job]) -> dict[int, Job]:
-    """Return the last job of each batch."""
-    return {batch: job for job in jobs for batch in job.batches}
-
-
-def with_slurm(
-    found: list[State], folder: Folder, jobs: list[Job], states: queue.States
-) -> list[State]:
-    """Return where every case stands, for those that are not finished as their jobs stand."""
-    last = newest(jobs)
-    return [
-        _refined(each, folder.failure(each.case), last[each.batch], states)
-        if each.state != "finished" and each.batch in last
-        else each
-        for each in found
-    ]
-
-
-def _refined(each: State, failure: str, job: Job, states: queue.States) -> State:
-    known = f"job {job.shown(each.batch)}"
-    said = states.get((job.number, job.batches[each.batch]))
-    if said is None or said.name != job.name:
-        if each.state == "damaged":
-            return each
-        told = f": {each.detail}" if each.detail else ""
-        return replace(each, state="failed", detail=f"{known}: Slurm has forgotten it{told}")
-    reason = f" ({said.reason})" if said.reason else ""
-    if said.state == "PENDING":
-        return replace(each, state="pending", detail=known + reason)
-    told = f": {failure}" if failure else ""
-    if said.live:  # a batch begins without failures: one that is there is of this run
-        state = "failed" if failure else "running"
-        return replace(each, state=state, detail=f"{known} {said.state}{told}")
-    if each.state == "damaged" and said.exit_code == 0:
-        return each
-    if each.state == "damaged" and not failure:
-        told = f": {each.detail}"
-    code = "" if said.exit_code is None else f", exit code {said.exit_code}"
-    detail = f"{known} {said.state}{code}{reason}{told}"
-    if said.state == "CANCELLED" and not failure:  # by study cancel, or scancel
-        state = "damaged" if each.state == "damaged" else "missing"
-        return replace(each, state=state, detail=f"{detail}: study resume submits it again")
-    if said.exit_code == 0 and not failure:  # its file was there, and is not any more
-        return replace(each, state="missing", detail=f"{detail}, and there is no file")
-    return replace(each, state="failed", detail=detail)
-
-
-def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:
-    """Return the last lines of the logs of jobs with failed cases."""
-    last = newest(jobs)
-    failed = dict.fromkeys(each.batch for each in found if each.state == "failed")
-    lines = []
-    for batch in failed:
-        if batch in last:
-            log = last[batch].log(folder, batch)
-            lines += [f"{log}:", *(f"    | {line}" for line in tail(log))]
-    return lines
-
-
-def tail(path: Path) -> list[str]:
-    """Return the last lines of a log that are not empty."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError as error:
-        return [f"cannot be read: {error.strerror}"]
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:]
