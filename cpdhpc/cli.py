@@ -60,7 +60,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
-    from .config import add_settings
+    from .settings import add_settings
 
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
     add_settings(parser, f"lay a value over the file's, as {example}; may be repeated")
@@ -91,7 +91,8 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
 
     Raises UserError where runs diverged, behind the table of the others.
     """
-    from .config import UserError, settings_of
+    from .config import UserError
+    from .settings import settings_of
     from .train.command import train
 
     directory = arguments.out or Path("results") / arguments.file.stem
@@ -111,7 +112,7 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
 def run_autoencoder(arguments: argparse.Namespace, world: World) -> int:
     """Train the layers of an autoencoder. Collective."""
     from .autoencoder.command import train
-    from .config import settings_of
+    from .settings import settings_of
 
     directory = arguments.out or Path("results") / arguments.file.stem
     given = arguments.file, settings_of(arguments), directory, arguments.resume

@@ -59,9 +59,11 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
 def hidden(function: Callable[..., Any]) -> list[str]:
     """What a signature does not say of a function: parameters without names or annotations."""
     found = list(inspect.signature(function).parameters.values())
-    wrong = [str(p) for p in found if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return wrong + [
-        p.name for p in found if p.name not in ("self", "cls") and p.annotation is p.empty
+    named = [p for p in found if p.name not in ("self", "cls")]
+    return [
+        p.name
+        for p in named
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.annotation is p.empty
     ]
 
 

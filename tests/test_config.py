@@ -12,18 +12,10 @@ import pytest
 from every import every
 
 from cpdhpc.collectives.method import DEFAULT
-from cpdhpc.config import (
-    ConfigError,
-    difference,
-    dump_toml,
-    flatten,
-    merge,
-    override,
-    read_toml,
-    validate,
-)
+from cpdhpc.config import ConfigError, difference, dump_toml, flatten, merge, read_toml, validate
 from cpdhpc.kinds.train import TRAIN
 from cpdhpc.precision import Policy
+from cpdhpc.settings import override
 from cpdhpc.study.cases import load_study
 from cpdhpc.train.datasets import Idx
 from cpdhpc.train.job import Job, load

@@ -138,7 +138,6 @@ DIGITS = "inputs/cots_digits.toml --set train.iterations=1 --out"
         ("numpy", "info", "numpy is not installed: pip install numpy"),
         ("mpi4py", "info", "mpi4py is not installed: pip install mpi4py"),
         ("tomli_w rich", "--help", "rich, tomli_w are not installed: pip install rich tomli-w"),
-        ("simpleeval", "study plan inputs/study_smoke.toml", "pip install simpleeval"),
         ("cpdhpc._cpu", "info", "cpdhpc._cpu is not compiled: pip install -e ."),
     ],
 )
