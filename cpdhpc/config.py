@@ -169,7 +169,10 @@ class OneOf:
             return self._validated(self.imported, raw)
         name = raw.get(self.key, self.default)
         if name is None:
-            raise PydanticCustomError("no_name", "is missing", {"key": self.key})
+            fit = [n for n, row in self.known.items() if raw and raw.keys() <= {*keys(row)}]
+            having = f" with {_listed([*map(str, raw)], 'and')}" if fit else ""
+            said = f"is missing: known{having} are {', '.join(sorted(fit or self.known))}"
+            raise PydanticCustomError("no_name", "is missing", {"key": self.key, "said": said})
         if not isinstance(name, str) or name not in self.known:
             problem = f"={name!r}: {suggest(str(name), self.known)}"
             raise PydanticCustomError("unknown_name", "unknown", {"key": self.key, "said": problem})
@@ -319,14 +322,14 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
             return _not_of_row(told["choice"], told["row"], told["raw"], key, inner["loc"][0])
         return _explain(told["row"], told["raw"], inner, path)
     if problem["type"] == "no_name":
-        return f"{key}.{told['key']}: is missing"
+        return f"{key}.{told['key']}: {told['said']}"
     if problem["type"] == "unknown_name":
         return f"{key}.{told['key']}{told['said']}"
     if problem["type"] in UNKNOWN_KEY:
         here = keys(model, problem["loc"][:-1])
         tables = here if len(path) == 1 else []
         inside = [f"{t}.{key}" for t in tables if key in keys_inside(model, t)]
-        said = f"did you mean {_either(inside)}?" if inside else suggest(path[-1], here)
+        said = f"did you mean {_listed(inside, 'or')}?" if inside else suggest(path[-1], here)
         return f"unknown key {key}: {said}"
     if problem["type"] in MISSING_KEY:
         return f"{key}: is missing"
@@ -387,21 +390,18 @@ def keys_inside(model: type[Any], table: str) -> set[str]:
 
 def _not_of_row(choice: OneOf, row: type[Any], raw: Raw, table: str, key: str) -> str:
     """Return what to say of a key that a row of a choice does not know, and others may."""
-    known, others = (
-        keys(row),
-        {n: keys(each) for n, each in choice.known.items() if each is not row},
-    )
-    other = nearest(key, {each for its in others.values() for each in its})
-    if nearest(key, known) or not other:
-        return f"unknown key {table}.{key}: {suggest(key, known)}"
-    spelt = "" if other[0] == key else f"did you mean {other[0]}? "
-    takers = _either([name for name, its in others.items() if other[0] in its])
-    name = raw.get(choice.key, choice.default) or raw.get(IMPORT)
-    return f"unknown key {table}.{key}: {spelt}{choice.key}={name!r} takes none: {takers} does"
+    known = keys(row)
+    others = {name: keys(each) for name, each in choice.known.items() if each is not row}
+    meant = nearest(key, {each for its in others.values() for each in its})
+    said = f"unknown key {table}.{key}: {suggest(key, known)}"
+    if nearest(key, known) or not meant:
+        return said
+    have = [name for name, its in others.items() if meant[0] in its]
+    return f"{said}; {_listed(have, 'and')} {'have' if have[1:] else 'has'} {meant[0]}"
 
 
-def _either(names: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+def _listed(names: Sequence[str], word: str) -> str:
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _table(schema: Raw, definitions: Raw) -> Raw:
