@@ -1,9 +1,43 @@
-"""Distributed deep learning over MPI with gradients of few bits."""
+"""Distributed deep learning over MPI with gradients of few bits.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+Ranks:
+    World       all processes of mpirun; Loopback is one process with any number of ranks
+    use_gpu     take the GPU of this process; RankFailure is raised where another rank is lost
+
+All-reduces of float32 arrays, in any format, with the same bits on all ranks:
+    allreduce   the sum or mean of all ranks' arrays; Allreduce is one whose choices are made once
+    simulate    what allreduce gives for the arrays of many ranks, in one process without MPI
+    empty_shared    an array in memory of the node, which all-reduces need not copy
+    NonFiniteGradient   raised on all ranks where a gradient holds NaN or infinity
+
+Number formats, on CPU and GPU:
+    quantize    round float32 to a format, kept as float32
+    encode, decode      values as codes of a format, and back
+    pack, unpack        codes as bits without gaps, and back
+    parse_format        a FloatFormat or TableFormat by its name; Cast is how it is rounded
+    kernel_threads, set_kernel_threads      how many threads work on large arrays
+
+Modules, loaded when they are first used:
+    cpdhpc.compress     compressors of gradients: LowBit, PowerSgd, TopK, ...
+    cpdhpc.darray       distributed arrays, the windows that ranks need of them, their exchange
+    cpdhpc.formats      the formats themselves
+    cpdhpc.precision    products, layers and networks of torch in small formats; Recorder
+    cpdhpc.quantized    networks of integers only
+    cpdhpc.split_images networks of torch whose images are split over ranks
+    cpdhpc.train        GradientReducer, ddp_hook, LossScaler and optimizers for a loop of torch
+
+python -m cpdhpc --help shows the commands, python -m cpdhpc examples DIR writes all pages.
+"""
+
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import compress as compress
+    from . import darray as darray
+    from . import formats as formats
+    from . import precision as precision
+    from . import quantized as quantized
+    from . import split_images as split_images
     from . import train as train
     from .arrays import decode as decode
     from .arrays import encode as encode
@@ -12,9 +46,9 @@ if TYPE_CHECKING:
     from .arrays import unpack as unpack
     from .collectives.allreduce import Allreduce as Allreduce
     from .collectives.allreduce import allreduce as allreduce
-    from .collectives.allreduce import simulate as simulate
     from .collectives.checks import NonFiniteGradient as NonFiniteGradient
     from .collectives.recorded import empty_shared as empty_shared
+    from .collectives.simulate import simulate as simulate
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat
     from .formats import parse_format as parse_format
@@ -24,39 +58,67 @@ if TYPE_CHECKING:
     from .world.mpi import World as World
     from .world.ranks import Loopback as Loopback
     from .world.ranks import RankFailure as RankFailure
+else:
+    from .lazy import lazily as _lazily
+
+    __getattr__, __dir__ = _lazily(
+        __name__,
+        {
+            "Allreduce": "collectives.allreduce",
+            "Cast": "formats",
+            "FloatFormat": "formats",
+            "Loopback": "world.ranks",
+            "NonFiniteGradient": "collectives.checks",
+            "RankFailure": "world.ranks",
+            "World": "world.mpi",
+            "allreduce": "collectives.allreduce",
+            "compress": "",
+            "darray": "",
+            "decode": "arrays",
+            "empty_shared": "collectives.recorded",
+            "encode": "arrays",
+            "formats": "",
+            "kernel_threads": "ops",
+            "pack": "arrays",
+            "parse_format": "formats",
+            "precision": "",
+            "quantize": "arrays",
+            "quantized": "",
+            "set_kernel_threads": "ops",
+            "simulate": "collectives.simulate",
+            "split_images": "",
+            "train": "",
+            "unpack": "arrays",
+            "use_gpu": "world.gpu_messages",
+        },
+    )
 
 __version__ = "0.2.0"
-
-_EXPORTS = {  # public name -> the module that has it, imported when first asked for
-    "Allreduce": "cpdhpc.collectives.allreduce",
-    "Cast": "cpdhpc.formats",
-    "FloatFormat": "cpdhpc.formats",
-    "Loopback": "cpdhpc.world.ranks",
-    "NonFiniteGradient": "cpdhpc.collectives.checks",
-    "RankFailure": "cpdhpc.world.ranks",
-    "World": "cpdhpc.world.mpi",
-    "allreduce": "cpdhpc.collectives.allreduce",
-    "decode": "cpdhpc.arrays",
-    "empty_shared": "cpdhpc.collectives.recorded",
-    "encode": "cpdhpc.arrays",
-    "kernel_threads": "cpdhpc.ops",
-    "pack": "cpdhpc.arrays",
-    "parse_format": "cpdhpc.formats",
-    "quantize": "cpdhpc.arrays",
-    "set_kernel_threads": "cpdhpc.ops",
-    "simulate": "cpdhpc.collectives.allreduce",
-    "unpack": "cpdhpc.arrays",
-    "use_gpu": "cpdhpc.world.gpu_messages",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "train":  # cpdhpc.train.GradientReducer without a further import
-        return import_module("cpdhpc.train")
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS])
+__all__ = [
+    "Allreduce",
+    "Cast",
+    "FloatFormat",
+    "Loopback",
+    "NonFiniteGradient",
+    "RankFailure",
+    "World",
+    "allreduce",
+    "compress",
+    "darray",
+    "decode",
+    "empty_shared",
+    "encode",
+    "formats",
+    "kernel_threads",
+    "pack",
+    "parse_format",
+    "precision",
+    "quantize",
+    "quantized",
+    "set_kernel_threads",
+    "simulate",
+    "split_images",
+    "train",
+    "unpack",
+    "use_gpu",
+]

@@ -9,9 +9,11 @@ import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .lazy import to_install
 from .methods import suggest
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
-    from .config import add_settings
+    from .settings import add_settings
 
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
     add_settings(parser, f"lay a value over the file's, as {example}; may be repeated")
@@ -89,7 +91,8 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
 
     Raises UserError where runs diverged, behind the table of the others.
     """
-    from .config import UserError, settings_of
+    from .config import UserError
+    from .settings import settings_of
     from .train.command import train
 
     directory = arguments.out or Path("results") / arguments.file.stem
@@ -109,7 +112,7 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
 def run_autoencoder(arguments: argparse.Namespace, world: World) -> int:
     """Train the layers of an autoencoder. Collective."""
     from .autoencoder.command import train
-    from .config import settings_of
+    from .settings import settings_of
 
     directory = arguments.out or Path("results") / arguments.file.stem
     given = arguments.file, settings_of(arguments), directory, arguments.resume
@@ -147,6 +150,8 @@ class Command:
 
     def run(self, *given: Any) -> int:
         """Run it, collectively where it is on_ranks, and return the exit status."""
+        if getattr(given[0], "png", None) is not None and find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(name="matplotlib")  # before hours of work, not when it draws
         module = import_module(f"cpdhpc.{self.module}")
         found = getattr(module, f"run_{self.name}" if self.name else "run")(*given)
         if found is None or isinstance(found, int):
@@ -332,9 +337,6 @@ COMMANDS: dict[str, Command | Group] = {
 }
 
 
-EXTRAS = {"torch": "train", "sklearn": "train", "cupy": "gpu"}  # package -> extra of setup.cfg
-
-
 def started_by_mpirun() -> int:
     """Return how many processes of this command Open MPI's or MPICH's mpirun has started."""
     return max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
@@ -412,6 +414,13 @@ def _check_alike(arguments: argparse.Namespace, world: World) -> None:
                 )
 
 
+def _refuse(said: str, shown: bool = True) -> int:
+    """Say in one line what the user can mend; return the exit status."""
+    if shown:
+        print(f"cpdhpc: error: {' '.join(said.split())}", file=sys.stderr, flush=True)
+    return USER_ERROR
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status.
 
@@ -419,8 +428,11 @@ def main(argv: list[str] | None = None) -> int:
     that all processes raise it alike. Any other error of one process ends the job. A run that a
     signal has stopped, with its checkpoint written, has a status of its own.
     """
-    from .config import UserError
-    from .signals import INTERRUPTED, Interrupted, let_interrupt_end, raising_interrupt
+    try:
+        from .config import UserError
+        from .signals import INTERRUPTED, Interrupted, let_interrupt_end, raising_interrupt
+    except ModuleNotFoundError as error:
+        return _refuse(to_install(error) or str(error))
 
     if argv is None:
         let_interrupt_end()
@@ -448,9 +460,7 @@ def main(argv: list[str] | None = None) -> int:
     except Interrupted as stop:
         return stop.status
     except UserError as error:
-        if world is None or world.process == 0:
-            print(f"cpdhpc: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        return _refuse(str(error), shown=world is None or world.process == 0)
     except BrokenPipeError:  # the reader, as head, wants no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -461,11 +471,12 @@ def main(argv: list[str] | None = None) -> int:
             abort_job(f"rank {world.hosted.start} | interrupted", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
+        lacking = to_install(error) if isinstance(error, ImportError) else None
+        if lacking is not None and world is None:
+            return _refuse(lacking)
         from .world.ending import abort_job
 
-        missing = str(getattr(error, "name", "")).partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and missing != "cpdhpc":
-            what = f"'cpdhpc[{EXTRAS[missing]}]'" if missing in EXTRAS else missing
-            abort_job(f"cpdhpc: error: {missing} is not installed: pip install {what}", USER_ERROR)
+        if lacking is not None:
+            abort_job(f"cpdhpc: error: {lacking}", USER_ERROR)
         who = "" if world is None else f"rank {world.hosted.start} | "
         abort_job(who + traceback.format_exc())

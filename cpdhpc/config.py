@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
@@ -24,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from .methods import nearest
 from .methods import suggest as suggest
 
 Raw = dict[str, Any]
@@ -169,18 +169,20 @@ class OneOf:
             return self._validated(self.imported, raw)
         name = raw.get(self.key, self.default)
         if name is None:
-            raise PydanticCustomError("no_name", "is missing", {"key": self.key})
+            fit = [n for n, row in self.known.items() if raw and raw.keys() <= {*keys(row)}]
+            having = f" with {_listed([*map(str, raw)], 'and')}" if fit else ""
+            said = f"is missing: known{having} are {', '.join(sorted(fit or self.known))}"
+            raise PydanticCustomError("no_name", "is missing", {"key": self.key, "said": said})
         if not isinstance(name, str) or name not in self.known:
             problem = f"={name!r}: {suggest(str(name), self.known)}"
             raise PydanticCustomError("unknown_name", "unknown", {"key": self.key, "said": problem})
         return self._validated(self.known[name], raw)
 
-    @staticmethod
-    def _validated(row: type[Any], raw: Raw) -> Any:
+    def _validated(self, row: type[Any], raw: Raw) -> Any:
         try:
             return _adapter(row).validate_python(raw)
         except ValidationError as error:
-            inner = {"row": row, "raw": raw, "problem": _first(error)}
+            inner = {"row": row, "raw": raw, "problem": _first(error), "choice": self}
             raise PydanticCustomError("within", "within", inner) from None
 
 
@@ -221,60 +223,6 @@ def _line(path: Path | str, said: str) -> str:
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 
 
-def override(
-    raw: Raw, settings: Iterable[str], lay: Callable[[Raw, Raw], Raw] | None = None
-) -> Raw:
-    """Return raw with "a.b=value" settings applied; values are TOML, or .5, or else strings.
-
-    lay: how all of them together are laid over raw; None: by merge
-    Raises ConfigError for a setting of another form, or one that goes through a plain value.
-    """
-    changes: Raw = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts):
-            raise ConfigError(f"--set {setting}: the form is key=value or table.key=value")
-        change: Any = _value(text.strip())
-        for part in reversed(parts):
-            change = {part: change}
-        _check_path(merge(raw, changes), parts, setting)
-        changes = merge(changes, change)
-    return (lay or merge)(raw, changes)
-
-
-def add_settings(parser: ArgumentParser, said: str, key: str = "KEY") -> None:
-    """Add the option --set to a command line; said: its help."""
-    parser.add_argument("--set", action="append", default=[], metavar=f"{key}=VALUE", help=said)
-
-
-def settings_of(arguments: Namespace) -> list[str]:
-    """Return the settings of a command line: what --set gives, and --timeout."""
-    timeout_s = arguments.timeout
-    return [*arguments.set, *([] if timeout_s is None else [f"train.timeout_s={timeout_s!r}"])]
-
-
-def blaming(load: Callable[[list[str]], T], settings: Iterable[str], path: Path) -> T:
-    """Return what a file is with settings; the setting without which it can be used is blamed.
-
-    Raises ConfigError.
-    """
-    given = list(settings)
-    try:
-        return load(given)
-    except ConfigError as error:
-        said = str(error).removeprefix(f"{path}: ")
-        if said.startswith("--set"):
-            raise
-        for i, setting in enumerate(given):
-            try:
-                load(given[:i] + given[i + 1 :])
-            except ConfigError:
-                continue
-            raise ConfigError(f"--set {setting}: {said}") from None
-        raise
-
-
 def of_rows(makes: Sequence[Callable[[], T]]) -> list[T]:
     """Return what each row of [[compare]] makes.
 
@@ -291,25 +239,6 @@ def of_rows(makes: Sequence[Callable[[], T]]) -> list[T]:
         is_same = len(errors) == len(makes) > 1 == len(said)
         raise ConfigError(said.pop() if is_same else errors[0])
     return made
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        if text[:1] in ("[", "{", '"', "'"):
-            raise ConfigError(f"--set ...={text}: is not a TOML value") from None
-        # TOML has 0.1 and 1.0 only, people type .1 and 1. too
-        short = re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", text, re.IGNORECASE)
-        return float(text) if short else text
-
-
-def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
-    here: Any = raw
-    for depth, part in enumerate(parts[:-1], 1):
-        here = here.get(part, {})
-        if not isinstance(here, dict):
-            raise ConfigError(f"--set {setting}: {'.'.join(parts[:depth])} is not a table")
 
 
 def value_at(table: Any, path: Sequence[str]) -> Any:
@@ -385,19 +314,23 @@ def _first(error: ValidationError) -> Any:
 
 
 def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()) -> str:
-    path, here = list(above), raw
-    for part in problem["loc"]:
-        path.append(str(part))
-        here = here.get(part, {}) if isinstance(here, dict) else here
+    path = [*above, *map(str, problem["loc"])]
     key, given, told = ".".join(path), problem["input"], problem.get("ctx", {})
     if problem["type"] == "within":
-        return _explain(told["row"], told["raw"], told["problem"], path)
+        inner = told["problem"]
+        if inner["type"] in UNKNOWN_KEY and len(inner["loc"]) == 1:
+            return _not_of_row(told["choice"], told["row"], told["raw"], key, inner["loc"][0])
+        return _explain(told["row"], told["raw"], inner, path)
     if problem["type"] == "no_name":
-        return f"{key}.{told['key']}: is missing"
+        return f"{key}.{told['key']}: {told['said']}"
     if problem["type"] == "unknown_name":
         return f"{key}.{told['key']}{told['said']}"
     if problem["type"] in UNKNOWN_KEY:
-        return f"unknown key {key}: {suggest(path[-1], keys(model, problem['loc'][:-1]))}"
+        here = keys(model, problem["loc"][:-1])
+        tables = here if len(path) == 1 else []
+        inside = [f"{t}.{key}" for t in tables if key in keys_inside(model, t)]
+        said = f"did you mean {_listed(inside, 'or')}?" if inside else suggest(path[-1], here)
+        return f"unknown key {key}: {said}"
     if problem["type"] in MISSING_KEY:
         return f"{key}: is missing"
     said = TYPES.get(problem["type"], problem["msg"])
@@ -445,6 +378,30 @@ def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
         inner = here.get("items") if isinstance(part, int) else named
         here = _table(inner or {}, schema.get("$defs", {}))
     return list(here.get("properties", {}))
+
+
+def keys_inside(model: type[Any], table: str) -> set[str]:
+    """Return the keys of a table of a model; those of any row where it is OneOf several."""
+    field = getattr(model, "model_fields", {}).get(table)
+    choices = [one for one in field.metadata if isinstance(one, OneOf)] if field else []
+    rows = {key for one in choices for row in one.rows for key in keys(row)}
+    return rows or set(keys(model, (table,)))
+
+
+def _not_of_row(choice: OneOf, row: type[Any], raw: Raw, table: str, key: str) -> str:
+    """Return what to say of a key that a row of a choice does not know, and others may."""
+    known = keys(row)
+    others = {name: keys(each) for name, each in choice.known.items() if each is not row}
+    meant = nearest(key, {each for its in others.values() for each in its})
+    said = f"unknown key {table}.{key}: {suggest(key, known)}"
+    if nearest(key, known) or not meant:
+        return said
+    have = [name for name, its in others.items() if meant[0] in its]
+    return f"{said}; {_listed(have, 'and')} {'have' if have[1:] else 'has'} {meant[0]}"
+
+
+def _listed(names: Sequence[str], word: str) -> str:
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _table(schema: Raw, definitions: Raw) -> Raw:

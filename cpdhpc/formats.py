@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -250,6 +251,8 @@ def parse_format(name: str | Format) -> Format:
         return table
     match = re.fullmatch(r"e(\d{1,2})m(\d{1,2})(fn)?", name)
     if match is None:
+        if near := _near(name, _is_format):
+            raise ValueError(f"parse_format: {name!r}: did you mean {near}?")
         raise ValueError(
             f"parse_format: {name!r}: known are eXmY and eXmYfn (as e4m3, e5m2, e3m0, e2m1fn) "
             f"with X 1..8 and Y 0..23, {', '.join((*FAMILIES, *NAMED))}"
@@ -278,7 +281,29 @@ def wire_format(wire: str) -> Format | None:
     """Return the format of a wire's name, None for "raw". Raises ValueError for an unknown name."""
     if wire in NAMED_WIRES:
         return NAMED_WIRES[wire]
+    if near := _near(wire, (*NAMED_WIRES, "raw").__contains__):
+        raise ValueError(f"parse_format: {wire!r}: did you mean {near}?")
     return None if wire == "raw" else parse_format(wire)
+
+
+def _near(name: object, is_known: Callable[[str], bool]) -> str | None:
+    """Return a known name that another one may mean: in capitals, or as torch has it."""
+    if not isinstance(name, str):
+        return None
+    lower = name.strip().lower()
+    meant = (lower, re.sub(r"^(float8|fp8)_", "", lower), NAMES_OF_TORCH.get(lower))
+    return next((each for each in meant if each and each != name and is_known(each)), None)
+
+
+def _is_format(name: str) -> bool:
+    try:
+        parse_format(name)
+    except ValueError:
+        return False
+    return True
+
+
+NAMES_OF_TORCH = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 
 
 def with_own_formats(raw: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from numbers import Integral
 from typing import NamedTuple
 
@@ -71,11 +71,20 @@ HALO_MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # MPI's ways
 HALO_PACKED = "packed"
 
 
-def suggest(word: object, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> list[str]:
+    """Return the names that an unknown one may mean, the nearest first; capitals do not count."""
+    by_case = {name.lower(): name for name in sorted(known)}
+    lower = str(word).lower()
+    found = [lower] if lower in by_case else difflib.get_close_matches(lower, by_case)
+    return [by_case[each] for each in found]
+
+
+def suggest(word: object, known: Collection[str]) -> str:
     """Return what to say of an unknown name: the known ones near it, else all of them."""
-    names = sorted(known)
-    close = difflib.get_close_matches(str(word), names)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
+    close = nearest(word, known)
+    return (
+        f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known))}"
+    )
 
 
 def check_integer(what: str, value: object) -> None:

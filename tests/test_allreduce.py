@@ -1,6 +1,7 @@
 """simulate gives, bit for bit, what the algorithms written out straight give."""
 
 import weakref
+from inspect import signature
 from itertools import cycle, product
 
 import numpy as np
@@ -9,9 +10,10 @@ from allreduce_oracle import expected, shift_by_fractions
 from every import every
 
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import Segment, aps_shift
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import parse_format
 from cpdhpc.world.ranks import Loopback
 
@@ -273,3 +275,11 @@ def test_a_world_keeps_buffers_but_not_what_it_is_given(wire):
     assert world.cache.items()
     del x
     assert given() is None
+
+
+def test_simulate_has_the_arguments_of_allreduce():
+    """But for world and x: with the same defaults, in the same order."""
+    own, real = (dict(signature(f).parameters) for f in (simulate, allreduce))
+    assert {own.pop("xs").name, own.pop("nodes").name} == {"xs", "nodes"}
+    assert {real.pop("world").name, real.pop("x").name} == {"world", "x"}
+    assert list(own.values()) == list(real.values())

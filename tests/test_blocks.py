@@ -23,9 +23,10 @@ from cpdhpc.bench import accuracy as bench_rounding
 from cpdhpc.bench import allreduce as bench_allreduce
 from cpdhpc.cli import main
 from cpdhpc.collectives import predict
-from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.collectives.simulate import simulate
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.darray.describe import packed_wire
 from cpdhpc.formats import (

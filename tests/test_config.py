@@ -12,18 +12,10 @@ import pytest
 from every import every
 
 from cpdhpc.collectives.method import DEFAULT
-from cpdhpc.config import (
-    ConfigError,
-    difference,
-    dump_toml,
-    flatten,
-    merge,
-    override,
-    read_toml,
-    validate,
-)
+from cpdhpc.config import ConfigError, difference, dump_toml, flatten, merge, read_toml, validate
 from cpdhpc.kinds.train import TRAIN
 from cpdhpc.precision import Policy
+from cpdhpc.settings import override
 from cpdhpc.study.cases import load_study
 from cpdhpc.train.datasets import Idx
 from cpdhpc.train.job import Job, load
@@ -236,6 +228,18 @@ def test_a_key_of_neither_row_is_still_an_error(tmp_path: Path) -> None:
     [
         (["train.epocs=3"], "--set train.epocs=3: unknown key train.epocs: did you mean epochs?"),
         (["train.batch=0", "train.epochs=1"], "--set train.batch=0: train.batch=0: should be"),
+        (["epochs=3"], "--set epochs=3: unknown key epochs: did you mean train.epochs?"),
+        (["Train.epochs=3"], "--set Train.epochs=3: unknown key Train: did you mean train?"),
+        (
+            ["gradient.density=0.1"],
+            "--set gradient.density=0.1: gradient.aggregator: is missing: known with density are "
+            "dgc, gradientflow, lgc, oktopk, randomk, topk",
+        ),
+        (
+            ["gradient.density=0.1", "gradient.aggregator=none"],
+            "--set gradient.density=0.1: unknown key gradient.density: known are aggregator, "
+            "algorithm, machine; gradientflow, lgc, topk, randomk, dgc and oktopk have density",
+        ),
         (["train.seeds=[]"], "--set train.seeds=[]: train.seeds=[]: should have at least 1 item, "),
     ],
 )
@@ -270,7 +274,7 @@ def test_overrides_are_toml_and_bare_words_are_strings() -> None:
     [
         *((each, f"--set {each}: the form is key=value or table.key=value")
           for each in ("a", "=3", "a..b=3")),
-        ("a.b=[1", "--set ...=[1: is not a TOML value"),
+        ("a.b=[1", "--set a.b=[1: is not a TOML value: Unclosed array"),
         ("x.y=3", "--set x.y=3: x is not a table"),
         ("y.x.z=3", "--set y.x.z=3: y.x is not a table"),
     ],

@@ -14,10 +14,11 @@ from cpdhpc.bench import machine as bench
 from cpdhpc.bench.harness import line, nonnegative
 from cpdhpc.bench.machine import Sample, Turns, fit, judged, undisturbed
 from cpdhpc.collectives import predict as model
-from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
 from cpdhpc.collectives.predict import choose, fastest, predict
 from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.formats import TILE
 from cpdhpc.world.ranks import Loopback

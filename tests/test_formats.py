@@ -11,7 +11,7 @@ import pytest
 from every import every
 from gfloat.decode_ndarray import decode_ndarray
 
-from cpdhpc.formats import Cast, FloatFormat, packed_bytes, parse_format, tiles
+from cpdhpc.formats import Cast, FloatFormat, packed_bytes, parse_format, tiles, wire_format
 
 SPECIALS = ("ieee", "nan", "none")
 SWEEP = [(e, s) for e in range(1, 9) for s in SPECIALS if e < 8 or s == "ieee"]
@@ -92,10 +92,29 @@ def test_formats_without_a_name_are_not_taken_for_others() -> None:
             parse_format(fmt.name)
 
 
-@every("name", ["", "e4", "m3", "e4m3x", "E4M3", "fp8", "e4m3fnuz", "e4m3 ", "e-1m3"])
+@every("name", ["", "e4", "m3", "e4m3x", "fp8", "e4m3fnuz", "e-1m3", "INT8"])
 def test_unknown_names_are_errors(name: str) -> None:
     with pytest.raises(ValueError, match="known are"):
         parse_format(name)
+
+
+@every(
+    "name, meant",
+    [
+        ("E4M3", "e4m3"),
+        ("e4m3 ", "e4m3"),
+        ("float8_e4m3fn", "e4m3fn"),
+        ("bfloat16", "bf16"),
+        ("Posit8", "posit8"),
+    ],
+)
+def test_other_spellings_are_told_the_name(name: str, meant: str) -> None:
+    for parse in (parse_format, wire_format):
+        with pytest.raises(ValueError, match=rf"^parse_format: '{name}': did you mean {meant}\?$"):
+            parse(name)
+    for wire, meant in (("INT8", "int8"), ("Raw", "raw"), ("MXFP8-E5M2", "mxfp8-e5m2")):
+        with pytest.raises(ValueError, match=f"did you mean {meant}"):
+            wire_format(wire)
 
 
 @every(("exp", "man"), [(0, 3), (9, 3), (4, 24), (4, -1)])

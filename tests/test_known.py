@@ -10,10 +10,11 @@ import pytest
 from every import every
 
 from cpdhpc.collectives import known
-from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.known import KEPT, Known, Recordings, keep, know, know_as, run_known
 from cpdhpc.collectives.method import Method, Op, Reduced, Segment
+from cpdhpc.collectives.simulate import simulate
 from cpdhpc.ops.call_list import (
     LOOKS,
     OVERLAPS,

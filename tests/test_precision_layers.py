@@ -149,11 +149,6 @@ def test_layers_without_a_policy_are_torchs() -> None:
         assert torch.equal(theirs(*given)[0], ours(*given)[0])
 
 
-def test_all_names_of_the_package_are_told() -> None:
-    assert set(precision.__all__) == {*precision._NEED_TORCH, "LayerPolicy", "Policy", "matmul"}
-    assert all(getattr(precision, name) for name in precision.__all__)
-
-
 def test_sums_in_float32_are_those_of_torch_in_float64() -> None:
     """Within the error of sums: n u / (1 - n u) of the sum of magnitudes, n roundings of a term.
 

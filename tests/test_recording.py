@@ -249,12 +249,13 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
         ({}, "every and iterations: nothing is recorded: give one"),
         ({"tensors": ("gradient",)}, "tensors"),
         ({"max_mib": 0}, "max_mib=0"),
-        ({"evry": 1}, "evry"),
     ]
     for settings, message in cases:
         with pytest.raises(UserError, match=message):
             Recorder(model, path, **settings)
         assert not path.exists()
+    with pytest.raises(TypeError, match="evry"):
+        Recorder(model, path, evry=1)  # type: ignore[call-arg]
     Recorder(model, path, every=1).close()
     with pytest.raises(ConfigError, match=r"r\.h5: is there already"):
         Recorder(model, path, every=1)

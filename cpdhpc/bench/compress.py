@@ -20,10 +20,11 @@ from .. import store
 from ..collectives.checks import NonFiniteGradient
 from ..compress import COMPRESSORS
 from ..compress.base import Aggregator
-from ..config import ConfigError, UserError, override, validate
+from ..config import ConfigError, UserError, validate
 from ..methods import suggest
 from ..provenance import attributes
 from ..report.figures import Axis, Chart, Panel, Series, image, spread, styles
+from ..settings import override
 from ..store import Variable
 from ..train.gradients import Gradients, load_all
 from ..world.mpi import World

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from ..collectives.checks import NonFiniteGradient
-from ..config import UserError, add_settings, settings_of
+from ..config import UserError
 from ..methods import suggest
 from ..ops import set_kernel_threads
 from ..ops.tensors import await_device, values_of
+from ..settings import add_settings, settings_of
 from ..signals import Caught
 from ..train.command import Trainer, check_jobs
 from ..train.data import Dataset, Source, shard

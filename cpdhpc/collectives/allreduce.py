@@ -1,14 +1,13 @@
 """All-reduce of float32 arrays with any algorithm, wire, scaling and way to accumulate.
 
-In one call, as an object for many calls, prepared for the same arrays time after time, and of many
-ranks in one process, without MPI, with the bits of a real run.
+In one call, as an object for many calls, and prepared for the same arrays time after time.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,11 +17,11 @@ from weakref import finalize
 import numpy as np
 
 from ..formats import Format, Overflow, Rounding
-from ..methods import USUAL, said_by
+from ..methods import USUAL
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
 from ..world.mpi import World, as_world
-from ..world.ranks import Loopback, Ranks
+from ..world.ranks import Ranks
 from .checks import (
     check_alike,
     check_arrays,
@@ -30,7 +29,6 @@ from .checks import (
     check_out,
     check_run,
     check_shifts,
-    check_simulated,
     check_world,
     is_finite,
     iteration_error,
@@ -499,19 +497,3 @@ def allreduce(
         return note_written(out)
     result = reduced.arrays[0]
     return result if not given or given[0] is xs[0] else sys.modules["torch"].from_numpy(result)
-
-
-def simulate(
-    xs: Sequence[Array], *args: Any, nodes: Sequence[Hashable] | None = None, **kwargs: Any
-) -> Array:
-    """Return what allreduce gives for ranks that have these arrays, by the very same code.
-
-    xs: one array for each rank; nodes: as Loopback, for algorithm "hier"; the other arguments,
-    and errors: as allreduce. Raises ValueError for algorithm "mpi", which has no schedule.
-    """
-    check_simulated(xs)
-    try:
-        world = Loopback(len(xs), nodes=nodes)
-    except (TypeError, ValueError) as error:
-        raise said_by("simulate", error) from None
-    return allreduce(world, xs if len(xs) != 1 else xs[0], *args, **kwargs)

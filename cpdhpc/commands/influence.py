@@ -14,9 +14,9 @@ import argparse
 from pathlib import Path
 
 from .. import store
-from ..config import add_settings
 from ..influence.show import draw, tables
 from ..ops import set_kernel_threads
+from ..settings import add_settings
 from ..train.progress import Display
 from ..world.ranks import Ranks
 

@@ -8,19 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import store
-from ..config import (
-    ConfigError,
-    UserError,
-    add_settings,
-    dump_toml,
-    settings_of,
-    suggest,
-    validate,
-)
+from ..config import ConfigError, UserError, dump_toml, suggest, validate
 from ..precision.policy import PRESETS, Policy
 from ..precision.recording import KINDS, load
 from ..precision.replay import KIND, Question, replay
 from ..precision_search.evidence import OVER
+from ..settings import add_settings, settings_of
 
 if TYPE_CHECKING:
     from ..train.job import Job

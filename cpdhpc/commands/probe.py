@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError, add_settings
+from ..config import ConfigError
+from ..settings import add_settings
 from ..store import Variable
 from ..world.ranks import Ranks
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import store
-from ..config import UserError, add_settings, suggest
+from ..config import UserError, suggest
+from ..settings import add_settings
 from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
 from ..study.folder import Folder, recorded
 from ..study.slurm.site import Site, load_site

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABCMeta, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 from zlib import crc32
@@ -95,12 +96,18 @@ class Checked(ABCMeta):
     That reads a table by no call of the class, so nothing is judged twice. Raises ConfigError.
     """
 
-    def __call__(cls, *given: Any, **options: Any) -> Any:
-        made = super().__call__(*given, **options)
+    def __call__(cls: type[Name], *given: Any, **options: Any) -> Name:
+        made: Any = type.__call__(cls, *given, **options)
         if "__dataclass_fields__" in vars(cls):
             table = {each.name: getattr(made, each.name) for each in fields(made) if each.init}
             check_fields(cls, as_table(table), cls.__name__)
         return made
+
+    @property
+    def __signature__(cls) -> Signature:
+        """What inspect.signature shows: the fields, in place of what __call__ above takes."""
+        _, *parameters = signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        return Signature(parameters)
 
 
 def as_table(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ import torch
 
 from .. import store
 from ..collectives import sparse
-from ..config import IMPORT_FROM, ConfigError, UserError, override, told, validate
+from ..config import IMPORT_FROM, ConfigError, UserError, told, validate
 from ..partition import split
+from ..settings import override
 from ..train import weights
 from ..train.checkpoint import CheckpointError, check_job, load_model
 from ..train.data import Samples

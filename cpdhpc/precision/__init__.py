@@ -1,7 +1,6 @@
 """Arithmetic in small formats: every rounding of tensors, products and sums is chosen."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .policy import LayerPolicy as LayerPolicy
 from .policy import Policy as Policy
@@ -18,23 +17,32 @@ if TYPE_CHECKING:
     from .layers import Linear as Linear
     from .layers import Lstm as Lstm
     from .recorder import Recorder as Recorder
+else:  # what needs torch
+    from ..lazy import lazily as _lazily
 
-_NEED_TORCH = {  # public name -> the module that has it, imported when first asked for
-    "quantize": "arithmetic",
-    "convert": "conversion",
-    **dict.fromkeys(("Attention", "BatchMatmul", "Linear", "Lstm"), "layers"),
-    **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), "layers"),
-    "Recorder": "recorder",
-}
-__all__ = ["LayerPolicy", "Policy", "matmul", *_NEED_TORCH]
+    __getattr__, __dir__ = _lazily(
+        __name__,
+        {
+            "Recorder": "recorder",
+            "convert": "conversion",
+            "quantize": "arithmetic",
+            **dict.fromkeys(("Attention", "BatchMatmul", "Conv1d", "Conv2d", "Conv3d"), "layers"),
+            **dict.fromkeys(("Linear", "Lstm"), "layers"),
+        },
+    )
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_NEED_TORCH[name]}")
-    return getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NEED_TORCH])
+__all__ = [
+    "Attention",
+    "BatchMatmul",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "LayerPolicy",
+    "Linear",
+    "Lstm",
+    "Policy",
+    "Recorder",
+    "convert",
+    "matmul",
+    "quantize",
+]

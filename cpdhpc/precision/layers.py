@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from math import prod, sqrt
-from typing import Any, cast
+from math import sqrt
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -16,173 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..config import validate
-from .arithmetic import Arithmetic, Operation, parameters, products
+from .arithmetic import Arithmetic, parameters, products
+from .operations import BatchedProduct, Convolution, Product
 from .policy import LayerPolicy
 
 Given = LayerPolicy | Mapping[str, Any] | None
-CONVOLUTIONS = functional.conv1d, functional.conv2d, functional.conv3d
-
-
-class _Linear(Operation):
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, weight, bias)
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> list[Tensor]:
-        g = self.rows(g)
-        of_x = (g @ weight).reshape(self.x) if mask[0] else g
-        of_weight = g.t() @ x.reshape(-1, self.x[-1]) if mask[1] else g
-        return [of_x, of_weight, g.sum(0) if mask[2] else g]
-
-    def for_forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return x.reshape(1, -1, self.x[-1]), weight.t()[None]
-
-    def output(self, product: Tensor) -> Tensor:
-        return product.reshape(*self.x[:-1], self.weight[0])
-
-    def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rows(g)[None], weight[None]
-
-    def input(self, product: Tensor) -> Tensor:
-        return product.reshape(self.x)
-
-    def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rows(g).t()[None], x.reshape(1, -1, self.x[-1])
-
-    def rows(self, g: Tensor) -> Tensor:
-        return g.reshape(-1, self.weight[0])
-
-
-class _Convolution(Operation):
-    """Of any number of axes; its products are those of columns, which have what a filter sees."""
-
-    def __init__(
-        self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-    ) -> None:
-        self.stride, self.padding, self.dilation = stride, padding, dilation
-        self.groups, self.axes = groups, len(stride)
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        how = self.stride, self.padding, self.dilation, self.groups
-        result: Tensor = CONVOLUTIONS[self.axes - 1](x, weight, bias, *how)
-        return result
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> list[Tensor]:
-        how = self.stride, self.padding, self.dilation, False, [0] * self.axes, self.groups
-        sizes = [len(weight)]  # of bias
-        return list(torch.ops.aten.convolution_backward(g, x, weight, sizes, *how, mask))
-
-    def for_forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        around = [(each, each) for each in self.padding]
-        return self._columns(x, around, self.stride), self._grouped(weight).flatten(2).mT
-
-    def output(self, product: Tensor) -> Tensor:
-        return self._images(product, self._places)
-
-    def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Between the pixels of g are stride - 1 zeros; filters are flipped, in and out change."""
-        sizes = [(n - 1) * s + 1 for n, s in zip(g.shape[2:], self.stride, strict=True)]
-        spread = g.new_zeros(*g.shape[:2], *sizes)
-        pixels = tuple(slice(None, None, s) for s in self.stride)
-        spread[(slice(None), slice(None), *pixels)] = g
-        around = []
-        for size, there, kernel, pad, gap in zip(
-            *(self.x[2:], spread.shape[2:], self.weight[2:], self.padding, self.dilation),
-            strict=True,
-        ):
-            before = gap * (kernel - 1) - pad
-            around.append((before, size - there + gap * (kernel - 1) - before))
-        flipped = self._grouped(weight).flip(*range(3, 3 + self.axes)).transpose(1, 2)
-        return self._columns(spread, around, [1] * self.axes), flipped.flatten(2).mT
-
-    def input(self, product: Tensor) -> Tensor:
-        return self._images(product, self.x[2:])
-
-    def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = self.weight[0] // self.groups
-        grouped = g.reshape(len(g), self.groups, outputs, prod(g.shape[2:]))
-        rows = grouped.permute(1, 2, 0, 3).flatten(2)  # [groups, outputs, batch * places]
-        around = [(each, each) for each in self.padding]
-        return rows, self._columns(x, around, self.stride)
-
-    def rows(self, g: Tensor) -> Tensor:
-        return g.transpose(0, 1).flatten(1).t()
-
-    def biased(self, output: Tensor, bias: Tensor) -> Tensor:
-        return output + bias.reshape(-1, *[1] * self.axes)
-
-    @property
-    def _places(self) -> list[int]:
-        """The size of the images that come out."""
-        sizes = zip(
-            *(self.x[2:], self.padding, self.dilation, self.weight[2:], self.stride), strict=True
-        )
-        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes]
-
-    def _grouped(self, weight: Tensor) -> Tensor:
-        """Return weight as [groups, outputs, inputs, *kernel]."""
-        return weight.reshape(self.groups, -1, *self.weight[1:])
-
-    def _images(self, product: Tensor, size: Sequence[int]) -> Tensor:
-        """Return [batch, channels, *size] of [groups, batch * places, channels of a group]."""
-        groups, _, channels = product.shape
-        places = (groups, self.x[0], prod(size), channels)
-        batched = product.reshape(places).permute(1, 0, 3, 2)
-        return batched.reshape(self.x[0], groups * channels, *size)
-
-    def _columns(
-        self, x: Tensor, around: Sequence[tuple[int, int]], stride: Sequence[int]
-    ) -> Tensor:
-        """Return what a filter sees of each place: [groups, batch * places, inputs * kernel].
-
-        around: zeros before and behind each axis; fewer than none: values are left out
-        """
-        x = functional.pad(x, [each for pair in reversed(around) for each in pair]).contiguous()
-        kernel = self.weight[2:]
-        places = [
-            (n - d * (k - 1) - 1) // s + 1
-            for n, d, k, s in zip(x.shape[2:], self.dilation, kernel, stride, strict=True)
-        ]
-        batch, channels, *steps = x.stride()
-        inputs = x.shape[1] // self.groups
-        seen = x.as_strided(
-            (self.groups, x.shape[0], *places, inputs, *kernel),
-            (
-                *(channels * inputs, batch, *(a * b for a, b in zip(steps, stride, strict=True))),
-                *(channels, *(a * b for a, b in zip(steps, self.dilation, strict=True))),
-            ),
-        )
-        return seen.reshape(self.groups, x.shape[0] * prod(places), inputs * prod(kernel))
-
-
-class _Batched(Operation):
-    """Of [batch, m, k] and [batch, k, n]; the second one's gradient is that of a weight."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.matmul(x, weight)
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> list[Tensor]:
-        return [g @ weight.mT if mask[0] else g, x.mT @ g if mask[1] else g, g]
-
-    def for_forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return x, weight
-
-    def output(self, product: Tensor) -> Tensor:
-        return product
-
-    def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return g, weight.mT
-
-    def input(self, product: Tensor) -> Tensor:
-        return product
-
-    def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return g.mT, x
-
-    def of_weight(self, product: Tensor) -> Tensor:
-        return product.mT
-
-    def rows(self, g: Tensor) -> Tensor:
-        return g.reshape(-1, g.shape[-1])
+Device = torch.device | str | int | None
+Sizes = int | tuple[int, ...]  # one for all axes, or one for each
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
 class Obedient(nn.Module):
@@ -194,8 +35,8 @@ class Obedient(nn.Module):
     precision: nn.ModuleDict
     policy: LayerPolicy
 
-    def __init__(self, *arguments: Any, policy: Given = None, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any, policy: Given = None) -> None:
+        super().__init__(*arguments)
         self.obey(policy)
 
     @property
@@ -236,14 +77,45 @@ class Obedient(nn.Module):
 class Linear(Obedient, nn.Linear):
     """torch.nn.Linear whose tensors and products are rounded; policy: see LayerPolicy."""
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Given = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype, policy=policy)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return float[..., outputs] of float[..., inputs]."""
         of = self.part("product")
-        return products(_Linear(), of, x, *parameters(of, self.weight, self.bias))
+        return products(Product(), of, x, *parameters(of, self.weight, self.bias))
 
 
 class _Conv(Obedient):
     """What convolutions of all numbers of axes have in common."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes | Literal["valid", "same"] = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Given = None,
+    ) -> None:
+        sizes = in_channels, out_channels, kernel_size, stride, padding, dilation, groups
+        super().__init__(*sizes, bias, padding_mode, device, dtype, policy=policy)
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         layer = cast(nn.Conv2d, self)
@@ -256,7 +128,7 @@ class _Conv(Obedient):
         elif around[::2] != around[1::2]:  # padding="same" and a kernel of even size
             x, padding = functional.pad(x, around), [0] * axes
         of = self.part("product")
-        how = _Convolution(layer.stride, padding, layer.dilation, layer.groups)
+        how = Convolution(layer.stride, padding, layer.dilation, layer.groups)
         output = products(how, of, x, *parameters(of, weight, bias))
         return output if batched else output[0]
 
@@ -287,6 +159,9 @@ def _of_activations(policy: LayerPolicy) -> LayerPolicy:
 class BatchMatmul(Obedient):
     """torch.matmul of two activations; both gradients are summed as input_gradient says."""
 
+    def __init__(self, *, policy: Given = None) -> None:
+        super().__init__(policy=policy)
+
     def policy_of(self, part: str) -> LayerPolicy:
         """See Obedient.policy_of."""
         return _of_activations(self.policy)
@@ -300,7 +175,7 @@ def _batch_matmul(of: Arithmetic, a: Tensor, b: Tensor) -> Tensor:
     front = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     x, y = (each.expand(*front, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b))
     weight, _ = parameters(of, y, None)
-    return products(_Batched(), of, x, weight).reshape(*front, a.shape[-2], b.shape[-1])
+    return products(BatchedProduct(), of, x, weight).reshape(*front, a.shape[-2], b.shape[-1])
 
 
 class Attention(Obedient, nn.MultiheadAttention):
@@ -310,8 +185,24 @@ class Attention(Obedient, nn.MultiheadAttention):
     softmax is torch's. out_proj is a Linear.
     """
 
-    def __init__(self, *arguments: Any, policy: Given = None, **options: Any) -> None:
-        super().__init__(*arguments, policy=policy, **options)
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Given = None,
+    ) -> None:
+        options = bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        super().__init__(embed_dim, num_heads, dropout, *options, policy=policy)
         out_proj: nn.Module = self.out_proj
         out_proj.__class__ = Linear
         cast(Linear, out_proj).obey(self.policy, "Attention.out_proj")
@@ -389,7 +280,7 @@ class Attention(Obedient, nn.MultiheadAttention):
         found = []
         for name, x, weight, bias in zip(self.parts, given, weights, biases, strict=False):
             of = self.part(name)
-            found.append(products(_Linear(), of, x, *parameters(of, weight, bias)))
+            found.append(products(Product(), of, x, *parameters(of, weight, bias)))
         return found
 
     def _masked(
@@ -418,6 +309,24 @@ class Lstm(Obedient, nn.LSTM):
     Of inputs all times are one product, of the values before each time is one of its own. Sums of
     gradients over times are float32's.
     """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Given = None,
+    ) -> None:
+        options = bias, batch_first, dropout, bidirectional, proj_size, device, dtype
+        super().__init__(input_size, hidden_size, num_layers, *options, policy=policy)
 
     @property
     def parts(self) -> Sequence[str]:
@@ -469,15 +378,15 @@ class Lstm(Obedient, nn.LSTM):
         entering = self._parameters_of("ih", suffix)
         recurrent = self._parameters_of("hh", suffix)
         projection = self._parameters_of("hr", suffix) if self.proj_size else None
-        gates = products(_Linear(), self.part(f"ih_{suffix}"), x, *entering)
+        gates = products(Product(), self.part(f"ih_{suffix}"), x, *entering)
         backwards, found = suffix.endswith("_reverse"), []
         for time in gates.flip(0) if backwards else gates:
-            added = products(_Linear(), self.part(f"hh_{suffix}"), hidden, *recurrent)
+            added = products(Product(), self.part(f"hh_{suffix}"), hidden, *recurrent)
             i, f, g, o = (time + added).chunk(4, -1)
             cells = f.sigmoid() * cells + i.sigmoid() * g.tanh()
             hidden = o.sigmoid() * cells.tanh()
             if projection is not None:
-                hidden = products(_Linear(), self.part(f"hr_{suffix}"), hidden, *projection)
+                hidden = products(Product(), self.part(f"hr_{suffix}"), hidden, *projection)
             found.append(hidden)
         values = torch.stack(found[::-1] if backwards else found)
         return values, (hidden, cells)

@@ -47,10 +47,10 @@ class Recorder:
     path: of the file; the arrays of an iteration are there when step returns, or none
     reducer: a GradientReducer of the model; None: there is one process, whose p.grad it is
     resume: go on with the file, if there is one, from the iteration that begin says
-    settings: the keys of [record] in a job file; see Recording
+    layers, ... seed: the keys of [record] in a job file; see Recording
     Changes no bit of training. The gradients that layers get are of the loss times its scale.
-    Raises UserError on all processes alike for patterns that match no layer, another key, a file
-    that is there or cannot be written, or has other settings.
+    Raises UserError on all processes alike for patterns that match no layer, a file that is there
+    or cannot be written, or has other settings.
 
         with Recorder(model, Path("run.h5"), reducer, every=100) as recorder:
             for inputs, targets in batches:
@@ -68,8 +68,19 @@ class Recorder:
         reducer: Any = None,
         *,
         resume: bool = False,
-        **settings: Any,
+        layers: Sequence[str] = ("*",),
+        tensors: Sequence[KindName] = tuple(KINDS),
+        every: int = 0,
+        count: int = 20,
+        iterations: Sequence[int] = (),
+        max_mib: float = 256.0,
+        thin: bool = False,
+        seed: int = 0,
     ) -> None:
+        settings = {
+            "layers": layers, "tensors": tensors, "every": every, "count": count,
+            "iterations": iterations, "max_mib": max_mib, "thin": thin, "seed": seed,
+        }  # fmt: skip
         self.model, self.path, self.reducer = model, Path(path), reducer
         self.world: Ranks = Loopback() if reducer is None else reducer.world
         with alike_on_all(self.world, "Recorder: arguments") as alike:

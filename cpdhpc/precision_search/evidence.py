@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from .. import store
 from ..compress import LowBit, NoCompression
-from ..config import ConfigError, dump_toml, override, read_toml
+from ..config import ConfigError, dump_toml, read_toml
 from ..formats import packed_bytes, wire_format
 from ..precision.policy import PRODUCTS
+from ..settings import override
 from ..store import Variable
 from ..train.controllers import BySchedule
 from ..train.job import Job, load

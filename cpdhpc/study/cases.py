@@ -16,17 +16,16 @@ from ..config import (
     UNITS,
     ConfigError,
     Raw,
-    blaming,
     flatten,
     located,
     merge,
-    override,
     read_toml,
     suggest,
     validate,
     value_at,
 )
 from ..kinds import KINDS
+from ..settings import blaming, override
 from ..study_data.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .ddp import ddp_hook as ddp_hook
@@ -15,27 +14,32 @@ if TYPE_CHECKING:
     from .layerwise import NovoGrad as NovoGrad
     from .loss_scaling import LossScaler as LossScaler
     from .reducer import GradientReducer as GradientReducer
+else:
+    from ..lazy import lazily as _lazily
 
-_EXPORTS = {  # public name -> the module that has it
-    "AdamP": "layerwise",
-    "GradientReducer": "reducer",
-    "Lamb": "layerwise",
-    "Larc": "layerwise",
-    "Lars": "layerwise",
-    "LossScaler": "loss_scaling",
-    "NovoGrad": "layerwise",
-    "ddp_hook": "ddp",
-    "fsdp_hook": "fsdp",
-}
-__all__ = [*_EXPORTS]
+    __getattr__, __dir__ = _lazily(
+        __name__,
+        {
+            "AdamP": "layerwise",
+            "GradientReducer": "reducer",
+            "Lamb": "layerwise",
+            "Larc": "layerwise",
+            "Lars": "layerwise",
+            "LossScaler": "loss_scaling",
+            "NovoGrad": "layerwise",
+            "ddp_hook": "ddp",
+            "fsdp_hook": "fsdp",
+        },
+    )
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError("cpdhpc.train: needs torch: pip install 'cpdhpc[train]'") from None
+__all__ = [
+    "AdamP",
+    "GradientReducer",
+    "Lamb",
+    "Larc",
+    "Lars",
+    "LossScaler",
+    "NovoGrad",
+    "ddp_hook",
+    "fsdp_hook",
+]

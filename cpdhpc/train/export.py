@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError, add_settings, override, validate
+from ..config import ConfigError, validate
+from ..settings import add_settings, override
 from .job import Job, laid_over
 
 if TYPE_CHECKING:

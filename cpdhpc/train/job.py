@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -19,14 +19,12 @@ from ..config import (
     OneOf,
     Raw,
     Section,
-    blaming,
     dump_toml,
     flatten,
-    keys,
+    keys_inside,
     located,
     merge,
     of_rows,
-    override,
     read_toml,
     validate,
     value_at,
@@ -34,6 +32,7 @@ from ..config import (
 from ..formats import with_own_formats
 from ..precision.policy import PRESETS, Policy
 from ..precision.recording import Recording
+from ..settings import blaming, override
 from ..world.ranks import Loopback, Ranks
 from .controllers import (
     BATCH_SCALINGS,
@@ -368,12 +367,7 @@ def read(raw: Raw, where: str) -> Job:
 
 def keys_of(table: str) -> set[str]:
     """Return the keys of a table, of [train] none; those of any row where jobs choose from rows."""
-    field = Job.model_fields.get(table)
-    if field is None or field.annotation in (str, Train):
-        return set()
-    choices = [one for one in field.metadata if isinstance(one, OneOf)]
-    rows = [row for one in choices for row in one.rows] or [cast(type[Section], field.annotation)]
-    return {key for row in rows for key in keys(row)}
+    return set() if table == "train" else keys_inside(Job, table)
 
 
 def load(path: Path | str, settings: Iterable[str] = ()) -> list[Job]:

@@ -107,7 +107,8 @@ def _recording(training: Training) -> Iterator[None]:
     if not training.job.record.number:
         yield
         return
-    file, settings = training.files.recording(training.job), training.job.record.model_dump()
+    file = training.files.recording(training.job)
+    settings = training.job.record.model_dump(exclude={"file"})
     recorder = Recorder(training.model, file, training.reducer, resume=True, **settings)
     with recorder as training.recorder:
         recorder.begin(training.iteration)

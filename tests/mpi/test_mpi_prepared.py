@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from cpdhpc.collectives import rank_program, recorded
-from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.known import KEPT, Recordings
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import sum_bits
 from cpdhpc.ops import call_list
 from cpdhpc.world.mpi import World

@@ -1,0 +1,71 @@
+"""Names of a package that are imported when they are first asked for (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+
+EXTRAS = {"torch": "train", "sklearn": "train", "cupy": "gpu"}  # package -> extra of setup.cfg
+REQUIRED = {  # package -> its name for pip, of what setup.cfg always installs
+    "h5py": "h5py",
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "mpi4py": "mpi4py",
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "rich": "rich",
+    "scipy": "scipy",
+    "simpleeval": "simpleeval",
+    "tomli_w": "tomli-w",
+}
+
+
+def to_install(error: ImportError) -> str | None:
+    """Return what to say of a package that is not installed; None for errors of another cause.
+
+    Of those that are always needed all that lack are named at once.
+    """
+    missing = str(error.name or "").partition(".")[0]
+    if missing == "cpdhpc" and "_cpu" in str(error):
+        return "cpdhpc._cpu is not compiled: pip install -e . in the folder of the clone"
+    if not isinstance(error, ModuleNotFoundError) or missing == "cpdhpc":
+        return None
+    if missing in EXTRAS:
+        return f"{missing} is not installed: pip install 'cpdhpc[{EXTRAS[missing]}]'"
+    lacking = [name for name in REQUIRED if find_spec(name) is None] if missing in REQUIRED else []
+    lacking = lacking or [missing]
+    names = " ".join(REQUIRED.get(name, name) for name in lacking)
+    are = "are" if len(lacking) > 1 else "is"
+    return f"{', '.join(lacking)} {are} not installed: pip install {names}"
+
+
+def lazily(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return __getattr__ and __dir__ of a package.
+
+    modules: public name -> the module of the package that has it, "" for one that is a module
+    A name that needs a package which is not installed raises ModuleNotFoundError, of one line.
+    """
+
+    def get(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            found = import_module(f"{package}.{modules[name] or name}")
+        except ModuleNotFoundError as error:
+            said = to_install(error)
+            if said is None:
+                raise
+            raise ModuleNotFoundError(f"{package}.{name}: {said}", name=error.name) from None
+        value = getattr(found, name) if modules[name] else found
+        setattr(sys.modules[package], name, value)  # not asked for again
+        return value
+
+    def names() -> list[str]:
+        special = (name for name in vars(sys.modules[package]) if name.startswith("__"))
+        return sorted({*special, *sys.modules[package].__all__})
+
+    return get, names
