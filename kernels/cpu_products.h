@@ -59,13 +59,13 @@ struct Draws {
                     p.key, first - p.index[0] + p.index[i / lanes] + (u64)(i % lanes), 0u, 1);
             memcpy(random, each, sizeof each);
         } else {
-            const Many one = Many{} + first_key(p.key, high),
-                       two = Many{} + second_key(p.key, high);
+            const u32 one = low + first_key(p.key, high);
+            const Many two = Many{} + second_key(p.key, high);
 #pragma GCC unroll 8
             for (int i = 0; i < together; i += (int)Number<S>::lanes) {
                 Many at;
                 memcpy(&at, places + i, sizeof at);
-                at = hashed(at + low, one, two);
+                at = hashed(at + one, two);
                 memcpy(random + i * (int)sizeof(u32), &at, sizeof at);
             }
         }

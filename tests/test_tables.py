@@ -195,7 +195,8 @@ def by_hand(x: float, fmt: TableFormat, rounding: str, draw: int) -> Fraction:
     middle = (below + above) / 2
     nearest = of_parity(0) if exact == middle else above if exact > middle else below
     inwards = above if above <= 0 else below if below >= 0 else nearest
-    share = (exact - below) / (above - below)
+    # The specification compares in float64: beside a number, 2**-53 of the gap may be rounded off.
+    share = Fraction(float(exact - below)) / (above - below)
     return {
         "nearest": nearest, "up": above, "down": below, "zero": inwards, "odd": of_parity(1),
         "stochastic": above if share + Fraction(draw, 2**31) >= 1 else below,

@@ -51,17 +51,19 @@ def random31(key: Key, index: Array) -> Array:
     """Return the 31 random bits of each element: a hash of the stream's key and the index.
 
     index: uint64[n]; returns uint32[n] below 2**31
-    Source: C. Wellons' lowbias32 ("Prospecting for hash functions", 2018); the second word of the
-    key joins half-way, and multiples of the index's high word with both.
+    Source: C. Wellons' triple32 ("Prospecting for hash functions", 2018), to whose input the first
+    word of the key is added; the second word joins after the first round, and multiples of the
+    index's high word with both. The input joins again at the end (Davies, Meyer).
     """
 
     low = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (index >> np.uint64(32)).astype(np.uint32)
-    h = low ^ np.uint32(key[0]) ^ (high * np.uint32(0x85EBCA6B))
-    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    h = h ^ (h >> np.uint32(15)) ^ np.uint32(key[1]) ^ (high * np.uint32(0x9E3779B9))
-    h = h * np.uint32(0x846CA68B)
-    return (h ^ (h >> np.uint32(16))) >> np.uint32(1)
+    x = low + np.uint32(key[0]) + high * np.uint32(0x85EBCA6B)
+    h = (x ^ (x >> np.uint32(17))) * np.uint32(0xED5AD4BB)
+    h = h ^ (h >> np.uint32(11)) ^ np.uint32(key[1]) ^ (high * np.uint32(0x9E3779B9))
+    h = h * np.uint32(0xAC4C1B51)
+    h = (h ^ (h >> np.uint32(15))) * np.uint32(0x31848BAB)
+    return (h ^ (h >> np.uint32(14)) ^ x) >> np.uint32(1)
 
 
 def encode_with_events(
