@@ -35,7 +35,6 @@ LIGHT = {
     "partition",
     "signals",
     "store",
-    "whole_files",
     "study",
     "study_data",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd, prod
 from typing import Any, NoReturn, Self
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ..world.gpu_messages import Carrier, Direct, carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
 from .by_slices import Addresses, Array, ArrayBackend, array_backend
-from .channel import Call, Channel
+from .channel import Call, Channel, Kept, drop
 from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
 from .describe import Description, Verification, describe, packed_wire, verify
 from .device_moves import SUMS
@@ -146,7 +147,7 @@ def begin(
     """Start an operation of a plan. Collective. Raises as WindowPlan.exchange."""
     plan.world.check_thread()
     try:
-        if plan.freed:
+        if plan.kept.freed:
             raise RuntimeError(f"{operation.name}: plan {plan.name!r} is freed")
         call = check(plan, operation, x, out)
     except Exception as error:
@@ -189,7 +190,7 @@ def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:
 
 
 def _break(plan: WindowPlan) -> None:
-    plan.broken = plan.freed = True
+    plan.kept.broken = plan.kept.freed = True
     plan.last.clear()
 
 
@@ -280,8 +281,8 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) ->
     if key not in plan.channels:
         _check_values(plan, operation, call)
         plan.channels[key] = Channel(
-            plan.world, plan, plan.stream, plan.name, str(plan.wire), operation, call.backend,
-            call.x, trail, plan.packed, direct,
+            plan.world, plan.pieces, plan.stream, plan.name, str(plan.wire), operation,
+            call.backend, call.x, trail, plan.packed, direct,
         )  # fmt: skip
     channel = plan.channels[key]
     call.number = channel.number_prefix | number & MOST_NUMBER
@@ -327,7 +328,8 @@ class WindowPlan(RankPieces):
     constant; accumulate is its transpose. Arrays have the shape of the box and any further axes
     behind, which are never split. A rank without messages makes no MPI call.
     All ranks begin the operations of a plan in the same order, with alike dtypes and further axes.
-    A plan keeps requests and memory until it is freed, at the latest with its world.
+    A plan keeps requests and memory until it is freed, at the latest with its world; those of a
+    plan that is dropped go when a later one is made, once the other ranks have read what was sent.
     Raises TypeError or ValueError alike on all ranks.
     """
 
@@ -344,12 +346,14 @@ class WindowPlan(RankPieces):
         self.world, self.wire, self.name = as_world(world, "WindowPlan"), wire, name
         boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
         super().__init__(Windows(layout, boxes, modes), self.world.rank)
-        self.stream, self.freed, self.broken = self.world.open_stream(), False, False
-        self.channels: dict[tuple[str, str, tuple[int, ...], bool], Channel] = {}
-        self.last: dict[str, Repeated] = {}
+        self.pieces = self.bare()  # for channels: they outlive a plan that is dropped
+        self.stream, self.kept = self.world.open_stream(), Kept(self.world, name)
+        self.channels, self.last = self.kept.channels, self.kept.last
         self.world.shared()  # collective when it is first asked for
+        self.world.cache.free_dropped()
         if self.sends or self.recvs:
-            self.world.cache.hold(self)
+            self.world.cache.hold(self.kept)
+            finalize(self, drop, ref(self.kept)).atexit = False
 
     def exchange(self, x: Array, out: Array = None, *, number: int = 0) -> Array:
         """Return the array on the window, given the array on the owned box. Collective.
@@ -417,15 +421,7 @@ class WindowPlan(RankPieces):
         Every rank that used the plan must call it, or go on using it.
         Raises RuntimeError where a call is under way, which others wait for.
         """
-        if any(channel.open for channel in self.channels.values()) and not self.broken:
-            raise RuntimeError(f"plan {self.name!r}: free: a call is under way: finish it first")
-        self.freed = True
-        self.world.cache.release(self)
-        if not self.broken:
-            for channel in self.channels.values():
-                channel.free()
-        self.channels.clear()
-        self.last.clear()
+        self.kept.free()
 
     def __enter__(self) -> Self:
         return self
