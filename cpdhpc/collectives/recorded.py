@@ -439,6 +439,10 @@ class Recording:
         self._requests, self._taken, self._waits = [], [], []
         self._list = None
 
+    def is_idle(self) -> bool:
+        """Whether free waits for nobody, which it never does."""
+        return True
+
     def drop(self) -> None:
         """Free it, from any thread and at any time, as a garbage collector may."""
         if self._requests:  # MPI is not to be called now: the next recording does it
@@ -451,13 +455,17 @@ def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
     """Return an array, float32[shape], that the processes of this node can read where it lies.
 
     Prepared all-reduces of such arrays copy nothing for the others. Where memory cannot be shared
-    it is like any other. Its memory is the world's, until that is freed. Collective.
+    it is like any other. Its memory is the world's: another array gets it once no rank has this
+    one, or a view of it, any more. Collective.
     world: World, Loopback or an mpi4py communicator; shape: may differ between ranks
     Raises, on all ranks alike, TypeError, ValueError or MemoryError for a shape that is wrong, or
     too large, on any.
     """
     ranks = as_world(world, "empty_shared")
-    shared, array = ranks.shared(), np.empty(0, np.float32)
+    shared, array, taken = ranks.shared(), np.empty(0, np.float32), np.empty(0, np.uint8)
+    lease = 0 if shared is None else shared.open_lease()
+    if shared is not None:
+        shared.hear(ranks.gather(shared.untold, "empty_shared"), ranks.process)
     error: Exception | None = None
     try:
         sides = list(shape) if isinstance(shape, Iterable) else [shape]
@@ -466,10 +474,13 @@ def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
         size_bytes = math.prod(map(int, sides), start=array.itemsize)
         check_whole("empty_shared: bytes of the array", size_bytes, 0)
         taken = np.empty(size_bytes, np.uint8) if shared is None else shared.take(size_bytes)
-        array = taken.view(np.float32).reshape(sides)
-    except (TypeError, ValueError) as found:
-        error = found
-    except (OSError, MemoryError) as found:
-        error = MemoryError(f"empty_shared: shape={shape}: {found}")
+        found = taken if shared is None else shared.lent(lease, taken)
+        array = found.view(np.float32).reshape(sides)
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    except (OSError, MemoryError) as wrong:
+        error = MemoryError(f"empty_shared: shape={shape}: {wrong}")
+    if shared is not None and not array.size:
+        shared.leave(lease, [taken])
     ranks.agree(error, "empty_shared", of_call=True)
     return array

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
+from weakref import ref
 from zlib import crc32
 
 import numpy as np
@@ -263,6 +264,18 @@ class Channel:
             )  # fmt: skip
         return self.on_gpu[number]
 
+    def is_idle(self) -> bool:
+        """Whether free waits for nobody."""
+        sent = all(outbox.is_read(self.serial) for outbox, _ in self.sending)
+        return (
+            sent
+            and not self.open
+            and all(
+                inbox.connected or all([request.Test() for request in inbox.greeting])
+                for inbox, _ in self.receiving
+            )
+        )
+
     def free(self) -> None:
         """Wait until the others have read everything, and free requests and memory."""
         self.programs.clear()
@@ -273,6 +286,52 @@ class Channel:
         for inbox, _ in self.receiving:
             inbox.connect()
             inbox.free()
+
+
+class Kept:
+    """What a plan has of channels, with requests and memory, which others may be reading yet.
+
+    It goes with the plan; where the plan is dropped, when a later one of its world is made.
+    channels: by operation, dtype, further axes and whether MPI takes GPU memory
+    last: by operation; freed: whether calls are errors; broken: the error that ended it, if any
+    """
+
+    def __init__(self, world: Ranks, name: str) -> None:
+        self.world, self.name, self.freed, self.broken = world, name, False, ""
+        self.channels: dict[tuple[str, str, tuple[int, ...], bool], Channel] = {}
+        self.last: dict[str, Any] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is under way."""
+        return any(channel.open for channel in self.channels.values()) and not self.broken
+
+    def is_idle(self) -> bool:
+        """Whether free waits for nobody; False where MPI finds a failure, of which calls tell."""
+        try:
+            return bool(self.broken) or all(each.is_idle() for each in self.channels.values())
+        except Exception as error:
+            self.world.failure(error, f"plan {self.name!r}: free")
+            return False
+
+    def free(self) -> None:
+        """Free requests and memory. Raises RuntimeError as WindowPlan.free."""
+        if self.is_open:
+            raise RuntimeError(f"plan {self.name!r}: free: a call is under way: finish it first")
+        self.freed = True
+        self.world.cache.release(self)
+        if not self.broken:
+            for channel in self.channels.values():
+                channel.free()
+        self.channels.clear()
+        self.last.clear()
+
+
+def drop(kept: ref[Kept]) -> None:
+    """Let what a plan that was dropped has left be freed when that waits for nobody."""
+    found = kept()
+    if found is not None:
+        found.world.cache.drop(found)
 
 
 def _same(one: Plain, other: Plain) -> bool:

@@ -195,14 +195,27 @@ class Outbox(Mailbox):
         store_release(self.word(head), serial)
         self.start(slot)
 
+    def is_read(self, serial: int) -> bool:
+        """Whether the other has read all up to a serial, so that close waits for nobody."""
+        if not all([request.Test() for request in self.greeting]):
+            return False
+        if self.shared is None:
+            return all([request.Test() for each in self.requests for request in each])
+        return all(load_acquire(self.word(self.word_at(n % SLOTS))) >= n for n in _last(serial))
+
     def close(self, serial: int) -> None:
         """Wait until all has been read, and give back the memory."""
         self.wait(self.greeting)
-        for last in range(max(1, serial - SLOTS + 1), serial + 1):
+        for last in _last(serial):
             self.reserve(last % SLOTS, last + SLOTS)
         if self.shared is not None:
             self.shared.give_back([self.room])
         self.free()
+
+
+def _last(serial: int) -> range:
+    """Return the serials that slots hold, up to the last one."""
+    return range(max(1, serial - SLOTS + 1), serial + 1)
 
 
 class Inbox(Mailbox):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd, prod
 from typing import Any, NoReturn, Self
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ..world.gpu_messages import Carrier, Direct, carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
 from .by_slices import Addresses, Array, ArrayBackend, array_backend
-from .channel import Call, Channel
+from .channel import Call, Channel, Kept, drop
 from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
 from .describe import Description, Verification, describe, packed_wire, verify
 from .device_moves import SUMS
@@ -175,9 +176,11 @@ def begin(
 def _check_usable(plan: WindowPlan, operation: Operation) -> None:
     """Raise RuntimeError where a plan is freed, or was ended by an error, which is told again."""
     what = f"{operation.name}: plan {plan.name!r}"
-    if plan.broken:
-        raise RuntimeError(f"{what} was ended by an earlier call, make a new one: {plan.broken}")
-    if plan.freed:
+    if plan.kept.broken:
+        raise RuntimeError(
+            f"{what} was ended by an earlier call, make a new one: {plan.kept.broken}"
+        )
+    if plan.kept.freed:
         raise RuntimeError(f"{what} is freed")
 
 
@@ -197,7 +200,8 @@ def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:
 
 
 def _break(plan: WindowPlan, error: Exception) -> None:
-    plan.broken = plan.broken or str(error) or type(error).__name__
+    plan.kept.broken = plan.kept.broken or str(error) or type(error).__name__
+    plan.kept.freed = True
     plan.last.clear()
 
 
@@ -288,8 +292,8 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) ->
     if key not in plan.channels:
         _check_values(plan, operation, call)
         plan.channels[key] = Channel(
-            plan.world, plan, plan.stream, plan.name, str(plan.wire), operation, call.backend,
-            call.x, trail, plan.packed, direct,
+            plan.world, plan.pieces, plan.stream, plan.name, str(plan.wire), operation,
+            call.backend, call.x, trail, plan.packed, direct,
         )  # fmt: skip
     channel = plan.channels[key]
     call.number = channel.number_prefix | number & MOST_NUMBER
@@ -335,7 +339,8 @@ class WindowPlan(RankPieces):
     constant; accumulate is its transpose. Arrays have the shape of the box and any further axes
     behind, which are never split. A rank without messages makes no MPI call.
     All ranks begin the operations of a plan in the same order, with alike dtypes and further axes.
-    A plan keeps requests and memory until it is freed, at the latest with its world.
+    A plan keeps requests and memory until it is freed, at the latest with its world; those of a
+    plan that is dropped go when a later one is made, once the other ranks have read what was sent.
     Raises TypeError or ValueError alike on all ranks.
     """
 
@@ -352,13 +357,14 @@ class WindowPlan(RankPieces):
         self.world, self.wire, self.name = as_world(world, "WindowPlan"), wire, name
         boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
         super().__init__(Windows(layout, boxes, modes), self.world.rank)
-        self.stream, self.freed = self.world.open_stream(), False
-        self.broken = ""  # the error that ended it, once one has
-        self.channels: dict[tuple[str, str, tuple[int, ...], bool], Channel] = {}
-        self.last: dict[str, Repeated] = {}
+        self.pieces = self.bare()  # for channels: they outlive a plan that is dropped
+        self.stream, self.kept = self.world.open_stream(), Kept(self.world, name)
+        self.channels, self.last = self.kept.channels, self.kept.last
         self.world.shared()  # collective when it is first asked for
+        self.world.cache.free_dropped()
         if self.sends or self.recvs:
-            self.world.cache.hold(self)
+            self.world.cache.hold(self.kept)
+            finalize(self, drop, ref(self.kept)).atexit = False
 
     def exchange(self, x: Array, out: Array = None, *, number: int = 0) -> Array:
         """Return the array on the window, given the array on the owned box. Collective.
@@ -426,15 +432,7 @@ class WindowPlan(RankPieces):
         Every rank that used the plan must call it, or go on using it.
         Raises RuntimeError where a call is under way, which others wait for.
         """
-        if any(channel.open for channel in self.channels.values()) and not self.broken:
-            raise RuntimeError(f"plan {self.name!r}: free: a call is under way: finish it first")
-        self.freed = True
-        self.world.cache.release(self)
-        if not self.broken:
-            for channel in self.channels.values():
-                channel.free()
-        self.channels.clear()
-        self.last.clear()
+        self.kept.free()
 
     def __enter__(self) -> Self:
         return self

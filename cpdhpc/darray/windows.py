@@ -324,6 +324,12 @@ class RankPieces:
         self.fills = windows.fills(rank)
         self.uncovered = _without(self.owned, [p.source for p in self.local if p.is_itself])
 
+    def bare(self) -> RankPieces:
+        """Return the same, with nothing of what uses it."""
+        found = object.__new__(RankPieces)
+        vars(found).update(vars(self))
+        return found
+
     @cached_property
     def interior(self) -> Box:
         """A box of the window, as large as cuts leave it, that no message changes."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 
@@ -51,6 +52,11 @@ def reducing_thread(world: Ranks) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=begin)
 
 
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 class Overlap:
     """Watches the gradients of a model, and hands each complete part to one thread, in order.
 
@@ -81,6 +87,8 @@ class Overlap:
             parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
             for layer, parameter in enumerate(parameters)
         ]
+        # Else a model would keep what nobody can call any more, with its thread.
+        finalize(self, _remove, self._hooks).atexit = False
         self._begin()
 
     def _begin(self) -> None:
@@ -89,14 +97,21 @@ class Overlap:
         self._futures: list[Future[Mean]] = []
 
     def _hook(self, layer: int) -> Callable[[torch.Tensor], None]:
+        overlap = ref(self)
+
         def gradient_is_there(_: torch.Tensor) -> None:
-            if self._seen[layer]:
-                self.again(layer)
-            elif not self._paused:
-                self._take(layer)
-                self._submit()
+            found = overlap()
+            if found is not None:
+                found._has_come(layer)
 
         return gradient_is_there
+
+    def _has_come(self, layer: int) -> None:
+        if self._seen[layer]:
+            self.again(layer)
+        elif not self._paused:
+            self._take(layer)
+            self._submit()
 
     def _take(self, layer: int) -> None:
         self.take(layer)
@@ -158,8 +173,7 @@ class Overlap:
 
     def close(self, *, finish: bool = True) -> None:
         """Let go of the model and end the thread; finish: after the part that is under way."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
         if self.executor is not None:
             self.executor.shutdown(wait=finish, cancel_futures=True)
         if finish:

@@ -147,7 +147,7 @@ class World(Ranks):
         return self._duplicate
 
     def free(self) -> None:
-        """Free the duplicated communicator; the world cannot be used any more. Collective."""
+        """Free the world and its communicator, which stays where one is dropped. Collective."""
         self.cache.free()
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()

@@ -6,12 +6,14 @@ of the kernel, page by page, else twice.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
 import struct
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 
@@ -69,6 +71,8 @@ class Shared:
 
     def __init__(self, size_bytes: int = BLOCK_BYTES) -> None:
         self._blocks: list[Block] = []
+        self._near_pids: set[int] = set()
+        finalize(self, _orphan, self._near_pids, self._blocks).atexit = False
         self._met: dict[tuple[int, int], Block] = {}
         self._free: list[tuple[int, int, int]] = []  # block, start and stop of what can be taken
         self._new_block(size_bytes)
@@ -97,6 +101,7 @@ class Shared:
         except OSError:
             return False
         self.boards[process] = memory[BOARD]
+        self._near_pids.add(pid)
         found = np.zeros(SECRET_BYTES, np.uint8)
         try:
             read_memory(pid, address, found)
@@ -175,6 +180,12 @@ class Shared:
         self._leases += 1
         return self._leases
 
+    def lent(self, lease: int, taken: Array) -> Array:
+        """Return the same memory, not empty: when no view of it is left, the lease is left."""
+        owner = (ctypes.c_uint8 * taken.size).from_address(taken.ctypes.data)
+        finalize(owner, self.leave, lease, [taken]).atexit = False
+        return np.frombuffer(memoryview(owner), np.uint8)
+
     def leave(self, lease: int, taken: list[Array]) -> None:
         """Note that this process neither reads nor writes a lease, whose own arrays are taken."""
         self._left[lease] = taken
@@ -241,6 +252,26 @@ class Shared:
             finally:
                 os.close(path)
         return self._met[pid, descriptor]
+
+
+# Of memory that was dropped: the processes that may still have to map it, and its descriptors here.
+_orphans: list[tuple[set[int], list[int]]] = []
+
+
+def _orphan(pids: set[int], blocks: list[Block]) -> None:
+    """Note descriptors to be closed; of memory that is freed there are none."""
+    _orphans.append((pids, [block.descriptor for block in blocks]))
+
+
+def _close_orphans(pids: set[int]) -> None:
+    """Close descriptors of which all processes are in another collective call by now."""
+    for _ in range(len(_orphans)):
+        others, descriptors = _orphans.pop(0)
+        if others <= pids:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        else:
+            _orphans.append((others, descriptors))
 
 
 def _room(size_bytes: int) -> int:
@@ -328,6 +359,7 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
     except (OSError, AttributeError) as error:  # memfd_create is Linux's
         problem = f"process {world.process}: {error}"
     names = world.gather((shared and NAME.pack(*shared.name), problem), "shared memory")
+    _close_orphans({Name(*NAME.unpack(name)).pid for name, _ in names if name})
     near = [
         i
         for i in range(world.processes)

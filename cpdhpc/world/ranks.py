@@ -64,6 +64,9 @@ class Freeable(Protocol):
     def free(self) -> None:
         """Free it."""
 
+    def is_idle(self) -> bool:
+        """Whether free waits for nobody."""
+
 
 class Cache:
     """What callers keep with a world from one call to the next, until it is freed.
@@ -101,13 +104,17 @@ class Cache:
         self._held.discard(thing)
 
     def drop(self, thing: Freeable) -> None:
-        """Let a thing that is held be freed by the next free_dropped."""
+        """Let a thing that is held be freed by a later free_dropped; from any thread."""
         self._dropped.append(thing)
 
     def free_dropped(self) -> None:
-        """Free what was dropped since the last time."""
-        while self._dropped:
-            self._dropped.pop().free()
+        """Free what was dropped, as far as that waits for nobody."""
+        for _ in range(len(self._dropped)):
+            thing = self._dropped.pop(0)
+            if thing.is_idle():
+                thing.free()
+            else:
+                self._dropped.append(thing)
 
     def free(self) -> None:
         """Free what is held, and let go of what is kept."""
