@@ -59,7 +59,7 @@ class Exchanged(Mapping[str, int]):
         return str(self.size_bytes)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name, _ in self.model.named_buffers()] if self.model else [])
+        return iter([] if self.model is None else [n for n, _ in self.model.named_buffers()])
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -77,7 +77,8 @@ class DdpHook(Averaging):
         self._executor = reducing_thread(self.world) if overlap else None
         self._stream = OwnStream(CPU)
         with alike_on_all(self.world, "ddp_hook: options") as settings:
-            check_options("ddp_hook", model or torch.nn.Identity(), seed, overlap)
+            given = torch.nn.Identity() if model is None else model
+            check_options("ddp_hook", given, seed, overlap)
             model = getattr(model, "_orig_mod", model)  # torch.compile(ddp) is it, wrapped
             self.aggregator = made("ddp_hook", aggregator, options)
             if model is not None:
@@ -92,7 +93,7 @@ class DdpHook(Averaging):
                 "seed": seed,
                 "overlap": overlap,
                 "layers": self.layers,
-                "precision": str(policies_of(model)) if model else "",
+                "precision": "" if model is None else str(policies_of(model)),
             }
         self._refuse_momentum()
         self._begin()
@@ -120,6 +121,13 @@ class DdpHook(Averaging):
         """Return the future of the mean of a bucket, torch's GradBucket. Collective."""
         if bucket.index() == 0:
             self._begin()
+            if self.world.lent_to is not None:
+                self._error = RuntimeError(
+                    "ddp_hook: gradients of another model are on their way since its backward: "
+                    "call reduce() of its GradientReducer first"
+                )
+            elif self._executor is not None:
+                self.world.lent_to = self
         given = bucket.index(), bucket.parameters(), bucket.gradients(), bucket.buffer()
         last, device = bucket.is_last(), bucket.buffer().device
         future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
@@ -129,7 +137,9 @@ class DdpHook(Averaging):
         else:
             if self._stream.device != device:
                 self._stream = OwnStream(device)
-            self.world.lent_by, self.world.pause_s = threading.get_ident(), pause_s(self.world)
+            if self.world.lent_to is self:
+                self.world.lent_by = threading.get_ident()
+                self.world.pause_s = pause_s(self.world)
             self._executor.submit(self._behind, self._stream.mark(), *given, last, future)
         if last:
             _after_backward(lambda: self._end(future))
@@ -161,8 +171,8 @@ class DdpHook(Averaging):
                 self._scales.share(named, [True] * self.world.processes)
         except Exception as found:
             self._error = found
-        if last:
-            self.world.lent_by = None
+        if last and self.world.lent_to is self:
+            self.world.lent_by = self.world.lent_to = None
         future.set_result(buffer)
 
     def _reduce(
@@ -219,7 +229,8 @@ class DdpHook(Averaging):
 
     def _end(self, last: Future) -> None:
         """Count the step; or raise its error out of backward, with p.grad this rank's own."""
-        self.world.pause_s = 0.0  # nobody computes any more
+        if self.world.lent_to in (None, self):
+            self.world.pause_s = 0.0  # nobody computes any more
         last.wait()
         if self._error is not None:
             for layout, parameters in self._done:

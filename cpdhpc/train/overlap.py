@@ -62,7 +62,8 @@ class Overlap:
 
     All processes go through the parts in the same order, so their collectives match. From the
     first part of a step until means ends, the world belongs to the thread: World refuses the
-    thread that computes, so that MPI is called by one thread at a time.
+    thread that computes, so that MPI is called by one thread at a time. Another model's parts wait
+    from this one's first gradient on, which all ranks have, until its means end.
     take: gathers the gradient of a layer; aggregate: reduces a part, by index, in the thread
     again: told of a layer whose gradient comes a second time within a step
     stream: of the thread, which begins a part when backward's stream has gathered it
@@ -110,6 +111,8 @@ class Overlap:
         if self._seen[layer]:
             self.again(layer)
         elif not self._paused:
+            if self.world.lent_to is None:
+                self.world.lent_to = self
             self._take(layer)
             self._submit()
 
@@ -119,7 +122,9 @@ class Overlap:
         self._missing[self._part_of[layer]] -= 1
 
     def _submit(self) -> None:
-        """Hand over the parts that are next and complete."""
+        """Hand over the parts that are next and complete; none while those of another model go."""
+        if self.world.lent_to is not self:
+            return
         while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
             if self.executor is None:
                 self.executor = reducing_thread(self.world)
@@ -151,6 +156,13 @@ class Overlap:
         Raises what the thread raised, the first error of the step, with no part under way.
         Every wait of the thread has the world's time-out, so this one ends too.
         """
+        if self.world.lent_to not in (None, self):
+            self._begin()
+            raise RuntimeError(
+                "GradientReducer.reduce: overlap=True: gradients of another model are on their "
+                "way since its backward: call reduce() of the models in the order of their backward"
+            )
+        self.world.lent_to = self
         for layer, seen in enumerate(self._seen):
             if not seen:
                 self._take(layer)
@@ -168,7 +180,7 @@ class Overlap:
         finally:
             wait(futures)
             self.stream.join()  # after an error, too: parts read what the next step writes
-            self.world.lent_by = None
+            self.world.lent_by = self.world.lent_to = None
             self._begin()
 
     def close(self, *, finish: bool = True) -> None:
@@ -176,5 +188,5 @@ class Overlap:
         _remove(self._hooks)
         if self.executor is not None:
             self.executor.shutdown(wait=finish, cancel_futures=True)
-        if finish:
-            self.world.lent_by, self.world.pause_s = None, 0.0
+        if finish and self.world.lent_to in (None, self):
+            self.world.lent_by, self.world.lent_to, self.world.pause_s = None, None, 0.0

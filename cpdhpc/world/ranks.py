@@ -142,6 +142,7 @@ class Ranks(ABC):
     refusal: the error of another process that ended a wait here, see refuse; or None
     postponed: the error to be raised behind the call under way, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
+    lent_to: the reducer or hook whose gradients are on their way; or None
     pause_s: how long who waits sleeps between two looks, as another thread computes on the core;
         0: it only gives up the core
     board: where all processes of a node agree, once shared() was called; None where they are on
@@ -158,6 +159,7 @@ class Ranks(ABC):
     refusal: Exception | None = None
     postponed: Exception | None = None
     lent_by: int | None = None
+    lent_to: object = None
     pause_s = 0.0
     account: Callable[[str, Mapping[str, object], Sequence[int]], None] | None = None
     board: Any = None

@@ -257,3 +257,99 @@ def test_options_and_worlds_that_differ_are_told_on_all_ranks(world: World, grou
         f"rank 0 of 1 is rank {world.rank} of {world.size} in the default process group" in alone,
     ]
     together(world, *verdicts)
+
+
+COMPILED = {"backend": "aot_eager"}  # autograd of the compiled graph, without a C++ compiler
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("overlap", [False, True])
+def test_compiled_models_have_the_means_and_names_of_plain_ones(
+    world: World, group: None, overlap: bool
+) -> None:
+    """By the reducer and by the hook, around DDP and within; states go from one to the other."""
+    models = [linear(8, 16, 4) for _ in range(4)]
+    how: dict[str, Any] = {"overlap": overlap, "density": 0.1}
+    compiled: Any = torch.compile(models[1], **COMPILED)
+    plain = GradientReducer(models[0], world, "topk", bucket_mib=1e-4, **how)
+    reducer = GradientReducer(compiled, world, "topk", bucket_mib=1e-4, **how)
+    around = DistributedDataParallel(models[2])
+    state, hook = ddp_hook(world, "topk", model=torch.compile(around, **COMPILED), **how)
+    around.register_comm_hook(state, hook)
+    within, other = hooked(world, torch.compile(models[3], **COMPILED), "topk", **how)
+    verdicts = [plain.layers == reducer.layers == state.layers == other.layers]
+    for step in range(3):
+        if step == 1:
+            reducer.load_state_dict(plain.state_dict())
+            other.load_state_dict(state.state_dict())
+        for each in (models[0], compiled, torch.compile(around, **COMPILED), within):
+            each.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            each(torch.randn(5, 8, generator=generator)).square().sum().backward()
+            if each is models[0]:
+                plain.reduce()
+            elif each is compiled:
+                reducer.reduce()
+        verdicts += [bits(models[0]) == bits(models[1]), bits(models[2]) == bits(models[3])]
+    for each in (plain, reducer, state, other):
+        each.close()
+    together(world, *verdicts)
+
+
+@pytest.mark.two_ranks
+def test_optimizers_whose_ranks_share_the_work_end_with_the_bits_of_plain_ones(
+    world: World, group: None
+) -> None:
+    """ZeroRedundancyOptimizer steps with a part of the parameters on each rank, and shares them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = [linear(8, 16, 4) for _ in range(2)]
+    reducers = [GradientReducer(model, world, "lowbit", wire="e4m3") for model in models]
+    optimizers = [
+        torch.optim.Adam(models[0].parameters(), lr=0.1),
+        ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.Adam, lr=0.1),
+    ]
+    for step in range(4):
+        for model, reducer, optimizer in zip(models, reducers, optimizers, strict=True):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            model(torch.randn(5, 8, generator=generator)).square().sum().backward()
+            reducer.reduce()
+            optimizer.step()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    together(world, all(torch.equal(a, b) for a, b in pairs))
+
+
+@pytest.mark.parametrize("name", ["none", "topk"])
+def test_two_models_with_overlap_take_turns(world: World, group: None, name: str) -> None:
+    """In one backward each and in one for both, by the bits of each alone; else an error on all."""
+    first, second, *alone = (linear(8, 16, 8) for _ in range(4))
+    overlapped, plain = (
+        [GradientReducer(m, world, name, bucket_mib=1e-4, overlap=how) for m in pair]
+        for pair, how in (((first, second), True), (alone, False))
+    )
+    ddp, state = hooked(world, linear(8, 4), overlap=True)
+    verdicts, told = [], []
+    for step in range(3):
+        for one, other in ((first, second), alone):
+            one.zero_grad()
+            other.zero_grad()
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            if step == 1:
+                other(one(x)).square().sum().backward()
+            else:
+                other(x).square().sum().backward()
+                one(x).square().sum().backward()
+        told.append(said(overlapped[0].reduce))
+        told.append(said(lambda: ddp(torch.ones(1, 8)).sum().backward()))
+        for reducer in (*overlapped[::-1], *plain[::-1]):
+            reducer.reduce()
+        verdicts += [bits(first) == bits(alone[0]), bits(second) == bits(alone[1])]
+    ddp.zero_grad()
+    ddp(torch.ones(1, 8)).sum().backward()
+    for reducer in overlapped:
+        reducer.close()
+    state.close()
+    says = "reduce() of the models in the order of their backward", "call reduce() of its Gradient"
+    verdicts += [any(each in text for each in says) for text in told]
+    together(world, *verdicts, world.lent_to is None, state.iteration == 1)
