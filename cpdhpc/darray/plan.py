@@ -147,7 +147,7 @@ def begin(
     """Start an operation of a plan. Collective. Raises as WindowPlan.exchange."""
     plan.world.check_thread()
     try:
-        if plan.kept.freed:
+        if plan.freed:
             raise RuntimeError(f"{operation.name}: plan {plan.name!r} is freed")
         call = check(plan, operation, x, out)
     except Exception as error:
@@ -354,6 +354,11 @@ class WindowPlan(RankPieces):
         if self.sends or self.recvs:
             self.world.cache.hold(self.kept)
             finalize(self, drop, ref(self.kept)).atexit = False
+
+    @property
+    def freed(self) -> bool:
+        """Whether calls are an error, after free or a failure."""
+        return self.kept.freed
 
     def exchange(self, x: Array, out: Array = None, *, number: int = 0) -> Array:
         """Return the array on the window, given the array on the owned box. Collective.
