@@ -180,7 +180,7 @@ def _check_usable(plan: WindowPlan, operation: Operation) -> None:
         raise RuntimeError(
             f"{what} was ended by an earlier call, make a new one: {plan.kept.broken}"
         )
-    if plan.kept.freed:
+    if plan.freed:
         raise RuntimeError(f"{what} is freed")
 
 
@@ -365,6 +365,11 @@ class WindowPlan(RankPieces):
         if self.sends or self.recvs:
             self.world.cache.hold(self.kept)
             finalize(self, drop, ref(self.kept)).atexit = False
+
+    @property
+    def freed(self) -> bool:
+        """Whether calls are an error, after free or a failure."""
+        return self.kept.freed
 
     def exchange(self, x: Array, out: Array = None, *, number: int = 0) -> Array:
         """Return the array on the window, given the array on the owned box. Collective.
