@@ -97,6 +97,8 @@ def test_only(script: Path) -> str:
     """
     done = _call(["sbatch", "--test-only", str(script)])
     said = _said(done)
+    if done.returncode and UNSURE.search(said):
+        raise NoAnswer(f"sbatch --test-only has no answer: {said}")
     return f"warning: --test-only refuses it as things are: {said}" if done.returncode else said
 
 
