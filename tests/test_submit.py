@@ -401,6 +401,17 @@ def test_an_array_that_was_cancelled_before_it_started(fake_slurm: Slurm) -> Non
     ]
 
 
+def test_an_element_that_squeue_alone_has_forgotten(fake_slurm: Slurm) -> None:
+    submitted()
+    fake_slurm.knows(10, "demo-1x2", {1: WAITS})
+    fake_slurm.knows(11, "demo-2x2", {2: WAITS, 3: WAITS})
+    Path("accounts").write_text("10_0|demo-1x2|FAILED|3:0\n10_1|demo-1x2|PENDING|0:0\n")
+    assert [(each.state, each.detail) for each in look(STUDY, FOLDER).cases[:2]] == [
+        ("failed", "job 10_0 FAILED, exit code 3"),
+        ("pending", "job 10_1 (JobArrayTaskLimit)"),
+    ]
+
+
 def test_status_of_jobs_that_nobody_knows(fake_slurm: Slurm) -> None:
     assert {state for state, _ in told()} == {"missing"}
     submitted()

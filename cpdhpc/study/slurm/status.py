@@ -78,9 +78,12 @@ def look(study: Study, folder: Folder) -> Standing:
     if not jobs:
         return Standing(found)
     found = with_submission(found, study, folder, jobs)
-    slurm = "answers"
+    slurm, last = "answers", newest(jobs)
+    open_ones = {each.batch for each in found if each.state != "finished"} & last.keys()
+    places = [(last[batch].number, last[batch].batches[batch]) for batch in open_ones]
     try:
-        found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
+        known = queue.states((job.number for job in jobs), places)
+        found = with_slurm(found, folder, jobs, known)
     except queue.SlurmError as error:
         slurm = str(error)
     return Standing(found, slurm, endings(found, folder, jobs))
