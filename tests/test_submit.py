@@ -417,7 +417,7 @@ def test_status_of_jobs_that_nobody_knows(fake_slurm: Slurm) -> None:
     submitted()
     assert told()[0] == ("failed", "job 10_0: Slurm has forgotten it")
     assert endings(status(), FOLDER, recorded(FOLDER))[1] == (
-        "    | cannot be read: No such file or directory"
+        "    | is not there: it never started, or its node could not write here: other disk, no room"
     )
 
 
@@ -425,6 +425,8 @@ def test_tail_of_a_long_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\xff" * 9000 + b"\nlast\n\n")
     assert tail(path)[-1] == "last" and len(tail(path)) == 2
+    path.write_bytes(b"")
+    assert tail(path) == ["is empty: its disk is full, or nothing was printed"]
 
 
 def test_slurm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from .submit import SITE, fitting
 
 TAIL = 12  # lines of a log
 TAIL_BYTES = 4096
+EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
+NO_LOG = "is not there: it never started, or its node could not write here: other disk, no room"
 STATES = ("finished", "running", "pending", "unsubmitted", "failed", "damaged", "missing")
 LIVE = ("running", "pending")
 
@@ -212,6 +214,8 @@ def tail(path: Path) -> list[str]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return [NO_LOG]
     except OSError as error:
         return [f"cannot be read: {error.strerror}"]
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:]
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:] or [EMPTY_LOG]
