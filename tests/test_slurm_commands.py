@@ -115,6 +115,31 @@ def test_resume_submits_with_the_site_of_the_last_time(
     assert len(recorded(folder)) == 6
 
 
+def test_resume_submits_where_no_job_has_gone_in_yet(
+    fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And does not measure on the login node. Status 1: there is more to submit."""
+    Path("full").write_text("sbatch: error: AssocMaxSubmitJobLimit\n")
+    Path("room").write_text("0")
+    for action in ("submit", "resume"):
+        status, text, _ = call(capsys, "study", action, study)
+        assert status == 1 and "not submitted: 4 batch(es), 4 case(s)" in text, action
+    Path("room").write_text("5")
+    status, text, _ = call(capsys, "study", "resume", study)
+    assert status == 0 and "job 12: collects" in text
+
+
+def test_plan_refuses_what_slurm_takes_otherwise(
+    study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for action in ("plan", "render", "run", "freeze", "submit"):
+        for name, why in (("o%j", "has %"), ("-x", "begins with -"), ("o" * 300, "has a name of")):
+            status, _, error = call(capsys, "study", action, study, f"--out={name}")
+            assert status == 2 and why in error and error.count("\n") == 1, (action, name)
+        status, _, error = call(capsys, "study", action, study, "--set", f"name={'n' * 101}")
+        assert status == 2 and "name" in error, action
+
+
 def test_status_lists_what_slurm_says(
     fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

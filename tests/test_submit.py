@@ -401,12 +401,23 @@ def test_an_array_that_was_cancelled_before_it_started(fake_slurm: Slurm) -> Non
     ]
 
 
+def test_an_element_that_squeue_alone_has_forgotten(fake_slurm: Slurm) -> None:
+    submitted()
+    fake_slurm.knows(10, "demo-1x2", {1: WAITS})
+    fake_slurm.knows(11, "demo-2x2", {2: WAITS, 3: WAITS})
+    Path("accounts").write_text("10_0|demo-1x2|FAILED|3:0\n10_1|demo-1x2|PENDING|0:0\n")
+    assert [(each.state, each.detail) for each in look(STUDY, FOLDER).cases[:2]] == [
+        ("failed", "job 10_0 FAILED, exit code 3"),
+        ("pending", "job 10_1 (JobArrayTaskLimit)"),
+    ]
+
+
 def test_status_of_jobs_that_nobody_knows(fake_slurm: Slurm) -> None:
     assert {state for state, _ in told()} == {"missing"}
     submitted()
     assert told()[0] == ("failed", "job 10_0: Slurm has forgotten it")
     assert endings(status(), FOLDER, recorded(FOLDER))[1] == (
-        "    | cannot be read: No such file or directory"
+        "    | is not there: it never started, or its node could not write here: other disk, no room"
     )
 
 
@@ -414,6 +425,8 @@ def test_tail_of_a_long_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\xff" * 9000 + b"\nlast\n\n")
     assert tail(path)[-1] == "last" and len(tail(path)) == 2
+    path.write_bytes(b"")
+    assert tail(path) == ["is empty: its disk is full, or nothing was printed"]
 
 
 def test_slurm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,16 +236,17 @@ def run_run(arguments: argparse.Namespace) -> int:
 def run_resume(arguments: argparse.Namespace) -> int:
     """Go on with a study; return 0 where all is finished or submitted, else 1, or 130.
 
-    --site, or jobs of Slurm in the folder: submit, with the site of the last time by default
+    --site, or a folder that was submitted from: submit, with the site of the last time by default
     """
+    from ..study.slurm.submit import SITE, submit
+
     study, folder = folder_of(arguments)
-    if arguments.site is None and not recorded(folder):
+    kept = folder.path / SITE  # written before the first job goes in
+    if arguments.site is None and not kept.exists() and not recorded(folder):
         from ..study.run_here import measure
 
         return measure(study, folder)
-    from ..study.slurm.submit import SITE, submit
-
-    return 1 if submit(study, folder, load_site(arguments.site or folder.path / SITE)).left else 0
+    return 1 if submit(study, folder, load_site(arguments.site or kept)).left else 0
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:

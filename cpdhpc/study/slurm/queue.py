@@ -97,6 +97,8 @@ def test_only(script: Path) -> str:
     """
     done = _call(["sbatch", "--test-only", str(script)])
     said = _said(done)
+    if done.returncode and UNSURE.search(said):
+        raise NoAnswer(f"sbatch --test-only has no answer: {said}")
     return f"warning: --test-only refuses it as things are: {said}" if done.returncode else said
 
 
@@ -153,10 +155,11 @@ def cancel(jobs: Iterable[int]) -> None:
         raise SlurmError(f"scancel refuses it: {_said(done)}")
 
 
-def states(jobs: Iterable[int]) -> States:
+def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
     """Return the states of jobs and of all elements of arrays, of those that Slurm remembers.
 
     squeue first, which needs no accounting; sacct for what squeue has forgotten, if it answers.
+    elements: those that are looked for; squeue may have forgotten some of an array alone
     Raises SlurmError where squeue does not answer.
     """
     wanted = set(jobs)
@@ -164,7 +167,8 @@ def states(jobs: Iterable[int]) -> States:
     for job in sorted(wanted):  # one by one: one that is forgotten is an error of all
         found |= _queued(job)
     forgotten = wanted - {job for job, _ in found}
-    return found | (_accounted(forgotten) if forgotten else {})
+    forgotten |= {each[0] for each in elements if each not in found}
+    return (_accounted(forgotten) if forgotten else {}) | found
 
 
 def _queued(job: int) -> States:

@@ -20,6 +20,8 @@ from .submit import SITE, fitting
 
 TAIL = 12  # lines of a log
 TAIL_BYTES = 4096
+EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
+NO_LOG = "is not there: it never started, or its node could not write here: other disk, no room"
 STATES = ("finished", "running", "pending", "unsubmitted", "failed", "damaged", "missing")
 LIVE = ("running", "pending")
 
@@ -78,9 +80,12 @@ def look(study: Study, folder: Folder) -> Standing:
     if not jobs:
         return Standing(found)
     found = with_submission(found, study, folder, jobs)
-    slurm = "answers"
+    slurm, last = "answers", newest(jobs)
+    open_ones = {each.batch for each in found if each.state != "finished"} & last.keys()
+    places = [(last[batch].number, last[batch].batches[batch]) for batch in open_ones]
     try:
-        found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
+        known = queue.states((job.number for job in jobs), places)
+        found = with_slurm(found, folder, jobs, known)
     except queue.SlurmError as error:
         slurm = str(error)
     return Standing(found, slurm, endings(found, folder, jobs))
@@ -209,6 +214,8 @@ def tail(path: Path) -> list[str]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return [NO_LOG]
     except OSError as error:
         return [f"cannot be read: {error.strerror}"]
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:]
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:] or [EMPTY_LOG]
