@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import oracles
+import pytest
 from every import every
 
 from cpdhpc.formats import Cast, parse_format
@@ -150,12 +151,83 @@ def test_bits_of_neighbouring_streams_are_uncorrelated() -> None:
         assert np.abs(differing - 0.5).max() <= bound
 
 
-def test_successive_draws_are_uncorrelated() -> None:
-    """As for two streams: a stream against itself some draws later."""
-    stream = random_bits(1 << 18, 9, 9).astype(np.float64)
-    for lag in (1, 2, 31, 32, 33, 1024, 65536):
-        correlation = np.corrcoef(stream[:-lag], stream[lag:])[0, 1]
-        assert abs(correlation) <= 5 / np.sqrt(stream.size - lag), lag
+def correlations(a: np.ndarray, b: np.ndarray, lags: int) -> np.ndarray:
+    """Correlations of a series with another (or itself) 1, 2, ... lags draws later, of deviation 1.
+
+    Round the end, so that each is of all n draws: times sqrt(n), those of independent series have
+    mean 0 and variance 1, but for 1 / n.
+    """
+    (one, two) = (np.fft.rfft((each - each.mean()) / each.std()) for each in (a, b))
+    found = np.fft.irfft(one.conj() * two, a.size)[1 : lags + 1]
+    return np.asarray(found / np.sqrt(a.size))
+
+
+def most_of(count: int) -> float:
+    """What the largest |z| of count normal ones exceeds with probability below 1e-4.
+
+    P(|z| > b) <= exp(-b**2 / 2), and the probabilities of all add up to no less than that of any.
+    """
+    return float(np.sqrt(2 * np.log(count / 1e-4)))
+
+
+def bit(draws: np.ndarray, place: int) -> np.ndarray:
+    return (draws >> np.uint32(place)) & np.uint32(1)
+
+
+def test_no_lag_is_correlated() -> None:
+    """Draws and their highest bit, which decides most roundings, at 2**17 lags."""
+    lags, paths = 1 << 17, ((0,), (1, 0, 0), (42,))
+    for path in paths:
+        draws = random_bits(1 << 21, *path)
+        for series in (draws, bit(draws, 30)):
+            assert np.abs(correlations(series, series, lags)).max() <= most_of(6 * lags), path
+
+
+def test_no_lag_between_neighbouring_streams_is_correlated() -> None:
+    first, *others = neighbouring_streams()
+    lags = first.size - 1
+    for other in others[:6]:
+        found = correlations(first, other, lags)
+        assert np.abs(found).max() <= most_of(6 * lags)
+
+
+def test_draws_repeat_as_often_as_they_should() -> None:
+    """Equal pairs among n draws of 31 bits: n**2 / 2**32 on average, and that is their variance.
+
+    A permutation of the indices, which a hash of 32 bits often is, has half of them.
+    """
+    n, equal = 1 << 20, 0
+    for path in ((0,), (1, 2, 3), (5, 0, 0, 7), (2**40,)):
+        counts = np.unique(random_bits(n, *path), return_counts=True)[1]
+        equal += int((counts * (counts - 1) // 2).sum())
+    expected = 4 * n**2 / 2**32
+    assert abs(equal - expected) <= 5 * np.sqrt(expected)
+
+
+@pytest.mark.slow
+def test_no_lag_of_any_bit_is_correlated() -> None:
+    """Each of the 31 bits, in 2**22 draws, at 200,000 lags."""
+    lags, paths = 200_000, ((0,), (3, 1, 4))
+    for path in paths:
+        draws = random_bits(1 << 22, *path)
+        for place in range(31):
+            series = bit(draws, place)
+            found = np.abs(correlations(series, series, lags))
+            assert found.max() <= most_of(2 * 31 * lags), (path, place, int(found.argmax()) + 1)
+
+
+@pytest.mark.slow
+def test_no_bit_is_correlated_far_away() -> None:
+    """Lags of one bit, which the first multiplications of a hash leave in few places."""
+    blocks, n = 256, 1 << 16  # of keys, and draws of each
+    for exponent in range(34):
+        differing = np.zeros(31)
+        for key in range(blocks):
+            one = random_bits(n, key, exponent, offset=key << 20)
+            two = random_bits(n, key, exponent, offset=(key << 20) + (1 << exponent))
+            differing += [np.count_nonzero((one ^ two) & np.uint32(1 << i)) for i in range(31)]
+        z = (differing - blocks * n / 2) / np.sqrt(blocks * n / 4)
+        assert np.abs(z).max() <= most_of(34 * 31), exponent
 
 
 def test_keys_differ() -> None:
