@@ -344,7 +344,10 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     )
     for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
     for_figures.add_argument(
-        "--y", default="", metavar="NAME", help="time (default), speedup, efficiency, an outcome"
+        "--y",
+        default="",
+        metavar="NAME",
+        help="time (default), speedup, efficiency, of studies of throughput that; an outcome",
     )
     for name, text in (("by", "a series"), ("panel", "a panel")):
         for_figures.add_argument(
