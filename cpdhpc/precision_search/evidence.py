@@ -129,7 +129,7 @@ class Evidence:
 
     @property
     def outcome(self) -> str:
-        """Whether formats were found that keep the budget: unseen seeds decide, if there are any."""
+        """Whether what was found keeps the budget: unseen seeds decide, if there are any."""
         tested = self.tested
         if tested is None:
             return "goes on"
