@@ -420,16 +420,25 @@ def main(argv: list[str] | None = None) -> int:
     signal has stopped, with its checkpoint written, has a status of its own.
     """
     from .config import UserError
-    from .signals import INTERRUPTED, Interrupted, let_interrupt_end, raising_interrupt
+    from .signals import (
+        INTERRUPTED,
+        Interrupted,
+        let_interrupt_end,
+        outlive_readers,
+        raising_interrupt,
+    )
 
     if argv is None:
         let_interrupt_end()
+    is_program = argv is None
     argv = sys.argv[1:] if argv is None else argv
     world, wrong, timeout_s = None, None, TIMEOUT_S
     try:
         try:
             arguments = parser(argv).parse_args(argv)
             command: Command = arguments.run
+            if is_program and getattr(arguments, "watch", None) is None:  # which ends with it
+                outlive_readers()
         except UserError as error:  # of Parser.error, under mpirun: maybe not on all processes
             wrong = error
         if wrong is None and command.starts_mpi and (copies := started_by_mpirun()) > 1:
@@ -451,7 +460,7 @@ def main(argv: list[str] | None = None) -> int:
         if world is None or world.process == 0:
             print(f"cpdhpc: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
-    except BrokenPipeError:  # the reader, as head, wants no more
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
