@@ -430,18 +430,27 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         from .config import UserError
-        from .signals import INTERRUPTED, Interrupted, let_interrupt_end, raising_interrupt
+        from .signals import (
+            INTERRUPTED,
+            Interrupted,
+            let_interrupt_end,
+            outlive_readers,
+            raising_interrupt,
+        )
     except ModuleNotFoundError as error:
         return _refuse(to_install(error) or str(error))
 
     if argv is None:
         let_interrupt_end()
+    is_program = argv is None
     argv = sys.argv[1:] if argv is None else argv
     world, wrong, timeout_s = None, None, TIMEOUT_S
     try:
         try:
             arguments = parser(argv).parse_args(argv)
             command: Command = arguments.run
+            if is_program and getattr(arguments, "watch", None) is None:  # which ends with it
+                outlive_readers()
         except UserError as error:  # of Parser.error, under mpirun: maybe not on all processes
             wrong = error
         if wrong is None and command.starts_mpi and (copies := started_by_mpirun()) > 1:

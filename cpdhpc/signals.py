@@ -1,8 +1,14 @@
-"""Signals that ask a run to stop are noted, and obeyed between two steps."""
+"""Signals that ask a run to stop are noted, and obeyed between two steps.
+
+That nobody reads what a run prints any more stops no run.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -32,6 +38,44 @@ def raising_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Unheard(io.TextIOWrapper):
+    """A stream of text that goes nowhere once its reader has gone."""
+
+    def write(self, text: str) -> int:
+        """Write text, or nothing."""
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            self._go_on()
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is kept, or forget it."""
+        try:
+            super().flush()
+        except BrokenPipeError:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+
+
+def outlive_readers() -> None:
+    """Let this process go on where who reads what it prints wants no more, as head does.
+
+    So no run ends, and no file is missing, because of that.
+    """
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if isinstance(old, io.TextIOWrapper):  # None: closed from the start
+            old.flush()
+            how = {each: getattr(old, each) for each in ("encoding", "errors", "line_buffering")}
+            new = Unheard(old.buffer, **how, write_through=old.write_through)
+            setattr(sys, name, new)
 
 
 class Interrupted(Exception):

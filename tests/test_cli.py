@@ -127,7 +127,7 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
         command, env=environment(), capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"cpdhpc: error: {tmp_path}: there is no file of a study or")
+    assert done.stderr.startswith(f"cpdhpc: error: {tmp_path}: nothing that report shows: ")
     assert done.stderr.count("\n") == 1
 
 

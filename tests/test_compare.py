@@ -137,6 +137,18 @@ def test_outcomes_that_are_no_samples(tmp_path: Path) -> None:
     assert "wire_bytes differs" not in " ".join(listed)
 
 
+def test_nothing_is_said_to_be_no_slower_where_nothing_can_be_judged(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """Five repeats have no interval at 95 %: exit status 0 would say that no point is slower."""
+    paths = [write_study(tmp_path / f"{n}.h5", repeats=6, seed=n, **OPTIONS) for n in (1, 2)]
+    words = ["report", str(paths[0]), "--compare", str(paths[1]), "--quiet"]
+    assert main(words) == 0 and "60 without an interval" in capsys.readouterr().out
+    assert main([*words, "--fail-on-slower"]) == 2
+    shown = capsys.readouterr()
+    assert "0 of 60 points slower" in shown.out and "nothing can be judged" in shown.err
+
+
 @pytest.mark.usefixtures("without_figures")
 def test_exit_status_and_files(before: Path, tmp_path: Path, capsys: Any) -> None:
     after = write_study(tmp_path / "b.h5", seed=2, factor=SLOWER, **OPTIONS)

@@ -112,5 +112,12 @@ def test_a_study_has_the_best_rate_of_each_batch(target: dict[str, float], told:
     assert chart.panels[0].series[0].y == pytest.approx([825, 356.25, 239.0625])
     assert not section.notes
     assert draw(chart).axes
+    file, groups = study()
+    slowest = [
+        group.points[0].index for group in groups if group.factors["train.learning_rate"] == 0.4
+    ]
+    file.training["test_loss"][slowest] = np.nan  # as where they diverge
+    (without,) = critical(file, groups)
+    assert without.tables[0].rows[0][1:3] == critical(*study())[0].tables[0].rows[0][1:3]
     (own,) = critical(*study())  # all go on to the end of the run, whose loss is the least
     assert float(str(own.tables[0].rows[0][1]).partition(" ")[0]) < 0

@@ -18,7 +18,7 @@ from training import ROOT, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.commands.influence import add_arguments, run
-from cpdhpc.commands.report import load
+from cpdhpc.commands.report import Outputs, load, report
 from cpdhpc.config import ConfigError, UserError, merge, validate
 from cpdhpc.influence.rows import LastLayer, Layers, Projection
 from cpdhpc.signals import Caught, Interrupted
@@ -396,10 +396,13 @@ def test_a_run_that_has_not_ended_is_told_first(
         store.write(tmp_path / "small-s0.h5", {}, notes | {"status": status})
         (tmp_path / "small-s0.influence.h5").unlink(missing_ok=True)
         influence(tmp_path, "--test", "0")
-        first, *_ = capsys.readouterr().out.splitlines()
+        first, *printed = capsys.readouterr().out.splitlines()
         assert (f"has not ended: its status is '{status}'" in first) == is_told
         written = store.read_attributes(tmp_path / "small-s0.influence.h5")
         assert written["run_status"] == status
+        assert report([tmp_path / "small-s0.influence.h5"], Outputs(terminal=False)) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert [line for line in printed if "proponents" in line and line in shown]
 
 
 def test_layers_without_a_closed_form_are_refused() -> None:

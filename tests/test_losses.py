@@ -177,7 +177,8 @@ def test_less_is_better_where_the_metric_says_so() -> None:
         Trained("", name, drawn[name], np.array([score]), sent, 1.0, none, none, none, none)
         for name, score, sent in (("a", 9.0, 1e3), ("b", 9.5, 2e3), ("c", 2.0, 3e3))
     ]
-    chart = score_charts("t", trained, Score.of(job.toml()))[0]
+    unknown = Trained("", "d", drawn["a"], np.array([np.nan]), 1e2, 1.0, none, none, none, none)
+    chart = score_charts("t", [unknown, *trained], Score.of(job.toml()))[0]
     front = next(each for each in chart.panels[0].series if each.label == "Pareto front")
     assert (list(front.x)[:2], list(front.y)[:2]) == ([1.0, 3.0], [9.0, 2.0])
     assert chart.name == "perplexity_by_bits"

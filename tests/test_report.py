@@ -188,9 +188,9 @@ def refused(path: Path, says: str) -> None:
 
 
 def test_what_is_no_run_is_refused(directory: Path, tmp_path: Path) -> None:
-    refused(tmp_path, "there is no file of a study or of a run")
+    refused(tmp_path, "nothing that report shows: it is empty")
     refused(tmp_path / "x.h5", "there is no such file")
-    refused(directory / "aps-s0.checkpoint.h5", "is not the file of a run")
+    refused(directory / "aps-s0.checkpoint.h5", "the checkpoint of a training run: `train --res")
     refused(directory / "tile-s2.h5", "none of 1 runs is complete")
 
 

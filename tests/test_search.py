@@ -32,10 +32,12 @@ from cpdhpc.precision.conversion import convert
 from cpdhpc.precision.policy import Policy
 from cpdhpc.precision.recorder import Recorder
 from cpdhpc.precision.recording import load as load_recording
+from cpdhpc.precision_search import evidence as evidence_module
 from cpdhpc.precision_search import search as searching
 from cpdhpc.precision_search.evidence import (
     BEYOND,
     KIND,
+    NOT_MEASURED,
     RAW,
     WITHIN,
     Asked,
@@ -55,6 +57,7 @@ from cpdhpc.train.data import epoch_order
 from cpdhpc.train.fitting import build_model
 from cpdhpc.train.gradients import load
 from cpdhpc.train.job import Job
+from cpdhpc.train.loop import Diverged
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
@@ -449,25 +452,38 @@ def test_a_search_over_arithmetic_keeps_the_error_of_the_gradient(tmp_path: Path
         "--gradient-error",
         "0.03",
         "--trials",
-        "6",
-        "--test-seeds",
-        "0",
+        "9",
     ]
     of, out = asked(tmp_path, *words, job=ARITHMETIC), tmp_path / "out"
     evidence = searched(out, of)
     found = evidence.trial(evidence.found, (0,))
-    assert found is not None and 0 < found.error <= 0.03 and len(evidence.trials) == 6
+    assert found is not None and 0 < found.error <= 0.03 and len(evidence.trials) == 9
     assert any(trial.verdict == BEYOND for trial in evidence.trials)
     section = tomllib.loads((out / searching.POLICY).read_text())["precision"]
     policy = validate(Policy, section, "found")
+    for seed in (0, 1):  # the search's, and the unseen one
+        float32 = evidence.trial((RAW,) * len(evidence.places), (seed,))
+        tested = evidence.trial(evidence.found, (seed,))
+        assert float32 is not None and float32.error == 0 and float32.verdict == WITHIN
+        # float32 sums of two programs: n * 2^-24 of at most 784 terms
+        expected = error_of(policy, of, out, seed)
+        assert tested is not None and tested.error == pytest.approx(expected, abs=1e-4)
+        assert tested.verdict == (WITHIN if tested.error <= 0.03 else BEYOND)
+    report = search_report(out / searching.FILE)
+    assert "accumulators of" in report.sections[0].notes[0]
+    assert not no_numbers(report.tables)
+
+
+def error_of(policy: Policy, of: Asked, out: Path, seed: int) -> float:
+    """Of the mean gradient, by plain torch at what the run in float32 of a seed has recorded."""
     squares = []
-    (recorded,) = (load_recording(path) for path in (out / searching.RUNS).glob("*recording.h5"))
+    recorded = load_recording(out / searching.RUNS / f"job-float32-s{seed}.recording.h5")
     data = small_data()
     for i in recorded.iterations:
         whole = {t.name: torch.from_numpy(t.read()) for t in recorded.tensors
                  if t.iteration == i and t.kind == "weights"}  # fmt: skip
         epoch, inside = divmod(i, 5)  # batches of 24 of 100 samples
-        batch = epoch_order(100, 0, epoch)[24 * inside :][:24]
+        batch = epoch_order(100, seed, epoch)[24 * inside :][:24]
         gradients = []
         for rules in (Policy(), policy):
             model = build_model(of.jobs[0], data)
@@ -478,11 +494,90 @@ def test_a_search_over_arithmetic_keeps_the_error_of_the_gradient(tmp_path: Path
             gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
         lost = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
         squares.append(float(lost) ** 2)
-    # float32 sums of two programs: n * 2^-24 of at most 784 terms
-    assert math.sqrt(np.mean(squares)) == pytest.approx(found.error, abs=1e-4)
-    report = search_report(out / searching.FILE)
-    assert "accumulators of" in report.sections[0].notes[0]
-    assert not no_numbers(report.tables)
+    return math.sqrt(np.mean(squares))
+
+
+def test_an_error_of_unseen_seeds_on_the_wire_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = asked(tmp_path, "--gradient-error", "0.05", "--trials", "6", job=JOB)
+    evidence = searched(tmp_path / "out", of)
+    unseen = [trial for trial in evidence.trials if trial.seeds == (2,)]
+    assert len(unseen) >= 2
+    for trial in unseen:
+        assert trial.verdict == (WITHIN if trial.error <= 0.05 else BEYOND)
+    float32 = evidence.trial((RAW,) * len(evidence.places), (2,))
+    assert float32 is not None and float32.error <= 2.0**-23  # one sum and one division
+    files = sorted((tmp_path / "out" / searching.RUNS).glob("job-*-s2.gradients*.h5"))
+    stems = {path.name.partition(".gradients")[0] for path in files}
+    errors = [mean_error(evidence, [p for p in files if p.name.startswith(f"{s}.")]) for s in stems]
+    found = evidence.tested
+    assert found is not None and found.seeds == (2,)
+    assert min(abs(error / found.error - 1) for error in errors) < 1e-9
+    path = tmp_path / "old.h5"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(evidence_module, "SCHEMA", 1)
+        evidence.write(path)
+    with pytest.raises(UserError, match="is a search of another version: begin anew"):
+        Evidence.read(path)
+
+
+def test_record_layers_limit_what_is_searched_for_not_what_is_measured(tmp_path: Path) -> None:
+    words = ["--over", "arithmetic", "--gradient-error", "0.03", "--trials", "3"]
+    job = ARITHMETIC + "[record]\nlayers = ['1']\n"
+    evidence = searched(tmp_path / "out", asked(tmp_path, *words, "--test-seeds", "0", job=job))
+    assert {place.name for place in evidence.places} == {"1"} and evidence.trials[0].error == 0
+
+
+@every(("arithmetic", "by_error"), [(False, False), (True, True)])
+def test_what_is_not_measured_is_not_within(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arithmetic: bool, by_error: bool
+) -> None:
+    """float32 fails with the unseen seed, so that nothing can be compared with it."""
+    whole = Trainer.train
+
+    def train(self: Trainer, jobs: list[Job], directory: Path, resume: bool) -> list[Path]:
+        if jobs[0].id == "job-float32-s2":
+            raise Diverged("not finite")
+        return whole(self, jobs, directory, resume)
+
+    monkeypatch.setattr(Trainer, "train", train)
+    words = ["--gradient-error" if by_error else "--budget", "0.5", "--trials", "6"]
+    words += ["--over", "arithmetic" if arithmetic else "wire"]
+    evidence = searched(tmp_path / "out", asked(tmp_path, *words))
+    unseen = [trial.verdict for trial in evidence.trials if trial.seeds == (2,)]
+    assert unseen[0] == "not finite" and {*unseen[1:]} == {NOT_MEASURED}
+    assert evidence.outcome == "no: not measured with unseen seeds 2"
+    report = search_report(tmp_path / "out" / searching.FILE)
+    assert ("found", evidence.outcome) in report.facts
+
+
+def test_a_limit_below_the_error_of_float32_is_an_error(tmp_path: Path) -> None:
+    of = asked(tmp_path, "--gradient-error", "1e-12", "--trials", "6")
+    with pytest.raises(UserError, match=r"float32 itself is beyond: error of the mean \d"):
+        searched(tmp_path / "out", of)
+
+
+@every(
+    ("unseen", "says"),
+    [
+        (WITHIN, "yes: within with unseen seeds 1"),
+        (BEYOND, "no: beyond with unseen seeds 1"),
+        (NOT_MEASURED, "no: not measured with unseen seeds 1"),
+        ("", "yes: within with seeds 0 of the search, no unseen ones were tried"),
+    ],
+)
+def test_unseen_seeds_decide_what_is_found(tmp_path: Path, unseen: str, says: str) -> None:
+    places, trials = (layer("a", 5000, 0.1),), []
+    for seed, verdict in ((0, WITHIN), (1, unseen)):
+        if verdict:
+            trials += [Trial((RAW,), (seed,), "x", (97.0,), 9.0, 0.0, WITHIN)]
+            trials += [Trial(("e5m10",), (seed,), "x", (95.16,), 8.0, 0.1, verdict)]
+    text = dump_toml({"name": "net", "search": {"budget": 1.0, "seeds": [0]}})
+    evidence = Evidence(text, places, tuple(trials), ("e5m10",))
+    assert evidence.outcome == says and replace(evidence, found=()).outcome == "goes on"
+    evidence.write(tmp_path / "s.h5")
+    assert ("found", says) in search_report(tmp_path / "s.h5").facts
 
 
 NO_SEEDS = JOB.replace("seeds = [0, 1]\n", "")
@@ -516,6 +611,11 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
             "--gradient-error 1 --over both",
             JOB + "loss_scaling='dynamic'",
             "takes a constant batch",
+        ),
+        (
+            "--gradient-error 1 --over both",
+            JOB + "[record]\nthin = true\n",
+            "record.thin: a search takes false where --gradient-error goes over arithmetic",
         ),
         ("--budget 1", NO_SEEDS, "train.seeds: is missing"),
         ("--budget 1", ROWS, "compare: has rows x, y: a search takes one"),

@@ -15,7 +15,7 @@ from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 from training import run_job
 
-from cpdhpc.commands.report import Outputs, report
+from cpdhpc.commands.report import Outputs, page, report
 from cpdhpc.config import dump_toml
 from cpdhpc.kinds.train import TRAIN
 from cpdhpc.report.choice import Choice
@@ -26,7 +26,13 @@ from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.report import study_report
-from cpdhpc.study_data.study_file import OUTCOMES, load_study_file, read_result, write_result
+from cpdhpc.study_data.study_file import (
+    OUTCOMES,
+    ReportError,
+    load_study_file,
+    read_result,
+    write_result,
+)
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
@@ -225,7 +231,16 @@ def test_codec(tmp_path: Path) -> None:
     rows = cells(path, "Codec")
     assert len(rows) == 2 * 2 * (1 + 2 * 2)
     assert not no_numbers(of(path).tables)
-    scaling = cells(path, "Scaling")
+    scaling = cells(path, "Throughput")
+    for row in scaling:
+        time_s, size = seconds(row["median"]), {"64 KiB": 2**16, "1 MiB": 2**20}[row["size"]]
+        assert float(row["throughput GB/s"]) == pytest.approx(size / time_s / 1e9, rel=1e-2)
+    told = " ".join((*(t.caption for t in of(path).tables), *scaling[0], page([of(path)])))
+    assert "fficiency" not in told and "peed-up" not in told
+    chosen = study_report(load_study_file(path), Choice(y="throughput", where=["ranks=1"]))
+    assert "throughput_by_size_bytes" in {chart.name for chart in chosen.charts}
+    with pytest.raises(ReportError, match="--y speedup: is not measured in this study"):
+        study_report(load_study_file(path), Choice(y="speedup"))
     names = ("ranks", "size", "operation", "format")
     assert len({tuple(row.get(name) for name in names) for row in scaling}) == len(scaling)
     assert {row["size"] for row in scaling} == {row["size"] for row in rows}
@@ -239,10 +254,10 @@ def test_codec(tmp_path: Path) -> None:
         median[base] / median[index], **DIGITS
     )
     charts = {chart.name: chart for chart in of(path).charts}
-    assert set(charts) == {"speedup", "rate_by_format"}, "efficiency says the same as speed-up"
-    titles = {panel.title for panel in charts["speedup"].panels}
+    assert set(charts) == {"throughput", "rate_by_format"}
+    titles = {panel.title for panel in charts["throughput"].panels}
     assert {"1 rank, decode", "2 ranks, memcpy"} <= titles and len(titles) == 6, titles
-    assert {s.join for panel in charts["speedup"].panels for s in panel.series} == {"line"}
+    assert {s.join for panel in charts["throughput"].panels for s in panel.series} == {"line"}
     assert [list(panel.y.names) for panel in charts["rate_by_format"].panels] == [
         ["e4m3", "e3m0"]
     ] * 4

@@ -1,8 +1,7 @@
-"""Benchmark of all-reduces beside other libraries' and memcpy, in the columns of nccl-tests.
+"""Benchmark of all-reduces beside other libraries' and memcpy; --all: in the columns of nccl-tests.
 
-algbw is size / time; busbw is algbw times 2 (p - 1) / p, which for the least traffic possible is
-the rate of a rank's link; wirebw is the bytes that left the rank that sent most / time.
-GB/s are 1e9 byte/s. bench latency has small all-reduces, in the columns of the OSU benchmarks.
+bench latency has small all-reduces; --all: in the columns of the OSU benchmarks. GB/s are 1e9
+byte/s.
 """
 
 from __future__ import annotations
@@ -40,10 +39,18 @@ from .allreduce_cases import (
     missing,
     wire_bytes,
 )
+from .allreduce_table import (
+    GIGA,
+    Row,
+    columns_of,
+    heading,
+    latency_heading,
+    latency_line,
+    lines,
+)
 from .harness import (
     Measured,
     Point,
-    Times,
     add_device,
     add_samples,
     check_options,
@@ -55,22 +62,6 @@ from .harness import (
     ping_pong,
     take_device,
 )
-
-GIGA = 1e9
-
-
-class Row(NamedTuple):
-    """A case at a size: times_s float64[repeats, processes], bound_s, predicted_s or nan."""
-
-    size_bytes: int
-    case: TimedCase
-    times_s: Times
-    bound_s: float
-    predicted_s: float
-
-    def median_s(self, warmup: int) -> float:
-        """Return the median of the slowest rank's times."""
-        return float(np.median(self.times_s[warmup:].max(axis=1)))
 
 
 class Asked(NamedTuple):
@@ -98,9 +89,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {','.join(BASELINES)} (default: those that can run)",
     )
     add_samples(parser, 9, 2)
+    add_all(parser, "every call of each method, and the columns of nccl-tests")
     parser.add_argument(
         "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
     )
+
+
+def add_all(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option that shows all that was measured."""
+    parser.add_argument("--all", action="store_true", help=f"print {what}; files have all of it")
 
 
 def add_beside(parser: argparse.ArgumentParser) -> None:
@@ -239,16 +236,16 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     with own_cores(world) as cores, group_of(world, baselines):
         beside, further = parse_beside(arguments, world, sizes)
         asked = beside._replace(methods=methods, baselines=baselines, machine=machine)
-        header = heading(machine_line(world), cores, arguments, skipped + further, machine)
-        header += [f"# {where}"] if where else []
+        columns = columns_of(arguments, methods)
+        left, on = skipped + further, [machine_line(world), *([where] if where else [])]
+        header = heading("; ".join(on), cores, arguments, left, columns)
         if world.process == 0:
             print("\n".join(header), flush=True)
         rows = []
         for size_bytes in sizes:
             found = measure(world, arguments, size_bytes, asked)
             if world.process == 0:
-                lines = (line(row, found, world.ranks, arguments.warmup, machine) for row in found)
-                print("\n".join(lines), flush=True)
+                print("\n".join(lines(found, columns, world.ranks, arguments)), flush=True)
             rows += found
     return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
 
@@ -288,61 +285,6 @@ def predicted_s(machine: Machine | None, case: TimedCase, world: Ranks) -> float
         return np.nan
     method = Allreduce(case.method.wire, case.chosen, case.method.scaling, case.method.accumulate)
     return predict(machine, method, world.nodes, case.out.size).time_s
-
-
-def heading(
-    where: str,
-    cores: str,
-    arguments: argparse.Namespace,
-    skipped: Sequence[str],
-    machine: Machine | None,
-) -> list[str]:
-    """Return the lines above the table."""
-    lines = [
-        f"all-reduce of float32, sum, out of place: {where}",
-        cores,
-        f"time: the slowest rank from a barrier; {arguments.repeats} calls after "
-        f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
-        "busbw: 2 (p - 1) / p of size / time; wirebw: bytes that left a rank / time; "
-        "error: relative, Euclidean norm",
-        "x mpi: how many times as fast as MPI_Allreduce (mpi); / memcpy: of the array by all ranks "
-        "at once; by medians, as all ratios",
-        "/ bound: the longer of memcpy and 2 (N - 1) / N of the bytes on the wire over the link of "
-        "each of N nodes",
-        *(f"left out: {text}" for text in skipped),
-        f"{'size':>11} {'':>11} {'':>13} {'':>8} {'':>6} {'':>9} {'':>10} {'time':>10} {'min':>10} "
-        f"{'max':>10} {'algbw':>7} {'busbw':>7} {'wirebw':>7} {'':>8} {'':>6} {'/':>6} {'/':>6}"
-        + (f" {'predicted':>10} {'predicted':>9}" if machine else ""),
-        f"{'(B)':>11} {'count':>11} {'algorithm':>13} {'call':>8} {'wire':>6} {'scaling':>9} "
-        f"{'accumulate':>10} {'(us)':>10} {'(us)':>10} {'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7} "
-        f"{'(GB/s)':>7} {'error':>8} {'x mpi':>6} {'memcpy':>6} {'bound':>6}"
-        + (f" {'(us)':>10} {'/ time':>9}" if machine else ""),
-    ]
-    return [f"# {text}" for text in lines]
-
-
-def line(row: Row, rows: Sequence[Row], ranks: int, warmup: int, machine: Machine | None) -> str:
-    """Return a row of the table, of those of its size, mpi and memcpy first; time is the median."""
-    case, size = row.case, row.size_bytes
-    times_s = row.times_s[warmup:].max(axis=1)
-    time_s, mpi_s, copy_s = (each.median_s(warmup) for each in (row, *rows[:2]))
-    bus_bytes = size * 2 * (ranks - 1) / ranks
-    wire = f"{case.wire_bytes / time_s / GIGA:>7.2f}" if case.method else f"{'-':>7}"
-    error = f"{case.error:>8.1e}" if case.is_sum else f"{'-':>8}"
-    text = (
-        f"  {size:>11} {size // 4:>11} {case.name:>13} {case.call:>8} {case.wire:>6} "
-        f"{case.scaling:>9} "
-        f"{case.accumulate:>10} {1e6 * time_s:>10.1f} {1e6 * times_s.min():>10.1f} "
-        f"{1e6 * times_s.max():>10.1f} {size / time_s / GIGA:>7.2f} "
-        f"{bus_bytes / time_s / GIGA:>7.2f} {wire} {error} "
-        f"{mpi_s / time_s:>6.2f} {time_s / copy_s:>6.2f} "
-        f"{time_s / row.bound_s:>6.2f}"
-    )
-    if machine is None:
-        return text
-    if np.isnan(row.predicted_s):
-        return text + f" {'-':>10} {'-':>9}"
-    return text + f" {1e6 * row.predicted_s:>10.1f} {row.predicted_s / time_s:>9.2f}"
 
 
 def points(rows: Sequence[Row]) -> list[Point]:
@@ -387,6 +329,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_beside(parser)
     add_samples(parser, 200, 20)
+    add_all(parser, "least and greatest latencies too, in the columns of the OSU benchmarks")
 
 
 def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
@@ -404,38 +347,8 @@ def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
         for size_bytes in sizes:
             found = measure(world, arguments, size_bytes, asked)
             if world.process == 0:
-                lines = [] if rows else latency_heading("; ".join(said), cores, found)
-                print("\n".join([*lines, latency_line(found, arguments.warmup)]), flush=True)
+                above = latency_heading("; ".join(said), cores, found, arguments.all)
+                last = latency_line(found, arguments.warmup, arguments.all)
+                print("\n".join([*([] if rows else above), last]), flush=True)
             rows += found
     return Measured("latency", "allreduce", points(rows), arguments.warmup, cores)
-
-
-def latency_heading(where: str, cores: str, rows: Sequence[Row]) -> list[str]:
-    """Return the lines above the table; rows: of a size, a group of columns each."""
-    names = [row.case.algorithm for row in rows[:2]]
-    names += [f"tree, raw, {row.case.call}" for row in rows[2:]]
-    latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
-    columns = " ".join(f"{each:>15}" for each in latency * len(rows))
-    return [
-        f"# all-reduce of float32, sum: {where}",
-        f"# {cores}",
-        "# Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before; "
-        "mpi: MPI_Allreduce; memcpy: of the array by all ranks at once",
-        "# /memcpy, /bound: of the best of ours, by medians over calls of the slowest rank, as in "
-        "files; bound: the longer of memcpy and 2 (N - 1) / N of the bytes over a node's link",
-        f"#{'':<9} " + " ".join(f"{each:>47}" for each in names),
-        f"{'# Size(B)':<10} {columns}{'/memcpy':>9}{'/bound':>9}{'Iterations':>12}",
-    ]
-
-
-def latency_line(rows: Sequence[Row], warmup: int) -> str:
-    """Return a row of the table, of the rows of a size."""
-    cells = []
-    for row in rows:
-        by_rank = 1e6 * row.times_s[warmup:].mean(axis=0)
-        cells += [by_rank.mean(), by_rank.min(), by_rank.max()]
-    figures = " ".join(f"{cell:>15.2f}" for cell in cells)
-    best_s = min(row.median_s(warmup) for row in rows[2:])
-    ratios = best_s / rows[1].median_s(warmup), best_s / rows[1].bound_s
-    shown = "".join(f"{ratio:>9.2f}" for ratio in ratios)
-    return f"{rows[0].size_bytes:<10} {figures}{shown}{len(rows[0].times_s) - warmup:>12}"

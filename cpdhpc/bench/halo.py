@@ -45,6 +45,7 @@ from .harness import (
     add_samples,
     check_options,
     check_out,
+    comments,
     interleave_ranks,
     machine_line,
     parse_names,
@@ -419,14 +420,16 @@ def heading(
         "x MPI: how many times as fast as the fastest of subarray, persistent, alltoallw "
         "in each sample, median over samples: not the ratio of the medians shown",
     ]
-    return [f"# {text}" for text in lines]
+    return comments(lines)
 
 
 def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
     """Return what is said of a setting."""
     return [
         "#",
-        f"# {setting}: {size_bytes} bytes a rank, in runs of {_run_bytes(setting, plan)}",
+        *comments(
+            [f"{setting}: {size_bytes} bytes a rank, in runs of {_run_bytes(setting, plan)}"]
+        ),
         f"# {'operation':>10} {'way':>21} {'time (us)':>10} {'min':>9} {'max':>9} {'GB/s':>7} "
         f"{'x MPI':>6} {'calls':>6}",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -215,6 +216,15 @@ def whole(run: Callable[[], object], like: Any) -> Callable[[], Any]:
     from ..ops import gpu_runtime
 
     return gpu_runtime.finished(run)
+
+
+def comments(lines: Iterable[str]) -> list[str]:
+    """Return what is said above a table: a comment for each, in lines of at most 98 characters."""
+    return [
+        f"# {'  ' * (number > 0)}{part}"
+        for text in lines
+        for number, part in enumerate(textwrap.wrap(text, 94, break_on_hyphens=False) or [""])
+    ]
 
 
 def machine_line(world: Ranks) -> str:

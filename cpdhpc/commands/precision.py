@@ -216,7 +216,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 
 def run_search(arguments: argparse.Namespace, world: World) -> int:
     """Search, print the tables, write evidence and policy. Collective."""
-    from ..precision_search.evidence import FILE, asked_of
+    from ..precision_search.evidence import FILE, Evidence, asked_of
     from ..precision_search.search import POLICY, Search
     from ..signals import catching
     from ..train.command import Trainer
@@ -231,7 +231,8 @@ def run_search(arguments: argparse.Namespace, world: World) -> int:
         from .report import Outputs, report
 
         report([directory / FILE], Outputs(terminal=on_terminal()))
-        print(f"evidence: {directory / FILE}, policy: {directory / POLICY}")
+        found = Evidence.read(directory / FILE).outcome
+        print(f"found: {found}; evidence: {directory / FILE}, policy: {directory / POLICY}")
     return 0
 
 

@@ -16,13 +16,14 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
-from ..report import units
+from ..report import named, units
+from ..report.autoencoders import autoencoder_report, probe_report
 from ..report.choice import ALL, Choice
 from ..report.compare import compare, compare_report, load_reference, verdict
 from ..report.figures import Chart, image
 from ..report.replayed import KIND as REPLAY
 from ..report.replayed import replay_report
-from ..report.tables import Listed, Report, Table, counted, slug
+from ..report.tables import Listed, Report, Section, Table, counted, slug
 from ..report.trainings import Run, load_run, overview, run_groups, runs_report
 from ..study.folder import Folder
 from ..study.report import BENCHMARK, compress_report, study_report
@@ -37,14 +38,27 @@ def _search_report(path: Path) -> Report:
     return search_report(path)
 
 
-OF_KIND = {REPLAY: replay_report, "precision search": _search_report}  # by attribute of files
+def _influence_report(path: Path) -> Report:
+    from ..influence.show import tables  # with all of training
+
+    return Report(f"Influence: {path.name}", [], [Section("Influence", tables(path, TOP))])
+
+
+TOP = 5  # samples that raised or lowered a loss most, as influence has it
+OF_KIND = {  # by attribute of files
+    REPLAY: replay_report,
+    "precision search": _search_report,
+    "influence": _influence_report,
+    "autoencoder": autoencoder_report,
+    "autoencoder probe": probe_report,
+}
 
 
 @dataclass(frozen=True)
 class Loaded:
     """The studies in the order given, the runs, oldest first, and what could not be read.
 
-    others: reports of files of bench compress, precision replay and precision search
+    others: reports of files of bench compress, and of the kinds of OF_KIND
     """
 
     studies: list[StudyFile]
@@ -69,6 +83,8 @@ def load(paths: Sequence[Path]) -> Loaded:
             continue
         for file in files:
             try:
+                if file.is_file() and file.suffix != ".h5" and not named.is_hdf5(file):
+                    raise ReportError(f"{file}: {named.of_file(file)}")
                 attributes = store.read_attributes(file)
                 if "study" in attributes:
                     studies.append(load_study_file(file))
@@ -76,13 +92,17 @@ def load(paths: Sequence[Path]) -> Loaded:
                     others.append(compress_report(file))
                 elif of_kind := OF_KIND.get(str(attributes.get("kind"))):
                     others.append(of_kind(file))
-                elif not path.is_dir() or attributes.get("kind") == "run":
+                elif attributes.get("kind") == "run":
                     runs.append(load_run(file))
+                elif not path.is_dir():
+                    raise ReportError(f"{file}: {named.of_file(file)}")
             except UserError as error:
                 errors.append(error)
     if not studies and not runs and not others:
-        none = f"{', '.join(map(str, paths))}: there is no file of a study or of a run"
-        raise errors[0] if errors else ReportError(none)
+        if errors:
+            raise errors[0]
+        held = [f"{path}: nothing that report shows: {named.of_folder(path)}" for path in paths]
+        raise ReportError("; ".join(held))
     by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
     return Loaded(studies, by_age, list(map(str, errors)), others)
 
@@ -161,28 +181,47 @@ class Outputs:
         """Raise ReportError for a page whose directory is not there, before anything is drawn."""
         check_place(self.html)
 
-    def give(self, reports: Sequence[Report], unreadable: Sequence[str] = ()) -> int:
-        """Print and write reports; return the exit status. Raises ReportError."""
+    def give(
+        self,
+        reports: Sequence[Report],
+        unreadable: Sequence[str] = (),
+        last: str = "",
+        png: Path | None = None,
+    ) -> int:
+        """Write and print reports; return the exit status. Raises ReportError.
+
+        Files come first: who reads what is printed may stop in its middle, as head does.
+        last: a line below the tables; png: a figure that was written
+        """
         if unreadable:
             first, left = reports[0], counted([("not read", unreadable)], "file")
             first = replace(first, listed=[*left, *first.listed])
             reports = [first, *reports[1:]]
+        written = [*([] if png is None else [png]), *self.write(reports)]
+        if unreadable:
+            what = units.count(len(unreadable), "file")
+            print(f"cpdhpc: {what} not read: {'; '.join(unreadable)}", file=sys.stderr)
         show(reports, self.terminal, self.quiet)
+        for line in [*([last] if last else []), *(f"wrote {path}" for path in written)]:
+            print(line)
+        return INCOMPLETE if unreadable else 0
+
+    def write(self, reports: Sequence[Report]) -> list[Path]:
+        """Write all files that are asked for and return their paths. Raises ReportError."""
+        written = list[Path]()
         if self.html is not None:
-            _write(self.html, page(reports).encode())
+            store.put(self.html, page(reports).encode())
+            written.append(self.html)
         for number, each in enumerate(reports, 1):
             several = f"{number}-" if len(reports) > 1 else ""
             for chart in each.charts if self.figures else ():
                 for kind in ("png", "svg"):
-                    _put(self.figures, f"{several}{chart.name}.{kind}", image(chart, kind))
+                    name = f"{several}{chart.name}.{kind}"
+                    written += _put(self.figures, name, image(chart, kind))
             for table in each.tables:
-                _put(self.csv, f"{several}{table.file}.csv", table.csv().encode())
-                _put(self.latex, f"{several}{table.file}.tex", table.latex().encode())
-        if not unreadable:
-            return 0
-        what = units.count(len(unreadable), "file")
-        print(f"cpdhpc: {what} not read: {'; '.join(unreadable)}", file=sys.stderr)
-        return INCOMPLETE
+                written += _put(self.csv, f"{several}{table.file}.csv", table.csv().encode())
+                written += _put(self.latex, f"{several}{table.file}.tex", table.latex().encode())
+        return written
 
 
 PLAIN = Outputs()
@@ -210,24 +249,31 @@ def report(
             raise ReportError(
                 f"--png {png}: is of training runs; --figures DIR writes those of studies"
             )
-        _write(png, image(overview(of_runs.charts), "png"))
+        store.put(png, image(overview(of_runs.charts), "png"))
     shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
-    return outputs.give(shown, loaded.unreadable)
+    return outputs.give(shown, loaded.unreadable, png=png)
 
 
 def compare_files(
-    after: Path, before: Path, outputs: Outputs = PLAIN, tolerance: float | None = None
+    after: Path,
+    before: Path,
+    outputs: Outputs = PLAIN,
+    tolerance: float | None = None,
+    fails: bool = False,
 ) -> int:
     """Print what changed from a reference to a study; return how many points are slower.
 
     before: a study, or a TOML file that names one with tolerances (compare.Reference)
-    Raises UserError for anything but two studies of one kind.
+    fails: whether it is asked for that nothing is slower
+    Raises UserError for anything but two studies of one kind; behind the tables, where it fails if
+    something is slower, but no point can be judged.
     """
     outputs.check()
     reference = load_reference(before, tolerance)
     comparison = compare(_study(Path(reference.study)), _study(after), reference)
-    outputs.give([compare_report(comparison)])
-    print(verdict(comparison))
+    outputs.give([compare_report(comparison)], last=verdict(comparison))
+    if fails and len(comparison.having("unknown")) == len(comparison.changes):
+        raise ReportError("--fail-on-slower: no point has an interval: nothing can be judged")
     return len(comparison.having("slower"))
 
 
@@ -238,17 +284,12 @@ def _study(path: Path) -> StudyFile:
     return loaded.studies[0]
 
 
-HDF5 = b"\x89HDF\r\n\x1a\n"  # how such files begin
-
-
 def check_place(path: Path | None) -> None:
     """Raise ReportError for a file whose directory is not there, or that holds data."""
     if path is not None and not path.parent.is_dir():
         raise ReportError(f"{path}: cannot be written: there is no such directory")
-    if path is not None and path.is_file():
-        with path.open("rb") as file:
-            if file.read(8) == HDF5:
-                raise ReportError(f"{path}: is an HDF5 file: not replaced")
+    if path is not None and path.is_file() and named.is_hdf5(path):
+        raise ReportError(f"{path}: is an HDF5 file: not replaced")
 
 
 def show(reports: Sequence[Report], terminal: bool | None, quiet: bool) -> None:
@@ -293,20 +334,16 @@ def _print_table(console: Console, table: RichTable) -> None:
     console.width = room
 
 
-def _put(directory: Path | None, name: str, content: bytes) -> None:
+def _put(directory: Path | None, name: str, content: bytes) -> list[Path]:
     """Write a file of a directory, which is made if need be; nothing without a directory."""
     if directory is None:
-        return
+        return []
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ReportError(f"{directory}: cannot be made: {error.strerror}") from None
-    _write(directory / name, content)
-
-
-def _write(path: Path, content: bytes) -> None:
-    store.put(path, content)
-    print(f"wrote {path}")
+    store.put(directory / name, content)
+    return [directory / name]
 
 
 SLOWER = 1  # exit status of --compare --fail-on-slower
@@ -344,7 +381,10 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     )
     for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
     for_figures.add_argument(
-        "--y", default="", metavar="NAME", help="time (default), speedup, efficiency, an outcome"
+        "--y",
+        default="",
+        metavar="NAME",
+        help="time (default), speedup, efficiency, of studies of throughput that; an outcome",
     )
     for name, text in (("by", "a series"), ("panel", "a panel")):
         for_figures.add_argument(
@@ -390,5 +430,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--compare: goes not with --png, --where, --x, --y, --by, --panel")
     if len(of.files) != 1:
         raise UserError(f"--compare: needs one study beside the reference; came {len(of.files)}")
-    slower = compare_files(of.files[0], of.compare, outputs, of.tolerance)
+    slower = compare_files(of.files[0], of.compare, outputs, of.tolerance, of.fail_on_slower)
     return SLOWER if slower and of.fail_on_slower else 0

@@ -18,6 +18,7 @@ from ..compress import LowBit, NoCompression
 from ..config import ConfigError, dump_toml, read_toml
 from ..formats import packed_bytes, wire_format
 from ..precision.policy import PRODUCTS
+from ..report.units import count
 from ..settings import override
 from ..store import Variable
 from ..train.controllers import BySchedule
@@ -26,10 +27,11 @@ from ..train.update import ByAllreduce
 
 Array = npt.NDArray[Any]
 KIND, FILE = "precision search", "search.h5"
+SCHEMA = 2  # of files; 1: unseen seeds were not measured, or by what another seed had recorded
 RAW = "raw"  # float32
 
 
-WITHIN, BEYOND = "within", "beyond"
+WITHIN, BEYOND, NOT_MEASURED = "within", "beyond", "not measured"
 WIRE, SUMS = "wire", "accumulators"
 OPERANDS = "weights", "activations", "errors"
 OVER = "wire", "arithmetic", "both"  # what a search is over
@@ -86,7 +88,7 @@ class Trial:
 
     formats: by place; seeds: of its runs; scores: of the test samples, by seed, NaN: none
     sent_bytes: in a step, of the rank that sends most; error: of the mean gradient, NaN: not known
-    what: why it was done; verdict: WITHIN the budget, BEYOND it, or why it failed
+    what: why it was done; verdict: WITHIN the budget, BEYOND it, NOT_MEASURED, or why it failed
     """
 
     formats: tuple[str, ...]
@@ -121,6 +123,23 @@ class Evidence:
         wanted = tuple(formats), tuple(seeds)
         return next((t for t in self.trials if (t.formats, t.seeds) == wanted), None)
 
+    @property
+    def tested(self) -> Trial | None:
+        """The training that says what was found is worth, of unseen seeds if there are some."""
+        return next((t for t in reversed(self.trials) if self.found == t.formats), None)
+
+    @property
+    def outcome(self) -> str:
+        """Whether what was found keeps the budget: unseen seeds decide, if there are any."""
+        tested = self.tested
+        if tested is None:
+            return "goes on"
+        seen = tomllib.loads(self.asked).get("search", {}).get("seeds")
+        numbers = ", ".join(map(str, tested.seeds))
+        of = f"seeds {numbers} of the search, no unseen ones were tried"
+        of = of if list(tested.seeds) == seen else f"unseen seeds {numbers}"
+        return f"{'yes' if tested.verdict == WITHIN else 'no'}: {tested.verdict} with {of}"
+
     def agrees(self, trial: Trial, key: str) -> Callable[[float], bool]:
         """Return what says whether a number goes with the verdict of a trial.
 
@@ -154,7 +173,8 @@ class Evidence:
 
     def write(self, path: Path) -> None:
         """Write it. Raises StoreError where it cannot be written."""
-        attributes = {"kind": KIND, "asked": self.asked, "found": "\n".join(self.found)}
+        attributes: dict[str, Any] = {"kind": KIND, "schema": SCHEMA, "asked": self.asked}
+        attributes["found"] = "\n".join(self.found)
         store.write(path, self._groups(), self.provenance | attributes)
 
     def _groups(self) -> dict[str, dict[str, Variable]]:
@@ -221,7 +241,8 @@ class Evidence:
         groups, attributes = store.read(path)
         if attributes.get("kind") != KIND:
             raise store.StoreError(f"{path}: is no evidence of a search of precision")
-        if "places" not in groups:
+        by_error = "gradient_error" in tomllib.loads(attributes["asked"]).get("search", {})
+        if "places" not in groups or (by_error and attributes.get("schema") != SCHEMA):
             raise store.StoreError(f"{path}: is a search of another version: begin anew")
         of, parameters, trials = groups["places"], groups["parameters"], groups["trials"]
         places = []
@@ -314,10 +335,12 @@ class Asked:
         """What it takes at most."""
         seeds = len(self.seeds)
         runs = (self.most - self.reserved) * seeds + self.reserved * self.unseen
-        told = f"{self.most} trainings of {seeds} seeds"
+        epochs = count(self.jobs[0].train.epochs, "epoch")
+        told = f"{self.most} trainings of {count(seeds, 'seed')}"
         if self.unseen:
-            told += f", of {self.unseen} others the last {self.reserved},"
-        return f"{told} at most: {runs} runs of {self.jobs[0].train.epochs} epochs"
+            others = "another" if self.unseen == 1 else f"{self.unseen} others"
+            told += f", of {others} the last {self.reserved},"
+        return f"{told} at most: {runs} runs of {epochs}"
 
     @property
     def further(self) -> tuple[int, ...]:
@@ -384,6 +407,9 @@ def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: 
             not asked.wire or getattr(job.gradient, "algorithm", "") != "mpi", "one that rounds"),
         "precision": (not asked.arithmetic or not ruled, f"no rule of {', '.join(sorted(ruled))} "
             "where it goes over arithmetic: it finds them"),
+        "record.thin": (
+            not (asked.arithmetic and of.gradient_error) or not job.record.thin,
+            "false where --gradient-error goes over arithmetic: it needs whole weights"),
         "controller": (not asked.arithmetic or of.budget is not None or constant, "a constant "
             "batch and loss scale where --gradient-error goes over arithmetic"),
     }  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from ..report import units
 from ..report.figures import GREY, Axis, Chart, Panel, Series, Style, styles
 from ..report.tables import Column, Report, Section, tabulate
-from .evidence import BEYOND, RAW, WIRE, WITHIN, Evidence, Place, Trial, width
+from .evidence import BEYOND, NOT_MEASURED, RAW, WIRE, WITHIN, Evidence, Place, Trial, width
 
 CAPTION = (
     "Wire: gradients that travel. Bits: of a value's code. Share: of all bits, of a batch; of what "
@@ -23,7 +23,8 @@ CAPTION = (
 )
 TRAININGS = (
     "Bits: over the number of values, by tensor. Sent: in a step, by the rank that sends most. "
-    "Score: mean over seeds, an accuracy in percent. To float32: with the same seeds."
+    "Score: mean over seeds, an accuracy in percent. To float32: with the same seeds. Error of the "
+    "mean: of the first of the seeds."
 )
 
 
@@ -36,7 +37,7 @@ def search_report(path: Path) -> Report:
     layers = _layers(of) if of.found else []
     return Report(
         f"Search of bits: {asked['name']}",
-        [*facts, ("found", "yes" if of.found else "goes on")],
+        [*facts, ("found", of.outcome)],
         [*layers, _trainings(of)],
     )
 
@@ -101,8 +102,9 @@ def _layers(of: Evidence) -> list[Section]:
 
 def _worth(of: Evidence) -> str:
     """Return what was found is worth, by seeds that the search has not seen if there are some."""
-    float32, *others = [t for t in of.trials if t.seeds == of.trials[-1].seeds]
-    found = next((t for t in others if t.formats == of.found), float32)
+    found = of.tested
+    assert found is not None, "a search that has ended"
+    float32, *others = [t for t in of.trials if t.seeds == found.seeds]
     alike = next((t.formats for t in of.trials if t.what.startswith("uniform")), float32.formats)
     uniform = next((t for t in others if t.formats == alike), float32)
     seeds = ", ".join(map(str, found.seeds))
@@ -180,4 +182,4 @@ def _trainings(of: Evidence) -> Section:
     return Section("Trainings", tables=[table], charts=[chart])
 
 
-KNOWN = WITHIN, BEYOND
+KNOWN = WITHIN, BEYOND, NOT_MEASURED

@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from ..train.setup import prepare
 from .evidence import (
     BEYOND,
     FILE,
+    NOT_MEASURED,
     OPERANDS,
     RAW,
     SUMS,
@@ -91,8 +93,14 @@ class Search:
         places = self.evidence.places
         float32, known = (RAW,) * len(places), bool(self.evidence.trials)
         uniform = tuple(UNIFORM_SUMS if each.tensor == SUMS else UNIFORM for each in places)
-        if math.isnan(self._trial(float32, "float32").score):
-            raise UserError(f"search: float32 fails: {self.evidence.trials[0].verdict}")
+        base = self._trial(float32, "float32")
+        if math.isnan(base.score):
+            raise UserError(f"search: float32 fails: {base.verdict}")
+        if base.verdict != WITHIN:
+            raise UserError(
+                f"search: float32 itself is {base.verdict}: error of the mean {base.error:.3g}, "
+                f"--gradient-error {self.asked.gradient_error}"
+            )
         took_s = time.perf_counter() - began
         of_before = f"float32 and the formats proposed: as {self.directory / FILE} has them"
         self._say(of_before if known else f"float32 took {took_s:.0f} s, formats proposed")
@@ -145,8 +153,9 @@ class Search:
         """Return the jobs of a trial; formats: by place, () for float32. Collective."""
         base, plain = self.asked.jobs[0], not set(formats) - {RAW}
         code = hashlib.sha256(" ".join(formats).encode()).hexdigest()[:10]
-        by_run = self.asked.gradient_error is not None and not self.asked.arithmetic
-        looked = self._iterations() if plain or by_run else ()
+        searched, measured = seeds[0] in self.asked.seeds, self.asked.gradient_error is not None
+        by_run = measured and not self.asked.arithmetic
+        looked = self._iterations() if by_run or (plain and (searched or measured)) else ()
         rules = validate(
             Policy, {"rule": rules_of(self.evidence.places, formats, wires=False)}, "search"
         )
@@ -159,10 +168,13 @@ class Search:
         }
         jobs = []
         for seed in seeds:
-            here = looked if seed == self.asked.seeds[0] else ()
+            here = looked if seed == seeds[0] else ()
             train = base.train.model_copy(update={"seeds": (seed,), "record_gradients": here})
             whole = here if plain and self.asked.arithmetic else ()
-            kept = {"every": 0, "iterations": whole, "tensors": OPERANDS, "file": ""}
+            kept: Raw = {"every": 0, "iterations": whole, "file": ""}
+            kept["tensors"] = OPERANDS if searched else ("weights",)
+            if measured:  # the gradient of a layer depends on the weights of all
+                kept["layers"] = ("*",)
             record = base.record.model_copy(update=kept)
             jobs.append(base.model_copy(update={**common, "train": train, "record": record}))
         return jobs
@@ -209,8 +221,9 @@ class Search:
                 for name, names in modules_of(recorded[0].layers).items():
                     tasks.append((name, partial(_sent, name, names, asked.method, recorded)))
             if asked.arithmetic:
-                tensors = recording.load(path)
-                tasks += [(name, partial(in_products, tensors, name)) for name in tensors.layers]
+                tensors, wanted = recording.load(path), asked.jobs[0].record.layers
+                names = [n for n in tensors.layers if any(fnmatchcase(n, w) for w in wanted)]
+                tasks += [(name, partial(in_products, tensors, name)) for name in names]
             found = []
             for i in range(world.process, len(tasks), world.processes):
                 name, places = tasks[i]
@@ -239,7 +252,7 @@ class Search:
         jobs = self._jobs(formats, seeds)
         try:
             files = self._train(jobs)
-            error = self._error(jobs[0], formats, files)
+            error = self._error(jobs, formats, files)
             judged = partial(self._judged, jobs, formats, what, error)
             trial = self.world.on_first(judged, "search")
         except Diverged as error:
@@ -249,19 +262,23 @@ class Search:
         self._say(f"[{len(self.evidence.trials)}] {told(self.evidence, trial)}")
         return trial
 
-    def _error(self, job: Job, formats: tuple[str, ...], files: list[Path]) -> float:
-        """Return the error of the mean gradient of a trial, NaN where nobody asks. Collective.
+    def _error(self, jobs: list[Job], formats: tuple[str, ...], files: list[Path]) -> float:
+        """Return the error of the mean gradient of a trial, NaN: not measured. Collective.
 
-        Over wires of gradients that the run has recorded; over arithmetic of those at the weights
-        and with the batches that float32 recorded.
+        Of its first seed. Over wires of gradients that the run has recorded; over arithmetic of
+        those at the weights and with the batches that float32 recorded with the same seed. So
+        float32's own is 0, but for the sum over ranks.
         """
+        job = jobs[0]
         if not self.asked.arithmetic:
             return self.world.on_first(
                 lambda: mean_error(job.aggregator(), files) if files else math.nan, "search"
             )
-        if self.asked.gradient_error is None:
+        float32 = self.evidence.trial((RAW,) * len(formats), [each.seed for each in jobs])
+        fails = float32 is not None and math.isnan(float32.score)
+        if fails or self.asked.gradient_error is None:
             return math.nan
-        base = self._jobs((), self.asked.seeds[:1])[0]
+        base = self._jobs((), (job.seed,))[0]
         before = Files.of(self.directory / RUNS, base)
         tensors, squares = recording.load(before.recording(base)), []
         training = prepare(job, self.trainer.world_of(job), self.trainer.data_of(job), before)
@@ -295,13 +312,14 @@ class Search:
         trial = Trial(
             formats, tuple(job.seed for job in jobs), what, tuple(scores), max(sent), error, WITHIN
         )
-        limit, float32 = self.asked.gradient_error, (RAW,) * len(formats)
-        if limit is not None:
-            return trial if not error > limit else replace(trial, verdict=BEYOND)
-        base = self.evidence.trial(float32, trial.seeds) or trial
-        assert self.asked.budget is not None, "one of the two is given"
-        is_within = trial.score >= base.score - self.asked.budget
-        return trial if is_within else replace(trial, verdict=BEYOND)
+        spent, limit = error, self.asked.gradient_error
+        if limit is None:
+            assert self.asked.budget is not None, "one of the two is given"
+            base = self.evidence.trial((RAW,) * len(formats), trial.seeds) or trial
+            spent, limit = base.score - self.asked.budget, trial.score
+        if math.isnan(spent) or math.isnan(limit):
+            return replace(trial, verdict=NOT_MEASURED)
+        return trial if spent <= limit else replace(trial, verdict=BEYOND)
 
     def _passes(self, levels: Levels, what: str) -> bool:
         return self._trial(formats_of(self.evidence.places, levels), what).verdict == WITHIN
@@ -432,7 +450,10 @@ def policy(evidence: Evidence, asked: Asked) -> str:
         if asked.budget is not None
         else f"error {asked.gradient_error:g}"
     )
-    lines = [f"# cpdhpc precision search: budget {limit}; {len(evidence.trials)} trainings"]
+    lines = [
+        f"# cpdhpc precision search: budget {limit}; {len(evidence.trials)} trainings",
+        f"# found: {evidence.outcome}",
+    ]
     for seeds in filter(None, (asked.seeds, asked.further)):
         for formats in dict.fromkeys(((RAW,) * len(evidence.places), evidence.found)):
             trial = evidence.trial(formats, seeds)

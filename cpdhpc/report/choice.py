@@ -30,6 +30,7 @@ from .points import (
     tells_apart,
     varying,
 )
+from .scaling import THROUGHPUT, throughput
 from .tables import Section
 
 SIGNS: dict[str, Callable[[Any, Any], bool]] = {
@@ -141,7 +142,7 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
             f"--by: {widest} series in a panel, {MOST} at most: --where takes fewer points, "
             f"--panel parts them, by {' or '.join(layout.lines)}"
         )
-    y, value = _quantity(choice.y or "time", groups)
+    y, value = _quantity(file, choice.y or "time", groups)
     bars = any(isfinite(value(group).low) for group in there)
     notes = [f"Medians of the slowest rank's times{f'; bars: {file.percent} CI' * bars}."]
     if choice.y in OUTCOMES:  # counted or computed, without an interval
@@ -223,15 +224,19 @@ CALLED = {"error": "relative error"}  # outcomes by another name than theirs
 
 
 def _quantity(
-    name: str, groups: Sequence[SeedGroup]
+    file: StudyFile, name: str, groups: Sequence[SeedGroup]
 ) -> tuple[str, Callable[[SeedGroup], Estimate]]:
     """Return what is on the y axis: its label, and its value for a point."""
     scale, unit = units.time_unit(median(group.time_s.value for group in groups))
     table: dict[str, tuple[str, Callable[[SeedGroup], Estimate]]] = {
         "time": (f"time / {unit}", lambda g: g.time_s.scaled(1 / scale)),
-        "speedup": ("speed-up", lambda g: g.speedup),
-        "efficiency": ("efficiency / %", lambda g: g.efficiency.scaled(100)),
     }
+    if file.scaling == THROUGHPUT:
+        rate, of_point = throughput(file)
+        table[THROUGHPUT] = f"throughput / ({rate})", of_point
+    else:
+        table["speedup"] = "speed-up", lambda g: g.speedup
+        table["efficiency"] = "efficiency / %", lambda g: g.efficiency.scaled(100)
     for outcome, (kind, _, of) in OUTCOMES.items():
         if kind is not str and any(isfinite(g.mean(outcome)) for g in groups):
             said_as = CALLED.get(outcome, outcome.removesuffix("_s").replace("_", " "))

@@ -200,9 +200,10 @@ def _target(file: StudyFile, groups: Sequence[SeedGroup]) -> Target:
     least: dict[int, float] = {}
     for group in groups:
         batch, rows = int(group.factors[BATCH]), [point.index for point in group.points]
-        worst = float(np.nanmin(file.training["test_loss"][rows], axis=1).max())
-        least[batch] = min(worst, least.get(batch, inf))
-    return Target(max(least.values()))
+        worst = float(np.fmin.reduce(file.training["test_loss"][rows], axis=1).max())
+        if not isnan(worst):  # of a rate with which every seed trains
+            least[batch] = min(worst, least.get(batch, inf))
+    return Target(max(least.values(), default=nan))
 
 
 def _reached(file: StudyFile, group: SeedGroup, target: Target) -> Reached:

@@ -1,4 +1,7 @@
-"""Scaling: speed-up and efficiency over ranks, with the laws that are fitted to them."""
+"""Scaling: speed-up and efficiency over ranks, with the laws that are fitted to them.
+
+Where sizes are compared at equal ranks, the throughput in place of these.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,9 @@ def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     if panels is None:
         return []
     lines = [line for found in panels.lines.values() for line in found]
+    drawn = charts(file, panels, _quantities(file, panels))
+    if file.scaling == THROUGHPUT:
+        return [Section("Throughput", tables=[_rates(file, groups, layout)], charts=drawn)]
     fits = [found for found in (fit(file, line) for line in lines) if found]
     return [
         Section(
@@ -52,7 +58,7 @@ def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
                 _table(file, groups, layout),
                 *([law_table(file, layout, fits)] if fits else []),
             ],
-            charts=charts(file, panels, _quantities(file, panels)),
+            charts=drawn,
         ),
         *isoefficiency(file, groups),
     ]
@@ -70,13 +76,8 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
         speedup = group.speedup
         return units.NONE if group.is_base else units.interval(speedup.low, speedup.high)
 
-    _, *times = timing(file)
-    over = [file.over] if file.over != "ranks" else []  # which has a column in any case
     columns: list[Column[SeedGroup]] = [
-        *of_factors([*over, *layout.panels, *file.weak], groups),
-        *layout.names(groups),
-        Column("ranks", lambda g: str(g.ranks)),
-        *times,
+        *_places_and_times(file, groups, layout),
         Column("speed-up", lambda g: units.digits(g.speedup.value)),
         Column(f"{file.percent} CI", interval),
         Column("effi-\nciency %", lambda g: units.digits(100 * g.efficiency.value)),
@@ -84,6 +85,59 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
     ]
     ordered = [group for each in layout.series(groups) for group in each]
     return tabulate("Scaling", columns, ordered, _caption(file))
+
+
+def _places_and_times(
+    file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
+) -> list[Column[SeedGroup]]:
+    """Return the columns of what points are, and of their times."""
+    _, *times = timing(file)
+    over = [file.over] if file.over != "ranks" else []  # which has a column in any case
+    return [
+        *of_factors([*over, *layout.panels, *file.weak], groups),
+        *layout.names(groups),
+        Column("ranks", lambda g: str(g.ranks)),
+        *times,
+    ]
+
+
+THROUGHPUT = "throughput"
+RATES = {  # work: unit of its throughput, and how much of it that is
+    "size_bytes": ("GB/s", 1e9),
+    "train.batch": ("samples/s", 1.0),
+}
+
+
+def throughput(file: StudyFile) -> tuple[str, Callable[[SeedGroup], Estimate]]:
+    """Return the unit of work by time, and its value for a point."""
+    work = str(file.attributes["work"])
+    unit, one = RATES.get(work, (f"{heading(work)}/s", 1.0))
+
+    def value(group: SeedGroup) -> Estimate:
+        return group.time_s.inverse(float(group.factors[work]) / one)
+
+    return unit, value
+
+
+def _rates(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Table:
+    unit, value = throughput(file)
+
+    def interval(group: SeedGroup) -> str:
+        return units.interval(value(group).low, value(group).high)
+
+    columns: list[Column[SeedGroup]] = [
+        *_places_and_times(file, groups, layout),
+        Column(f"throughput\n{unit}", lambda g: units.digits(value(g).value)),
+        Column(f"{file.percent} CI", interval),
+    ]
+    ordered = [group for each in layout.series(groups) for group in each]
+    caption = f"Throughput: {heading(file.over)} / time. Times: median of the slowest rank's."
+    return tabulate("Throughput", columns, ordered, caption)
+
+
+def _throughput(file: StudyFile) -> Quantity:
+    unit, value = throughput(file)
+    return Quantity(THROUGHPUT, f"throughput / ({unit})", value, lambda g: nan, from_zero, said="")
 
 
 def _base(group: SeedGroup) -> str:
@@ -95,7 +149,6 @@ def _base(group: SeedGroup) -> str:
 GAIN = {
     "strong": "Speed-up: time of the base / time; efficiency: speed-up / ratio of ranks.",
     "weak": "Speed-up: work per time / that of the base; efficiency: speed-up / ratio of ranks.",
-    "throughput": "Speed-up and efficiency: work per time / that of the base.",
 }
 
 
@@ -136,18 +189,17 @@ def charts(file: StudyFile, panels: Panels, quantities: Sequence[Quantity]) -> l
 
 def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
     grows = any(g.base_points and g.base_points[0].ranks < g.ranks for g in panels.groups)
-    found = [
-        Quantity(
-            "speedup",
-            "speed-up",
-            lambda g: g.speedup,
-            lambda g: g.ideal,
-            doublings,
-            said="ideal" if grows else "base",
-            fit=partial(fit, file),
-        )
-    ]
-    if grows:  # otherwise it is the same
+    speedup = Quantity(
+        "speedup",
+        "speed-up",
+        lambda g: g.speedup,
+        lambda g: g.ideal,
+        doublings,
+        said="ideal" if grows else "base",
+        fit=partial(fit, file),
+    )
+    found = [_throughput(file) if file.scaling == THROUGHPUT else speedup]
+    if grows and file.scaling != THROUGHPUT:  # otherwise it is the same
         found.append(
             Quantity(
                 "efficiency",
@@ -197,13 +249,14 @@ def from_zero(name: str, values: Sequence[float]) -> Axis:
 
 def _chart(file: StudyFile, panels: Panels, quantity: Quantity) -> Chart:
     what = quantity.axis.partition(" /")[0]
+    by = "by size" if file.scaling == THROUGHPUT else f"{file.scaling} scaling"
     relative = quantity.style is IDEAL and quantity.said
     base = f" Base: {_bases(file, panels.groups)}." if relative else ""
     has_bars = any(isfinite(quantity.value(group).low) for group in panels.groups)
     bars = f", bars: {file.percent} CI" if has_bars else ""
     return Chart(
         quantity.name,
-        f"{file.name}: {what}, {file.scaling} scaling",
+        f"{file.name}: {what}, {by}",
         [f"{_weak(file)}{quantity.note}{bars}.{base}"],
         f"{what.capitalize()} over {heading(file.over)}. "
         + (GUIDE if file.over == "ranks" else ""),

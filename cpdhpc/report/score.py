@@ -131,9 +131,13 @@ class Trained:
 
 
 def score_charts(title: str, trained: Sequence[Trained], measure: Score) -> list[Chart]:
-    """Return the score against bytes, where any are sent, and against time."""
-    sending = [each for each in trained if each.sent_bytes > 0]
-    timed = [each for each in trained if finite(each.times_s)]
+    """Return the score against bytes, where any are sent, and against time; of those with scores.
+
+    One whose score is not known is beside no other, nor a best.
+    """
+    known = [each for each in trained if finite(each.scores)]
+    sending = [each for each in known if each.sent_bytes > 0]
+    timed = [each for each in known if finite(each.times_s)]
     cost = "the bytes that a rank sends in a step"
     rows = (
         (sending, _by_bits, "bits", "bits sent", cost),

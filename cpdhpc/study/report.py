@@ -33,7 +33,7 @@ from ..report.points import (
     seed_groups,
     varying,
 )
-from ..report.scaling import scaling
+from ..report.scaling import THROUGHPUT, scaling
 from ..report.tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 from ..study_data.factors import SHAPE, Array, Case, Factors, Value
 from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
@@ -54,7 +54,11 @@ def rules(file: StudyFile) -> list[str]:
         "is assumed, only that repeats are independent.",
         "The interval of a ratio takes in those of both medians, each wide enough for both to hold "
         f"with {file.percent} (Bonferroni).",
-        *([] if file.benchmark else [f"Base of speed-ups: {file.base_rule}."]),
+        *(
+            []
+            if file.benchmark or file.scaling == THROUGHPUT
+            else [f"Base of speed-ups: {file.base_rule}."]
+        ),
         "Rates are bytes over the median time. Ratios are never averaged.",
         "Bytes and errors are counted or computed, not sampled: they have no interval. A bound is "
         "from one measurement of the ping-pong's rate, and from copies that each case has timed.",

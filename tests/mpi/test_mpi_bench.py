@@ -108,9 +108,9 @@ def runs(world, tmp_path_factory) -> tuple[Path, str]:
                 "ring,auto",
             ),
             *("--scalings", "tile,aps", "--accumulate", "default,kahan", "--predict", machine),
-            *("--out", str(where / "allreduce.h5"), *few),
+            *("--out", str(where / "allreduce.h5"), "--all", *few),
         ],
-        ["latency", "--sizes", "8:32:x2", "--out", str(where / "latency.h5"), *few],
+        ["latency", "--sizes", "8:32:x2", "--out", str(where / "latency.h5"), "--all", *few],
     ]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = [main(["bench", *case]) for case in cases]
@@ -147,6 +147,33 @@ def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
     ratio, rounded = times[0] / times[1], sum(0.05 / each for each in times)  # to one decimal
     assert float(ring[16]) == pytest.approx(ratio, rel=0.01 + rounded, abs=0.006)
     assert "(us)" in shown and "busbw" in shown and "kernels" in shown
+
+
+def test_the_tables_are_short_and_narrow(world: World, tmp_path: Path) -> None:
+    """One size: a row for each method, with the fastest of its calls; --all has every call."""
+    options = ["--sizes", "16KiB", "--repeats", "2", "--warmup", "1", "--baselines", "mpi,memcpy"]
+    shown = {}
+    for words in (["allreduce"], ["latency"], ["allreduce", "--all"]):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            given = options[: 6 if "latency" in words else None]
+            status = main(["bench", *words, *given])
+        shown[tuple(words)] = status, out.getvalue()
+    told = world.gather(shown)[0]
+    widest = {words: max(map(len, text.splitlines())) for words, (_, text) in told.items()}
+    short, every = (rows_of(told[words][1], "ring") for words in [*told][::2])
+    least = {
+        wire: min(float(row[7]) for row in every if row[4] == wire) for wire in ("raw", "e4m3")
+    }
+    verdict = (
+        {status for status, _ in told.values()} == {0}
+        and widest["allreduce",] <= 100
+        and widest["latency",] <= 100
+        and len(short) == 2
+        and {len(row) for row in short} == {11}
+        and len(every) == 2 * len({row[3] for row in every}) >= 4
+        and min(least.values()) > 0
+    )
+    assert world.gather(verdict) == [True] * world.processes
 
 
 def test_every_sample_is_in_the_file_of_a_study(
