@@ -8,8 +8,8 @@ import sys
 import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -150,8 +150,11 @@ class Command:
 
     def run(self, *given: Any) -> int:
         """Run it, collectively where it is on_ranks, and return the exit status."""
-        if getattr(given[0], "png", None) is not None and find_spec("matplotlib") is None:
-            raise ModuleNotFoundError(name="matplotlib")  # before hours of work, not when it draws
+        if getattr(given[0], "png", None) is not None:
+            from .outputs import check_picture
+
+            look = partial(check_picture, given[0].png, "--png")
+            given[1].on_first(look) if self.on_ranks else look()
         module = import_module(f"cpdhpc.{self.module}")
         found = getattr(module, f"run_{self.name}" if self.name else "run")(*given)
         if found is None or isinstance(found, int):
@@ -349,6 +352,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += ": one that begins with - goes after =, as --option=-1"
         if started_by_mpirun() == 1:
             super().error(message)
         from .config import UserError
@@ -356,6 +361,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog.removeprefix('cpdhpc ')}: {message}: -h shows all options")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if "" in (args or ()):  # which Path would take for this folder
+            before = args[args.index("") - 1] if args.index("") else "the first argument"
+            self.error(
+                f"an empty argument after {before}: a variable of the shell without a value?"
+            )
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -479,6 +489,12 @@ def main(argv: list[str] | None = None) -> int:
 
             abort_job(f"rank {world.hosted.start} | interrupted", INTERRUPTED)
         return INTERRUPTED
+    except MemoryError as error:
+        if world is None or world.processes == 1:
+            return _refuse(f"not enough memory: {error}")
+        from .world.ending import abort_job
+
+        abort_job(f"rank {world.hosted.start} | not enough memory: {error}")
     except Exception as error:
         lacking = to_install(error) if isinstance(error, ImportError) else None
         if lacking is not None and world is None:

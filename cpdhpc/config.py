@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from .methods import nearest
+from .methods import nearest, reason
 from .methods import suggest as suggest
 
 Raw = dict[str, Any]
@@ -339,8 +339,11 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
     if problem["type"] == "value_error" and isinstance(given, dict):
         known = {*keys(model, problem["loc"]), *given}
         return _of_key(said, known, f"{key}." if key else "") or (f"{key}: {said}" if key else said)
+    if problem["type"] == "string_pattern_mismatch":  # of Name
+        said = "begin with a letter or digit, then have these, dots, underscores, plus and minus"
     if problem["type"] == "value_error":
         said = _WHOSE.sub("", said).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
+        said = reason(said, given)
     kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={_as_toml(given)}"
     return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole
@@ -392,7 +395,7 @@ def _not_of_row(choice: OneOf, row: type[Any], raw: Raw, table: str, key: str) -
     """Return what to say of a key that a row of a choice does not know, and others may."""
     known = keys(row)
     others = {name: keys(each) for name, each in choice.known.items() if each is not row}
-    meant = nearest(key, {each for its in others.values() for each in its})
+    meant = nearest(key, {each for its in others.values() for each in its}, 0.75)
     said = f"unknown key {table}.{key}: {suggest(key, known)}"
     if nearest(key, known) or not meant:
         return said

@@ -71,11 +71,16 @@ HALO_MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # MPI's ways
 HALO_PACKED = "packed"
 
 
-def nearest(word: object, known: Iterable[str]) -> list[str]:
-    """Return the names that an unknown one may mean, the nearest first; capitals do not count."""
+def nearest(word: object, known: Iterable[str], likeness: float = 0.6) -> list[str]:
+    """Return the names that an unknown one may mean, the nearest first; capitals do not count.
+
+    likeness: at least so much of difflib's ratio, 1 for the same letters
+    """
     by_case = {name.lower(): name for name in sorted(known)}
     lower = str(word).lower()
-    found = [lower] if lower in by_case else difflib.get_close_matches(lower, by_case)
+    found = (
+        [lower] if lower in by_case else difflib.get_close_matches(lower, by_case, cutoff=likeness)
+    )
     return [by_case[each] for each in found]
 
 
@@ -85,6 +90,11 @@ def suggest(word: object, known: Collection[str]) -> str:
     return (
         f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known))}"
     )
+
+
+def reason(said: object, value: object) -> str:
+    """Return what an error says of a value, without the function and the value it begins with."""
+    return re.sub(rf"^([\w.]+: )?(\w+=)?{re.escape(repr(value))}: ", "", str(said))
 
 
 def check_integer(what: str, value: object) -> None:

@@ -9,9 +9,28 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .config import ConfigError, Raw, merge
+from .config import ConfigError, Raw, merge, read_toml
 
 T = TypeVar("T")
+
+
+FILES = {  # key that no other file has at its top -> what the file is
+    "kind": "a study, for the command study",
+    "layer": "a job of the command autoencoder",
+    "model": "a job of the command train",
+}
+
+
+def read_file_of(path: Path | str, key: str) -> Raw:
+    """Return the tables of a TOML file, which is what FILES has for key, or says nothing of it.
+
+    Raises ConfigError where it is another of these files, or as read_toml.
+    """
+    raw = read_toml(path)
+    other = next((each for each in FILES if each in raw and each != key), None)
+    if other is not None and key not in raw:
+        raise ConfigError(f"{path}: is {FILES[other]}: must be {FILES[key]}")
+    return raw
 
 
 def override(
@@ -85,4 +104,7 @@ def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
     for depth, part in enumerate(parts[:-1], 1):
         here = here.get(part, {})
         if not isinstance(here, dict):
-            raise ConfigError(f"--set {setting}: {'.'.join(parts[:depth])} is not a table")
+            table = ".".join(parts[:depth])
+            more = f"but several: change the file, or give all, as {table}=[{{...}}]"
+            said = f"is not a table{f', {more}' if isinstance(here, list) else ''}"
+            raise ConfigError(f"--set {setting}: {table} {said}")

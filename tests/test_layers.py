@@ -16,7 +16,7 @@ import cpdhpc
 
 PACKAGE = Path(cpdhpc.__file__).parent
 BASE = {"formats", "table_formats", "methods", "randomness", "partition", "config", "store"}
-BASE |= {"claim", "lazy", "settings", "shipped", "whole_files"}
+BASE |= {"claim", "lazy", "outputs", "settings", "shipped", "whole_files"}
 WORLD = BASE | {"ops", "world"}
 REDUCE = WORLD | {"collectives"}
 MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
@@ -50,8 +50,8 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "commands": REDUCE
     | {"darray", "train", "autoencoder", "influence", "precision", "precision_search"}
     | {"study", "study_data", "report", "signals"},
-    "cli": {"autoencoder", "commands", "config", "lazy", "methods", "settings", "signals", "train"}
-    | {"world"},
+    "cli": {"autoencoder", "commands", "config", "lazy", "methods", "outputs", "settings"}
+    | {"signals", "train", "world"},
     "__main__": {"cli"},
     "__init__": REDUCE  # what it offers
     | {"arrays", "compress", "darray", "precision", "quantized", "split_images", "train"},

@@ -417,7 +417,8 @@ def test_status_of_jobs_that_nobody_knows(fake_slurm: Slurm) -> None:
     submitted()
     assert told()[0] == ("failed", "job 10_0: Slurm has forgotten it")
     assert endings(status(), FOLDER, recorded(FOLDER))[1] == (
-        "    | is not there: it never started, or its node could not write here: other disk, no room"
+        "    | is not there: it never started, or its node could not write here: "
+        "other disk, no room"
     )
 
 

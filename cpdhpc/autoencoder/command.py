@@ -43,8 +43,6 @@ def train(
     own = world.part(range(world.size), timeout_s=job.train.timeout_s)
     assert own is not None, "all processes are in it"
     paths = Files.called(directory, job.name)
-    if png is not None:
-        world.on_first(lambda: check_place(png))
     runs = {job.name: (paths.record, paths.checkpoint)}
     with claimed(world, directory, runs, resume), catching() as caught:
         job.set_process(own)
@@ -157,17 +155,6 @@ def _picture(path: Path, stack: Stack, steps: list[Step]) -> None:
     weight = shown(layer)
     of_layer = [step for step in steps if step.layer == 0]
     stack.world.on_first(lambda: draw(path, weight, layer.geometry, of_layer), "picture")
-
-
-def check_place(path: Path) -> None:
-    """Raise ConfigError where a picture cannot be written, before hours of work."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    if not path.parent.is_dir():
-        raise ConfigError(f"--png {path}: there is no such directory")
-    known = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise ConfigError(f"--png {path}: must end in one of .{', .'.join(sorted(known))}")
 
 
 def shown(layer: MacroLayer) -> Array:

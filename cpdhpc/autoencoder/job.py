@@ -27,11 +27,10 @@ from ..config import (
     Share,
     Whole,
     dump_toml,
-    read_toml,
     validate,
 )
 from ..darray.layout import balanced_grid
-from ..settings import blaming, override
+from ..settings import blaming, override, read_file_of
 from ..train.data import DataError
 from ..train.datasets import find, read_digits, read_idx
 from ..world.ranks import Ranks
@@ -429,7 +428,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
     """Return the job of a file. Raises ConfigError for whatever is wrong in it."""
 
     def read(some: Iterable[str]) -> Autoencoder:
-        raw = override(read_toml(path), some)
+        raw = override(read_file_of(path, "layer"), some)
         return validate(Autoencoder, {"name": path.stem} | raw, str(path))
 
     return blaming(read, settings, path)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError, UserError
+from ..config import UserError
 from ..formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
 from ..ops import cpu
 from ..precision import measures
@@ -120,10 +120,7 @@ def run(args: argparse.Namespace) -> None:
     """Simulate all cases, print a table for each number of ranks and format, and draw them."""
     check_options(args, 1, "values", "seeds")
     ranks = parse_counts("--ranks", args.ranks)
-    try:
-        wires = [parse_format(name).name and name for name in args.formats.split(",")]
-    except ValueError as problem:
-        raise ConfigError(f"bench accuracy: {problem}") from None
+    wires = parse_names("--formats", args.formats, parse_format)
     found: list[AccuracyCase] = []
     for wire in wires:
         for count in ranks:

@@ -44,6 +44,7 @@ Array = Any  # NumPy's, or CuPy's
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
 DEFAULT_OPERATIONS = "encode,encode tile,stochastic,decode,decode_add,hop,hop tile"
 WARMUP = 1
+MOST_THREADS = 1024
 MOST_MIB = 1 << 20  # of the host's memory
 
 
@@ -171,6 +172,8 @@ def run(args: argparse.Namespace) -> Measured:
     names = parse_names("--formats", args.formats, parse_format)
     chosen = parse_names("--operations", args.operations, among(CODEC_OPERATIONS))
     counts = parse_counts("--threads", args.threads)
+    if max(counts) > MOST_THREADS:
+        raise UserError(f"--threads {args.threads}: must be up to {MOST_THREADS}")
     if args.device == "gpu" and counts != [1]:
         raise UserError(f"--threads {args.threads}: is of the CPU: must be 1 with --device gpu")
     n = max(1, int(args.mib * 2**20 / 4))

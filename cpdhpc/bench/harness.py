@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import ConfigError, UserError, parse_bytes
+from ..methods import reason
 from ..ops import on_gpu
+from ..outputs import check_file
 from ..provenance import cpu_clone, hosts, processor
 from ..world.gpu_messages import gpu_aware, use_gpu
 from ..world.mpi import library_version
@@ -115,7 +117,7 @@ def parse_names(
         try:
             check(name)
         except ValueError as error:
-            raise UserError(f"{option} {name}: {error}") from None
+            raise UserError(f"{option} {name}: {reason(error, name)}") from None
     return names
 
 
@@ -152,8 +154,8 @@ def check_out(path: Path | None, world: Ranks | None = None) -> None:
     """
     if path is not None and world is not None and len({*Counter(world.nodes).values()}) > 1:
         raise UserError(f"--out {path}: the nodes have not equally many ranks: must be alike")
-    if path is not None and not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"--out {path}: {path.parent} is no directory that can be written to")
+    if path is not None:
+        check_file(path, "--out")
 
 
 def add_repeats(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from .. import store
 from ..collectives.allreduce import Allreduce
 from ..collectives.known import forget
 from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
-from ..collectives.predict import Prediction, fastest, predict
+from ..collectives.predict import Prediction, choose, fastest, predict
 from ..collectives.recorded import FAR_NS, PART_VALUES
 from ..config import ConfigError, UserError, dump_toml
 from ..formats import Cast, Format, packed_bytes, parse_format, tiles
@@ -374,28 +375,26 @@ def run_predict(arguments: argparse.Namespace) -> None:
     check_options(arguments, 1, "ranks", "ranks_per_node")
     file = read_machine(arguments.machine)
     sizes = parse_sizes(arguments.sizes)
-    methods, skipped = parse_methods(arguments, None)
-    methods = [method for method in methods if method.algorithm != AUTO]
-    if not methods:
-        raise UserError("--algorithms auto: is the best of the others: name those")
+    methods, skipped = parse_methods(arguments, file.machine)
     nodes = tuple(rank // arguments.ranks_per_node for rank in range(arguments.ranks))
-    found = {
-        (size, method): predict(file.machine, method, nodes, size // 4)
-        for size in sizes
-        for method in methods
-    }
+    found = {}
+    for size, method in product(sizes, methods):
+        is_auto = method.algorithm == AUTO
+        chosen = choose(method, nodes, size // 4) if is_auto else method
+        name = f"{AUTO}={chosen.algorithm}" if is_auto else method.algorithm
+        found[size, name, chosen] = predict(file.machine, chosen, nodes, size // 4)
     print("\n".join(f"# {text}" for text in rests_on(file, arguments, list(found.values()))))
     for text in skipped:
         print(f"# left out: {text}")
     print(
-        f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
+        f"# {'size(B)':>11} {'algorithm':>11} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
         f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13}  fastest"
     )
-    for (size, method), prediction in found.items():
+    for (size, name, method), prediction in found.items():
         packed = method.fmt is not None
-        best = min(each.time_s for (at, _), each in found.items() if at == size)
+        best = min(each.time_s for (at, *_), each in found.items() if at == size)
         print(
-            f"  {size:>11} {method.algorithm:>9} {method.wire!s:>6} "
+            f"  {size:>11} {name:>11} {method.wire!s:>6} "
             f"{method.scaling if packed else '-':>9} "
             f"{method.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
             f"{size / prediction.time_s / 1e9:>11.3f} {prediction.wire_bytes:>13} "

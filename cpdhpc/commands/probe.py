@@ -56,7 +56,6 @@ class Found(NamedTuple):
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Probe the stack. Collective. Raises UserError on all ranks alike."""
     from ..autoencoder import probe
-    from ..autoencoder.command import check_place
     from ..autoencoder.job import load
     from ..autoencoder.training import Stack, resume
     from ..ops.tensors import values_of
@@ -66,8 +65,6 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
 
     def checked() -> Any:
         job = load(arguments.file, arguments.set)
-        if png is not None and world.rank == 0:
-            check_place(png)
         pixels = probe.read(arguments.images, arguments.labels)
         return job, job.data.load(), pixels
 

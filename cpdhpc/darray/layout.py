@@ -130,6 +130,8 @@ class Layout:
             raise TypeError(f"Layout: shape={self.shape}: must hold integers")
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"Layout: shape={self.shape}: needs axes, of 1 cell or more each")
+        if prod(self.shape) >= 2**63:
+            raise ValueError(f"Layout: shape={self.shape}: must have fewer than 2**63 cells")
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         named = enumerate(self.owners)
         boxes = [as_box(f"Layout: box of rank {i}", box, len(self.shape)) for i, box in named]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -15,7 +14,7 @@ from pydantic import Field, model_validator
 
 from .. import store
 from ..config import ConfigError, Section, UserError, validate
-from ..methods import suggest
+from ..methods import nearest, suggest
 from ..ops.payloads import Packed
 from .describe import Description, describe, packed_wire
 from .layout import Box, Layout
@@ -47,7 +46,10 @@ class HaloSpec(Section):
         try:
             np.dtype(self.dtype)
         except TypeError:
-            raise ValueError(f"dtype={self.dtype!r}: is no dtype of NumPy") from None
+            known = [name for name in np.sctypeDict if isinstance(name, str)]
+            meant = " or ".join(nearest(self.dtype, known)[:1])
+            said = f"did you mean {meant}?" if meant else "is no dtype of NumPy"
+            raise ValueError(f"dtype={self.dtype!r}: {said}") from None
         if self.wire != "raw" and self.dtype != "float32":
             raise ValueError(f"wire={self.wire!r}: takes dtype float32, not {self.dtype}")
         self.packed  # noqa: B018  raises for an unknown format
@@ -81,7 +83,9 @@ class HaloSpec(Section):
         each = [self.halo] * len(self.shape) if isinstance(self.halo, int) else self.halo
         pairs = [(w, w) if isinstance(w, int) else tuple(w) for w in each]
         if len(pairs) != len(self.shape) or any(len(p) != 2 or min(p) < 0 for p in pairs):
-            raise ValueError(f"halo={self.halo}: needs a number, or one or two for each axis")
+            raise ValueError(
+                f"halo={self.halo}: needs a number, 0 or more, or one or two for each axis"
+            )
         return pairs  # type: ignore[return-value]
 
     def geometry(self) -> Windows:
@@ -216,8 +220,6 @@ def _check_png(path: Path, windows: Windows) -> None:
     ndim = len(windows.layout.shape)
     if ndim != 2:
         raise UserError(f"--png {path}: draws plans of 2 axes, this one has {ndim}")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"--png {path}: {path.parent} is no directory that can be written to")
 
 
 # Up to eight ranks have a colour each; the first four differ in lightness by 14 of 100 and more.

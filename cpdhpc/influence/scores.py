@@ -18,6 +18,7 @@ import torch
 from .. import store
 from ..collectives import sparse
 from ..config import IMPORT_FROM, ConfigError, UserError, told, validate
+from ..outputs import check_file
 from ..partition import split
 from ..settings import override
 from ..train import weights
@@ -321,9 +322,8 @@ def planned(arguments: argparse.Namespace) -> Plan:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: must be {least} or more")
     if not arguments.test and not arguments.own:
         raise ConfigError("influence: give --test, the test samples it is on, or --self, or both")
-    for place in (arguments.out, arguments.png):
-        if place is not None and not place.parent.is_dir():
-            raise ConfigError(f"{place}: cannot be written: there is no such directory")
+    if arguments.out is not None:
+        check_file(arguments.out, "--out")
     record = record_of(arguments.run_of)
     job = _job(record, arguments.set)
     if not job.precision.empty:
@@ -366,7 +366,7 @@ def record_of(path: Path) -> Path:
     files = sorted(path.glob("*.h5")) if path.is_dir() else [path]
     records = [file for file in files if store.read_attributes(file).get("kind") == "run"]
     if len(records) != 1:
-        what = f"{len(records)} runs" if path.is_dir() else "is no run"
+        what = f"has {len(records) or 'no records of'} runs" if path.is_dir() else "is no run"
         names = f": name one of {', '.join(each.name for each in records)}" if records else ""
         raise ConfigError(f"{path}: {what}{names}")
     return records[0]

@@ -304,8 +304,8 @@ def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
         if said.startswith("did") and not wire.startswith("int"):
             raise ValueError(f"{name}: wire={wire!r}: {said}") from None
         said = re.sub(r"^\w+: ", "", str(error)).removeprefix(f"{wire!r}: ")
-        also = f"wires are also raw, {', '.join(NAMED_WIRES)}"
-        raise ValueError(f"{name}: wire={wire!r}: {said}; {also}") from None
+        also = "" if said.endswith("?") else f"; wires are also raw, {', '.join(NAMED_WIRES)}"
+        raise ValueError(f"{name}: wire={wire!r}: {said}{also}") from None
 
 
 def packed_wire(wire: str | Format, name: str) -> Packed | None:

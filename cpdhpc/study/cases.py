@@ -25,7 +25,8 @@ from ..config import (
     value_at,
 )
 from ..kinds import KINDS
-from ..settings import blaming, override
+from ..methods import reason
+from ..settings import blaming, override, read_file_of
 from ..study_data.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
@@ -86,7 +87,7 @@ def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
 
 
 def _load(path: Path, settings: Iterable[str]) -> Study:
-    raw = {"name": path.stem} | override(read_toml(path), settings, _laid_over)
+    raw = {"name": path.stem} | override(read_file_of(path, "kind"), settings, _laid_over)
     raw |= _flat_factors(raw) | {"job": _job(path, raw)}
     study = validate(Study, raw, str(path))
     check_factors(study, str(path))
@@ -196,7 +197,7 @@ def axes(study: Study) -> list[list[Point]]:
     names = [name for axis in found for name in axis[0]]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"sweep: {name} is given twice")
+            raise ConfigError(f"sweep: {name} is given twice, in sweep or zip")
     if not found:
         raise ConfigError("sweep: is empty: it needs a list for each factor that varies")
     return found
@@ -237,7 +238,7 @@ def _value(factor: Factor, value: Any, where: str) -> Value:
     try:
         return factor.parse(value)
     except ValueError as error:
-        raise ConfigError(f"{where}={value!r}: {error}") from None
+        raise ConfigError(f"{where}={value!r}: {reason(error, value)}") from None
 
 
 def _row(study: Study, row: Mapping[str, Any], where: str) -> Point:

@@ -25,14 +25,13 @@ from ..config import (
     located,
     merge,
     of_rows,
-    read_toml,
     validate,
     value_at,
 )
 from ..formats import with_own_formats
 from ..precision.policy import PRESETS, Policy
 from ..precision.recording import Recording
-from ..settings import blaming, override
+from ..settings import blaming, override, read_file_of
 from ..world.ranks import Loopback, Ranks
 from .controllers import (
     BATCH_SCALINGS,
@@ -382,7 +381,7 @@ def load(path: Path | str, settings: Iterable[str] = ()) -> list[Job]:
 
 
 def _load(path: Path, settings: Iterable[str]) -> list[Job]:
-    raw = override(read_toml(path), settings, laid_over)
+    raw = override(read_file_of(path, "model"), settings, laid_over)
     is_one = "compare" not in raw
     rows = raw.pop("compare", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
