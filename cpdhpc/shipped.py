@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
 from .config import UserError
+from .whole_files import StoreError, replacing
 
 EXAMPLES = ("inputs", "slurm", "docs")  # folders that the command writes
 
@@ -34,7 +36,14 @@ def run_examples(arguments: argparse.Namespace) -> None:
             raise UserError(f"examples: {target} is there already: name another folder")
     for name, target in targets.items():
         try:
-            shutil.copytree(folder(name), target, ignore=shutil.ignore_patterns("__pycache__"))
-        except (OSError, shutil.Error) as error:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(folder(name), target, ignore=ignored, copy_function=_copy)
+        except (OSError, shutil.Error, StoreError) as error:
             raise UserError(f"examples: {target}: cannot be written: {error}") from None
         print(target)
+
+
+def _copy(source: str, target: str) -> None:
+    with replacing(target) as file:
+        file.write(Path(source).read_bytes())
+        os.fchmod(file.fileno(), Path(source).stat().st_mode & 0o777)

@@ -66,6 +66,7 @@ def replacing(path: Path | str) -> Iterator[io.BufferedRandom]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+                _check_ours(temporary, file.fileno())
                 temporary.replace(path)
                 _sync(path.parent)
             finally:
@@ -73,6 +74,12 @@ def replacing(path: Path | str) -> Iterator[io.BufferedRandom]:
                     temporary.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _check_ours(temporary: Path, descriptor: int) -> None:
+    """Raise OSError where the name leads to something else by now: others may write there, too."""
+    if not os.path.samestat(os.lstat(temporary), os.fstat(descriptor)):
+        raise OSError(errno.ESTALE, "another program has replaced its temporary file")
 
 
 def put(path: Path | str, content: str | bytes | memoryview) -> None:

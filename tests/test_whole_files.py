@@ -96,6 +96,22 @@ def test_a_link_that_takes_the_place_of_a_file_of_all_processes_is_refused(
     assert victim.read_text() == "mine" and not (tmp_path / "x.h5").exists()
 
 
+def test_a_temporary_file_that_another_program_replaces_does_not_become_the_file(
+    tmp_path: Path,
+) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "x.h5"
+    victim.write_text("mine")
+    path.write_text("old")
+    with (
+        pytest.raises(StoreError, match="another program has replaced its temporary file"),
+        store.replacing(path) as file,
+    ):
+        file.write(b"new")
+        swapped(Path(file.name), victim)
+    assert (victim.read_text(), path.read_text()) == ("mine", "old")
+    assert {each.name for each in tmp_path.iterdir()} == {"victim", "x.h5"}
+
+
 def test_a_link_of_the_targets_name_is_replaced_itself(tmp_path: Path) -> None:
     victim, path = tmp_path / "victim", tmp_path / "x.h5"
     victim.write_text("mine")
