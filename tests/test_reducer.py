@@ -243,6 +243,25 @@ def test_a_saved_method_goes_on_where_it_was(method: Aggregator, tmp_path: Path)
             made(1).load_state_dict(*bad)
 
 
+@every("overlap", [False, True])
+def test_defaults_of_torch_change_nothing(overlap: bool) -> None:
+    """As float64 and another device for what a program makes without saying so."""
+    model, plain = model_of(), model_of()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        with GradientReducer(model, Loopback(), "topk", overlap=overlap) as reducer:
+            for each in (model, plain):
+                each(torch.ones(1, 8, dtype=torch.float32, device="cpu")).sum().backward()
+            reducer.reduce()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    reducer = GradientReducer(plain, Loopback(), "topk")
+    reducer.reduce()
+    assert gradients(model) == gradients(plain)
+
+
 def frozen(names: str) -> nn.Sequential:
     model = model_of()
     for name, parameter in model.named_parameters():

@@ -242,7 +242,7 @@ class Arithmetic(nn.Module):
         if self.by_blocks("errors"):
             rows = self.round("errors", rows, 0)
         held = _held((self.rows.get("errors"),))  # which has 1
-        return self._summed("bias_gradient", torch.ones(1, len(rows)), rows, held)[0]
+        return self._summed("bias_gradient", rows.new_ones(1, len(rows)), rows, held)[0]
 
 
 class Operation(ABC):

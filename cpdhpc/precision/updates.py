@@ -56,7 +56,7 @@ class RoundedUpdates:
                 )
             if row.update is not None and row.update.rounds:
                 own = optimizer.state[p]
-                own[STEPS] = torch.zeros(())
+                own[STEPS] = p.detach().new_zeros(())
                 self._round_weights(p, row.update, own)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
@@ -80,7 +80,7 @@ class RoundedUpdates:
     def _after(self, *given: Any) -> None:
         for p, own in self._held.items():
             row = self._rows[p][1]
-            own[STEPS] = own.get(STEPS, torch.zeros(())) + 1
+            own[STEPS] = own.get(STEPS, p.detach().new_zeros(())) + 1
             state = self.optimizer.state[p]
             if row.states is not None:
                 for name, kept in state.items():

@@ -216,7 +216,7 @@ class DdpHook(Averaging):
             order = sorted(range(len(key)), key=lambda i: place[names[i]])
             shapes = tuple(tuple(parameters[i].shape) for i in order)
             bucket = Bucket(tuple(names[i] for i in order), shapes, self.aggregator.align)
-            flat = torch.zeros(bucket.size, device=parameters[0].device)
+            flat = torch.zeros(bucket.size, dtype=torch.float32, device=parameters[0].device)
             check_device(f"ddp_hook: {bucket.names[0]!r}", flat.device)
             views = [
                 flat[start:stop].reshape(shape)

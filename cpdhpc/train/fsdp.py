@@ -146,7 +146,7 @@ class FsdpHook(Averaging):
                     f"{self.world.rank} is {kind(gradient)}: should be {PLAIN}"
                 )
         bucket = unit.bucket
-        flat = torch.zeros(bucket.size, device=gradient.device)
+        flat = torch.zeros(bucket.size, dtype=torch.float32, device=gradient.device)
         spans = [
             (flat[start:stop], gradient[there : there + stop - start])
             for (_, start, stop), there in zip(bucket.segments, unit.starts, strict=True)

@@ -147,7 +147,8 @@ class GradientReducer(Averaging):
         self.bucket = Bucket(tuple(self.layers), shapes, self.aggregator.align)
         self.parts = split_bucket(self.bucket, bucket_mib)
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        tensors = [torch.zeros(self.bucket.size, device=self.device) for _ in self.world.hosted]
+        how: Any = {"dtype": torch.float32, "device": self.device}  # whatever torch's defaults are
+        tensors = [torch.zeros(self.bucket.size, **how) for _ in self.world.hosted]
         with in_stream(self.device):
             self.flats = [array_of(each) for each in tensors]
         writable = self.flats if self.device.type == "cpu" else tensors
