@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from every import every
 
 from cpdhpc.bench.allreduce import run
 from cpdhpc.bench.harness import parse_counts, parse_sizes
-from cpdhpc.cli import parser
-from cpdhpc.config import UserError
+from cpdhpc.cli import main, parser
+from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.config import UserError, dump_toml
 from cpdhpc.world.ranks import Loopback
 
 
@@ -49,7 +52,7 @@ def test_counts() -> None:
         ("codec --formats bf61", "--formats bf61: "),
         ("accuracy --values 0", "--values 0: must be 1 or more"),
         ("accuracy --ranks 4,-1", "--ranks 4,-1: must be numbers, 1 or more"),
-        ("accuracy --formats e4", "'e4': known are eXmY"),
+        ("accuracy --formats e4", "--formats e4: known are eXmY"),
         ("layer --ranks 0", "--ranks 0: must be 1 or more"),
         ("layer --field 0", "bench layer: field=0: should be greater"),
         ("throughput --batch 0", "--batch 0: must be 1 or more"),
@@ -104,3 +107,60 @@ def test_what_the_user_can_mend(
         argv = ["bench", "allreduce", "--baselines", "mpi", *arguments]
         run(parser(argv).parse_args(argv), Loopback(1))
     assert words in str(caught.value)
+
+
+def test_auto_has_a_row_of_the_algorithm_that_it_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = tmp_path / "m.toml"
+    machine.write_text(dump_toml({"machine": asdict(DEFAULT)}))
+    names = ",".join(SCHEDULES)
+    words = ["--ranks", "8", "--sizes", "8,64MiB", "--wires", "raw"]
+    assert main(["bench", "predict", str(machine), *words, "--algorithms", f"{names},auto"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    for size in ("8", str(64 << 20)):
+        of_size = {row[1]: row for row in rows if row[0] == size}
+        (auto,) = (name for name in of_size if name.startswith("auto="))
+        taken = of_size.pop(auto)
+        assert taken[2:] == of_size[auto.removeprefix("auto=")][2:] and taken[-1] == "*"
+    assert main(["bench", "predict", str(machine), *words, "--algorithms", "auto"]) == 0
+
+
+@every(
+    "words, said",
+    [
+        ("bench codec --threads 99999", "--threads 99999: must be up to 1024"),
+        ("bench codec --out {}", "--out {}: is a directory: must be a file in one"),
+        ("bench accuracy --png {}/no/x.png", "--png {}/no/x.png: {}/no is no directory that can"),
+        ("bench throughput --png {}/x.txt", "--png {}/x.txt: must end in one of ."),
+        ("bench accuracy --values 99999999999999", "not enough memory: Unable to allocate"),
+        ("bench accuracy --formats E4M3", "--formats E4M3: did you mean e4m3?"),
+        ("darray show --shape 99999999999999999999,8", "must have fewer than 2**63 cells"),
+        ("darray show --shape 8,8 --png {}", "--png {}: is a directory"),
+        ("darray show --dtype Float32", "dtype='Float32': did you mean float32?"),
+        ("autoencoder x.toml --png {}/x", "--png {}/x: must end in one of ."),
+        ("train inputs/study_smoke.toml", "study_smoke.toml: is a study, for the command study"),
+        ("train inputs/cots_digits.toml", "is a job of the command autoencoder: must be a job of"),
+        ("study plan inputs/train_digits.toml", "is a job of the command train: must be a study"),
+        ("autoencoder inputs/cots_digits.toml --set layer.maps=3", "is not a table, but several"),
+        ("study plan inputs/study_smoke.toml --set name=a/b", "name='a/b': should begin with a l"),
+        ("influence {} --test 0:3", "{}: has no records of runs"),
+    ],
+)
+def test_wrong_inputs_are_one_line(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the work that the command would do; and no traceback."""
+    assert main(words.replace("{}", str(tmp_path)).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said.replace("{}", str(tmp_path)) in line
+
+
+def test_empty_words_and_negative_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["train", "x.toml", "--out", ""], "an empty argument after --out: a variable of the"),
+        (["darray", "show", "--shape", "-8,8"], "begins with - goes after =, as --option=-1"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert said in capsys.readouterr().err

@@ -377,11 +377,12 @@ def run_predict(arguments: argparse.Namespace) -> None:
     sizes = parse_sizes(arguments.sizes)
     methods, skipped = parse_methods(arguments, file.machine)
     nodes = tuple(rank // arguments.ranks_per_node for rank in range(arguments.ranks))
-    found = {}
+    found: dict[tuple[int, str, Method], Prediction] = {}
     for size, method in product(sizes, methods):
-        is_auto = method.algorithm == AUTO
-        chosen: Method = choose(method, nodes, size // 4) if is_auto else method
-        name = f"{AUTO}={chosen.algorithm}" if is_auto else method.algorithm
+        chosen: Method = method
+        if method.algorithm == AUTO:
+            chosen = choose(method, nodes, size // 4)
+        name = method.algorithm if chosen is method else f"{AUTO}={chosen.algorithm}"
         found[size, name, chosen] = predict(file.machine, chosen, nodes, size // 4)
     print("\n".join(f"# {text}" for text in rests_on(file, arguments, list(found.values()))))
     for text in skipped:
@@ -390,13 +391,13 @@ def run_predict(arguments: argparse.Namespace) -> None:
         f"# {'size(B)':>11} {'algorithm':>11} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
         f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13}  fastest"
     )
-    for (size, name, way), prediction in found.items():
-        packed = way.fmt is not None
+    for (size, name, taken), prediction in found.items():
+        packed = taken.fmt is not None
         best = min(each.time_s for (at, *_), each in found.items() if at == size)
         print(
-            f"  {size:>11} {name:>11} {way.wire!s:>6} "
-            f"{way.scaling if packed else '-':>9} "
-            f"{way.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
+            f"  {size:>11} {name:>11} {taken.wire!s:>6} "
+            f"{taken.scaling if packed else '-':>9} "
+            f"{taken.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
             f"{size / prediction.time_s / 1e9:>11.3f} {prediction.wire_bytes:>13} "
             f" {'*' if prediction.time_s == best else ''}".rstrip()
         )

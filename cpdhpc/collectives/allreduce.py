@@ -454,7 +454,7 @@ def allreduce(
         "exact" nothing does
     seed, iteration: integers of 64 bits, of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
-    machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of machine.py,
+    machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of method.py,
         round figures that were measured nowhere
     Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
     are wrong or differ between ranks; NonFiniteGradient on all ranks where a packed wire met NaN

@@ -224,7 +224,7 @@ def decode_add_encode_tiles(
 def add_integers_tiles(
     a: Array, bits_a: int, b: Array, bits_b: int, fmt: Format, words: Array, bits: int
 ) -> None:
-    """Write the sums of the integers of a and b into words; see ops.reference_integers."""
+    """Write the sums of the integers of a and b into words; see ops.reference."""
     _cpu.add_integers_tiles(
         kernel_threads(), _format_numbers(fmt), a, bits_a, b, bits_b, words, bits
     )

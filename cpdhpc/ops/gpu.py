@@ -202,7 +202,7 @@ def decode_add_encode_tiles(
 def add_integers_tiles(
     a: Array, bits_a: int, b: Array, bits_b: int, fmt: Format, words: Array, bits: int
 ) -> None:
-    """Write the sums of the integers of a and b into words; see ops.reference_integers."""
+    """Write the sums of the integers of a and b into words; see ops.reference."""
     n = words.size // (TILE // 8 * bits) * TILE
     for name, array, width in (("words", words, bits), ("a", a, bits_a), ("b", b, bits_b)):
         check_words(name, array, packed_bytes(n, width or fmt.bits))

@@ -118,8 +118,8 @@ class Result:
 
     times_s: float64[repeats, 3], of every repeat the slowest rank's time, the fastest's, the mean
     is_warmup: uint8[repeats]
-    outcomes: some of study.case_file.OUTCOMES; environment: where, as text
-    series: by group of study.case_file.SERIES, the columns with "epoch" int64[epochs], or with
+    outcomes: some of study_file.OUTCOMES; environment: where, as text
+    series: by group of study_file.SERIES, the columns with "epoch" int64[epochs], or with
         "iteration" int64[samples] and "layer" str[layers]
     """
 

@@ -1,0 +1,189 @@
+"""Files, modules and names that docstrings, comments and pages point at: they are there."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from test_layers import PACKAGE, names_of, sources
+
+from cpdhpc.autoencoder.job import Autoencoder
+from cpdhpc.config import keys_inside
+from cpdhpc.study.spec import Study
+from cpdhpc.train.job import Job
+
+ROOT = PACKAGE.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+CODE = re.compile(r"`([^`\n]+)`")
+FENCED = re.compile(r"^ *```.*?^ *```|^(?: {4}.*\n)+", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"(?<![\w./<-])([\w/]+\.(?:py|cu|cpp|h))\b")
+CONSTANT_OF = re.compile(r"\b([A-Z][A-Z_]{2,}) (?:of|in) `?([\w/]+\.py)\b")
+DOTTED = re.compile(r"(?<![\w.@/<-])([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
+ENDINGS = {"cfg", "cpp", "cu", "h", "h5", "html", "md", "png", "py", "so", "toml"}
+OTHERS = {  # what is not ours, or an example of a user's
+    "cpdhpc/FILE.py", "cpdhpc/compress/mine.py", "nets.py", "ddp.register_comm_hook",
+    "data.of", "layers.coded.size", "formats.NAME", "malloc.h",
+}  # fmt: skip
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """What people read: docstrings and comments of the package, code in the text of pages."""
+    for path in PACKAGE.rglob("*.py"):
+        with io.StringIO(path.read_text()) as lines:
+            found = [
+                token.string
+                for token in tokenize.generate_tokens(lines.readline)
+                if token.type == tokenize.COMMENT or token.string.lstrip("rf").startswith('"""')
+            ]
+        yield path, "\n".join(found)
+    for path in PAGES:
+        if path.name != "CHANGELOG.md":  # which tells what was there
+            yield path, "\n".join(CODE.findall(FENCED.sub("", path.read_text())))
+
+
+@cache
+def files() -> frozenset[str]:
+    """The files of the repository, as paths in it."""
+    found = (
+        path
+        for part in ("cpdhpc", "kernels", "tests", "inputs")
+        for path in (ROOT / part).rglob("*")
+    )
+    return frozenset(path.relative_to(ROOT).as_posix() for path in [*found, *ROOT.glob("*")])
+
+
+def lost_files(text: str) -> list[str]:
+    """Files that a text names, whole or by their last parts, and that are not there."""
+    return [
+        name
+        for name in FILE.findall(text)
+        if name not in OTHERS and not any(f"/{path}".endswith(f"/{name}") for path in files())
+    ] + [
+        f"{constant} of {name}"
+        for constant, name in CONSTANT_OF.findall(text)
+        if not any(
+            re.search(rf"^{constant}\b.*=", text_of(ROOT / path), re.MULTILINE)
+            for path in files()
+            if f"/{path}".endswith(f"/{name}")
+        )
+    ]
+
+
+def module(path: str) -> str:
+    """cpdhpc/ops/__init__.py -> cpdhpc.ops."""
+    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+@cache
+def modules() -> dict[str, list[str]]:
+    """The last part of the name of each module -> the modules that have it."""
+    found: dict[str, list[str]] = {}
+    for path in sources():
+        name = module(f"cpdhpc/{path}")
+        found.setdefault(name.rpartition(".")[2], []).append(name)
+    return found
+
+
+def room(name: str) -> str:
+    """The package that a module is in; a package itself."""
+    is_package = f"{name.removeprefix('cpdhpc.').replace('.', '/')}/__init__.py" in sources()
+    return name if is_package else name.rpartition(".")[0]
+
+
+@cache
+def members(package: str) -> set[str]:
+    """What may follow the name of an object that is called as its module: reducer.epoch."""
+    inside = [name for names in modules().values() for name in names]
+    found = set[str]()
+    for name in inside:
+        if name == package or name.startswith(f"{package}."):
+            path = name.removeprefix("cpdhpc.").replace(".", "/")
+            tree = sources().get(f"{path}.py") or sources()[f"{path}/__init__.py"]
+            found |= names_of(name)
+            found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    return found
+
+
+@cache
+def job_keys() -> set[str]:
+    """The keys of jobs and studies, as table.key."""
+    models = (Job, Study, Autoencoder)
+    return {f"{t}.{k}" for m in models for t in m.model_fields for k in keys_inside(m, t)}
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name that begins with a module of ours leads to something."""
+    first, second, *more = name.removeprefix("cpdhpc.").split(".")
+    if f"{first}.{second}" in job_keys() | OTHERS:
+        return True
+    for start in modules()[first]:
+        here, left = start, [second, *more]
+        while left and f"{here}.{left[0]}" in {n for names in modules().values() for n in names}:
+            here = f"{here}.{left.pop(0)}"
+        if not left or left[0] in names_of(here) or (not more and second in members(room(start))):
+            return True
+    return False
+
+
+def lost_names(text: str) -> list[str]:
+    """Dotted names that a text begins with a module of ours, and that lead nowhere."""
+    names = (n for n in DOTTED.findall(text) if n.rpartition(".")[2] not in ENDINGS)
+    ours = (n for n in names if "." in n.removeprefix("cpdhpc."))
+    return [
+        name
+        for name in ours
+        if name.removeprefix("cpdhpc.").partition(".")[0] in modules()
+        and name not in OTHERS
+        and not is_there(name)
+    ]
+
+
+def test_files_that_texts_name_are_there() -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): found for path, text in texts() if (found := lost_files(text))
+    }
+    assert wrong == {}
+    assert lost_files("see nothing.py, train/reducer.py, DEFAULT of bench/machine.py") == [
+        "nothing.py",
+        "DEFAULT of bench/machine.py",
+    ]
+
+
+def test_names_that_texts_point_at_are_there() -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): found for path, text in texts() if (found := lost_names(text))
+    }
+    assert wrong == {}
+    said = "ops.reference_integers, study.case_file.OUTCOMES, train.epochs, reducer.epoch, np.sum"
+    assert lost_names(said) == ["ops.reference_integers", "study.case_file.OUTCOMES"]
+
+
+def test_identifiers_in_pages_are_in_the_code() -> None:
+    """Of backquoted words those that look like names: with an underscore, or all capitals."""
+    known = {"ompi_info", "gradient_as_bucket_view", "static_graph", "CUDA_VISIBLE_DEVICES"}
+    known |= {"MPI_THREAD_SERIALIZED"}
+    for path in files():
+        if (ROOT / path).suffix in (".py", ".pyi", ".h", ".cu", ".cpp", ".toml", ".j2", ""):
+            known |= set(re.findall(r"\w+", text_of(ROOT / path)))
+    wrong = {
+        path.name: lost
+        for path in PAGES
+        if path.name != "CHANGELOG.md"
+        and (lost := identifiers(FENCED.sub("", path.read_text())) - known)
+    }
+    assert wrong == {}
+    assert identifiers("`no_such` or `NONE`, `all` and `x.y_z`") == {"no_such", "NONE"}
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(errors="ignore") if path.is_file() else ""
+
+
+def identifiers(text: str) -> set[str]:
+    found = re.findall(r"`(\w+)(?:\(\))?`", text)
+    return {n for n in found if n[:1].isalpha() and ("_" in n or (n.isupper() and len(n) > 3))}
