@@ -27,7 +27,7 @@ from ..ops import backend_of, placed, to_host
 from ..ops.reference_sparse import MAGNITUDE
 from .base import Array, Context, Mean, blocks, zeros
 from .bucket import Bucket
-from .sparse import SparseLayers, SparseMessages, exchange
+from .sparse import SparseMessages, exchange
 
 HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
 SKIPPED = 4  # empty bins that a code passes over, at most
@@ -54,7 +54,7 @@ class AdaComp(SparseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, self.exclude)
+        layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         payloads = [

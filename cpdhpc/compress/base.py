@@ -149,6 +149,14 @@ class Aggregator(metaclass=Checked):
         """Whether means have some, so that the optimiser must have none."""
         return False
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether values wait on a rank, so that an optimiser's momentum loses accuracy.
+
+        See "When a method that waits may have momentum" in docs/compression.md.
+        """
+        return False
+
     @abstractmethod
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks of their gradients. Collective: all processes call.

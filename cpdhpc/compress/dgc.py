@@ -22,7 +22,9 @@ class Dgc(LargestValues):
     The optimiser must be SGD without momentum of its own: u = momentum u + gradient, v = v + u, and
     the largest values of v are sent. What travels whole gets its momentum from the mean.
     momentum: of the method, in place of the optimiser's
-    masking: set u, too, to 0 where a value is sent, else it goes on
+    masking: set u, too, to 0 where a value is sent, else it goes on; not while warmup lasts,
+        where most of u would be lost
+    dense_epochs: until then the density is 1
     clip_norm: a rank's gradient of a layer is shortened to this 2-norm times ranks**-0.5; 0: none
     Source: Lin et al.: Deep gradient compression, ICLR 2018: momentum correction, local gradient
     clipping, momentum factor masking, warm-up.
@@ -56,7 +58,7 @@ class Dgc(LargestValues):
             if name in whole:
                 flat[start:stop] = pushed_whole[name]
         for u, indices in zip(momenta, chosen, strict=True):
-            if self.masking:
+            if self.masking and context.epoch >= max(self.dense_epochs, len(self.warmup)):
                 backend_of(u).clear(u, indices)
         layers.keep(waiting, context)
         layers.keep(momenta, context, MOMENTUM)

@@ -23,6 +23,7 @@ from .base import (
     zeros,
 )
 from .bucket import Bucket
+from .sparse import Epochs
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,13 @@ class GradientFlow(DenseMessages):
     aggregator: Literal["gradientflow"] = "gradientflow"
     density: Annotated[float, Field(gt=0, le=1)] = 0.1
     chunk_values: Annotated[int, Field(ge=1)] = 1024
-    dense_epochs: Annotated[float, Field(ge=0)] = 0.0
+    dense_epochs: Epochs = 0.0
     scaling: Literal["none", "tile", "block32", "block16"] | None = None
+
+    @property
+    def holds_back(self) -> bool:
+        """See Aggregator.holds_back."""
+        return self.density < 1
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

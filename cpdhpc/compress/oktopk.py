@@ -32,7 +32,7 @@ from ..world.ranks import Ranks
 from .base import Array, Column, Context, Mean, zeros
 from .bucket import Bucket, Entry
 from .payload import decode_sparse, encode_sparse
-from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
+from .sparse import Density, SparseMessages, Warmup, count_of, density_at
 
 UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
 INFINITY = 0x7F800000  # as bits: what a rank without sums finds
@@ -72,7 +72,7 @@ class OkTopk(SparseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, self.exclude)
+        layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         mean, indices = zeros(coded.size, waiting[0]), np.empty(0, np.uint32)

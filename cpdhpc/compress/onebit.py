@@ -30,6 +30,7 @@ from .base import (
     zeros,
 )
 from .bucket import Bucket
+from .sparse import Epochs
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,30 @@ class OneBit(Aggregator):
     The two are the means of the values below 0, and of the others, of an output unit: a row of a
     layer's weights, as torch lays them out. Layers of one dimension travel in float32.
     error_feedback: what is lost is added to a rank's next gradient
+    dense_epochs: until then all layers travel in float32
     algorithm: of the all-reduce of layers of one dimension
     Source: Seide et al.: 1-bit stochastic gradient descent, Interspeech 2014, section 3.1.
     """
 
     aggregator: Literal["onebit"] = "onebit"
     error_feedback: bool = True
+    dense_epochs: Epochs = 0.0
     algorithm: str = USUAL
 
     def __post_init__(self) -> None:
         configured(wire="raw", algorithm=self.algorithm, op="mean")
+
+    @property
+    def holds_back(self) -> bool:
+        """See Aggregator.holds_back."""
+        return self.error_feedback
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, zeros(bucket.size, gradients[0])
         check_place(self, world, gradients)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
+        coded = [] if context.epoch < self.dense_epochs else coded
         messages: list[tuple[list[Array], list[Array]]] = [([], []) for _ in gradients]
         memory = {
             segment: context.state.own(segment.name, "residual", (size,), like=flat)

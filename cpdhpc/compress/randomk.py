@@ -12,7 +12,16 @@ from ..ops import backend_of, placed
 from ..randomness import Key
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, zeros
 from .bucket import Bucket
-from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
+from .sparse import (
+    Density,
+    Epochs,
+    SparseLayers,
+    SparseMessages,
+    Warmup,
+    count_of,
+    density_at,
+    whole_now,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,7 @@ class RandomK(DenseMessages):
 
     density: share of a layer's values that are sent, one at least
     warmup: densities of the first epochs, one for each
+    dense_epochs: until then all layers travel whole
     error_feedback: what is not sent is added to a rank's next gradient; else what is sent is
         multiplied by n / k, so that the mean has no bias
     exclude: layers that travel whole in float32, as do all layers of one dimension
@@ -31,10 +41,16 @@ class RandomK(DenseMessages):
     columns: ClassVar[Mapping[str, Column]] = SparseMessages.columns
 
     aggregator: Literal["randomk"] = "randomk"
-    density: Density = 0.01
+    density: Density = 0.1
     warmup: Warmup = ()
+    dense_epochs: Epochs = 0.0
     error_feedback: bool = True
     exclude: Layers = ()
+
+    @property
+    def holds_back(self) -> bool:
+        """See Aggregator.holds_back."""
+        return self.error_feedback and self.density < 1
 
     def check_layers(self, names: Collection[str]) -> None:
         """See Aggregator.check_layers."""
@@ -42,7 +58,7 @@ class RandomK(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, self.exclude)
+        layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
         layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context, self.error_feedback)
         density = density_at(context.epoch, self.warmup, self.density)

@@ -13,7 +13,7 @@ from ..collectives.sparse import broadcast
 from ..ops import placed, to_host
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known, zeros
 from .bucket import Bucket
-from .sparse import SparseLayers, SparseMessages
+from .sparse import Epochs, SparseLayers, SparseMessages, whole_now
 
 RATE_OF_COST = {196: 25, 128: 50, 0: 400}  # by the least operations a weight; Chen et al.
 LARGEST_CHUNK = 1 << 16  # positions have 16 bits at most
@@ -47,7 +47,7 @@ class ScaleCom(DenseMessages):
     rates: Mapping[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict, hash=False)
     costs: Mapping[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict, hash=False)
     beta: Annotated[float, Field(gt=0, le=1)] = 0.3
-    dense_epochs: Annotated[float, Field(ge=0)] = 0.0
+    dense_epochs: Epochs = 0.0
     exclude: Layers = ()
 
     def __post_init__(self) -> None:
@@ -61,6 +61,11 @@ class ScaleCom(DenseMessages):
                 f"must be {LARGEST_CHUNK} at most"
             )
 
+    @property
+    def holds_back(self) -> bool:
+        """See Aggregator.holds_back."""
+        return True
+
     def check_layers(self, names: Collection[str]) -> None:
         """See Aggregator.check_layers."""
         for option in ("exclude", "rates", "costs"):
@@ -68,8 +73,7 @@ class ScaleCom(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        is_dense = context.epoch < self.dense_epochs
-        layers = SparseLayers(bucket, bucket.names if is_dense else self.exclude)
+        layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         total = zeros(coded.size, waiting[0])

@@ -39,6 +39,7 @@ from .payload import decode_sparse, encode_sparse
 
 Density = Annotated[float, Field(gt=0, le=1)]  # an option: share of values
 Warmup = Annotated[tuple[Density, ...], Field(strict=False)]  # an option: densities of epochs
+Epochs = Annotated[float, Field(ge=0)]  # an option: how long everything is sent
 Within = Literal["layer", "bucket"]
 FEW = 8  # of so many values one may be sent, and to look for these takes less than a pass over all
 
@@ -48,6 +49,7 @@ class SparseMessages(Aggregator):
     """A method whose ranks send some values of layers, with their indices, to all others.
 
     exclude: layers that travel whole in float32, as do all layers of one dimension
+    dense_epochs: until then all layers travel whole
     algorithm: of the all-reduce of what travels whole
     Raises ValueError for an unknown one.
     """
@@ -57,7 +59,17 @@ class SparseMessages(Aggregator):
     }
 
     exclude: Layers = ()
+    dense_epochs: Epochs = 0.0
     algorithm: str = USUAL
+
+    @property
+    def holds_back(self) -> bool:
+        """See Aggregator.holds_back."""
+        return True
+
+    def _layers(self, bucket: Bucket, context: Context) -> SparseLayers:
+        """Return which layers are coded in an epoch."""
+        return SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
 
     def __post_init__(self) -> None:
         configured(wire="raw", algorithm=self.algorithm, op="mean")
@@ -96,7 +108,8 @@ class LargestValues(SparseMessages):
         Returns which values each of them sends, uint32[m], as well.
         """
         coded, gather = layers.coded, backend_of(waiting[0]).gather
-        density = density_at(context.epoch, self.warmup, self.density)
+        is_dense = context.epoch < self.dense_epochs  # where a method codes layers nevertheless
+        density = 1.0 if is_dense else density_at(context.epoch, self.warmup, self.density)
         chosen = [largest(x, coded, density, self.within) for x in waiting]
         values = [gather(x, i) for x, i in zip(waiting, chosen, strict=True)]
         layers.check_largest(waiting, values, context)
@@ -104,6 +117,13 @@ class LargestValues(SparseMessages):
         payloads = [encode_sparse(*each, n, wire) for each in zip(chosen, values, strict=True)]
         decode = partial(decode_sparse, size=n, wire=wire, like=waiting[0])
         return exchange(context.world, payloads, decode, waiting, coded), chosen
+
+
+def whole_now(
+    bucket: Bucket, context: Context, dense_epochs: float, exclude: Collection[str]
+) -> Collection[str]:
+    """Return the layers that travel whole: all of them until dense_epochs, then exclude."""
+    return bucket.names if context.epoch < dense_epochs else exclude
 
 
 def density_at(epoch: float, warmup: Sequence[float], density: float) -> float:

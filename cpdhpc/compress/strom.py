@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from ..ops import backend_of
+from ..collectives.sparse import sum as sum_of_ranks
+from ..ops import backend_of, placed, to_host
 from .base import Array, Context, Mean
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -16,40 +18,93 @@ from .sparse import SparseLayers, SparseMessages, exchange
 
 SIGN = "ternary"  # the wire of -1 and 1
 ONE = np.float32(1)
+MEMORY = 0.99  # of the squares: about 100 steps
+LEAST, GREATEST = 1e-38, 1e30  # thresholds that float32 has
+Tau = Annotated[float, Field(gt=LEAST, le=GREATEST, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Strom(SparseMessages):
     """The mean of tau or -tau, where what a rank's gradients add up to is beyond it; else of 0.
 
-    tau: the threshold; what is beyond it stays, and may be sent next time
+    tau: the threshold of all layers, the paper's; what is beyond it stays, and may be sent next
+        time. Not given: each layer has its own, times_rms its running root mean square
+    times_rms: of the gradients of all ranks, whose squares count MEMORY as much after each step
     Source: Strom: Scalable distributed DNN training using commodity GPU cloud computing,
-    Interspeech 2015.
+    Interspeech 2015; thresholds by layer are ours.
     """
 
     aggregator: Literal["strom"] = "strom"
-    tau: Annotated[float, Field(gt=1e-38, le=1e30, allow_inf_nan=False)] = 0.01
+    tau: Tau | None = None
+    times_rms: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 4.0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers, tau = SparseLayers(bucket, self.exclude), np.float32(self.tau * context.loss_scale)
+        layers, follows = self._layers(bucket, context), self.tau is None
         layers.check_place(self, gradients, context)
-        n, waiting = layers.coded.size, layers.waiting(gradients, context, check=False)
-        chosen = [_beyond(x, float(tau)) for x in waiting]
+        coded, waiting = layers.coded, layers.waiting(gradients, context, check=follows)
+        squares = self._squares(layers, gradients, context) if follows else {}
+        taus = self._taus(coded, squares, context)
+        chosen = [_beyond(x, coded, taus) for x in waiting]
         layers.check_largest(waiting, [values for _, values in chosen], context)
-        payloads = [encode_sparse(i, np.copysign(ONE, x), n, SIGN) for i, x in chosen]
+        payloads = [encode_sparse(i, np.copysign(ONE, x), coded.size, SIGN) for i, x in chosen]
+        ends = np.array([stop for _, _, stop in coded.segments], np.uint32)
 
         def decode(payload: Array) -> tuple[Array, Array]:
-            indices, signs = decode_sparse(payload, n, SIGN, waiting[0])
-            return indices, backend_of(signs).multiply(signs, tau)
+            indices, signs = decode_sparse(payload, coded.size, SIGN, waiting[0])
+            borders = to_host(np.searchsorted(indices, placed(ends, indices)))
+            sizes = np.repeat(taus, np.diff(borders, prepend=0))
+            return indices, backend_of(signs).multiply(signs, placed(sizes, signs))
 
-        sent = exchange(context.world, payloads, decode, waiting, layers.coded)
+        sent = exchange(context.world, payloads, decode, waiting, coded)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         layers.keep(waiting, context)
+        for name, square in squares.items():
+            _kept(name, context)[:] = square
         return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
 
+    def _squares(
+        self, layers: SparseLayers, gradients: Sequence[Array], context: Context
+    ) -> dict[str, Array]:
+        """Return each coded layer's running sum and weight of mean squares, float64[2]. Collective.
 
-def _beyond(x: Array, tau: float) -> tuple[Array, Array]:
-    """Return which values are beyond tau, uint32[m], and the values."""
-    indices = backend_of(x).select_above(x, tau)
-    return indices, backend_of(x).gather(x, indices)
+        The squares are those of gradients without the loss scale, which may change.
+        """
+        names = layers.coded.names
+        if not names:
+            return {}
+        own = [
+            np.array([backend_of(part).square_sum(part) / part.size for part in layers.parts(x)])
+            for x in gradients
+        ]
+        means = sum_of_ranks(context.world, own) / context.world.ranks / context.loss_scale**2
+        return {
+            name: MEMORY * _kept(name, context) + (mean, 1.0)
+            for name, mean in zip(names, means, strict=True)
+        }
+
+    def _taus(self, coded: Bucket, squares: Mapping[str, Array], context: Context) -> Array:
+        """Return the threshold of each coded layer, float32[layers], alike on all ranks."""
+        if self.tau is not None:
+            taus = np.full(len(coded.names), self.tau)
+        else:
+            sums = np.array([squares[name] for name in coded.names]).reshape(-1, 2)
+            taus = np.clip(self.times_rms * np.sqrt(sums[:, 0] / sums[:, 1]), LEAST, GREATEST)
+        return (taus * context.loss_scale).astype(np.float32)
+
+
+def _kept(layer: str, context: Context) -> Array:
+    """Return a layer's running sum of mean squares and of their weights, float64[2]."""
+    return context.state.shared(layer, "square", lambda: np.zeros(2))
+
+
+def _beyond(x: Array, coded: Bucket, taus: Array) -> tuple[Array, Array]:
+    """Return which values are beyond their layer's tau, uint32[m], and the values."""
+    kernels = backend_of(x)
+    found = [
+        kernels.select_above(x[start:stop], float(tau)) + np.uint32(start)
+        for (_, start, stop), tau in zip(coded.segments, taus, strict=True)
+    ]
+    none = np.empty_like(x, shape=(0,), dtype=np.uint32)
+    indices = np.concatenate([none, *found])
+    return indices, kernels.gather(x, indices)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from .base import Array, Context, Mean
 from .bucket import Bucket
-from .sparse import LargestValues, SparseLayers
+from .sparse import LargestValues
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,14 @@ class TopK(LargestValues):
     aggregator: Literal["topk"] = "topk"
     error_feedback: bool = True
 
+    @property
+    def holds_back(self) -> bool:
+        """See Aggregator.holds_back."""
+        return self.error_feedback and self.density < 1
+
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, self.exclude)
+        layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context, self.error_feedback, check=False)
         sent, _ = self._send(waiting, layers, context)

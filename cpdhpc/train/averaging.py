@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from ..randomness import random_key
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from .buffers import Named
+from .waiting import advice_for_loop
 
 Array = npt.NDArray[Any]
 Stated = dict[str, Any]  # what state_dict returns
@@ -57,6 +59,7 @@ class Averaging:
     frozen: the shape of the model's other parameters, by name
     parameters: those whose gradients are averaged, as far as they are known
     device: where they are
+    advised: whether it has been said that this method goes with no momentum; set: not to say it
     """
 
     aggregator: Aggregator
@@ -64,6 +67,7 @@ class Averaging:
     frozen: dict[str, list[int]]
     parameters: list[torch.nn.Parameter]
     device = CPU
+    advised = False
 
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world, self._name)
@@ -122,9 +126,12 @@ class Averaging:
         is_new = not any(np.may_share_memory(mean.flat, each) for each in near)
         return mean if is_new else replace(mean, flat=mean.flat.copy())
 
-    def _refuse_momentum(self) -> None:
-        """Let steps of optimisers with momentum raise ValueError where means have some already."""
-        if self.aggregator.has_momentum:
+    def _watch_momentum(self) -> None:
+        """Let steps of optimisers with momentum raise ValueError where means have some already.
+
+        Where values wait, the first of these steps warns, on process 0.
+        """
+        if self.aggregator.has_momentum or self.aggregator.holds_back:
             check = partial(_check_momentum, weakref.ref(self))
             weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
@@ -213,14 +220,25 @@ def _shape(layers: Mapping[str, object], name: str) -> str:
 def _check_momentum(
     averaging: weakref.ref[Averaging], optimizer: torch.optim.Optimizer, *_: object
 ) -> None:
-    """Raise ValueError where an optimiser has momentum and steps with means that have some."""
+    """Raise ValueError where an optimiser has momentum and steps with means that have some.
+
+    Warn where it steps with means of which values wait.
+    """
     found = averaging()
-    known = set(map(id, found.parameters)) if found else set()
+    if found is None or (found.advised and not found.aggregator.has_momentum):
+        return
+    known, name = set(map(id, found.parameters)), type(optimizer).__name__
     for group in optimizer.param_groups:
-        has_momentum = group.get("momentum") or "betas" in group
-        if found and has_momentum and not known.isdisjoint(map(id, group["params"])):
+        if known.isdisjoint(map(id, group["params"])):
+            continue
+        if advice := advice_for_loop(found.aggregator, name, group):
+            found.advised = True
+            if found.world.process == 0:
+                warnings.warn(f"{found._name}: {advice}", stacklevel=3)
+            return
+        if found.aggregator.has_momentum and (group.get("momentum") or "betas" in group):
             raise ValueError(
-                f"{type(optimizer).__name__}.step: has momentum, and so have the means of "
+                f"{name}.step: has momentum, and so have the means of "
                 f"{type(found.aggregator).__name__}: should be SGD with momentum=0"
             )
 

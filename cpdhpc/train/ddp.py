@@ -95,7 +95,7 @@ class DdpHook(Averaging):
                 "layers": self.layers,
                 "precision": "" if model is None else str(policies_of(model)),
             }
-        self._refuse_momentum()
+        self._watch_momentum()
         self._begin()
 
     def _learn(self, model: torch.nn.Module) -> None:

@@ -153,11 +153,12 @@ class ImportedAggregator(Imported):
     import: of a class derived from Aggregator, whose fields are the other keys of the table, or of
         any callable that returns an Aggregator
     import_from: directory that modules are looked for in first; the job file's where not given
-    has_momentum: unknown before build
+    has_momentum, holds_back: unknown before build
     """
 
     of: ClassVar[str] = "gradient"
     has_momentum: ClassVar[bool] = False
+    holds_back: ClassVar[bool] = False
 
     @property
     def aggregator(self) -> str:

@@ -52,8 +52,10 @@ from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .stages.section import Stages
 from .train_section import Train
 from .update import UPDATES, ByAllreduce, UpdateRule
+from .waiting import loses, rate_without, told
 
 EPOCHS = "train.epochs"  # may be raised where a run is gone on with
+RATE = "train.learning_rate"
 OWN_MOMENTUM = "optimizer.momentum"  # in needs of update rules that have one of their own
 WITHOUT_MOMENTUM = "write momentum = 0.0 below [optimizer], or leave optimizer.momentum out"
 STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
@@ -62,6 +64,7 @@ MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change b
     "train.checkpoint_every",
     "train.telemetry_every",
     "train.timeout_s",
+    "train.settings",  # what it has set is in other keys
     "train.overlap",
     "train.device",
     "train.gpu_direct",
@@ -198,6 +201,42 @@ class Job(Section):
         if has_own and isinstance(of, Sgd) and not of.model_fields_set & keys:
             object.__setattr__(self, "optimizer", of.model_copy(update={"momentum": 0.0}))
         return self
+
+    @model_validator(mode="after")
+    def _recommended(self) -> Job:
+        """Set what train.settings="recommended" stands for; once more, it changes nothing."""
+        is_asked = self.train.settings == "recommended"
+        if is_asked and self._waits(self.gradient) and self.optimizer.kept_share:
+            changes, rate = self._without_momentum()
+            object.__setattr__(self, "optimizer", self.optimizer.model_copy(update=changes))
+            train = self.train.model_copy(update={"learning_rate": rate})
+            object.__setattr__(self, "train", train)
+        return self
+
+    def _waits(self, gradient: Aggregator | ImportedAggregator) -> bool:
+        """Return whether gradients wait on their way to an optimiser that may have momentum."""
+        by_allreduce = isinstance(self.update, ByAllreduce)
+        return by_allreduce and gradient.holds_back and not gradient.has_momentum
+
+    def _without_momentum(self) -> tuple[Raw, float]:
+        """Return keys of [optimizer] without momentum, and the rate that goes with them."""
+        of, rate = self.optimizer, self.train.learning_rate
+        has_rate = of.adds_up and RATE not in self.controller.decides
+        return of.without_momentum(), rate_without(rate, of.kept_share) if has_rate else rate
+
+    def advice(self, gradient: Aggregator) -> str:
+        """Return the line about momentum beside a gradient's method; "" where there is none."""
+        if not self._waits(gradient):
+            return ""
+        changes, rate = self._without_momentum()
+        lines = [f"optimizer.{line}" for line in dump_toml(changes).splitlines()]
+        if self.optimizer.adds_up and RATE not in self.controller.decides:
+            lines.append(f"{RATE} = {rate:g}")
+        write = " and ".join(lines)
+        if momentum := self.optimizer.kept_share:
+            return told(gradient, loses(momentum, f"write {write}"))
+        is_asked = self.train.settings == "recommended"
+        return told(gradient, f'train.settings = "recommended": {write}') if is_asked else ""
 
     @model_validator(mode="after")
     def _momentum_once(self) -> Job:

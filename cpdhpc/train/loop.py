@@ -62,6 +62,8 @@ def run(training: Training, caught: Caught, display: Display) -> None:
             f"{job.id}: train.batch={job.train.batch} is more than the {training.samples} samples: "
             f"a step has these{scaled}"
         )
+    if advice := training.provenance.get("advice"):
+        display.line(f"{job.id}: {advice}")
     obeying = str(training.provenance["precision"]).splitlines()
     if obeying:
         left = [line.partition(":")[0] for line in obeying if line.endswith(BY_TORCH)]

@@ -19,10 +19,12 @@ class Optimizer(Section):
 
     has_noise_scale: whether its steps are along gradients times factors that are known before
     preconditions: whether those factors are other than 1
+    adds_up: whether momentum m makes steps 1 / (1 - m) times as long, as a mean of steps does not
     """
 
     has_noise_scale: ClassVar[bool] = True
     preconditions: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = True
 
     def factors(self, state: Mapping[str, Any]) -> torch.Tensor | float:
         """Return what the next step multiplies gradients by, of a parameter with this state."""
@@ -32,6 +34,18 @@ class Optimizer(Section):
     def has_momentum(self) -> bool:
         """Whether a step depends on the gradients of steps before."""
         return True
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the last step, or of the first moment, that is in the next one."""
+        share: float = self.betas[0] if hasattr(self, "betas") else getattr(self, "momentum", 0.0)
+        return share
+
+    def without_momentum(self) -> dict[str, Any]:
+        """Return the keys that take that share away, with their values then."""
+        if hasattr(self, "betas"):
+            return {"betas": (0.0, self.betas[1])}
+        return {"momentum": 0.0} | ({"nesterov": False} if getattr(self, "nesterov", 0) else {})
 
     @abstractmethod
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
@@ -109,6 +123,7 @@ class Adam(Optimizer):
     """
 
     preconditions: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
     factors = _of_second_moment
 
     name: Literal["adam"] = "adam"
@@ -201,6 +216,7 @@ class Lamb(LayerWise):
     """
 
     has_noise_scale: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
 
     name: Literal["lamb"] = "lamb"
     betas: Betas = (0.9, 0.999)
@@ -249,6 +265,7 @@ class AdamP(LayerWise):
     """
 
     preconditions: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
     factors = _of_second_moment
 
     name: Literal["adamp"] = "adamp"

@@ -114,7 +114,7 @@ class GradientReducer(Averaging):
             }
             settings["precision"] = policies_of(model)
             settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
-        self._refuse_momentum()
+        self._watch_momentum()
         for _, tensor in tensors:
             broadcast(self.world, tensor)
         self.alike: dict[str, object] = {}

@@ -359,6 +359,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
     aggregator = agreed(world, lambda: aggregator_of(model, job.precision, job.aggregator()))
+    given.provenance["advice"] = job.advice(job.aggregator())
     try:
         reducer = GradientReducer(
             model,
@@ -370,6 +371,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
         )
     except ValueError as error:  # on all ranks alike, as a pattern that matches no layer
         raise of_gradient(job, error) from None
+    reducer.advised = True  # by the run itself, before it begins
     controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     if rows := by_parameter(model, job.precision):

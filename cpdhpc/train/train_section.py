@@ -17,6 +17,8 @@ class Train(Section):
     """[train]: the run itself.
 
     epochs: times that all training samples are seen; learning_rate: before the schedule's factor
+    settings: "recommended": where [gradient] holds values back, the optimiser has no momentum, and
+        learning_rate is divided by 1 - momentum where momentum adds up; else nothing changes
     seeds: of weights, order and chance; a run for each; seed = S is seeds = [S]
     virtual_ranks: ranks that each process plays; bits are those of so many processes
     batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
@@ -43,6 +45,7 @@ class Train(Section):
     epochs: Positive = 10
     batch: Positive = 64
     learning_rate: Above0 = DEFAULT_RATE
+    settings: Literal["given", "recommended"] = "given"
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
     image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
