@@ -30,6 +30,7 @@ PACKAGES = [
 OPEN = {  # public name -> why it takes what no signature lists
     "cpdhpc.train.GradientReducer": "options of the compressor that is named",
     "cpdhpc.train.ddp_hook": "options of the compressor that is named",
+    "cpdhpc.train.fsdp_hook": "options of the compressor that is named",
 }
 
 

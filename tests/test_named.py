@@ -163,9 +163,12 @@ def test_no_page_takes_the_place_of_a_file_of_ours(
     path = write_study(tmp_path / "study.h5", ranks=(2,), sizes=(64,))
     store.write(tmp_path / "data.h5", {}, {"kind": "weights"})
     before = (tmp_path / "data.h5").read_bytes()
-    for option in ("--html", "--png"):
+    for option, why in (
+        ("--html", "is an HDF5 file: not replaced"),
+        ("--png", "must end in one of"),
+    ):
         status, said = told(capsys, path, option, tmp_path / "data.h5")
-        assert status == 2 and "data.h5: is an HDF5 file: not replaced" in said
+        assert status == 2 and f"data.h5: {why}" in said
     assert (tmp_path / "data.h5").read_bytes() == before
 
 

@@ -84,7 +84,7 @@ class FsdpHook(Averaging):
                 "layers": self.layers,
                 "precision": str(policies_of(model)),
             }
-        self._refuse_momentum()
+        self._watch_momentum()
 
     def _learn(self, model: FullyShardedDataParallel) -> None:
         """Note the units of a model, and how their layers lie in FSDP's tensors."""

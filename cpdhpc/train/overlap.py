@@ -159,8 +159,8 @@ class Overlap:
         if self.world.lent_to not in (None, self):
             self._begin()
             raise RuntimeError(
-                "GradientReducer.reduce: overlap=True: gradients of another model are on their "
-                "way since its backward: call reduce() of the models in the order of their backward, "
+                "GradientReducer.reduce: overlap=True: gradients of another model are on their way "
+                "since its backward: call reduce() of the models in the order of their backward, "
                 "and keep those that are not to be reduced in no_sync() of their reducer"
             )
         self.world.lent_to = self
