@@ -43,7 +43,11 @@ def test_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(jobs) == 9 and {job.name for job in jobs} == {"float32", "e4m3", "e3m0"}
     site = ["--site", str(tmp_path / "mine.toml")]
     assert main(["study", "plan", str(tmp_path / "scaling.toml"), *site]) == 0
-    assert "18 cases" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "18 cases" in shown and "`study run`" not in shown
+    assert main(["study", "plan", str(tmp_path / "scaling.toml")]) == 0
+    shown = capsys.readouterr().out
+    assert "9 of 18 cases need several nodes" in shown and "9 of these 18" in PAGE
     assert main(["scripts", *site, "--out", str(tmp_path / "scripts")]) == 0
     assert "--partition=debug" in (tmp_path / "scripts" / "train.sbatch").read_text()
 

@@ -91,6 +91,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
         jobs = [job for job, why in every if why is None]
         refused = [(case, why) for job, why in every if why is not None for case in job.cases]
     lines = [*totals(study, jobs), *refusals([*expansion.impossible, *refused])]
+    several = sum(len(job.cases) for job in jobs if job.nodes > 1)
+    if several and arguments.site is None:
+        lines.append(
+            f"{several} of {len(expansion.cases)} cases need several nodes (ppn: ranks on a node, "
+            "at most): `study run` leaves them out here, `study submit` takes them"
+        )
     print(*plan_table(study, jobs), "", *lines, _kept(folder, expansion.cases), sep="\n")
     return 0
 
