@@ -28,6 +28,8 @@ LIGHT = {
     "cli",
     "commands",
     "config",
+    "lazy",
+    "settings",
     "formats",
     "kinds",
     "methods",
