@@ -41,6 +41,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def path_of(text: str) -> Path:
+    """Return a path; ArgumentTypeError for none, which pathlib takes for this directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: a variable of the shell without a value?")
+    return Path(text)
+
+
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Add the time after which a wait for other processes ends the job."""
     parser.add_argument(
@@ -351,6 +358,10 @@ class Parser(argparse.ArgumentParser):
     Under mpirun that is a line, which main shows once.
     """
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.register("type", Path, path_of)
+
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
             message += ": one that begins with - goes after =, as --option=-1"
@@ -361,11 +372,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog.removeprefix('cpdhpc ')}: {message}: -h shows all options")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if "" in (args or ()):  # which Path would take for this folder
-            before = args[args.index("") - 1] if args.index("") else "the first argument"
-            self.error(
-                f"an empty argument after {before}: a variable of the shell without a value?"
-            )
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -489,15 +495,11 @@ def main(argv: list[str] | None = None) -> int:
 
             abort_job(f"rank {world.hosted.start} | interrupted", INTERRUPTED)
         return INTERRUPTED
-    except MemoryError as error:
-        if world is None or world.processes == 1:
-            return _refuse(f"not enough memory: {error}")
-        from .world.ending import abort_job
-
-        abort_job(f"rank {world.hosted.start} | not enough memory: {error}")
     except Exception as error:
         lacking = to_install(error) if isinstance(error, ImportError) else None
-        if lacking is not None and world is None:
+        if isinstance(error, MemoryError):
+            lacking = f"not enough memory: {error}"
+        if lacking is not None and (world is None or world.processes == 1):
             return _refuse(lacking)
         from .world.ending import abort_job
 

@@ -137,10 +137,12 @@ def test_auto_has_a_row_of_the_algorithm_that_it_takes(
         ("bench accuracy --png {}/no/x.png", "--png {}/no/x.png: {}/no is no directory that can"),
         ("bench throughput --png {}/x.txt", "--png {}/x.txt: must end in one of ."),
         ("bench accuracy --values 99999999999999", "not enough memory: Unable to allocate"),
+        ("bench throughput --machine {}/none", "{}/none: cannot be read: No such file"),
+        ("bench compress --methods topk:density", "topk:density: the form is NAME:OPTION=VALUE"),
         ("bench accuracy --formats E4M3", "--formats E4M3: did you mean e4m3?"),
         ("darray show --shape 99999999999999999999,8", "must have fewer than 2**63 cells"),
         ("darray show --shape 8,8 --png {}", "--png {}: is a directory"),
-        ("darray show --dtype Float32", "dtype='Float32': did you mean float32?"),
+        ("darray show --shape 8 --dtype Float32", "dtype='Float32': did you mean float32?"),
         ("autoencoder x.toml --png {}/x", "--png {}/x: must end in one of ."),
         ("train inputs/study_smoke.toml", "study_smoke.toml: is a study, for the command study"),
         ("train inputs/cots_digits.toml", "is a job of the command autoencoder: must be a job of"),
@@ -161,7 +163,7 @@ def test_wrong_inputs_are_one_line(
 
 def test_empty_words_and_negative_ones(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        (["train", "x.toml", "--out", ""], "an empty argument after --out: a variable of the"),
+        (["train", "x.toml", "--out", ""], "argument --out: is empty: a variable of the shell"),
         (["darray", "show", "--shape", "-8,8"], "begins with - goes after =, as --option=-1"),
     ):
         with pytest.raises(SystemExit):

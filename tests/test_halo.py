@@ -151,7 +151,7 @@ def test_show_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--halo 1", "needs --shape"),
         ("--shape 4,4,4 --png x.png", "draws plans of 2 axes, this one has 3"),
         ("--shape 4,4 --rank 1", "--rank 1: must be 0..0"),
-        ("--shape 4,4 --halo 1,2,3", "needs a number, or one or two for each axis"),
+        ("--shape 4,4 --halo 1,2,3", "needs a number, 0 or more, or one or two for each axis"),
         ("--shape 4,4 --png nowhere/x.png", "nowhere is no directory"),
         ("--shape 900,900 --procs 300,300", "--procs 300,300: 90000 ranks: at most 4096 are"),
     ],

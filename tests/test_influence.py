@@ -347,7 +347,7 @@ BAD: dict[str, str] = {
     "": "give --test",
     "--self --set train.epochs=3": "must be of data",
     "--self --set data.split_seed=1": "is another one than the run's",
-    "--self --png nowhere/a.png": "nowhere/a.png: cannot be written: there is no such directory",
+    "--self --png nowhere/a.png": "nowhere/a.png: nowhere is no directory that can be written",
 }
 
 
@@ -359,7 +359,7 @@ def test_what_cannot_be_found_is_told_in_a_line(trained: Path, arguments: str) -
 
 
 def test_runs_that_kept_nothing_or_other_weights(tmp_path: Path, trained: Path) -> None:
-    with pytest.raises(UserError, match="0 runs"):
+    with pytest.raises(UserError, match="has no records of runs"):
         influence(tmp_path, "--self")
     kept_run(tmp_path, train={"keep_every": 0, "epochs": 2}, model={"hidden": [9]})
     with pytest.raises(UserError, match=r"no weights were kept: train with train\.keep_every"):

@@ -185,7 +185,7 @@ def test_a_batch_without_samples_goes_through_convolutions() -> None:
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda: quantize(torch.ones(2), "bla"), "quantize: format='bla': parse_format: 'bla': kn"),
+        (lambda: quantize(torch.ones(2), "bla"), "quantize: format='bla': known are"),
         (
             lambda: convert(nn.Linear(2, 2), {"rule": [{"layers": "*", "weigths": "e4m3"}]}),
             "convert: unknown key rule.0.weigths: did you mean weights?",

@@ -113,7 +113,7 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
             rules({"layers": "*", "forward": {"accumulate": "torch", "chunk": 3}}),
             "rule.0.forward.accumulate='torch': goes with no other key",
         ),
-        (rules({"layers": "*", "wire": "e4"}), "rule.0.wire='e4': parse_format: 'e4': known are"),
+        (rules({"layers": "*", "wire": "e4"}), "rule.0.wire='e4': known are"),
         (rules({"layers": "cnov*", "weights": "e4m3"}), "rule.0.layers='cnov*': matches no layer"),
         (rules({"layers": "norm", "weights": "e4m3"}), "matches no layer with products: known are"),
         (rules({"layers": "*"}), "rule.0.layers='*': says nothing: allowed beside it are weights"),

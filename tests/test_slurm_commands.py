@@ -29,6 +29,8 @@ LIGHT = {
     "cli",
     "commands",
     "config",
+    "lazy",
+    "settings",
     "formats",
     "kinds",
     "methods",

@@ -103,8 +103,11 @@ def method_of(text: str) -> Aggregator:
     name, _, given = text.partition(":")
     if name not in COMPRESSORS:
         raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}")
-    options = override({}, given.split(",") if given else ())
-    return validate(COMPRESSORS[name], options, f"--methods {text}")
+    options = given.split(",") if given else []
+    if any("=" not in each for each in options):
+        raise UserError(f"--methods {text}: the form is NAME:OPTION=VALUE,OPTION=VALUE")
+    table = override({}, options)
+    return validate(COMPRESSORS[name], table, f"--methods {text}")
 
 
 def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradients], list[int]]:

@@ -300,7 +300,7 @@ def measured_flops() -> float:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print what the figures rest on, a table for each speed of links, and draw them."""
-    given = _checked(arguments)
+    given, machine = _checked(arguments), as_machine(arguments.machine)
     network: Network = NETWORKS[arguments.network]()
     if arguments.rate:
         compute_s, source = arguments.batch / arguments.rate, "given"
@@ -314,7 +314,6 @@ def run(arguments: argparse.Namespace) -> None:
         for name in given["methods"]
     }
     model = Model(network, arguments.batch, compute_s, calls, given["algorithms"])
-    machine = as_machine(arguments.machine)
     print("\n".join(_rests_on(arguments, model, machine, source, max(given["workers"]))))
     rates = {
         (link, name): [

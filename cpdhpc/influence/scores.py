@@ -322,8 +322,9 @@ def planned(arguments: argparse.Namespace) -> Plan:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: must be {least} or more")
     if not arguments.test and not arguments.own:
         raise ConfigError("influence: give --test, the test samples it is on, or --self, or both")
-    if arguments.out is not None:
-        check_file(arguments.out, "--out")
+    for option, place in (("--out", arguments.out), ("--png", arguments.png)):
+        if place is not None:
+            check_file(place, option)
     record = record_of(arguments.run_of)
     job = _job(record, arguments.set)
     if not job.precision.empty:
