@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch.autograd import forward_ad
 
 from . import on_gpu
 
@@ -69,6 +70,15 @@ def of_bytes(data: HostArray, like: Sequence[torch.Tensor]) -> list[torch.Tensor
     ]
 
 
+def _differentiates(x: torch.Tensor) -> bool:
+    """Whether torch follows a tensor, in either mode; an autograd.Function costs many microseconds.
+
+    Within torch.func.grad a tensor requires a gradient, within jvp it has a tangent.
+    """
+    asked = x.requires_grad and torch.is_grad_enabled()
+    return asked or forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
 class _Straight(torch.autograd.Function):
     """What a rounding makes of values; derivatives go through as if it were none."""
 
@@ -94,6 +104,8 @@ def straight_through(
     x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Return what a rounding makes of x, as a new tensor; derivatives go through unchanged."""
+    if not _differentiates(x):
+        return rounded(x)
     found: torch.Tensor = _Straight.apply(x, rounded)  # type: ignore[no-untyped-call]
     return found
 
@@ -140,6 +152,8 @@ def product(
         of the gradients of product n 2n + 1, of x, and 2n + 2, of y
     held: those of x and y; of_any: the one that holds gradients
     """
+    if not (_differentiates(x) or _differentiates(y)):
+        return multiply(x, y, held, 0)
     found: torch.Tensor = _Product.apply(x, y, multiply, held, of_any, 0)  # type: ignore[no-untyped-call]
     return found
 

@@ -26,6 +26,7 @@ from .averaging import (
     policies_of,
     rounded,
 )
+from .buffers import Buffers, scales_of, survey
 from .ddp import check_world
 
 WRAPPED = "_fsdp_wrapped_module."  # is in names of parameters
@@ -68,10 +69,12 @@ class FsdpHook(Averaging):
         super().__init__(as_world(world, "fsdp_hook"), seed)
         self.layers, self.frozen, self.parameters = {}, {}, []
         self._units: list[Unit] = []
+        self._scales: Buffers | None = None
         self._begin()
         with alike_on_all(self.world, "fsdp_hook: options") as settings:
             check_options("fsdp_hook", model, seed, False)
             self.aggregator = made("fsdp_hook", aggregator, options)
+            model = getattr(model, "_orig_mod", model)  # torch.compile(fsdp) is it, wrapped
             if not isinstance(model, FullyShardedDataParallel):
                 said = f"fsdp_hook: model is {type(model).__name__}: must be "
                 raise TypeError(f"{said}FullyShardedDataParallel; fully_shard takes no such hook")
@@ -89,6 +92,8 @@ class FsdpHook(Averaging):
     def _learn(self, model: FullyShardedDataParallel) -> None:
         """Note the units of a model, and how their layers lie in FSDP's tensors."""
         self.parameters = list(model.parameters())
+        if scales_of(survey(model)[1]):
+            self._scales = Buffers(model, self.world, "broadcast")
         for prefix, module in model.named_modules():
             if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
                 continue
@@ -179,6 +184,9 @@ class FsdpHook(Averaging):
         self._begin()
         if error is not None:
             raise error
+        if self._scales is not None:
+            named = scales_of(survey(self._scales.model)[1])
+            self._scales.share(named, [True] * self.world.processes)
         self.iteration += 1
 
 
@@ -204,7 +212,8 @@ def fsdp_hook(
     aggregator, seed, options: as of GradientReducer
     model: FullyShardedDataParallel, of any strategy that takes a hook: not the hybrid ones. A unit
         is one bucket. The mean is formed whole on each rank, which keeps its part: an all-reduce,
-        of twice the bytes of the reduce-scatter of the same wire; what methods keep is whole, too
+        of twice the bytes of the reduce-scatter of the same wire; what methods keep is whole, too.
+        Scales of precision.convert that remember former calls are those of all ranks
     Gradients are float32, bfloat16 or float16, as reduce_dtype says, on the CPU or on a GPU. What
     is wrong with them, as NaN, is raised on all ranks alike by backward(), whose gradients are of
     no use then: zero_grad(), and the next step may follow.

@@ -350,6 +350,6 @@ def test_two_models_with_overlap_take_turns(world: World, group: None, name: str
     for reducer in overlapped:
         reducer.close()
     state.close()
-    says = "reduce() of the models in the order of their backward", "call reduce() of its Gradient"
+    says = "reduce() of models in the order of their backward", "call reduce() of its Gradient"
     verdicts += [any(each in text for each in says) for text in told]
     together(world, *verdicts, world.lent_to is None, state.iteration == 1)

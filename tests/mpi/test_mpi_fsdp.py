@@ -15,6 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from cpdhpc.compress import COMPRESSORS
+from cpdhpc.precision import Policy, convert
 from cpdhpc.train import GradientReducer, ddp_hook, fsdp_hook
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
@@ -151,6 +152,26 @@ def test_gradients_of_half_precision_and_a_scaled_loss(world: World, group: None
             model(torch.ones(1, 7) * (world.rank + 1)).sum().mul(8.0 if hooked else 1.0).backward()
             found.append([p.grad for p in model.parameters()])
         together(world, same(*found))
+
+
+@pytest.mark.two_ranks
+def test_scales_of_converted_models_are_those_of_all_ranks(world: World, group: None) -> None:
+    """Compiled around, too: the bits of the reducer, and largest values of the last rank's."""
+    rule = {"layers": "*", "activations": {"format": "e4m3", "scaling": "delayed", "history": 2}}
+    policy = Policy.model_validate({"rule": [rule]})
+    plain, cut = (convert(linear(7, 4), policy) for _ in range(2))
+    model = sharded(cut, Strategy.FULL_SHARD, use_orig_params=True)
+    compiled: Any = torch.compile(model, backend="eager")
+    state, hook = fsdp_hook(world, model=compiled)
+    model.register_comm_hook(state, hook)
+    reducer = GradientReducer(plain, world)
+    for step in range(2):
+        for each in (plain, model):
+            x = torch.ones(1, 7) * (step + world.rank + 1)
+            each(x).sum().backward()
+        reducer.reduce()
+    found = [list(each.buffers()) for each in (plain, model)]
+    together(world, same(*found), len(found[0]) == 1, float(found[0][0].max()) == world.size + 1)
 
 
 @pytest.mark.two_ranks

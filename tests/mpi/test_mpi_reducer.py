@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def trained(world: World, name: str, **how: Any) -> tuple[list[list[bytes]], flo
     return found, losses[0], losses[-1]
 
 
+FRAMEWORKS = "import lightning", "import accelerate"
+
+
+def page_blocks() -> list[str]:
+    """The programs of docs/torch.md."""
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of FSDP itself
 def test_the_page_for_torch_users(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,14 +88,32 @@ def test_the_page_for_torch_users(
 
     The first test here, as the page opens and closes torch's process group itself.
     """
-    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
     monkeypatch.chdir(world.gather(str(tmp_path))[0])
     here: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, here)
+    for block in page_blocks():
+        if not block.startswith(FRAMEWORKS):
+            exec(block, here)
     samples = here["targets"].numel()
     sum_of_right = 0 <= float(here["right"]) <= samples * world.size
     together(world, alike(world, bits(here["model"])), sum_of_right)
+    here["world"].free()
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("opening", FRAMEWORKS)
+def test_the_page_for_users_of_frameworks(world: World, group: None, opening: str) -> None:
+    """Which are no requirements; what they call is GradientReducer and ddp_hook, tested here."""
+    name = opening.split()[1]
+    if not all(world.gather(find_spec(name) is not None)):
+        pytest.skip(f"{name} is not installed")
+    first, *others = page_blocks()
+    here: dict[str, Any] = {}
+    exec(first, here)
+    (block,) = (each for each in others if each.startswith(opening))
+    exec(block, here)
+    trained = [p.detach().numpy().tobytes() for p in here["network"].parameters()]
+    here["reducer"].close()
+    together(world, world.gather(trained) == [trained] * world.processes)
     here["world"].free()
 
 
