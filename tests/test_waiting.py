@@ -40,7 +40,7 @@ from cpdhpc.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 WAITING = ["topk", "randomk", "dgc", "strom", "adacomp", "scalecom", "oktopk", "gradientflow"]
-WAITING += ["onebit", "lgc"]
+WAITING += ["onebit"]
 SHAPE = (10, 20)
 BUCKET = Bucket(("w",), (SHAPE,))
 
@@ -184,13 +184,19 @@ def test_settings_change_only_what_waits() -> None:
         assert not job.advice(job.aggregator())
     adam = small_job(gradient={"aggregator": "topk"}, optimizer={"name": "adam"}, **recommended)
     assert adam.optimizer.kept_share == 0 and adam.train.learning_rate == 0.05
-    own = small_job(gradient={"aggregator": "dgc"}, **recommended)  # has momentum itself
-    assert own.optimizer.kept_share == 0 and own.train.learning_rate == 0.05
+    own = small_job(gradient={"aggregator": "dgc"}, train={"learning_rate": 0.05})
+    says = own.advice(own.aggregator())
+    assert says.endswith("write gradient.momentum = 0.0 and train.learning_rate = 0.5")
+    own = small_job(gradient={"aggregator": "dgc"}, **recommended)
+    assert own.gradient == Dgc(momentum=0.0) and own.optimizer.kept_share == 0
+    assert own.train.learning_rate == 0.5 and "recommended" in own.advice(own.aggregator())
+    with pytest.raises(ConfigError, match="has momentum, and so have the means"):
+        small_job(gradient={"aggregator": "dgc"}, optimizer={"momentum": 0.9}, **recommended)
     with pytest.raises(ConfigError, match=r"settings='best'"):
         small_job(train={"settings": "best"})
 
 
-@every("name", [name for name in WAITING if name not in ("lgc", "dgc")])
+@every("name", [name for name in WAITING if name != "dgc"])
 def test_until_dense_epochs_the_mean_is_that_of_float32(name: str) -> None:
     rng = np.random.default_rng(1)
     gradients = rng.normal(size=(2, 200)).astype(np.float32)

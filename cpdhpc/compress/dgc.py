@@ -21,7 +21,7 @@ class Dgc(LargestValues):
 
     The optimiser must be SGD without momentum of its own: u = momentum u + gradient, v = v + u, and
     the largest values of v are sent. What travels whole gets its momentum from the mean.
-    momentum: of the method, in place of the optimiser's
+    momentum: of the method, in place of the optimiser's; 0: none
     masking: set u, too, to 0 where a value is sent, else it goes on; not while warmup lasts,
         where most of u would be lost
     dense_epochs: until then the density is 1
@@ -31,7 +31,7 @@ class Dgc(LargestValues):
     """
 
     aggregator: Literal["dgc"] = "dgc"
-    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     masking: bool = True
     clip_norm: Annotated[float, Field(ge=0, le=1e30)] = 0.0
     density: Density = 0.001
@@ -40,7 +40,7 @@ class Dgc(LargestValues):
     @property
     def has_momentum(self) -> bool:
         """See Aggregator.has_momentum."""
-        return True
+        return self.momentum > 0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

@@ -83,11 +83,6 @@ class Lgc(DenseMessages):
     exclude: Layers = ()
     plain: Layers = ()
 
-    @property
-    def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
-        return True
-
     def check_layers(self, names: Collection[str]) -> None:
         """See Aggregator.check_layers."""
         check_known("Lgc.exclude", self.exclude, names)

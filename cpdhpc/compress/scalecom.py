@@ -31,7 +31,8 @@ class ScaleCom(DenseMessages):
     costs: of some layers, by name, the floating-point operations of a rank's batch for each
         weight: the rate is 25 from 196 on, 50 from 128 on, and else 400
     beta: share of what is not sent that goes into a rank's memory, a low-pass filter; 1: all of it,
-        as is usual; the paper takes less for learning rates of large batches
+        as is usual; the paper takes less for learning rates of large batches. Nothing is lost: what
+        was sent and memory / beta add up to the gradients
     dense_epochs: until then everything is sent
     exclude: layers that travel in float32, as the paper's first one; those of one dimension do
     wire, algorithm, scaling: of the all-reduce of what is sent

@@ -29,7 +29,7 @@ class Strom(SparseMessages):
 
     tau: the threshold of all layers, the paper's; what is beyond it stays, and may be sent next
         time. Not given: each layer has its own, times_rms its running root mean square
-    times_rms: of the gradients of all ranks, whose squares count MEMORY as much after each step
+    times_rms: of the gradients of all ranks, whose squares count 0.99 times as much after each step
     Source: Strom: Scalable distributed DNN training using commodity GPU cloud computing,
     Interspeech 2015; thresholds by layer are ours.
     """
@@ -52,9 +52,9 @@ class Strom(SparseMessages):
 
         def decode(payload: Array) -> tuple[Array, Array]:
             indices, signs = decode_sparse(payload, coded.size, SIGN, waiting[0])
-            borders = to_host(np.searchsorted(indices, placed(ends, indices)))
-            sizes = np.repeat(taus, np.diff(borders, prepend=0))
-            return indices, backend_of(signs).multiply(signs, placed(sizes, signs))
+            borders = to_host(np.searchsorted(indices, placed(ends, indices))).astype(np.int64)
+            backend_of(signs).multiply_runs(signs, taus, borders, signs)
+            return indices, signs
 
         sent = exchange(context.world, payloads, decode, waiting, coded)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)

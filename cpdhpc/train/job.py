@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,34 +206,57 @@ class Job(Section):
     def _recommended(self) -> Job:
         """Set what train.settings="recommended" stands for; once more, it changes nothing."""
         is_asked = self.train.settings == "recommended"
-        if is_asked and self._waits(self.gradient) and self.optimizer.kept_share:
-            changes, rate = self._without_momentum()
+        if not (is_asked and self._waits(self.gradient) and self._kept_share(self.gradient)):
+            return self
+        table, changes, rate = self._without_momentum(self.gradient)
+        if table == "gradient":
+            of = cast(Aggregator, self.gradient)
+            object.__setattr__(self, "gradient", replace(of, **changes))
+        else:
             object.__setattr__(self, "optimizer", self.optimizer.model_copy(update=changes))
-            train = self.train.model_copy(update={"learning_rate": rate})
-            object.__setattr__(self, "train", train)
+        train = self.train.model_copy(update={"learning_rate": rate})
+        object.__setattr__(self, "train", train)
         return self
 
     def _waits(self, gradient: Aggregator | ImportedAggregator) -> bool:
-        """Return whether gradients wait on their way to an optimiser that may have momentum."""
-        by_allreduce = isinstance(self.update, ByAllreduce)
-        return by_allreduce and gradient.holds_back and not gradient.has_momentum
+        """Return whether gradients wait on their way to an optimiser.
 
-    def _without_momentum(self) -> tuple[Raw, float]:
-        """Return keys of [optimizer] without momentum, and the rate that goes with them."""
-        of, rate = self.optimizer, self.train.learning_rate
-        has_rate = of.adds_up and RATE not in self.controller.decides
-        return of.without_momentum(), rate_without(rate, of.kept_share) if has_rate else rate
+        One that has momentum where means have some is an error, see _check_momentum.
+        """
+        is_error = gradient.has_momentum and self.optimizer.has_momentum
+        return isinstance(self.update, ByAllreduce) and gradient.holds_back and not is_error
+
+    def _kept_share(self, gradient: Aggregator | ImportedAggregator) -> float:
+        """Return the momentum of a gradient's method, or else that of the optimiser."""
+        own: float = getattr(gradient, "momentum", 0.0) if gradient.has_momentum else 0.0
+        return own or self.optimizer.kept_share
+
+    def _without_momentum(
+        self, gradient: Aggregator | ImportedAggregator
+    ) -> tuple[str, Raw, float]:
+        """Return a table, its keys without momentum, and the learning rate that goes with them."""
+        rate, share = self.train.learning_rate, self._kept_share(gradient)
+        if self.has_rate:
+            rate = rate_without(rate, share)
+        if gradient.has_momentum:
+            return "gradient", {"momentum": 0.0}, rate
+        return "optimizer", self.optimizer.without_momentum(), rate
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether the job gives a rate, of which momentum makes longer steps."""
+        return self.optimizer.adds_up and RATE not in self.controller.decides
 
     def advice(self, gradient: Aggregator) -> str:
         """Return the line about momentum beside a gradient's method; "" where there is none."""
         if not self._waits(gradient):
             return ""
-        changes, rate = self._without_momentum()
-        lines = [f"optimizer.{line}" for line in dump_toml(changes).splitlines()]
-        if self.optimizer.adds_up and RATE not in self.controller.decides:
+        table, changes, rate = self._without_momentum(gradient)
+        lines = [f"{table}.{line}" for line in dump_toml(changes).splitlines()]
+        if self.has_rate:
             lines.append(f"{RATE} = {rate:g}")
         write = " and ".join(lines)
-        if momentum := self.optimizer.kept_share:
+        if momentum := self._kept_share(gradient):
             return told(gradient, loses(momentum, f"write {write}"))
         is_asked = self.train.settings == "recommended"
         return told(gradient, f'train.settings = "recommended": {write}') if is_asked else ""
