@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import Field, model_validator
 
