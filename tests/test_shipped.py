@@ -109,7 +109,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
         "import cpdhpc\n"
         "try: cpdhpc.train.GradientReducer\n"
         "except ImportError as error: print(error, file=sys.stderr, flush=True)\n"
-        "main(['train', 'x.toml'])"  # ends the job
+        "sys.exit(main(['train', 'x.toml']))"
     )
     mpi, needed, torch = python("-c", program, status=2).stderr.splitlines()
     assert mpi.startswith("cpdhpc: error: ")
