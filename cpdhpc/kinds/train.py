@@ -191,6 +191,8 @@ class _Training(Measuring):
             store.put(path, sealed_json(before))
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        except UserError:
+            raise
         except (KeyError, TypeError, AttributeError, ValueError):
             raise UserError(f"{path}: is damaged: delete {self.directory} to train anew") from None
         return list(before["iterations"])

@@ -269,7 +269,7 @@ def recorded(folder: Folder) -> list[Job]:
         return []
     except OSError as error:
         raise FolderError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, UserError):
+    except ValueError:  # a UserError, too
         raise FolderError(
             f"{path}: is no record of jobs, or damaged: move it away, and scancel what still runs"
         ) from None
