@@ -137,6 +137,7 @@ def test_factors_of_training_are_keys_of_a_job() -> None:
         "train.checkpoint_every",
         "train.timeout_s",
         "train.keep_every",
+        "train.settings",  # the keys that it sets are factors
         *(f"gradient.machine.{name}" for name in UNITS),
     }
 

@@ -205,7 +205,7 @@ def fsdp_hook(
 ) -> tuple[FsdpHook, Any]:
     """Return state and hook for FullyShardedDataParallel.register_comm_hook. Collective.
 
-        fsdp.register_comm_hook(*fsdp_hook(World(), "lowbit", wire="e4m3", model=fsdp))
+        model.register_comm_hook(*fsdp_hook(World(), "lowbit", wire="e4m3", model=model))
 
     world: World, Loopback or an mpi4py communicator, whose ranks are those of the model's process
         group; it carries gradients, the group parameters
