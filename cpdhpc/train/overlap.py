@@ -160,7 +160,7 @@ class Overlap:
             self._begin()
             raise RuntimeError(
                 "GradientReducer.reduce: overlap=True: gradients of another model are on their way "
-                "since its backward: call reduce() of the models in the order of their backward, "
+                "since its backward: call reduce() of models in the order of their backward, "
                 "and keep those that are not to be reduced in no_sync() of their reducer"
             )
         self.world.lent_to = self

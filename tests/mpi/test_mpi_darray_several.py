@@ -95,7 +95,8 @@ def test_boxes_of_very_many_ranks_are_written_beside_the_data(tmp_path):
     """128 KiB of attributes: more than the 64 KiB that old HDF5 files have room for."""
     boxes = np.array([Box((i, 0), (i + 1, 8)) for i in range(4096)], np.int64)
     room = store.Room((4096, 8), np.float32, {"layout": boxes})
-    offsets = store.create(tmp_path / "x.h5", {"data": room}, {})
+    with store.replacing(tmp_path / "x.h5") as written:
+        offsets = store.create(written, {"data": room}, {})
     with h5py.File(tmp_path / "x.h5") as file:
         assert file["data"].id.get_offset() == offsets["data"]
         np.testing.assert_array_equal(file["data"].attrs["layout"], boxes)

@@ -115,7 +115,11 @@ def test_recordings_are_few_and_small(world, monkeypatch):
 def test_what_is_forgotten_is_recorded_anew(world):
     """Calls that were known by their arguments, too; others stay."""
     own = World(timeout_s=world.timeout_s)
-    method, other, x = Allreduce("e4m3"), Allreduce("raw"), np.ones(5 * TILE, np.float32)
+    method, other, x = (
+        Allreduce("e4m3", "rhd"),
+        Allreduce("raw", "ring"),
+        np.ones(5 * TILE, np.float32),
+    )
     kept = own.cache.get(Recordings, Recordings)
     for _ in range(4):
         for each in (method, other):
