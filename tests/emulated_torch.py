@@ -70,6 +70,8 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
+from cpdhpc.train import averaging  # noqa: E402
+
 DEVICE = torch.device("cuda", 0)
 ON = SimpleNamespace(gpu=Gpu(), kept=set())  # the GPU of now, and torch's streams
 named: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address
@@ -240,6 +242,11 @@ def hide(values: torch.Tensor) -> None:
     ON.gpu.give(come, ON.gpu.of_torch()[-1])
 
 
+def whole(tensor: torch.Tensor, real: Any = averaging._is_whole) -> bool:
+    """Whether a tensor is one of CUDA's, or one that the reducer takes as whole."""
+    return isinstance(tensor, CudaTensor) or real(tensor)
+
+
 class Cuda(TorchDispatchMode):
     """Lets functions that make tensors make some on cuda:0."""
 
@@ -334,6 +341,8 @@ def cuda(gpu: Gpu) -> Iterator[None]:
             patch.multiple(torch.cuda, **REPLACED),
             patch.object(torch.utils.dlpack, "from_dlpack", from_dlpack),
             patch.object(torch.futures, "Future", Future),
+            # CUDA's own tensors have no dispatch; those here do, and are whole all the same.
+            patch.object(averaging, "_is_whole", whole),
             Cuda(),
         ):
             yield
