@@ -266,7 +266,10 @@ def _orphan(pids: set[int], blocks: list[Block]) -> None:
 def _close_orphans(pids: set[int]) -> None:
     """Close descriptors of which all processes are in another collective call by now."""
     for _ in range(len(_orphans)):
-        others, descriptors = _orphans.pop(0)
+        try:
+            others, descriptors = _orphans.pop(0)
+        except IndexError:  # another thread, with a world of its own, has taken the rest
+            return
         if others <= pids:
             for descriptor in descriptors:
                 os.close(descriptor)
