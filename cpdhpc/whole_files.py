@@ -94,7 +94,8 @@ HEAD = "# SHA-256 of what follows: "  # the first line of a text with one
 
 def sealed_json(values: Mapping[str, Any]) -> str:
     """Return an object as JSON with a digest of all it holds, by which a flipped bit is found."""
-    return json.dumps({**values, SEAL: _json_digest(values)}, indent=1) + "\n"
+    written = json.loads(json.dumps(values))  # keys are strings as in the file, in their order
+    return json.dumps({**written, SEAL: _json_digest(written)}, indent=1) + "\n"
 
 
 def unsealed_json(text: str) -> dict[str, Any]:

@@ -154,7 +154,8 @@ def test_locks_and_logs_are_files_of_that_name_alone(tmp_path: Path, kind: str) 
     assert victim.read_text() == "mine" and not (folder / "none").exists()
 
 
-JOBS = [Job(10, "demo-1x2", {0: 0, 1: 1}), Job(12, "demo-collect", {})]
+# Batches 9 and 10, whose order differs as numbers and as the keys of JSON.
+JOBS = [Job(10, "demo-1x2", {9: 0, 10: 1}), Job(12, "demo-collect", {})]
 CLAIM = Claim("here", 12, "7", "today", 3, "stopped")
 
 
