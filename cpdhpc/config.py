@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -16,15 +15,18 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PydanticUndefinedAnnotation,
-    PydanticUserError,
     TypeAdapter,
     ValidationError,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from .errors import ConfigError as ConfigError
+from .errors import UserError as UserError
+from .errors import told as told
 from .methods import nearest, reason
 from .methods import suggest as suggest
+from .options import WHOSE, of_key
+from .whole_files import read_toml as read_toml
 
 Raw = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
@@ -34,26 +36,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,99}$")]  # part of a file name
 T = TypeVar("T")
-
-
-class UserError(ValueError):
-    """Something that the user can mend; the message is one line, and no traceback is shown."""
-
-
-class ConfigError(UserError):
-    """A configuration that cannot be used."""
-
-
-@contextmanager
-def told(where: str) -> Iterator[None]:
-    """Raise ConfigError, one line that begins with where, for what the block raises."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
 
 
 def among(known: Collection[str]) -> Callable[[str], str]:
@@ -200,29 +182,6 @@ def _types(row: Any) -> dict[str, Any]:
     return {key: each.get("type") for key, each in _schema(row).get("properties", {}).items()}
 
 
-def read_toml(path: Path | str) -> Raw:
-    """Return the tables of a TOML file.
-
-    Raises ConfigError where the file is missing, unreadable or not TOML.
-    """
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
-
-
-def _line(path: Path | str, said: str) -> str:
-    """Return the line of a file that an error names by its number, as of a key that is twice."""
-    found = re.search(r"at line (\d+)", said)
-    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    number = int(found[1]) if found else len(lines)
-    return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
-
-
 def of_rows(makes: Sequence[Callable[[], T]]) -> list[T]:
     """Return what each row of [[compare]] makes.
 
@@ -283,16 +242,6 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
         raise ConfigError(f"{source}: {_explain(model, raw, _first(error))}") from None
 
 
-def check_fields(model: type[Any], raw: Raw, source: str) -> None:
-    """Raise ConfigError, as validate, unless an object that was made could be made of a table.
-
-    Fields of types that pydantic does not know are their author's to check.
-    """
-    if "__dataclass_fields__" in vars(model):
-        with suppress(PydanticUserError, PydanticUndefinedAnnotation):
-            validate(model, raw, source)
-
-
 TYPES = {  # pydantic's name of what is wrong -> TOML's name of what it should be
     **dict.fromkeys(("tuple_type", "list_type"), "be an array"),
     **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "be a table"),
@@ -338,33 +287,15 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
     said = re.sub(r" after validation|, unable to parse string as an? \w+", "", said)
     if problem["type"] == "value_error" and isinstance(given, dict):
         known = {*keys(model, problem["loc"]), *given}
-        return _of_key(said, known, f"{key}." if key else "") or (f"{key}: {said}" if key else said)
+        return of_key(said, known, f"{key}." if key else "") or (f"{key}: {said}" if key else said)
     if problem["type"] == "string_pattern_mismatch":  # of Name
         said = "begin with a letter or digit, then have these, dots, underscores, plus and minus"
     if problem["type"] == "value_error":
-        said = _WHOSE.sub("", said).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
+        said = WHOSE.sub("", said).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
         said = reason(said, given)
     kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={_as_toml(given)}"
     return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole
-
-
-_WHOSE = re.compile(r"^[A-Za-z_]\w*: (?=\w)")  # the function or class that says what follows
-
-
-def _of_key(said: str, known: Collection[str], table: str) -> str | None:
-    """Return what is said of a key of a table with the whole key in front; None: is of no key.
-
-    said: maybe after the name of a function or class, "KEY=value: ...", "KEY: ..." or
-    "KEY['inner']: ..."; known: keys of the table; table: its own key and a dot
-    """
-    for text in (said, _WHOSE.sub("", said)):
-        found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
-        if found is not None and found[1] in known:
-            inner = f".{found[2]}" if found[2] is not None else ""
-            rest = _WHOSE.sub("", found[4]) if inner else found[4]
-            return f"{table}{found[1]}{inner}{found[3]}{rest}"
-    return None
 
 
 def _as_toml(value: object) -> str:

@@ -11,12 +11,13 @@ import re
 import secrets
 import stat
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .config import UserError
+from .errors import ConfigError, UserError
 
 ABANDONED_S = 86_400.0  # since the last write to a temporary file whose process is not known here
 NAME_BYTES = 150  # of a target's name in that of its temporary file; the system allows 255 in all
@@ -135,6 +136,29 @@ def check_sealed(path: Path | str) -> None:
 
 def _head(content: bytes) -> bytes:
     return f"{HEAD}{hashlib.sha256(content).hexdigest()}".encode()
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Raises ConfigError where the file is missing, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
+
+
+def _line(path: Path | str, said: str) -> str:
+    """Return the line of a file that an error names by its number, as of a key that is twice."""
+    found = re.search(r"at line (\d+)", said)
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    number = int(found[1]) if found else len(lines)
+    return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 
 
 def put_figure(path: Path, figure: Any, dpi: int) -> None:

@@ -516,7 +516,7 @@ class Unknown(NoCompression):
     values: np.ndarray[Any, Any] | None = None  # of a type that pydantic does not know
 
 
-GOOD = [Yours(half=0.25), Unknown(np.ones(2)), TopK(density=1), Qsgd(levels=np.int64(3))]
+GOOD = [Yours(half=0.25), Unknown(values=np.ones(2)), TopK(density=1), Qsgd(levels=np.int64(3))]
 GOOD += [LowBit(wire="e4m3", layers={"weight": "raw"}, algorithm="auto"), TopK(exclude=["weight"])]  # type: ignore[list-item, arg-type]
 
 

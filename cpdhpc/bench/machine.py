@@ -307,7 +307,7 @@ def fit(
 def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
     """Write the file that read_machine reads. Raises StoreError where it cannot be written."""
     file = MachineFile(machine=machine, units=UNITS, fit=notes)
-    store.put(path, sealed(dump_toml(file.model_dump())))
+    store.put(path, sealed(dump_toml(asdict(file))))
 
 
 def show(

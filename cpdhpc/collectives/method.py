@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
-from ..config import ConfigError, Section, read_toml, validate
+from ..errors import ConfigError
 from ..formats import (
     INTEGERS,
     MICROSCALING,
@@ -38,8 +37,9 @@ from ..methods import EXACT, GROW, SCALINGS, USUAL, check_integer, said_by, sugg
 from ..ops import placed
 from ..ops.payloads import Exact, Growth, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
+from ..options import made
 from ..randomness import check_key
-from ..whole_files import check_sealed
+from ..whole_files import check_sealed, read_toml
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES, Layout
 
@@ -196,10 +196,10 @@ class Machine:
     call_s: float
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"Machine: {field.name}={value}: must be 0 or more, and finite")
+                raise ValueError(f"Machine: {each.name}={value}: must be 0 or more, and finite")
 
 
 DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measured nowhere
@@ -221,12 +221,13 @@ DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measure
 )
 
 
-class MachineFile(Section):
+@dataclass(frozen=True)
+class MachineFile:
     """A file of bench fit: the times, their units, and where they come from."""
 
     machine: Machine
-    units: dict[str, str] = Field(default_factory=dict)
-    fit: dict[str, str | int | float] = Field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)
+    fit: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
 def read_machine(path: Path) -> MachineFile:
@@ -235,7 +236,7 @@ def read_machine(path: Path) -> MachineFile:
     Raises ConfigError, a ValueError, for anything else; StoreError, one too, where it is damaged.
     """
     check_sealed(path)
-    return validate(MachineFile, read_toml(path), str(path))
+    return made(MachineFile, read_toml(path), str(path))
 
 
 def as_machine(machine: Machine | str | Path | None) -> Machine:

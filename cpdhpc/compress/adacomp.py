@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..ops import backend_of, placed, to_host
 from ..ops.reference_sparse import MAGNITUDE
+from ..options import Allowed
 from .base import Array, Context, Mean, blocks, zeros
 from .bucket import Bucket
 from .sparse import SparseMessages, exchange
@@ -48,9 +48,9 @@ class AdaComp(SparseMessages):
     """
 
     aggregator: Literal["adacomp"] = "adacomp"
-    conv_bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 50
-    bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 500
-    scale: Annotated[float, Field(ge=1, le=1000)] = 2.0
+    conv_bin_values: Annotated[int, Allowed(ge=1, lt=1 << 14)] = 50
+    bin_values: Annotated[int, Allowed(ge=1, lt=1 << 14)] = 500
+    scale: Annotated[float, Allowed(ge=1, le=1000)] = 2.0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

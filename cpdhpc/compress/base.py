@@ -12,15 +12,14 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, check_alike, is_finite
 from ..collectives.method import AUTO, Machine, as_machine
-from ..config import check_fields, suggest
 from ..formats import TILE, FloatFormat, TableFormat
-from ..methods import USUAL
+from ..methods import USUAL, suggest
 from ..ops import backend_of, on_gpu, to_host
+from ..options import Allowed, check_fields
 from ..randomness import Key, random_key
 from ..table_formats import spelled
 from ..world.ranks import Ranks
@@ -232,7 +231,7 @@ LOSSES = {  # what encoding does to the values of a layer
 }
 
 
-Layers = Annotated[tuple[str, ...], Field(strict=False)]  # an option: names of parameters
+Layers = Annotated[tuple[str, ...], Allowed(is_array=True)]  # an option: names of parameters
 
 
 def check_known(option: str, given: Collection[str], names: Collection[str]) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..ops import backend_of
+from ..options import Allowed
 from .base import Array, Context, Mean
 from .bucket import Bucket
 from .momentum import MOMENTUM, keep_momenta, pushed
@@ -31,9 +31,9 @@ class Dgc(LargestValues):
     """
 
     aggregator: Literal["dgc"] = "dgc"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Annotated[float, Allowed(ge=0, lt=1)] = 0.9
     masking: bool = True
-    clip_norm: Annotated[float, Field(ge=0, le=1e30)] = 0.0
+    clip_norm: Annotated[float, Allowed(ge=0, le=1e30)] = 0.0
     density: Density = 0.001
     warmup: Warmup = (0.25, 0.0625, 0.015, 0.004)
 

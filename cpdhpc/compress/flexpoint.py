@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import amax_of_segments
 from ..collectives.method import Shifts, integer_shift
 from ..formats import INTEGERS, TILE
 from ..methods import USUAL
+from ..options import Allowed
 from .base import LOSSES, Aggregator, Array, Column, Context, Mean
 from .bucket import Bucket
 from .lowbit import count_losses
@@ -57,7 +57,7 @@ class Flexpoint(Aggregator):
     aggregator: Literal["flexpoint"] = "flexpoint"
     wire: str = "int16"
     algorithm: str = USUAL
-    history: Annotated[int, Field(ge=1, le=1024)] = 16
+    history: Annotated[int, Allowed(ge=1, le=1024)] = 16
 
     def __post_init__(self) -> None:
         if self.wire not in INTEGERS or self.wire == "ternary":

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed
+from ..options import Allowed
 from .base import (
     Array,
     Column,
@@ -46,8 +46,8 @@ class GradientFlow(DenseMessages):
     }
 
     aggregator: Literal["gradientflow"] = "gradientflow"
-    density: Annotated[float, Field(gt=0, le=1)] = 0.1
-    chunk_values: Annotated[int, Field(ge=1)] = 1024
+    density: Annotated[float, Allowed(gt=0, le=1)] = 0.1
+    chunk_values: Annotated[int, Allowed(ge=1)] = 1024
     dense_epochs: Epochs = 0.0
     scaling: Literal["none", "tile", "block32", "block16"] | None = None
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from zlib import crc32
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.sparse import allgather, broadcast
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
+from ..options import Allowed
 from ..world.ranks import Ranks
 from .base import (
     Array,
@@ -75,11 +75,11 @@ class Lgc(DenseMessages):
 
     aggregator: Literal["lgc"] = "lgc"
     exchange: Literal["ring", "server"] = "ring"
-    dense_steps: Annotated[int, Field(ge=0)] = 200
-    training_steps: Annotated[int, Field(ge=0)] = 300
+    dense_steps: Annotated[int, Allowed(ge=0)] = 200
+    training_steps: Annotated[int, Allowed(ge=0)] = 300
     density: Density = 0.001
     innovation: Density = 0.05
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
+    learning_rate: Annotated[float, Allowed(gt=0, le=1)] = 1e-3
     exclude: Layers = ()
     plain: Layers = ()
 

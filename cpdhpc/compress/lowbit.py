@@ -10,12 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from zlib import crc32
 
 import numpy as np
-from pydantic import BeforeValidator
 
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.method import CHOSEN, Machine, Reduced, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
-from ..config import suggest
 from ..formats import (
     SHARED,
     SHIFT_BIAS,
@@ -27,8 +25,9 @@ from ..formats import (
     shift_count,
     tiles,
 )
-from ..methods import USUAL
+from ..methods import USUAL, suggest
 from ..ops import backend_of, placed, to_host
+from ..options import Allowed
 from ..randomness import random_key
 from .base import (
     LOSSES,
@@ -99,7 +98,7 @@ class LowBit(Aggregator):
     headroom: str = "n"
     machine: Machine | None = None
     error_feedback: bool = False
-    layers: Mapping[str, Annotated[LayerWire, BeforeValidator(LayerWire.of)]] = field(
+    layers: Mapping[str, Annotated[LayerWire, Allowed(before=LayerWire.of)]] = field(
         default_factory=dict
     )
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather, neighbours
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
+from ..options import Allowed
 from ..partition import split
 from ..world.ranks import Ranks
 from .base import Array, Column, Context, Mean, zeros
@@ -37,7 +37,7 @@ from .sparse import Density, SparseMessages, Warmup, count_of, density_at
 UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
 INFINITY = 0x7F800000  # as bits: what a rank without sums finds
 Pairs = tuple[Array, Array]  # indices, uint32[m], ascending, and their values, float32[m]
-Period = Annotated[int, Field(ge=1)]  # an option: iterations
+Period = Annotated[int, Allowed(ge=1)]  # an option: iterations
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from math import prod
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
-from ..config import Share
 from ..ops import backend_of, placed, to_host
+from ..options import Allowed
 from .base import (
     HALF_ULP,
     Array,
@@ -46,11 +45,11 @@ class PowerSgd(DenseMessages):
     """
 
     aggregator: Literal["powersgd"] = "powersgd"
-    rank: Annotated[int, Field(ge=1)] = 2
-    min_rate: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    rank: Annotated[int, Allowed(ge=1)] = 2
+    min_rate: Annotated[float, Allowed(ge=1)] = 2.0
     warm_start: bool = True
     error_feedback: bool = True
-    momentum: Share = 0.0
+    momentum: Annotated[float, Allowed(ge=0, lt=1)] = 0.0
 
     @property
     def has_momentum(self) -> bool:

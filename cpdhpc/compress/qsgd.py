@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, tiles
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import Exact
+from ..options import Allowed
 from .base import (
     Aggregator,
     Array,
@@ -41,8 +41,8 @@ class Qsgd(Aggregator):
     """
 
     aggregator: Literal["qsgd"] = "qsgd"
-    levels: Annotated[int, Field(ge=1, lt=1 << 15)] = 4
-    bucket_values: Annotated[int, Field(ge=1)] = 512
+    levels: Annotated[int, Allowed(ge=1, lt=1 << 15)] = 4
+    bucket_values: Annotated[int, Allowed(ge=1)] = 512
 
     def _wire(self) -> Exact:
         bits = self.levels.bit_length() + 1

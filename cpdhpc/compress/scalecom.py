@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.sparse import broadcast
 from ..ops import placed, to_host
+from ..options import Allowed
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known, zeros
 from .bucket import Bucket
 from .sparse import Epochs, SparseLayers, SparseMessages, whole_now
@@ -43,11 +43,11 @@ class ScaleCom(DenseMessages):
     columns: ClassVar[Mapping[str, Column]] = SparseMessages.columns
 
     aggregator: Literal["scalecom"] = "scalecom"
-    rate: Annotated[int, Field(ge=1)] = 100
-    per_chunk: Annotated[int, Field(ge=1)] = 1
-    rates: Mapping[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict, hash=False)
-    costs: Mapping[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict, hash=False)
-    beta: Annotated[float, Field(gt=0, le=1)] = 0.3
+    rate: Annotated[int, Allowed(ge=1)] = 100
+    per_chunk: Annotated[int, Allowed(ge=1)] = 1
+    rates: Mapping[str, Annotated[int, Allowed(ge=1)]] = field(default_factory=dict, hash=False)
+    costs: Mapping[str, Annotated[float, Allowed(ge=0)]] = field(default_factory=dict, hash=False)
+    beta: Annotated[float, Allowed(gt=0, le=1)] = 0.3
     dense_epochs: Epochs = 0.0
     exclude: Layers = ()
 

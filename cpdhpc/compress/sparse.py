@@ -8,7 +8,6 @@ from functools import cached_property, partial, reduce
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.allreduce import configured
 from ..collectives.checks import is_finite
@@ -16,6 +15,7 @@ from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
+from ..options import Allowed
 from ..world.ranks import Ranks
 from .base import (
     Aggregator,
@@ -37,9 +37,9 @@ from .base import (
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
 
-Density = Annotated[float, Field(gt=0, le=1)]  # an option: share of values
-Warmup = Annotated[tuple[Density, ...], Field(strict=False)]  # an option: densities of epochs
-Epochs = Annotated[float, Field(ge=0)]  # an option: how long everything is sent
+Density = Annotated[float, Allowed(gt=0, le=1)]  # an option: share of values
+Warmup = Annotated[tuple[Density, ...], Allowed(is_array=True)]  # an option: densities of epochs
+Epochs = Annotated[float, Allowed(ge=0)]  # an option: how long everything is sent
 Within = Literal["layer", "bucket"]
 FEW = 8  # of so many values one may be sent, and to look for these takes less than a pass over all
 

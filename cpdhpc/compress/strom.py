@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
+from ..options import Allowed
 from .base import Array, Context, Mean
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -20,7 +20,7 @@ SIGN = "ternary"  # the wire of -1 and 1
 ONE = np.float32(1)
 MEMORY = 0.99  # of the squares: about 100 steps
 LEAST, GREATEST = 1e-38, 1e30  # thresholds that float32 has
-Tau = Annotated[float, Field(gt=LEAST, le=GREATEST, allow_inf_nan=False)]
+Tau = Annotated[float, Allowed(gt=LEAST, le=GREATEST)]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Strom(SparseMessages):
 
     aggregator: Literal["strom"] = "strom"
     tau: Tau | None = None
-    times_rms: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 4.0
+    times_rms: Annotated[float, Allowed(gt=0, le=1e6)] = 4.0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.sparse import allgather
@@ -17,6 +16,7 @@ from ..methods import USUAL
 from ..ops import backend_of, on_gpu, placed, to_host
 from ..ops.payloads import Exact
 from ..ops.reference_sparse import MAGNITUDE
+from ..options import Allowed
 from ..world.ranks import Ranks
 from .base import (
     Aggregator,
@@ -54,8 +54,8 @@ class TernGrad(Aggregator):
     """
 
     aggregator: Literal["terngrad"] = "terngrad"
-    clip: Annotated[float, Field(ge=0, le=1e6)] = 2.5
-    bucket_values: Annotated[int, Field(ge=0)] = 0
+    clip: Annotated[float, Allowed(ge=0, le=1e6)] = 2.5
+    bucket_values: Annotated[int, Allowed(ge=0)] = 0
     share: bool = True
     exclude: Layers = ()
     algorithm: str = USUAL

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from .. import store
-from ..config import UserError
+from ..errors import UserError
 from ..world import files
 from ..world.mpi import as_world
 from ..world.ranks import Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from .. import _cpu
-from ..config import UserError
+from ..errors import UserError
 
 _chosen: list[int] = []  # what set_kernel_threads was given, or what OMP_NUM_THREADS said
 

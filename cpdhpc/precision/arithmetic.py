@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..config import validate
 from ..formats import FloatFormat
 from ..randomness import random_key
+from ..train.buffers import STATE
 from .policy import LayerPolicy, Sums
 from .products import matmul
 from .tensors import TensorFormat
@@ -36,7 +37,6 @@ OPERANDS = {  # a product -> what its rows and columns are
 }
 SUMMED_AS = {"bias_gradient": "weight_gradient"}  # the key of a policy that says how
 
-STATE = "scale_state"  # name of a buffer of scales: of ranks the one that has learnt most counts
 IN_FLOAT32 = torch.float32, torch.bfloat16, torch.float16  # dtypes whose values float32 holds
 
 
@@ -87,12 +87,6 @@ class Quantizer(nn.Module):
         if state is not None and prefix + STATE not in state_dict:
             state_dict[prefix + STATE] = torch.from_numpy(self.how.state())
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def newest(states: list[Tensor]) -> Tensor:
-    """Return of states of one scale, of ranks, the element-wise largest of those of most calls."""
-    calls = max(float(state[0]) for state in states)
-    return torch.stack([state for state in states if float(state[0]) == calls]).amax(0)
 
 
 class _Quantized(torch.autograd.Function):

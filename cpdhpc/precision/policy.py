@@ -16,6 +16,7 @@ from ..config import ConfigError, Raw, Section, Whole, dump_toml, validate
 from ..formats import Overflow, Rounding, wire_format
 from ..methods import suggest
 from ..ops.products import Order
+from ..options import Agreed
 from .products import matmul
 from .tensors import TensorFormat, UpdateFormat
 
@@ -208,7 +209,7 @@ Summed = Annotated[Sums | None, *_named("accumulate")]
 Updated = Annotated[UpdateFormat | None, *_named("format")]
 
 
-class LayerPolicy(Section):
+class LayerPolicy(Section, Agreed):
     """What rules say of a layer; None: nothing, so float32.
 
     weights, activations: the operands of its products; activations are what enters the layer

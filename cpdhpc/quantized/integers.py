@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import UserError
+from ..errors import UserError
 
 Array = npt.NDArray[Any]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..config import UserError
+from ..errors import UserError
 from .integers import (
     MOST_BITS,
     SUMS,

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..compress import COMPRESSORS, Aggregator
 from ..compress.base import as_table
-from ..config import validate
 from ..methods import suggest
+from ..options import made as made_of
 
 
 def made(who: str, aggregator: str | Aggregator, options: dict[str, Any]) -> Aggregator:
@@ -23,4 +23,4 @@ def made(who: str, aggregator: str | Aggregator, options: dict[str, Any]) -> Agg
         raise TypeError(f"{who}: aggregator={aggregator!r}: must be a name or an Aggregator")
     if aggregator not in COMPRESSORS:
         raise ValueError(f"{who}: aggregator={aggregator!r}: {suggest(aggregator, COMPRESSORS)}")
-    return validate(COMPRESSORS[aggregator], as_table(options), f"{who}: {aggregator}")
+    return made_of(COMPRESSORS[aggregator], as_table(options), f"{who}: {aggregator}")

@@ -29,7 +29,7 @@ from ..ops.tensors import (
     tensor_of,
     values_of,
 )
-from ..precision.policy import LayerPolicy
+from ..options import Agreed
 from ..randomness import random_key
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
@@ -406,10 +406,10 @@ def device_of(tensors: Named) -> torch.device:
     return tensor.device
 
 
-def policies_of(model: torch.nn.Module) -> dict[str, LayerPolicy]:
+def policies_of(model: torch.nn.Module) -> dict[str, Agreed]:
     """Return what the layers of a model obey that precision.convert has changed, by name."""
     found = ((name, getattr(layer, "policy", None)) for name, layer in model.named_modules())
-    return {name: policy for name, policy in found if isinstance(policy, LayerPolicy)}
+    return {name: policy for name, policy in found if isinstance(policy, Agreed)}
 
 
 def description(name: str, tensor: torch.Tensor) -> str:

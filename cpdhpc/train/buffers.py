@@ -11,12 +11,12 @@ import torch
 from ..collectives import sparse
 from ..compress.flexpoint import NEVER
 from ..ops.tensors import as_bytes, bytes_of, of_bytes, values_of
-from ..precision.arithmetic import STATE, newest
 from ..world.ranks import Ranks
 
 BufferMode = Literal["broadcast", "mean", "none"]
 Tensors = list[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
+STATE = "scale_state"  # name of a buffer of scales: of ranks the one that has learnt most counts
 
 
 def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
@@ -39,6 +39,12 @@ def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
                 modules.append(each)
     trained = [p for p in parameters if p is not None and p.requires_grad]
     return trained, [(name, b) for name, b in buffers if b is not None]
+
+
+def newest(states: Tensors) -> torch.Tensor:
+    """Return of states of one scale, of ranks, the element-wise largest of those of most calls."""
+    calls = max(float(state[0]) for state in states)
+    return torch.stack([state for state in states if float(state[0]) == calls]).amax(0)
 
 
 def scales_of(buffers: Named) -> Named:

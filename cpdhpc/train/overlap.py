@@ -13,7 +13,7 @@ import torch
 
 from ..compress.base import Mean
 from ..compress.bucket import Part
-from ..config import UserError
+from ..errors import UserError
 from ..ops.tensors import OwnStream
 from ..ops.threads import take_short_slices
 from ..world.ranks import Ranks

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import store
-from ..config import UserError
+from ..errors import UserError
 from ..methods import check_whole
 from ..whole_files import open_own
 from .ranks import Array, Ranks

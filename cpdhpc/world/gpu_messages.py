@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..config import UserError
+from ..errors import UserError
 from ..methods import check_bool
 from ..ops import on_gpu, to_host
 from .ranks import Array, Cache, Ranks, Wait

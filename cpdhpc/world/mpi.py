@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..config import UserError
+from ..errors import UserError
 from ..methods import check_whole
 from . import ending
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..config import UserError
+from ..errors import UserError
 from ..methods import check_whole
 from ..whole_files import open_own
 

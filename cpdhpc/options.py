@@ -1,0 +1,217 @@
+"""Options of methods: dataclasses whose annotations say what a field may be.
+
+The same annotations are read here, by NumPy programs, and by pydantic in job files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .errors import ConfigError
+from .methods import suggest
+
+T = TypeVar("T")
+LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "gt": ("greater than", lambda value, limit: value > limit),
+    "ge": ("greater than or equal to", lambda value, limit: value >= limit),
+    "lt": ("less than", lambda value, limit: value < limit),
+    "le": ("less than or equal to", lambda value, limit: value <= limit),
+}
+KINDS: dict[
+    type, tuple[type | tuple[type, ...], str]
+] = {  # what is taken for a type; how it is said
+    bool: (bool, "be a valid boolean"),
+    int: (int, "be a valid integer"),
+    float: ((int, float), "be a valid number"),
+    str: (str, "be a valid string"),
+}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The limits of an option, beside its type: Annotated[int, Allowed(ge=1)].
+
+    gt, ge, lt, le: of a number
+    is_array: an array of a job file, which is a list, is taken for a tuple
+    before: makes a value of what is given, as of a name
+    """
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    is_array: bool = False
+    before: Callable[[Any], Any] | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return how pydantic reads such an option."""
+        limits = {key: getattr(self, key) for key in LIMITS if getattr(self, key) is not None}
+        schema = {**handler(source), **limits, **({"strict": False} if self.is_array else {})}
+        if schema["type"] == "float":
+            schema["allow_inf_nan"] = False
+        if self.before is None:
+            return schema
+        function = {"type": "no-info", "function": self.before}
+        return {"type": "function-before", "function": function, "schema": schema}
+
+
+class Agreed:
+    """Settings of a layer that must be the same on all ranks; reducers compare them."""
+
+
+class _Wrong(Exception):
+    """A value that an option must not have: its keys, what came, what it should be."""
+
+    def __init__(self, path: tuple[str, ...], value: object, said: str) -> None:
+        self.path, self.value, self.said = path, value, said
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)}{self.shown}: should {self.said}"
+
+    @property
+    def shown(self) -> str:
+        """The value as a job file has it, but for quotes and spaces."""
+        if isinstance(self.value, bool):
+            return f"={str(self.value).lower()}"
+        return "" if isinstance(self.value, dict) else f"={self.value!r}"
+
+
+def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
+    """Return an object of a dataclass with the options of a table.
+
+    Raises ConfigError, one line that begins with source, for unknown, missing and wrong options.
+    """
+    known = {each.name: each for each in fields(model) if each.init}  # type: ignore[arg-type]
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{source}: unknown key {key}: {suggest(key, known)}")
+    for key, each in known.items():
+        if key not in table and each.default is MISSING and each.default_factory is MISSING:
+            raise ConfigError(f"{source}: {key}: is missing")
+    values = _read_all(model, table, source)
+    try:
+        return type.__call__(model, **values)  # type: ignore[no-any-return]
+    except ConfigError:
+        raise
+    except ValueError as error:
+        said = of_key(str(error), known, "") or str(error)
+        raise ConfigError(f"{source}: {said}") from None
+
+
+def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError, one line, unless the fields of a dataclass may have these values.
+
+    Fields of types that are not known here are their author's to check.
+    """
+    _read_all(model, table, source)
+
+
+def _read_all(model: type[Any], table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    hints = _hints(model)
+    try:
+        return {key: _read(hints.get(key), value, (key,)) for key, value in table.items()}
+    except _Wrong as wrong:
+        raise ConfigError(f"{source}: {wrong}") from None
+
+
+@cache
+def _hints(model: type[Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(model, include_extras=True)
+    except (NameError, TypeError):  # of somebody else's class, whose names are not there
+        return {}
+
+
+def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+    """Return a value as an option of a type has it. Raises _Wrong for others."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _within(inner[0], inner[1:], value, path)
+    if origin is Literal and not any(type(value) is type(each) and value == each for each in inner):
+        *most, last = map(repr, inner)
+        raise _Wrong(path, value, f"be {', '.join(most)}{' or ' if most else ''}{last}")
+    if origin in (Union, UnionType):
+        return _one_of(inner, value, path)
+    if origin is tuple:
+        return tuple(_each(inner, value, path))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise _Wrong(path, value, "be a table")
+        return {key: _read(inner[1], each, (*path, str(key))) for key, each in value.items()}
+    if kind in KINDS:
+        taken, said = KINDS[kind]
+        if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
+            raise _Wrong(path, value, said)
+        if kind is float and not math.isfinite(value):
+            raise _Wrong(path, value, "be a finite number")
+    elif is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
+        return made(kind, value, ".".join(path))
+    return value
+
+
+def _within(kind: Any, allowed: Iterable[Any], value: Any, path: tuple[str, ...]) -> Any:
+    found = [*_flat(allowed)]
+    for each in found:
+        before = getattr(each, "before", None)
+        value = value if before is None else before(value)
+    value = _read(kind, value, path)
+    for each in found:
+        for key, (said, holds) in LIMITS.items():
+            limit = getattr(each, key, None)
+            if limit is not None and not holds(value, limit):
+                shown = repr(limit).removesuffix(".0")
+                raise _Wrong(path, value, f"be {said} {shown}")
+    return value
+
+
+def _flat(allowed: Iterable[Any]) -> Iterator[Any]:
+    """Yield limits, and those that an object as pydantic's Field holds."""
+    for each in allowed:
+        yield each
+        yield from getattr(each, "metadata", ())
+
+
+def _one_of(kinds: tuple[Any, ...], value: Any, path: tuple[str, ...]) -> Any:
+    first = None
+    for kind in kinds:
+        if kind is NoneType:
+            if value is None:
+                return None
+            continue
+        try:
+            return _read(kind, value, path)
+        except _Wrong as wrong:
+            first = first or wrong
+    raise first or _Wrong(path, value, "be absent")
+
+
+def _each(kinds: tuple[Any, ...], value: Any, path: tuple[str, ...]) -> Iterator[Any]:
+    if not isinstance(value, list | tuple):
+        raise _Wrong(path, value, "be an array")
+    many = len(kinds) == 2 and kinds[1] is Ellipsis
+    for i, each in enumerate(value):
+        yield _read(kinds[0] if many else kinds[min(i, len(kinds) - 1)], each, (*path, str(i)))
+
+
+WHOSE = re.compile(r"^[A-Za-z_]\w*: (?=\w)")  # the function or class that says what follows
+
+
+def of_key(said: str, known: Collection[str], table: str) -> str | None:
+    """Return what is said of a key of a table with the whole key in front; None: is of no key.
+
+    said: maybe after the name of a function or class, "KEY=value: ...", "KEY: ..." or
+    "KEY['inner']: ..."; known: keys of the table; table: its own key and a dot
+    """
+    for text in (said, WHOSE.sub("", said)):
+        found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
+        if found is not None and found[1] in known:
+            inner = f".{found[2]}" if found[2] is not None else ""
+            rest = WHOSE.sub("", found[4]) if inner else found[4]
+            return f"{table}{found[1]}{inner}{found[3]}{rest}"
+    return None
