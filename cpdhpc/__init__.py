@@ -21,24 +21,20 @@ Modules, loaded when they are first used:
     cpdhpc.compress     compressors of gradients: LowBit, PowerSgd, TopK, ...
     cpdhpc.darray       distributed arrays, the windows that ranks need of them, their exchange
     cpdhpc.formats      the formats themselves
-    cpdhpc.precision    products, layers and networks of torch in small formats; Recorder
-    cpdhpc.quantized    networks of integers only
-    cpdhpc.split_images networks of torch whose images are split over ranks
-    cpdhpc.train        GradientReducer, ddp_hook, LossScaler and optimizers for a loop of torch
+    cpdhpc.torch        GradientReducer, ddp_hook, optimisers, split images, rounded layers
 
 python -m cpdhpc --help shows the commands, python -m cpdhpc examples DIR writes all pages.
 """
 
 from typing import TYPE_CHECKING
 
+from ._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import compress as compress
     from . import darray as darray
     from . import formats as formats
-    from . import precision as precision
-    from . import quantized as quantized
-    from . import split_images as split_images
-    from . import train as train
+    from . import torch as torch
     from .arrays import decode as decode
     from .arrays import encode as encode
     from .arrays import pack as pack
@@ -81,19 +77,18 @@ else:
             "kernel_threads": "ops",
             "pack": "arrays",
             "parse_format": "formats",
-            "precision": "",
             "quantize": "arrays",
-            "quantized": "",
             "set_kernel_threads": "ops",
             "simulate": "collectives.simulate",
-            "split_images": "",
-            "train": "",
+            "torch": "",
+            **dict.fromkeys(
+                ("precision", "quantized", "split_images", "train"), ""
+            ),  # former names
             "unpack": "arrays",
             "use_gpu": "world.gpu_messages",
         },
     )
 
-__version__ = "0.2.0"
 __all__ = [
     "Allreduce",
     "Cast",
@@ -112,13 +107,10 @@ __all__ = [
     "kernel_threads",
     "pack",
     "parse_format",
-    "precision",
     "quantize",
-    "quantized",
     "set_kernel_threads",
     "simulate",
-    "split_images",
-    "train",
+    "torch",
     "unpack",
     "use_gpu",
 ]

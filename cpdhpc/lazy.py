@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 
-EXTRAS = {"torch": "train", "sklearn": "train", "cupy": "gpu"}  # package -> extra of setup.cfg
+EXTRAS = {"torch": "torch", "sklearn": "lab", "cupy": "gpu12"}  # package -> extra of setup.cfg
 REQUIRED = {  # package -> its name for pip, of what setup.cfg always installs
     "h5py": "h5py",
     "jinja2": "jinja2",
@@ -69,3 +70,20 @@ def lazily(
         return sorted({*special, *sys.modules[package].__all__})
 
     return get, names
+
+
+def formerly(former: str, module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return __getattr__ and __dir__ of a module that has another name now.
+
+    Each use of a name is a DeprecationWarning that says where it is.
+    """
+
+    def get(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(f"module {former!r} has no attribute {name!r}")
+        value = getattr(import_module(module), name)
+        said = f"{former}.{name} is {module}.{name} since 0.3, and will be gone in 0.4"
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        return value
+
+    return get, lambda: dir(import_module(module))

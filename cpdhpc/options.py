@@ -11,7 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from .errors import ConfigError
 from .methods import suggest
@@ -96,7 +106,7 @@ def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
             raise ConfigError(f"{source}: {key}: is missing")
     values = _read_all(model, table, source)
     try:
-        return type.__call__(model, **values)  # type: ignore[no-any-return]
+        return type.__call__(model, **values)
     except ConfigError:
         raise
     except ValueError as error:
@@ -113,7 +123,7 @@ def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> Non
 
 
 def _read_all(model: type[Any], table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    hints = _hints(model)
+    hints = _hints(cast(Any, model))
     try:
         return {key: _read(hints.get(key), value, (key,)) for key, value in table.items()}
     except _Wrong as wrong:
@@ -121,7 +131,7 @@ def _read_all(model: type[Any], table: Mapping[str, Any], source: str) -> dict[s
 
 
 @cache
-def _hints(model: type[Any]) -> dict[str, Any]:
+def _hints(model: Any) -> dict[str, Any]:
     try:
         return get_type_hints(model, include_extras=True)
     except (NameError, TypeError):  # of somebody else's class, whose names are not there
@@ -148,7 +158,7 @@ def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
         taken, said = KINDS[kind]
         if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
             raise _Wrong(path, value, said)
-        if kind is float and not math.isfinite(value):
+        if kind is float and not math.isfinite(cast(float, value)):
             raise _Wrong(path, value, "be a finite number")
     elif is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
         return made(kind, value, ".".join(path))

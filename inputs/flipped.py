@@ -12,8 +12,8 @@ import xarray
 from torch.utils.data import TensorDataset
 
 from cpdhpc.config import validate
-from cpdhpc.train.job import Job
-from cpdhpc.train.setup import samples_of
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.setup import samples_of
 
 
 def flip(labels: np.ndarray, classes: int, share: float, seed: int) -> np.ndarray:

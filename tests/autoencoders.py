@@ -2,9 +2,9 @@
 
 import torch
 
-from cpdhpc.autoencoder.job import Geometry, Layer
-from cpdhpc.autoencoder.layer import MacroLayer
 from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.lab.autoencoder.job import Geometry, Layer
+from cpdhpc.lab.autoencoder.layer import MacroLayer
 from cpdhpc.world.ranks import Ranks
 
 LAYER = Layer(field=4, step=2, maps=3, pool=2, pool_step=1, contrast=3, sparsity=0.3)

@@ -16,7 +16,7 @@ from on_gpu import OnGpu
 from stand_ins import Slurm
 
 from cpdhpc import _cpu
-from cpdhpc.report.figures import draw
+from cpdhpc.lab.report.figures import draw
 
 
 def pytest_configure() -> None:

@@ -70,7 +70,7 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
-from cpdhpc.train import averaging  # noqa: E402
+from cpdhpc.torch import averaging  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 ON = SimpleNamespace(gpu=Gpu(), kept=set())  # the GPU of now, and torch's streams

@@ -209,12 +209,12 @@ FAULTS_OF_GRAPHS = {  # the file as well
 MESSAGES, CHANNEL = "cpdhpc/world/gpu_messages.py", "cpdhpc/darray/device_channel.py"
 FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI has still to read it
     "means are let go while buckets behind them are averaged": (
-        "cpdhpc/train/overlap.py",
+        "cpdhpc/torch/overlap.py",
         "for future in futures:\n                wait([future])",
         "while futures:\n                future = futures.pop(0)\n                wait([future])",
     ),
     "after an error the next step writes what buckets read": (
-        "cpdhpc/train/overlap.py",
+        "cpdhpc/torch/overlap.py",
         "            self.stream.join()  # after an error",
         "            pass  # after an error",
     ),
@@ -229,7 +229,7 @@ FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI 
         "pass",
     ),
     "DDP's future does not wait for the thread's stream": (
-        "cpdhpc/train/ddp.py",
+        "cpdhpc/torch/ddp.py",
         'devices=[device] if device.type == "cuda" else None',
         "devices=None",
     ),

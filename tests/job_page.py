@@ -11,18 +11,18 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from cpdhpc.autoencoder.job import Autoencoder, Layer
 from cpdhpc.collectives.allreduce import allreduce
 from cpdhpc.collectives.method import AUTO, HEADROOMS, MPI_ALLREDUCE
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf, Section
-from cpdhpc.kinds import KINDS
+from cpdhpc.lab.autoencoder.job import Autoencoder, Layer
+from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.study.spec import Study
+from cpdhpc.lab.study_data.factors import ABSENT, SHAPE, Factor
+from cpdhpc.lab.train.job import Job
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
-from cpdhpc.precision.tensors import SCALINGS as TENSOR_SCALINGS
-from cpdhpc.study.spec import Study
-from cpdhpc.study_data.factors import ABSENT, SHAPE, Factor
-from cpdhpc.train.controllers import BATCH_SCALINGS, DECAYS
-from cpdhpc.train.job import Job
+from cpdhpc.torch.controllers import BATCH_SCALINGS, DECAYS
+from cpdhpc.torch.precision.tensors import SCALINGS as TENSOR_SCALINGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "jobs.md"
 HEAD = """# Keys of job files
@@ -80,7 +80,7 @@ NAMES = {  # of keys that a table of the package checks
 def known_names(model: type[Any], name: str) -> Iterable[str]:
     """The names that a key of a model takes; those of tensors and of sums are others."""
     own = {"scaling": TENSOR_SCALINGS}
-    return (own if model.__module__.startswith("cpdhpc.precision") else NAMES).get(name, ())
+    return (own if model.__module__.startswith("cpdhpc.torch.precision") else NAMES).get(name, ())
 
 
 def entries(text: str | None, names: Iterable[str]) -> dict[str, str]:

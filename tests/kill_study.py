@@ -15,10 +15,10 @@ from subprocess import Popen
 
 from studies import kill_all, start, study_file
 
-from cpdhpc.study.cases import expand, load_study
-from cpdhpc.study.folder import Folder
-from cpdhpc.study_data.factors import Case
-from cpdhpc.study_data.study_file import read_result
+from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study_data.factors import Case
+from cpdhpc.lab.study_data.study_file import read_result
 
 REPEATS = 60
 CHANGES = {

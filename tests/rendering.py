@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from cpdhpc.config import validate
-from cpdhpc.study.cases import Batch, batches, expand
-from cpdhpc.study.slurm.site import (
+from cpdhpc.lab.study.cases import Batch, batches, expand
+from cpdhpc.lab.study.slurm.site import (
     LAUNCHERS,
     Site,
     array_script,
@@ -15,7 +15,7 @@ from cpdhpc.study.slurm.site import (
     load_site,
     scripts,
 )
-from cpdhpc.study.spec import Study
+from cpdhpc.lab.study.spec import Study
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "slurm"

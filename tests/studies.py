@@ -16,12 +16,12 @@ import numpy as np
 from training import environment
 
 from cpdhpc.config import dump_toml, merge
-from cpdhpc.report.tables import Table
-from cpdhpc.study.cases import expand, load_study
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.spec import Study
-from cpdhpc.study_data.factors import Case, Result
-from cpdhpc.study_data.study_file import write_result
+from cpdhpc.lab.report.tables import Table
+from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study.spec import Study
+from cpdhpc.lab.study_data.factors import Case, Result
+from cpdhpc.lab.study_data.study_file import write_result
 
 SMALL = {
     "name": "small",

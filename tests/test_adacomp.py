@@ -12,8 +12,8 @@ from every import every
 
 from cpdhpc.compress import AdaComp, Context, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.train.datasets import DATA
-from cpdhpc.train.models import LeNet
+from cpdhpc.lab.train.datasets import DATA
+from cpdhpc.lab.train.models import LeNet
 from cpdhpc.world.ranks import Loopback
 
 Array = Any

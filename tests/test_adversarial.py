@@ -14,13 +14,13 @@ from training import run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.adversary import Adversary, add_statistics
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.losses import Adversarial
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.adversary import Adversary, add_statistics
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.losses import Adversarial
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
 F = torch.nn.functional

@@ -28,9 +28,9 @@ PACKAGES = [
     ),
 ]
 OPEN = {  # public name -> why it takes what no signature lists
-    "cpdhpc.train.GradientReducer": "options of the compressor that is named",
-    "cpdhpc.train.ddp_hook": "options of the compressor that is named",
-    "cpdhpc.train.fsdp_hook": "options of the compressor that is named",
+    "cpdhpc.torch.GradientReducer": "options of the compressor that is named",
+    "cpdhpc.torch.ddp_hook": "options of the compressor that is named",
+    "cpdhpc.torch.fsdp_hook": "options of the compressor that is named",
 }
 
 
@@ -98,8 +98,8 @@ def test_simulate_takes_what_allreduce_takes() -> None:
 
 
 def test_a_recorder_takes_the_keys_of_its_table() -> None:
-    from cpdhpc.precision import Recorder
-    from cpdhpc.precision.recording import Recording
+    from cpdhpc.torch.precision import Recorder
+    from cpdhpc.torch.precision.recording import Recording
 
     shown = inspect.signature(Recorder).parameters
     fields = {n: f.default for n, f in Recording.model_fields.items() if n != "file"}
@@ -172,7 +172,8 @@ def test_star_import_and_modules_by_attribute() -> None:
     """In a fresh interpreter, as others may have imported the modules here. Without torch."""
     done = run(
         "import sys, cpdhpc\n"
-        "assert cpdhpc.darray.WindowPlan and cpdhpc.compress.LowBit and cpdhpc.precision.Policy\n"
+        "assert cpdhpc.darray.WindowPlan and cpdhpc.compress.LowBit\n"
+        "assert cpdhpc.torch.precision.Policy\n"
         "from cpdhpc import *\n"
         "assert World and simulate and darray and not {'Any', 'import_module'} & set(globals())\n"
         "names = {n for n in globals() if not n.startswith('_')} - {'sys', 'cpdhpc'}\n"
@@ -184,7 +185,11 @@ def test_star_import_and_modules_by_attribute() -> None:
 
 @every(
     "use",
-    ["cpdhpc.train.GradientReducer", "cpdhpc.precision.Linear", "cpdhpc.split_images.ImageGrid"],
+    [
+        "cpdhpc.torch.GradientReducer",
+        "cpdhpc.torch.precision.Linear",
+        "cpdhpc.torch.split_images.ImageGrid",
+    ],
 )
 def test_what_needs_torch_says_how_to_install_it(use: str) -> None:
     done = run(

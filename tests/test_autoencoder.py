@@ -17,9 +17,10 @@ from every import every
 from training import ROOT, write_idx
 
 from cpdhpc import store
-from cpdhpc.autoencoder import probe
-from cpdhpc.autoencoder.command import mosaic
-from cpdhpc.autoencoder.job import (
+from cpdhpc.config import ConfigError
+from cpdhpc.lab.autoencoder import probe
+from cpdhpc.lab.autoencoder.command import mosaic
+from cpdhpc.lab.autoencoder.job import (
     MMAP_MAX,
     TRIM_THRESHOLD,
     Geometry,
@@ -30,10 +31,9 @@ from cpdhpc.autoencoder.job import (
     load,
     stack,
 )
-from cpdhpc.autoencoder.layer import gather, scatter
-from cpdhpc.cli import main
-from cpdhpc.config import ConfigError
-from cpdhpc.train.data import DataError
+from cpdhpc.lab.autoencoder.layer import gather, scatter
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.train.data import DataError
 
 INPUTS = sorted((ROOT / "inputs").glob("cots_*.toml"))
 
@@ -100,7 +100,7 @@ def checkpoint_after(out: Path, path: Path, settings: tuple[str, ...]) -> None:
     """Train until the first checkpoint, then stop as SIGTERM does."""
     import signal
 
-    from cpdhpc.autoencoder.training import Stack
+    from cpdhpc.lab.autoencoder.training import Stack
 
     real, count = Stack.step, 0
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.bench.allreduce_cases import (
+from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.lab.bench.allreduce_cases import (
     Data,
     TimedCase,
     bound_s,
@@ -20,11 +21,10 @@ from cpdhpc.bench.allreduce_cases import (
     schedule_case,
     wire_bytes,
 )
-from cpdhpc.bench.harness import interleave, interleave_ranks
-from cpdhpc.cli import main
-from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.lab.bench.harness import interleave, interleave_ranks
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.methods import MEMCPY
-from cpdhpc.study_data.study_file import load_study_file
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
 

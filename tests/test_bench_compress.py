@@ -13,23 +13,16 @@ import pytest
 import torch
 
 from cpdhpc import store
-from cpdhpc.bench.replay import (
-    PACKAGE,
-    PHASES,
-    Clock,
-    Profile,
-    of_digits,
-    phase_of,
-    replay,
-)
-from cpdhpc.cli import main
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.sparse import allgather
 from cpdhpc.compress import COMPRESSORS, Context, Mean, NoCompression, TopK
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.train import GradientReducer, gradients
-from cpdhpc.train.gradients import Gradients
+from cpdhpc.lab.bench.replay import PACKAGE, PHASES, Clock, Profile, of_digits, phase_of, replay
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.train import gradients
+from cpdhpc.lab.train.gradients import Gradients
+from cpdhpc.torch import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 SHAPES = {"weight": (30, 20), "kernel": (4, 5, 5)}

@@ -14,20 +14,20 @@ import pytest
 from simulated_cupy import simulated
 from simulated_gpu import Gpu
 
-from cpdhpc.bench import allreduce, allreduce_cases, codec
-from cpdhpc.bench.allreduce import parse_baselines
-from cpdhpc.bench.allreduce_cases import cases_of_size
-from cpdhpc.bench.harness import take_device
-from cpdhpc.bench.replay import replay
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.compress import TopK
 from cpdhpc.config import UserError, validate
-from cpdhpc.kinds.place import Place
-from cpdhpc.signals import Caught
-from cpdhpc.study.batch import TimedCalls
-from cpdhpc.study.cases import expand
-from cpdhpc.study.spec import Study
-from cpdhpc.train.gradients import Gradients
+from cpdhpc.lab.bench import allreduce, allreduce_cases, codec
+from cpdhpc.lab.bench.allreduce import parse_baselines
+from cpdhpc.lab.bench.allreduce_cases import cases_of_size
+from cpdhpc.lab.bench.harness import take_device
+from cpdhpc.lab.bench.replay import replay
+from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.study.batch import TimedCalls
+from cpdhpc.lab.study.cases import expand
+from cpdhpc.lab.study.spec import Study
+from cpdhpc.lab.train.gradients import Gradients
 from cpdhpc.world.ranks import Loopback
 
 

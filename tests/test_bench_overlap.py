@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cpdhpc.bench import overlap
-from cpdhpc.bench.overlap import bound_s
-from cpdhpc.cli import main
-from cpdhpc.train.setup import Training
+from cpdhpc.lab.bench import overlap
+from cpdhpc.lab.bench.overlap import bound_s
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.train.setup import Training
 from cpdhpc.world.ranks import Ranks
 
 JOB = """

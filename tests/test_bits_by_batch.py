@@ -12,10 +12,10 @@ from every import every
 from training import ROOT
 
 from cpdhpc.config import ConfigError
-from cpdhpc.kinds.train import _measure
-from cpdhpc.report.bits import bits_by_batch, needed
-from cpdhpc.report.score import Score
-from cpdhpc.study.cases import expand, load_study
+from cpdhpc.lab.kinds.train import _measure
+from cpdhpc.lab.report.bits import bits_by_batch, needed
+from cpdhpc.lab.report.score import Score
+from cpdhpc.lab.study.cases import expand, load_study
 
 INPUT = ROOT / "inputs" / "bits_against_batch.toml"
 ACCURACY = Score("accuracy", "%", lower=False, loss_unit="nat")

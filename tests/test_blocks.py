@@ -19,9 +19,6 @@ from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
 from cpdhpc import store
-from cpdhpc.bench import accuracy as bench_rounding
-from cpdhpc.bench import allreduce as bench_allreduce
-from cpdhpc.cli import main
 from cpdhpc.collectives import predict
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -40,9 +37,12 @@ from cpdhpc.formats import (
     tiles,
     wire_format,
 )
+from cpdhpc.lab.bench import accuracy as bench_rounding
+from cpdhpc.lab.bench import allreduce as bench_allreduce
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.payloads import Packed
-from cpdhpc.study.cases import expand, load_study
 from cpdhpc.world.ranks import Loopback
 
 Array = np.ndarray[Any, np.dtype[Any]]

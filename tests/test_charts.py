@@ -10,8 +10,8 @@ import pytest
 from every import every
 from synthetic_study import write_study
 
-from cpdhpc.report import units as text
-from cpdhpc.report.figures import (
+from cpdhpc.lab.report import units as text
+from cpdhpc.lab.report.figures import (
     BOUND,
     COLOURS,
     MARKERS,
@@ -25,9 +25,9 @@ from cpdhpc.report.figures import (
     spread,
     styles,
 )
-from cpdhpc.report.trainings import layer_charts
-from cpdhpc.study.report import study_report
-from cpdhpc.study_data.study_file import load_study_file
+from cpdhpc.lab.report.trainings import layer_charts
+from cpdhpc.lab.study.report import study_report
+from cpdhpc.lab.study_data.study_file import load_study_file
 
 STUDIES: dict[str, dict[str, Any]] = {
     "strong": {"sizes": (2**12, 2**18, 2**24)},

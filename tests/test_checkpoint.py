@@ -14,15 +14,15 @@ from every import every
 from training import ROOT, ROWS, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
-from cpdhpc.cli import main
 from cpdhpc.config import IMPORT_FROM, UserError, dump_toml
-from cpdhpc.signals import STOPPING, Caught, Interrupted, catching
-from cpdhpc.train.job import MAY_DIFFER, Job, keys_of
-from cpdhpc.train.loop import run
-from cpdhpc.train.optimizers import OPTIMIZERS
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.train_section import Train
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import STOPPING, Caught, Interrupted, catching
+from cpdhpc.lab.train.job import MAY_DIFFER, Job, keys_of
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.optimizers import OPTIMIZERS
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.train_section import Train
 from cpdhpc.world.ranks import Loopback
 
 TELEMETRY_OFTEN = {

@@ -15,20 +15,20 @@ from every import every
 from training import environment, mpirun, write_idx, write_job
 
 from cpdhpc import store
-from cpdhpc.autoencoder import job as autoencoder_job
-from cpdhpc.cli import COMMANDS, Command, Group, main, parser
 from cpdhpc.config import UserError
-from cpdhpc.train import job as train_job
+from cpdhpc.lab.autoencoder import job as autoencoder_job
+from cpdhpc.lab.cli import COMMANDS, Command, Group, main, parser
+from cpdhpc.lab.train import job as train_job
 from cpdhpc.world.mpi import World
 
 BUG = """
 import sys
-import cpdhpc.provenance
-from cpdhpc.cli import main
+import cpdhpc.lab.provenance
+from cpdhpc.lab.cli import main
 from cpdhpc.world.mpi import World
 
 if World().rank == 1:
-    cpdhpc.provenance.gpu = None
+    cpdhpc.lab.provenance.gpu = None
 sys.exit(main(["info"]))
 """
 
@@ -117,9 +117,10 @@ def test_unknown_arguments_show_their_commands_usage(capsys: pytest.CaptureFixtu
 
 def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     program = (
-        "import sys; from cpdhpc.cli import main\n"
+        "import sys; from cpdhpc.lab.cli import main\n"
         f"status = main(['report', {str(tmp_path)!r}])\n"
-        "assert not {'torch', 'mpi4py.MPI', 'cupy', 'cpdhpc.train'} & set(sys.modules), 'heavy'\n"
+        "heavy = {'torch', 'mpi4py.MPI', 'cupy', 'cpdhpc.lab.train'}\n"
+        "assert not heavy & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"
     )
     command = [sys.executable, "-c", program]
@@ -175,12 +176,12 @@ class Slow(types.ModuleType):
         time.sleep(60)
 sys.modules["cpdhpc.world.mpi"] = Slow("cpdhpc.world.mpi")
 sys.argv = ["cpdhpc", "bench", "latency"]
-from cpdhpc.cli import main
+from cpdhpc.lab.cli import main
 main()
 """
 PLANS = """
 import sys, time
-from cpdhpc.commands import study
+from cpdhpc.lab.commands import study
 def wait(arguments):
     try:
         print("starting", flush=True)
@@ -189,7 +190,7 @@ def wait(arguments):
         print("tidied up", flush=True)
 study.run_plan = wait
 sys.argv = ["cpdhpc", "study", "plan", "x.toml"]
-from cpdhpc.cli import main
+from cpdhpc.lab.cli import main
 sys.exit(main())
 """
 

@@ -11,11 +11,11 @@ import h5py
 import pytest
 from synthetic_study import ENVIRONMENT, write_study
 
-from cpdhpc.cli import main
-from cpdhpc.commands.report import Outputs, compare_files
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.report.compare import Comparison, compare, compare_report, load_reference, verdict
-from cpdhpc.study_data.study_file import load_study_file
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands.report import Outputs, compare_files
+from cpdhpc.lab.report.compare import Comparison, compare, compare_report, load_reference, verdict
+from cpdhpc.lab.study_data.study_file import load_study_file
 
 OPTIONS: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**18, 2**24)}
 SLOWER, FASTER = {3: 1.2, 17: 1.2, 41: 1.2}, {20: 0.8}

@@ -13,15 +13,15 @@ from every import every
 
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.config import ConfigError, difference, dump_toml, flatten, merge, read_toml, validate
-from cpdhpc.kinds.train import TRAIN
-from cpdhpc.precision import Policy
-from cpdhpc.settings import override
-from cpdhpc.study.cases import load_study
-from cpdhpc.train.datasets import Idx
-from cpdhpc.train.job import Job, load
-from cpdhpc.train.models import Mlp
-from cpdhpc.train.models.plain import LeNet
-from cpdhpc.train.optimizers import OPTIMIZERS, AdamW
+from cpdhpc.lab.kinds.train import TRAIN
+from cpdhpc.lab.settings import override
+from cpdhpc.lab.study.cases import load_study
+from cpdhpc.lab.train.datasets import Idx
+from cpdhpc.lab.train.job import Job, load
+from cpdhpc.lab.train.models import Mlp
+from cpdhpc.lab.train.models.plain import LeNet
+from cpdhpc.lab.train.optimizers import OPTIMIZERS, AdamW
+from cpdhpc.torch.precision import Policy
 
 BASE = """
 [model]

@@ -13,19 +13,19 @@ from every import every
 from training import run_job, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, dump_toml, validate
-from cpdhpc.kinds.train import TRAIN
-from cpdhpc.signals import Caught
-from cpdhpc.train.controllers import CONTROLLERS, Controller, Norms, Schedule, Settings
-from cpdhpc.train.controllers.adaptive import NoiseScale, moments
-from cpdhpc.train.controllers.autowu import Process, kernel, turning_point
-from cpdhpc.train.data import epoch_order, shard
-from cpdhpc.train.job import Job, load
-from cpdhpc.train.loop import Diverged, run
-from cpdhpc.train.norms import BUCKETS, sketches
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.kinds.train import TRAIN
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.data import epoch_order, shard
+from cpdhpc.lab.train.job import Job, load
+from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.norms import BUCKETS, sketches
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch.controllers import CONTROLLERS, Controller, Norms, Schedule, Settings
+from cpdhpc.torch.controllers.adaptive import NoiseScale, moments
+from cpdhpc.torch.controllers.autowu import Process, kernel, turning_point
 from cpdhpc.world.ranks import Loopback
 
 Array = np.ndarray[Any, Any]

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.bench import machine as bench
-from cpdhpc.bench.harness import line, nonnegative
-from cpdhpc.bench.machine import Sample, Turns, fit, judged, undisturbed
 from cpdhpc.collectives import predict as model
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
@@ -21,6 +18,9 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.formats import TILE
+from cpdhpc.lab.bench import machine as bench
+from cpdhpc.lab.bench.harness import line, nonnegative
+from cpdhpc.lab.bench.machine import Sample, Turns, fit, judged, undisturbed
 from cpdhpc.world.ranks import Loopback
 
 MACHINE = Machine(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.report.critical import critical, critical_batch, crossing, fit
-from cpdhpc.report.figures import draw
-from cpdhpc.report.points import SeedGroup
+from cpdhpc.lab.report.critical import critical, critical_batch, crossing, fit
+from cpdhpc.lab.report.figures import draw
+from cpdhpc.lab.report.points import SeedGroup
 
 BATCHES = np.array([8.0, 16, 32, 64, 128, 256, 512])
 

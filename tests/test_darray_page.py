@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from training import ROOT
 
-from cpdhpc.cli import main
+from cpdhpc.lab.cli import main
 
 PAGE = (ROOT / "docs" / "darray.md").read_text()
 pytestmark = pytest.mark.mpi_skip

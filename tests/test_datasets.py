@@ -15,13 +15,13 @@ from training import small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, validate
-from cpdhpc.signals import Caught
-from cpdhpc.train.data import Dataset, Source
-from cpdhpc.train.datasets import Cifar10, Hdf5, Synthetic, Text, read_digits
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.data import Dataset, Source
+from cpdhpc.lab.train.datasets import Cifar10, Hdf5, Synthetic, Text, read_digits
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip

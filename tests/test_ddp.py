@@ -20,7 +20,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import NoCompression
 from cpdhpc.compress.base import Context, Mean
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.train import GradientReducer, ddp_hook
+from cpdhpc.torch import GradientReducer, ddp_hook
 from cpdhpc.world.ranks import Loopback
 
 

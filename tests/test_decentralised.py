@@ -16,11 +16,11 @@ from training import small_data, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.update import UPDATES, Update
-from cpdhpc.train.update.gossip import GRAPHS, STATIC, Graph
-from cpdhpc.train.update.own_models import OwnModels
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.update import UPDATES, Update
+from cpdhpc.lab.train.update.gossip import GRAPHS, STATIC, Graph
+from cpdhpc.lab.train.update.own_models import OwnModels
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 Array = npt.NDArray[Any]

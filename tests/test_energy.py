@@ -9,11 +9,11 @@ import pytest
 from studies import fill, small_study, some_result
 
 from cpdhpc import store
-from cpdhpc.kinds import place
-from cpdhpc.study.collect import collect
-from cpdhpc.study.folder import Folder
-from cpdhpc.study_data.factors import Result
-from cpdhpc.study_data.study_file import write_result
+from cpdhpc.lab.kinds import place
+from cpdhpc.lab.study.collect import collect
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study_data.factors import Result
+from cpdhpc.lab.study_data.study_file import write_result
 
 WRAPS_UJ = 1000 * 10**6
 

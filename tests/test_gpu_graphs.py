@@ -11,10 +11,10 @@ import pytest
 from simulated_cupy import simulated
 from simulated_gpu import CAPTURED, INVALIDATED, ISOLATION, UNSUPPORTED, Error
 
-from cpdhpc.bench.allreduce import add_latency, parse_beside
-from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.config import UserError
+from cpdhpc.lab.bench.allreduce import add_latency, parse_beside
+from cpdhpc.lab.bench.allreduce_cases import cases_of_size
 from cpdhpc.world.ranks import Loopback
 
 X = np.arange(100, dtype=np.float32)

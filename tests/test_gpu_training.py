@@ -23,17 +23,17 @@ from simulated_gpu import Gpu
 from test_models import TINY
 from training import ROWS, SMALL, model_bytes, run_job, small_job
 
-from cpdhpc.bench import overlap as bench_overlap
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress.base import Aggregator, Context, Mean
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import ConfigError, UserError, validate
+from cpdhpc.lab.bench import overlap as bench_overlap
+from cpdhpc.lab.train import gradients
+from cpdhpc.lab.train.job import Job
 from cpdhpc.ops.tensors import CPU, OwnStream, array_of, in_stream, values_of
-from cpdhpc.train import gradients
-from cpdhpc.train.ddp import ddp_hook
-from cpdhpc.train.job import Job
-from cpdhpc.train.loss_scaling import LossScaler
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.torch.ddp import ddp_hook
+from cpdhpc.torch.loss_scaling import LossScaler
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback, Ranks
 
 pytestmark = pytest.mark.gpu
@@ -328,7 +328,7 @@ def test_what_is_missing_is_said_in_a_line(
 
 def test_a_target_that_is_no_class_is_named(gpu: Gpu | None) -> None:
     """Where torch's kernel would end the context."""
-    from cpdhpc.train.losses import CrossEntropy, TargetError
+    from cpdhpc.lab.train.losses import CrossEntropy, TargetError
 
     outputs = torch.zeros(3, 4, device=DEVICE)
     with pytest.raises(TargetError, match="target 7: must be a class, 0 to 3"):

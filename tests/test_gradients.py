@@ -12,17 +12,17 @@ from reducing import backward, model_of
 from training import model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.commands.report import load
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.signals import Caught
-from cpdhpc.train import gradients
-from cpdhpc.train.data import epoch_order
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.update import AllreduceUpdate
+from cpdhpc.lab.commands.report import load
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train import gradients
+from cpdhpc.lab.train.data import epoch_order
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.update import AllreduceUpdate
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 RECORDED = (0, 7)

@@ -9,28 +9,17 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.bench.halo import (
-    ALL_WAYS,
-    USUAL,
-    settings_of,
-    usual,
-)
-from cpdhpc.bench.halo_cases import (
-    ACCUMULATE,
-    EXCHANGE,
-    WAYS,
-    HaloCase,
-    given_and_expected,
-)
-from cpdhpc.bench.harness import parse_names
-from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, UserError, among
 from cpdhpc.darray.layout import Box, Layout, balanced_grid
 from cpdhpc.darray.plan import WindowPlan
-from cpdhpc.darray.show import CUT, colours_of, parts_of, spec_of
 from cpdhpc.darray.windows import MODES
-from cpdhpc.kinds import KINDS
-from cpdhpc.kinds import halo as halo_kind
+from cpdhpc.lab.bench.halo import ALL_WAYS, USUAL, settings_of, usual
+from cpdhpc.lab.bench.halo_cases import ACCUMULATE, EXCHANGE, WAYS, HaloCase, given_and_expected
+from cpdhpc.lab.bench.harness import parse_names
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.darray_show import CUT, colours_of, parts_of, spec_of
+from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.kinds import halo as halo_kind
 from cpdhpc.world.ranks import Loopback
 
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}
@@ -84,7 +73,7 @@ def test_grids_are_balanced() -> None:
 def test_options_that_do_not_fit_are_named() -> None:
     from argparse import ArgumentParser
 
-    from cpdhpc.bench import halo as bench
+    from cpdhpc.lab.bench import halo as bench
 
     parser = ArgumentParser()
     bench.add_arguments(parser)

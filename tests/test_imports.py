@@ -15,20 +15,20 @@ from every import every
 from test_checkpoint import Stop, assert_same_records
 from training import model_bytes
 
-from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import TopK
 from cpdhpc.config import ConfigError, UserError, validate
-from cpdhpc.report.trainings import load_run, run_groups, table
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.study.cases import expand, load_study
-from cpdhpc.study.collect import collect
-from cpdhpc.study.folder import Folder
-from cpdhpc.train.job import Job, load
-from cpdhpc.train.loop import Diverged, run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.samples import MapStyle
-from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.report.trainings import load_run, run_groups, table
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.study.collect import collect
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.train.job import Job, load
+from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import MapStyle
+from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.world.ranks import Loopback, Ranks
 
 pytestmark = pytest.mark.mpi_skip

@@ -17,19 +17,19 @@ from torch import nn
 from training import ROOT, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.commands.influence import add_arguments, run
-from cpdhpc.commands.report import Outputs, load, report
 from cpdhpc.config import ConfigError, UserError, merge, validate
-from cpdhpc.influence.rows import LastLayer, Layers, Projection
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train import loop, weights
-from cpdhpc.train.fitting import samples_of
-from cpdhpc.train.job import Job
-from cpdhpc.train.job import load as load_jobs
-from cpdhpc.train.losses import CrossEntropy, MeanSquares
-from cpdhpc.train.models import MODELS
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.commands.influence import add_arguments, run
+from cpdhpc.lab.commands.report import Outputs, load, report
+from cpdhpc.lab.influence.rows import LastLayer, Layers, Projection
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train import loop, weights
+from cpdhpc.lab.train.fitting import samples_of
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.job import load as load_jobs
+from cpdhpc.lab.train.losses import CrossEntropy, MeanSquares
+from cpdhpc.lab.train.models import MODELS
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
 ENTROPY = CrossEntropy().build()

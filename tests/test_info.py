@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cpdhpc import provenance
-from cpdhpc.cli import main
+from cpdhpc.lab import provenance
+from cpdhpc.lab.cli import main
 from cpdhpc.world import gpu_messages
 from cpdhpc.world.ranks import Loopback
 

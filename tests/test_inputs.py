@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from training import ROOT, write_idx
 
-from cpdhpc.cli import main
 from cpdhpc.config import read_toml
-from cpdhpc.study.cases import expand, load_study
-from cpdhpc.study.collect import collect
-from cpdhpc.study.folder import Folder
-from cpdhpc.train.job import load
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.study.collect import collect
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.train.job import load
 
 INPUTS = [
     path

@@ -9,7 +9,7 @@ from job_page import PAGE, entries, keys_table, page
 from pydantic import Field
 
 from cpdhpc.config import Section
-from cpdhpc.precision.tensors import UpdateFormat
+from cpdhpc.torch.precision.tensors import UpdateFormat
 
 pytestmark = pytest.mark.mpi_skip
 

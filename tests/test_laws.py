@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from synthetic_study import write_study
 
-from cpdhpc.report.laws import LAWS, LEVELS, isoefficiency, serial_share, work_for
-from cpdhpc.report.points import seed_groups
-from cpdhpc.study.report import study_report
-from cpdhpc.study_data.study_file import load_study_file
+from cpdhpc.lab.report.laws import LAWS, LEVELS, isoefficiency, serial_share, work_for
+from cpdhpc.lab.report.points import seed_groups
+from cpdhpc.lab.study.report import study_report
+from cpdhpc.lab.study_data.study_file import load_study_file
 
 SHARE_COLUMNS = "serial share %", "95 % CI", "greatest misfit %"
 RATIOS = np.array([1.0, 2, 4, 8, 16, 64])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.autoencoder.job import Autoencoder, Geometry, Layer
-from cpdhpc.autoencoder.training import Stack
-from cpdhpc.bench.layer import layer_costs
-from cpdhpc.cli import main
+from cpdhpc.lab.autoencoder.job import Autoencoder, Geometry, Layer
+from cpdhpc.lab.autoencoder.training import Stack
+from cpdhpc.lab.bench.layer import layer_costs
+from cpdhpc.lab.cli import main
 from cpdhpc.world.ranks import Loopback
 
 

@@ -21,13 +21,13 @@ from cpdhpc.compress import Context, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LayerWire, LowBit
 from cpdhpc.config import ConfigError
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.job import load
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.randomness import random_key
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.job import load
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 RANKS = 3

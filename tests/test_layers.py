@@ -67,18 +67,18 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "influence/",
         "split_images/",
         "autoencoder/",
-        "darray/autograd.py",
-        "bench/allreduce_cases.py",
-        "quantized/layers.py",
-        "precision/arithmetic.py",
-        "precision/conversion.py",
-        "precision/layers.py",
-        "precision/operations.py",
-        "precision/updates.py",
-        "precision/recorder.py",
+        "torch/autograd.py",
+        "lab/bench/allreduce_cases.py",
+        "torch/quantized/layers.py",
+        "torch/precision/arithmetic.py",
+        "torch/precision/conversion.py",
+        "torch/precision/layers.py",
+        "torch/precision/operations.py",
+        "torch/precision/updates.py",
+        "torch/precision/recorder.py",
     ),
     "h5py": ("store.py",),
-    "simpleeval": ("study/spec.py",),
+    "simpleeval": ("lab/study/spec.py",),
 }
 BODIES = "body", "orelse", "finalbody", "handlers", "cases"  # where statements hold others
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
@@ -229,7 +229,7 @@ def test_the_rules_can_fail() -> None:
 
     assert wrong(text, "ops/x.py") == (["comm"], ["torch", "h5py"])
     assert wrong(text, "train/models/x.py") == ([], ["h5py"])
-    assert wrong("from cpdhpc.train import run", "study/x.py")[0] == ["train"]
+    assert wrong("from cpdhpc.lab.train import run", "study/x.py")[0] == ["train"]
     assert wrong("from . import comm", "arrays.py")[0] == ["comm"]
 
 

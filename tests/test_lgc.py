@@ -12,7 +12,7 @@ from every import every
 from cpdhpc.compress import Context, Lgc, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.payload import encode_sparse
-from cpdhpc.train import GradientReducer
+from cpdhpc.torch import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 RANKS = 3

@@ -20,15 +20,15 @@ from items import Items
 from training import model_bytes, small_data, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.signals import Caught
-from cpdhpc.train.controllers import BySchedule, Control, Controller, Settings
-from cpdhpc.train.data import Source
-from cpdhpc.train.loader import Loader, Prefetched, Workers
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.samples import InMemory, MapStyle
-from cpdhpc.train.setup import Files, Training, prepare
-from cpdhpc.train.step import PHASES
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.data import Source
+from cpdhpc.lab.train.loader import Loader, Prefetched, Workers
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import InMemory, MapStyle
+from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.step import PHASES
+from cpdhpc.torch.controllers import BySchedule, Control, Controller, Settings
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip

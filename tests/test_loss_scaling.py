@@ -14,13 +14,13 @@ from training import model_bytes, run_job, small_data, small_job
 from cpdhpc import store
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train import GradientReducer
-from cpdhpc.train.loop import run
-from cpdhpc.train.loss_scaling import LEAST, PATIENCE, LossScaler
-from cpdhpc.train.progress import Display
-from cpdhpc.train.record import Record
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.record import Record
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch import GradientReducer
+from cpdhpc.torch.loss_scaling import LEAST, PATIENCE, LossScaler
 from cpdhpc.world.ranks import Loopback
 
 OVERFLOWS = {"aggregator": "lowbit", "wire": "e5m2", "scaling": "none", "overflow": "inf"}

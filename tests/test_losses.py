@@ -13,17 +13,17 @@ from training import SMALL, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, dump_toml, validate
-from cpdhpc.report.figures import styles
-from cpdhpc.report.score import Score, Trained, score_charts
-from cpdhpc.report.trainings import load_run, run_groups, table
-from cpdhpc.signals import Caught
-from cpdhpc.train.job import Job, load
-from cpdhpc.train.loop import run
-from cpdhpc.train.losses import LOSSES, METRICS, CrossEntropy
-from cpdhpc.train.progress import Display
-from cpdhpc.train.samples import InMemory
-from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.step import evaluate
+from cpdhpc.lab.report.figures import styles
+from cpdhpc.lab.report.score import Score, Trained, score_charts
+from cpdhpc.lab.report.trainings import load_run, run_groups, table
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.job import Job, load
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.losses import LOSSES, METRICS, CrossEntropy
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import InMemory
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip

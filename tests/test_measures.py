@@ -12,7 +12,7 @@ from every import every
 from oracles import gfloat_round
 
 from cpdhpc.formats import Cast, parse_format
-from cpdhpc.precision.measures import (
+from cpdhpc.lab.precision.measures import (
     LOWEST,
     SCALINGS,
     UNKNOWN,

@@ -40,7 +40,7 @@ from cpdhpc.compress import (
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.terngrad import _deviation
 from cpdhpc.ops import cpu
-from cpdhpc.train import GradientReducer
+from cpdhpc.torch import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 RANKS = 4

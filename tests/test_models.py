@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from training import small_data
 
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.signals import Caught
-from cpdhpc.train.data import Source
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.models import MODELS, blocks
-from cpdhpc.train.progress import Display
-from cpdhpc.train.samples import InMemory
-from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.data import Source
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.models import MODELS, blocks
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import InMemory
+from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.world.ranks import Loopback
 
 TINY: dict[str, dict[str, Any]] = {  # options of small networks

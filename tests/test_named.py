@@ -16,12 +16,12 @@ from synthetic_study import write_study
 from training import run_job, small_job
 
 from cpdhpc import store
-from cpdhpc.autoencoder.training import COLUMNS
-from cpdhpc.cli import main
-from cpdhpc.commands.report import OF_KIND, Outputs, report
-from cpdhpc.report import named
+from cpdhpc.lab.autoencoder.training import COLUMNS
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands.report import OF_KIND, Outputs, report
+from cpdhpc.lab.report import named
+from cpdhpc.lab.study.folder import Folder
 from cpdhpc.store import Variable
-from cpdhpc.study.folder import Folder
 from cpdhpc.world.ranks import Loopback
 
 ROOT = Path(__file__).parent.parent
@@ -210,7 +210,7 @@ def test_files_come_before_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise Gone
 
     run_job(small_job(train={"epochs": 1}), Loopback(2), tmp_path)
-    monkeypatch.setattr("cpdhpc.commands.report.show", show)
+    monkeypatch.setattr("cpdhpc.lab.commands.report.show", show)
     html, png, csv = tmp_path / "a.html", tmp_path / "a.png", tmp_path / "csv"
     with pytest.raises(Gone):
         report([tmp_path], Outputs(html, csv=csv), png)

@@ -14,17 +14,17 @@ from topk import TopK
 from training import model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
-from cpdhpc.cli import main
 from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.study.cases import load_study
-from cpdhpc.study.collect import collect
-from cpdhpc.study.folder import Folder
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.study.cases import load_study
+from cpdhpc.lab.study.collect import collect
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
 TOPK = {"gradient": {"aggregator": "mytopk", "density": 0.2}}

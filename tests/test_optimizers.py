@@ -11,15 +11,15 @@ import torch
 from every import every
 from pydantic import ValidationError
 
-import cpdhpc.train
+import cpdhpc.lab.train
 from cpdhpc.config import validate
-from cpdhpc.train import AdamP, Lamb, Larc, Lars, NovoGrad
-from cpdhpc.train.controllers import DECAYS, DEFAULT_RATE, BySchedule, Schedule, Scheduled, Settings
-from cpdhpc.train.controllers.adaptive import ByAdaptiveBatch, ByNoiseScale
-from cpdhpc.train.controllers.autowu import ByAutoWu
-from cpdhpc.train.job import Job
-from cpdhpc.train.layerwise import EXCLUDES
-from cpdhpc.train.optimizers import OPTIMIZERS, Exclude
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.optimizers import OPTIMIZERS, Exclude
+from cpdhpc.torch import AdamP, Lamb, Larc, Lars, NovoGrad
+from cpdhpc.torch.controllers import DECAYS, DEFAULT_RATE, BySchedule, Schedule, Scheduled, Settings
+from cpdhpc.torch.controllers.adaptive import ByAdaptiveBatch, ByNoiseScale
+from cpdhpc.torch.controllers.autowu import ByAutoWu
+from cpdhpc.torch.layerwise import EXCLUDES
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -256,7 +256,7 @@ def test_complex_parameters_and_sparse_gradients_are_refused() -> None:
     with pytest.raises(TypeError, match=r"Lars.step: .* must be real and dense"):
         Lars([p]).step()
     with pytest.raises(AttributeError):
-        cpdhpc.train.Lbfgs  # noqa: B018
+        cpdhpc.lab.train.Lbfgs  # noqa: B018
 
 
 def test_job_files_and_classes_have_the_same_defaults() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from every import every
 
-from cpdhpc.claim import Claim, ClaimError, alone
 from cpdhpc.config import UserError
-from cpdhpc.train.output import claimed
+from cpdhpc.lab.claim import Claim, ClaimError, alone
+from cpdhpc.lab.train.output import claimed
 from cpdhpc.world.ranks import Loopback
 
 DEAD = 2**22 + 1  # no process has a number above 2^22
@@ -44,7 +44,7 @@ def test_a_requeued_job_waits_for_the_ranks_of_its_former_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another job does not wait, and nobody for ever."""
-    monkeypatch.setattr("cpdhpc.claim.LOOK_S", 0.01)
+    monkeypatch.setattr("cpdhpc.lab.claim.LOOK_S", 0.01)
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     said: list[str] = []
     with ExitStack() as former:
@@ -52,12 +52,12 @@ def test_a_requeued_job_waits_for_the_ranks_of_its_former_life(
         with pytest.raises(ClaimError), alone(tmp_path / ".b.lock", "run of b", said.append):
             pass
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        monkeypatch.setattr("cpdhpc.claim.REQUEUED_S", 0.05)
+        monkeypatch.setattr("cpdhpc.lab.claim.REQUEUED_S", 0.05)
         with pytest.raises(ClaimError), alone(tmp_path / ".b.lock", "run of b", said.append):
             pass
         assert len(said) == 1 and "Slurm job 9" in said[0]
         assert "of this job before it was requeued, to end" in said[0]
-        monkeypatch.setattr("cpdhpc.claim.REQUEUED_S", 60.0)
+        monkeypatch.setattr("cpdhpc.lab.claim.REQUEUED_S", 60.0)
         given_back = former.pop_all()
         with alone(tmp_path / ".b.lock", "run of b", lambda text: given_back.close()):
             assert (tmp_path / ".b.lock").exists()

@@ -18,14 +18,14 @@ from test_checkpoint import Stop
 from training import ROWS, model_bytes, run_job, small_data, small_job
 
 from cpdhpc.compress.base import Mean
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.ops.threads import SLICE_NS, take_short_slices
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.overlap import PAUSE_S, reducing_thread
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.torch.overlap import PAUSE_S, reducing_thread
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ending import Timeout
 from cpdhpc.world.ranks import Loopback
 

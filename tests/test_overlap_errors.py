@@ -18,7 +18,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress.base import Mean
 from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

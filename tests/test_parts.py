@@ -12,8 +12,8 @@ from reducing import SIZES_MIB, backward, gradients, model_of
 
 from cpdhpc.compress.bucket import Bucket, split_bucket
 from cpdhpc.compress.lowbit import LowBit
-from cpdhpc.train.averaging import part_seed
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.torch.averaging import part_seed
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 

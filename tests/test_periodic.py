@@ -12,13 +12,13 @@ from test_checkpoint import Stop
 from training import run_job, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.update import UPDATES
-from cpdhpc.train.update.own_models import OwnModels
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.update import UPDATES
+from cpdhpc.lab.train.update.own_models import OwnModels
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 EPS = float(np.finfo(np.float32).eps)

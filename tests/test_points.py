@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from every import every
 
-from cpdhpc.report.points import Factors, Layout, label
+from cpdhpc.lab.report.points import Factors, Layout, label
 
 pytestmark = pytest.mark.mpi_skip
 

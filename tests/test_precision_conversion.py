@@ -24,8 +24,8 @@ from test_precision_layers import (
 from torch import Tensor, nn
 
 from cpdhpc.config import ConfigError
-from cpdhpc.precision import convert, quantize
-from cpdhpc.train.models import MODELS
+from cpdhpc.lab.train.models import MODELS
+from cpdhpc.torch.precision import convert, quantize
 
 __all__ = ["_one_thread"]  # a fixture of this file too
 

@@ -14,13 +14,13 @@ from every import every
 from oracles import gfloat_round
 from torch import Tensor, nn
 
-from cpdhpc import precision
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference
-from cpdhpc.precision import Policy, convert, layers, quantize
-from cpdhpc.precision.arithmetic import _held
-from cpdhpc.precision.tensors import TensorFormat
+from cpdhpc.torch import precision
+from cpdhpc.torch.precision import Policy, convert, layers, quantize
+from cpdhpc.torch.precision.arithmetic import _held
+from cpdhpc.torch.precision.tensors import TensorFormat
 
 Array = np.ndarray[Any, np.dtype[Any]]
 UNIT = 2.0**-24  # of rounding to float32

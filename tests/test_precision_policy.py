@@ -15,17 +15,17 @@ from torch import nn
 from training import ROOT, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.precision import Policy, convert
-from cpdhpc.precision.policy import PRESETS, Sums
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.averaging import policies_of
-from cpdhpc.train.imports import ImportedModel
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.imports import ImportedModel
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch.averaging import policies_of
+from cpdhpc.torch.precision import Policy, convert
+from cpdhpc.torch.precision.policy import PRESETS, Sums
 from cpdhpc.world.ranks import Loopback
 
 OPTIONS: dict[str, Any] = {"accumulate": "e6m9", "chunk": 8, "rounding": "stochastic"}

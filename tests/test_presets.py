@@ -21,13 +21,13 @@ from training import model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import validate
-from cpdhpc.precision import Policy, convert
-from cpdhpc.precision.policy import PRESETS
-from cpdhpc.precision.updates import RoundedUpdates
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch.precision import Policy, convert
+from cpdhpc.torch.precision.policy import PRESETS
+from cpdhpc.torch.precision.updates import RoundedUpdates
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip

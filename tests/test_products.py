@@ -18,8 +18,8 @@ from cpdhpc.formats import Cast, FloatFormat, Rounding, TableFormat, parse_forma
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.products import Arithmetic, Products
 from cpdhpc.ops.threads import kernel_threads
-from cpdhpc.precision import matmul
 from cpdhpc.randomness import random_key
+from cpdhpc.torch.precision import matmul
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ROUNDINGS = get_args(Rounding)

@@ -14,17 +14,18 @@ from test_checkpoint import Stop
 from torch import nn
 from training import run_job, small_data, small_job
 
-from cpdhpc import quantized, store
-from cpdhpc.bench.batchnorm import differing, drawn, independent
-from cpdhpc.cli import main
+from cpdhpc import store
 from cpdhpc.config import UserError, validate
-from cpdhpc.quantized import fold, integer_norm, layers
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.datasets import Digits
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.lab.bench.batchnorm import differing, drawn, independent
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.datasets import Digits
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.torch import quantized
+from cpdhpc.torch.quantized import fold, integer_norm, layers
 from cpdhpc.world.ranks import Loopback
 
 Array = np.ndarray[Any, Any]
@@ -123,7 +124,8 @@ OUTPUT = layers.QuantizedOutput(4, 2)
         (
             [nn.Flatten()],
             "layer 0 (Flatten(start_dim=1, end_dim=-1)): takes codes: before it are images: a "
-            "network of integers is a torch.nn.Sequential of layers of cpdhpc.quantized.layers",
+            "network of integers is a torch.nn.Sequential of layers of "
+            "cpdhpc.torch.quantized.layers",
         ),
         ([layers.QuantizedInput(), layers.QuantizedNorm(1)], "takes sums: before it are codes"),
         ([layers.QuantizedInput(), nn.Sequential(nn.MaxPool2d(3, 2))], "layer 1.0 (MaxPool2d"),

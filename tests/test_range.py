@@ -13,7 +13,6 @@ import pytest
 from every import every
 
 import cpdhpc
-from cpdhpc import precision
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.simulate import simulate
 from cpdhpc.compress import LowBit
@@ -30,8 +29,9 @@ from cpdhpc.formats import (
 )
 from cpdhpc.ops import reference
 from cpdhpc.ops.payloads import parse_wire
-from cpdhpc.precision.policy import Rule
-from cpdhpc.precision.tensors import TensorFormat, factor_of
+from cpdhpc.torch import precision
+from cpdhpc.torch.precision.policy import Rule
+from cpdhpc.torch.precision.tensors import TensorFormat, factor_of
 
 FLT_MAX = float(np.finfo(np.float32).max)
 

@@ -12,7 +12,7 @@ import pytest
 from readme import README, commands, lay_out
 from training import ROOT
 
-from cpdhpc.cli import main
+from cpdhpc.lab.cli import main
 
 pytestmark = pytest.mark.mpi_skip
 

@@ -13,18 +13,18 @@ from test_store import files_of_at_most
 from training import model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, UserError, dump_toml
-from cpdhpc.precision.recorder import Recorder
-from cpdhpc.precision.recording import KINDS, Recorded, Tensor, kept_rows, load
-from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train import gradients
-from cpdhpc.train import job as jobs
-from cpdhpc.train.command import Trainer
-from cpdhpc.train.loop import Diverged, run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train import gradients
+from cpdhpc.lab.train import job as jobs
+from cpdhpc.lab.train.command import Trainer
+from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch.precision.recorder import Recorder
+from cpdhpc.torch.precision.recording import KINDS, Recorded, Tensor, kept_rows, load
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 NN = torch.nn

@@ -20,8 +20,8 @@ import cpdhpc
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS, Aggregator, Context, Dgc, Mean, TopK
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.train.buffers import BufferMode
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.torch.buffers import BufferMode
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from test_layers import PACKAGE, names_of, sources
 
-from cpdhpc.autoencoder.job import Autoencoder
 from cpdhpc.config import keys_inside
-from cpdhpc.study.spec import Study
-from cpdhpc.train.job import Job
+from cpdhpc.lab.autoencoder.job import Autoencoder
+from cpdhpc.lab.study.spec import Study
+from cpdhpc.lab.train.job import Job
 
 ROOT = PACKAGE.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -148,9 +148,9 @@ def test_files_that_texts_name_are_there() -> None:
         str(path.relative_to(ROOT)): found for path, text in texts() if (found := lost_files(text))
     }
     assert wrong == {}
-    assert lost_files("see nothing.py, train/reducer.py, DEFAULT of bench/machine.py") == [
+    assert lost_files("see nothing.py, torch/reducer.py, DEFAULT of lab/bench/machine.py") == [
         "nothing.py",
-        "DEFAULT of bench/machine.py",
+        "DEFAULT of lab/bench/machine.py",
     ]
 
 

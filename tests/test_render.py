@@ -9,9 +9,9 @@ import pytest
 from every import every
 from rendering import GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
 
-from cpdhpc.kinds import KINDS
-from cpdhpc.study.cases import Batch
-from cpdhpc.study.slurm.site import (
+from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.study.cases import Batch
+from cpdhpc.lab.study.slurm.site import (
     LAUNCHERS,
     Site,
     array_script,
@@ -23,7 +23,7 @@ from cpdhpc.study.slurm.site import (
     ranges,
     scripts,
 )
-from cpdhpc.study.spec import Study
+from cpdhpc.lab.study.spec import Study
 
 TEXTS = golden()
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]

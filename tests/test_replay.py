@@ -16,18 +16,18 @@ from studies import no_numbers
 from training import ROOT
 
 from cpdhpc import store
-from cpdhpc.cli import main, parser
 from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.formats import Cast, parse_format
-from cpdhpc.precision.measures import error, rounded
-from cpdhpc.precision.recorder import GEOMETRY, Recorder
-from cpdhpc.precision.recording import load
-from cpdhpc.precision.replay import OUTPUTS, PRODUCTS, Question, _Layer, _patches, replay
-from cpdhpc.report.figures import NO_VALUE, SETTINGS, Map, draw
-from cpdhpc.report.replayed import NORMAL, replay_report
-from cpdhpc.report.tables import Report
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.lab.cli import main, parser
+from cpdhpc.lab.precision.measures import error, rounded
+from cpdhpc.lab.precision.replay import OUTPUTS, PRODUCTS, Question, _Layer, _patches, replay
+from cpdhpc.lab.report.figures import NO_VALUE, SETTINGS, Map, draw
+from cpdhpc.lab.report.replayed import NORMAL, replay_report
+from cpdhpc.lab.report.tables import Report
+from cpdhpc.torch.precision.recorder import GEOMETRY, Recorder
+from cpdhpc.torch.precision.recording import load
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 NN = torch.nn

@@ -13,19 +13,12 @@ import pytest
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
-from cpdhpc.commands.report import Outputs, load, report
 from cpdhpc.config import UserError
-from cpdhpc.report.figures import BOUND, draw
-from cpdhpc.report.score import Score, Trained, pareto, score_charts
-from cpdhpc.report.trainings import (
-    RunGroup,
-    baseline,
-    overview,
-    run_groups,
-    runs_report,
-    table,
-)
-from cpdhpc.train.setup import Files
+from cpdhpc.lab.commands.report import Outputs, load, report
+from cpdhpc.lab.report.figures import BOUND, draw
+from cpdhpc.lab.report.score import Score, Trained, pareto, score_charts
+from cpdhpc.lab.report.trainings import RunGroup, baseline, overview, run_groups, runs_report, table
+from cpdhpc.lab.train.setup import Files
 from cpdhpc.world.ranks import Loopback
 
 WIDE = Outputs(terminal=False)

@@ -21,16 +21,16 @@ from studies import no_numbers
 from synthetic_study import many, write_study
 from training import ROWS, run_job, small_job
 
-from cpdhpc.cli import main
-from cpdhpc.commands.report import ROWS as FIRST
-from cpdhpc.commands.report import Outputs, page, report, show
 from cpdhpc.config import UserError
-from cpdhpc.report.choice import Choice
-from cpdhpc.report.figures import draw
-from cpdhpc.report.points import seed_groups
-from cpdhpc.report.tables import Column, Report, Section, tabulate
-from cpdhpc.study.report import study_report
-from cpdhpc.study_data.study_file import ReportError, StudyFile, load_study_file
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands.report import ROWS as FIRST
+from cpdhpc.lab.commands.report import Outputs, page, report, show
+from cpdhpc.lab.report.choice import Choice
+from cpdhpc.lab.report.figures import draw
+from cpdhpc.lab.report.points import seed_groups
+from cpdhpc.lab.report.tables import Column, Report, Section, tabulate
+from cpdhpc.lab.study.report import study_report
+from cpdhpc.lab.study_data.study_file import ReportError, StudyFile, load_study_file
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2,), "sizes": (2**12, 2**20), "algorithms": ()}

@@ -10,7 +10,7 @@ from every import every
 
 from cpdhpc.compress import COMPRESSORS, Aggregator, Context, ScaleCom, State, TopK
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.train import GradientReducer
+from cpdhpc.torch import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 Array = Any

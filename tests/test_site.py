@@ -10,7 +10,7 @@ from every import every
 from training import ROOT
 
 from cpdhpc.config import ConfigError
-from cpdhpc.study.slurm.site import Site, load_site
+from cpdhpc.lab.study.slurm.site import Site, load_site
 
 pytestmark = pytest.mark.mpi_skip
 

@@ -14,12 +14,12 @@ from stand_ins import Slurm
 from studies import some_result
 from training import ROOT, environment
 
-from cpdhpc.cli import main
-from cpdhpc.commands import study as commands
-from cpdhpc.kinds import KINDS
-from cpdhpc.study.folder import Folder, recorded
-from cpdhpc.study.slurm.site import load_site
-from cpdhpc.study_data.study_file import write_result
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands import study as commands
+from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.study.folder import Folder, recorded
+from cpdhpc.lab.study.slurm.site import load_site
+from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {
@@ -264,7 +264,7 @@ def test_neither_a_plan_nor_a_submission_loads_what_measures(study: str, tmp_pat
     light = [path for kind, path in paths.items() if kind not in JOBS]
     with_job = [path for kind, path in paths.items() if kind in JOBS]
     program = (
-        "import sys; from cpdhpc.cli import main\n"
+        "import sys; from cpdhpc.lab.cli import main\n"
         f"status = max(main(['study', 'plan', path]) for path in {light!r})\n"
         "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('cpdhpc.')}\n"

@@ -29,9 +29,9 @@ from cpdhpc.compress import (
 from cpdhpc.compress.bucket import BYTES, MIB, Bucket, split_bucket
 from cpdhpc.compress.randomk import drawn_alike
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.train import GradientReducer
-from cpdhpc.train.job import Job
-from cpdhpc.train.optimizers import Sgd
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.optimizers import Sgd
+from cpdhpc.torch import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 BUCKET = Bucket(("weight", "bias", "kernel", "none"), ((24, 60), (7,), (6, 3, 5, 5), (3, 0)))

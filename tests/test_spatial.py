@@ -11,10 +11,10 @@ from torch import nn
 from training import ROOT, small_data, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.split_images import partition
-from cpdhpc.split_images.grid import ImageGrid
-from cpdhpc.split_images.layers import INSTEAD, LAYERS, page
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch.split_images import partition
+from cpdhpc.torch.split_images.grid import ImageGrid
+from cpdhpc.torch.split_images.layers import INSTEAD, LAYERS, page
 from cpdhpc.world.ranks import Loopback
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.study_data.statistics import (
+from cpdhpc.lab.study_data.statistics import (
     is_enough,
     median_interval,
     median_rank,

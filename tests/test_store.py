@@ -23,13 +23,14 @@ from training import ROWS, run_job, small_job
 from cpdhpc import store
 from cpdhpc.config import UserError, dump_toml, read_toml
 from cpdhpc.darray import DistArray, Layout
-from cpdhpc.precision import Recorder, recording
-from cpdhpc.quantized import load
-from cpdhpc.quantized.integers import Flatten, Input, IntegerNetwork
-from cpdhpc.report.trainings import load_run
+from cpdhpc.lab.report.trainings import load_run
+from cpdhpc.lab.train import gradients
+from cpdhpc.lab.train import job as jobs
 from cpdhpc.store import StoreError, Variable
-from cpdhpc.train import GradientReducer, gradients
-from cpdhpc.train import job as jobs
+from cpdhpc.torch import GradientReducer
+from cpdhpc.torch.precision import Recorder, recording
+from cpdhpc.torch.quantized import load
+from cpdhpc.torch.quantized.integers import Flatten, Input, IntegerNetwork
 from cpdhpc.world import files
 from cpdhpc.world.ranks import Loopback
 

@@ -17,23 +17,16 @@ from stand_ins import Slurm
 from studies import fill, small_study, some_result, study_file
 
 from cpdhpc import store
-from cpdhpc.claim import Claim, read_claim
-from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.study.cases import batches, expand, load_study
-from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import (
-    Folder,
-    FolderError,
-    Job,
-    extend,
-    record,
-    recorded,
-)
-from cpdhpc.study.run_here import measure
-from cpdhpc.study.slurm.status import states
-from cpdhpc.study.slurm.submit import unfinished
-from cpdhpc.study_data.study_file import read_result, write_result
+from cpdhpc.lab.claim import Claim, read_claim
+from cpdhpc.lab.cli import COMMANDS, main
+from cpdhpc.lab.study.cases import batches, expand, load_study
+from cpdhpc.lab.study.collect import collect, find
+from cpdhpc.lab.study.folder import Folder, FolderError, Job, extend, record, recorded
+from cpdhpc.lab.study.run_here import measure
+from cpdhpc.lab.study.slurm.status import states
+from cpdhpc.lab.study.slurm.submit import unfinished
+from cpdhpc.lab.study_data.study_file import read_result, write_result
 
 
 def contents(folder: Folder) -> dict[str, bytes]:

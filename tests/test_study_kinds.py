@@ -9,7 +9,6 @@ import pytest
 from every import every
 from pydantic import TypeAdapter
 
-from cpdhpc.bench.allreduce_cases import BASELINES as REAL_BASELINES
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.checks import check_world
 from cpdhpc.collectives.method import UNITS
@@ -17,10 +16,11 @@ from cpdhpc.collectives.rank_program import ACCUMULATES as REAL_ACCUMULATES
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf
 from cpdhpc.formats import NAMED, NAMED_WIRES
-from cpdhpc.kinds import KINDS
+from cpdhpc.lab.bench.allreduce_cases import BASELINES as REAL_BASELINES
+from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.study_data.factors import ABSENT
+from cpdhpc.lab.train.job import Job
 from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MEMCPY
-from cpdhpc.study_data.factors import ABSENT
-from cpdhpc.train.job import Job
 from cpdhpc.world.ranks import Loopback
 
 WIRES = ("raw", "e4m3", "e2m1fn", "e5m2", "int4", "ternary", "mxfp4")

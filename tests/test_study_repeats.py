@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from studies import small_study
 
-from cpdhpc.study.batch import TimedCalls, members
-from cpdhpc.study.cases import expand
+from cpdhpc.lab.study.batch import TimedCalls, members
+from cpdhpc.lab.study.cases import expand
 
 
 def test_members_are_the_first_of_the_first_nodes():

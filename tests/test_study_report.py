@@ -15,18 +15,18 @@ from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 from training import run_job
 
-from cpdhpc.commands.report import Outputs, page, report
 from cpdhpc.config import dump_toml
-from cpdhpc.kinds.train import TRAIN
-from cpdhpc.report.choice import Choice
-from cpdhpc.report.compare import compare
-from cpdhpc.report.figures import draw
-from cpdhpc.report.tables import Report, Table
-from cpdhpc.study.cases import expand, load_study
-from cpdhpc.study.collect import collect
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.report import study_report
-from cpdhpc.study_data.study_file import (
+from cpdhpc.lab.commands.report import Outputs, page, report
+from cpdhpc.lab.kinds.train import TRAIN
+from cpdhpc.lab.report.choice import Choice
+from cpdhpc.lab.report.compare import compare
+from cpdhpc.lab.report.figures import draw
+from cpdhpc.lab.report.tables import Report, Table
+from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.study.collect import collect
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study.report import study_report
+from cpdhpc.lab.study_data.study_file import (
     OUTCOMES,
     ReportError,
     load_study_file,

@@ -17,12 +17,12 @@ from studies import small_study, study_file
 from training import leave_sessions
 
 from cpdhpc import store
-from cpdhpc.claim import read_claim
-from cpdhpc.cli import main
-from cpdhpc.study import run_here
-from cpdhpc.study.cases import batches, expand
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.run_here import GRACE_S, LOG_LINES
+from cpdhpc.lab.claim import read_claim
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.study import run_here
+from cpdhpc.lab.study.cases import batches, expand
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study.run_here import GRACE_S, LOG_LINES
 
 pytestmark = pytest.mark.mpi_skip
 Run = Callable[..., tuple[int, str]]

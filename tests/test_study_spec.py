@@ -14,13 +14,13 @@ from studies import SMALL, small_study, study_file
 from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
-from cpdhpc.kinds import KINDS
-from cpdhpc.kinds.base import Call, Measure
-from cpdhpc.study.batch import TimedCalls
-from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study, shown
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.slurm.site import Site, array_script, arrays, minutes
-from cpdhpc.study.spec import Constraint, Run, Study
+from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.kinds.base import Call, Measure
+from cpdhpc.lab.study.batch import TimedCalls
+from cpdhpc.lab.study.cases import START_S, batches, case_time_s, expand, load_study, shown
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study.slurm.site import Site, array_script, arrays, minutes
+from cpdhpc.lab.study.spec import Constraint, Run, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 

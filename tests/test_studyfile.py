@@ -14,13 +14,13 @@ from studies import SMALL, fill, small_study, some_result
 from training import ROOT
 
 from cpdhpc import store
-from cpdhpc.study.cases import expand, load_study
-from cpdhpc.study.collect import SUMMARY, Base, collect, find, write_study
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.report import study_report
-from cpdhpc.study.spec import Study
-from cpdhpc.study_data.factors import Result
-from cpdhpc.study_data.study_file import (
+from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.study.collect import SUMMARY, Base, collect, find, write_study
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study.report import study_report
+from cpdhpc.lab.study.spec import Study
+from cpdhpc.lab.study_data.factors import Result
+from cpdhpc.lab.study_data.study_file import (
     OUTCOMES,
     WHERE_KNOWN,
     load_study_file,

@@ -13,24 +13,18 @@ from rendering import GPU_STUDY, STUDY, some_batches
 from stand_ins import Slurm
 from studies import some_result
 
-from cpdhpc.claim import ClaimError
 from cpdhpc.config import UserError, validate
-from cpdhpc.study.folder import (
-    Folder,
-    FolderError,
-    Job,
-    record,
-    recorded,
-)
-from cpdhpc.study.slurm import queue
-from cpdhpc.study.slurm import submit as module
-from cpdhpc.study.slurm.queue import JobState
-from cpdhpc.study.slurm.site import Site
-from cpdhpc.study.slurm.status import State, endings, look, states, tail, with_slurm
-from cpdhpc.study.slurm.submit import cancel, submit
-from cpdhpc.study.spec import Study
-from cpdhpc.study_data.factors import Case
-from cpdhpc.study_data.study_file import write_result
+from cpdhpc.lab.claim import ClaimError
+from cpdhpc.lab.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.lab.study.slurm import queue
+from cpdhpc.lab.study.slurm import submit as module
+from cpdhpc.lab.study.slurm.queue import JobState
+from cpdhpc.lab.study.slurm.site import Site
+from cpdhpc.lab.study.slurm.status import State, endings, look, states, tail, with_slurm
+from cpdhpc.lab.study.slurm.submit import cancel, submit
+from cpdhpc.lab.study.spec import Study
+from cpdhpc.lab.study_data.factors import Case
+from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
 

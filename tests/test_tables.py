@@ -17,10 +17,10 @@ import cpdhpc
 from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import Cast, Rounding, TableFormat, parse_format, shift_count
+from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.train.job import load
 from cpdhpc.ops import reference
-from cpdhpc.study.cases import expand, load_study
 from cpdhpc.table_formats import spelled
-from cpdhpc.train.job import load
 
 NF4 = TableFormat(  # Dettmers et al., QLoRA, arXiv 2305.14314, appendix E
     "nf4",

@@ -15,9 +15,9 @@ import torch
 from every import every
 
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.precision.arithmetic import Quantizer
-from cpdhpc.precision.tensors import TensorFormat
-from cpdhpc.train import GradientReducer
+from cpdhpc.torch import GradientReducer
+from cpdhpc.torch.precision.arithmetic import Quantizer
+from cpdhpc.torch.precision.tensors import TensorFormat
 from cpdhpc.world.ranks import Loopback
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -15,13 +15,7 @@ from every import every
 
 from cpdhpc.config import UserError
 from cpdhpc.formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, parse_format, tiles
-from cpdhpc.ops import (
-    cpu,
-    kernel_threads,
-    omp_num_threads,
-    set_kernel_threads,
-    threads,
-)
+from cpdhpc.ops import cpu, kernel_threads, omp_num_threads, set_kernel_threads, threads
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.ranks import Loopback
 

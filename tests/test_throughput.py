@@ -10,21 +10,15 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.bench import traffic
-from cpdhpc.bench.accuracy import contributions
-from cpdhpc.bench.throughput import NETWORKS, Layer, Model, Network
-from cpdhpc.bench.traffic import (
-    LATE,
-    Call,
-    calls_of,
-    count_calls,
-    price,
-)
-from cpdhpc.cli import main
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.lab.bench import traffic
+from cpdhpc.lab.bench.accuracy import contributions
+from cpdhpc.lab.bench.throughput import NETWORKS, Layer, Model, Network
+from cpdhpc.lab.bench.traffic import LATE, Call, calls_of, count_calls, price
+from cpdhpc.lab.cli import main
 from cpdhpc.world.ranks import Loopback
 
 PUBLISHED = {  # parameters, multiplications of a forward pass, in 1e6, as papers and model zoos say

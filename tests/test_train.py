@@ -14,23 +14,23 @@ from every import every
 from training import ROWS, SMALL, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
-from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.config import ConfigError, dump_toml
-from cpdhpc.signals import Caught
-from cpdhpc.train.command import _check_ranks
-from cpdhpc.train.controllers import DECAYS, Schedule
-from cpdhpc.train.loop import Diverged, run
-from cpdhpc.train.losses import Accuracy, CrossEntropy
-from cpdhpc.train.models import MODELS
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.samples import InMemory
-from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.step import backward, evaluate, exchange, step
-from cpdhpc.train.update import AllreduceUpdate
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.command import _check_ranks
+from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
+from cpdhpc.lab.train.models import MODELS
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import InMemory
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.step import backward, evaluate, exchange, step
+from cpdhpc.lab.train.update import AllreduceUpdate
+from cpdhpc.torch.controllers import DECAYS, Schedule
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 HIDDEN: dict[str, Any] = {"mlp": [8], "lenet": 16}
@@ -233,7 +233,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On rank 1 alone, with gradients that are finite."""
-    import cpdhpc.train.step as steps
+    import cpdhpc.lab.train.step as steps
 
     real, calls = steps.backward, []
 
@@ -281,7 +281,7 @@ def test_evaluation_takes_as_many_samples_as_memory_is_to_have(
 
     Sums of 64 products may round otherwise in other chunks, so losses agree to some 64 * 2**-24.
     """
-    import cpdhpc.train.step as steps
+    import cpdhpc.lab.train.step as steps
 
     copies = {"epsilon": 0.1} if name == "KEPT_BYTES" else {}
     job, sizes = small_job(adversarial=copies, train={"epochs": 1}), list[int]()

@@ -20,10 +20,10 @@ import test_train
 from job_page import keys_table
 from training import ROOT
 
-from cpdhpc.cli import main
 from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.train.job import load
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.train.job import load
 from cpdhpc.world.ranks import Loopback
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()

@@ -12,9 +12,9 @@ from every import every
 from torch.nn import Parameter
 
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.precision.tensors import TensorFormat, UpdateFormat
-from cpdhpc.precision.updates import RoundedUpdates
-from cpdhpc.train.optimizers import OPTIMIZERS
+from cpdhpc.lab.train.optimizers import OPTIMIZERS
+from cpdhpc.torch.precision.tensors import TensorFormat, UpdateFormat
+from cpdhpc.torch.precision.updates import RoundedUpdates
 
 pytestmark = pytest.mark.mpi_skip
 Array = np.ndarray[Any, np.dtype[Any]]

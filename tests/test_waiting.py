@@ -31,12 +31,12 @@ from cpdhpc.compress import (
 from cpdhpc.compress.base import Context
 from cpdhpc.compress.bucket import Bucket, State
 from cpdhpc.config import ConfigError, read_toml
-from cpdhpc.signals import Caught
-from cpdhpc.train.job import Job, read
-from cpdhpc.train.loop import run
-from cpdhpc.train.output import Files
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import prepare
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.job import Job, read
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.output import Files
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 WAITING = ["topk", "randomk", "dgc", "strom", "adacomp", "scalecom", "oktopk", "gradientflow"]
@@ -104,7 +104,7 @@ def steps(aggregator: str, build: Any) -> list[str]:
     """Return what two steps of a torch loop warn of."""
     model = model_of()
     optimizer = build(model.parameters())
-    reducer = cpdhpc.train.GradientReducer(model, Loopback(), aggregator)
+    reducer = cpdhpc.torch.GradientReducer(model, Loopback(), aggregator)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(2):

@@ -19,14 +19,14 @@ from matplotlib.figure import Figure
 from test_store import WRITERS, save_together
 
 from cpdhpc import store, whole_files
-from cpdhpc.bench.machine import write as write_machine
-from cpdhpc.claim import Claim, ClaimError, alone, read_claim
 from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.config import UserError
 from cpdhpc.darray import DistArray, Layout
+from cpdhpc.lab.bench.machine import write as write_machine
+from cpdhpc.lab.claim import Claim, ClaimError, alone, read_claim
+from cpdhpc.lab.study.folder import Folder, Job, record, recorded
+from cpdhpc.lab.study.slurm.site import Site, load_site
 from cpdhpc.store import StoreError
-from cpdhpc.study.folder import Folder, Job, record, recorded
-from cpdhpc.study.slurm.site import Site, load_site
 from cpdhpc.world.ranks import Loopback
 
 ROOT = Path(__file__).parents[1]

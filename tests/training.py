@@ -16,13 +16,13 @@ import pytest
 
 from cpdhpc import store
 from cpdhpc.config import merge, validate
-from cpdhpc.signals import Caught
-from cpdhpc.train.data import Dataset
-from cpdhpc.train.datasets import Idx
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.data import Dataset
+from cpdhpc.lab.train.datasets import Idx
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.world.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent

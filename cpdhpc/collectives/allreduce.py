@@ -42,17 +42,7 @@ from .checks import (
 from .engine import Program, Take, run, sum_by_mpi
 from .graphs import Graphed, check_graphs
 from .known import are_plain, know, know_as, recording_of, run_known
-from .method import (
-    CHOSEN,
-    MPI_ALLREDUCE,
-    Machine,
-    Method,
-    Op,
-    Reduced,
-    Segment,
-    Shifts,
-    as_machine,
-)
+from .method import CHOSEN, MPI_ALLREDUCE, Machine, Method, Op, Reduced, Segment, Shifts, as_machine
 from .predict import choose
 from .rank_program import program
 from .recorded import Recording

@@ -18,15 +18,7 @@ from ..methods import MAX_SUM_BITS, check_bool, check_integer, said_by
 from ..ops import backend_of, misread, on_gpu, to_host, type_name
 from ..randomness import check_key
 from ..world.ranks import Ranks
-from .method import (
-    MPI_ALLREDUCE,
-    Method,
-    Segment,
-    Shifts,
-    aps_shift,
-    integer_shift,
-    tile_span,
-)
+from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, tile_span
 
 Array = npt.NDArray[Any]
 

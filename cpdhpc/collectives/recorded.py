@@ -12,16 +12,7 @@ import numpy as np
 
 from ..methods import check_whole
 from ..ops import call_list
-from ..ops.call_list import (
-    ABSENT,
-    FEW_LOOKS,
-    LOOKS,
-    UNLIKE,
-    WAITING,
-    Kernels,
-    run_agreed,
-    run_list,
-)
+from ..ops.call_list import ABSENT, FEW_LOOKS, LOOKS, UNLIKE, WAITING, Kernels, run_agreed, run_list
 from ..ops.payloads import Array
 from ..ops.threads import kernel_threads
 from ..randomness import random_key

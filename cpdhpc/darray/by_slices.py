@@ -123,7 +123,7 @@ class _Torch(ArrayBackend):
         torch = sys.modules["torch"]
         if x.requires_grad and torch.is_grad_enabled():
             raise TypeError(
-                f"{what} requires a gradient, which would be lost: use cpdhpc.darray.autograd"
+                f"{what} requires a gradient, which would be lost: use cpdhpc.torch.autograd"
             )
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
             raise TypeError(

@@ -24,16 +24,7 @@ from . import ending
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
 from .files import check_box, write_box
 from .node_memory import Shared, share
-from .ranks import (
-    Array,
-    RankFailure,
-    Ranks,
-    Wait,
-    check_process_list,
-    named,
-    numbered,
-    of_rank,
-)
+from .ranks import Array, RankFailure, Ranks, Wait, check_process_list, named, numbered, of_rank
 
 
 def running_mpi() -> Any:

@@ -11,18 +11,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autoencoders as serial  # noqa: E402
 
-from cpdhpc.autoencoder import job as geometry  # noqa: E402
-from cpdhpc.autoencoder import probe  # noqa: E402
-from cpdhpc.autoencoder.command import shown  # noqa: E402
-from cpdhpc.autoencoder.job import Autoencoder, procs_of  # noqa: E402
-from cpdhpc.autoencoder.training import (  # noqa: E402
-    Stack,
-    resume,
-    save,
-)
-from cpdhpc.bench.layer import layer_costs  # noqa: E402
 from cpdhpc.config import UserError  # noqa: E402
 from cpdhpc.darray.layout import Layout  # noqa: E402
+from cpdhpc.lab.autoencoder import job as geometry  # noqa: E402
+from cpdhpc.lab.autoencoder import probe  # noqa: E402
+from cpdhpc.lab.autoencoder.command import shown  # noqa: E402
+from cpdhpc.lab.autoencoder.job import Autoencoder, procs_of  # noqa: E402
+from cpdhpc.lab.autoencoder.training import Stack, resume, save  # noqa: E402
+from cpdhpc.lab.bench.layer import layer_costs  # noqa: E402
 from cpdhpc.world import mpi  # noqa: E402
 from cpdhpc.world.ranks import Loopback  # noqa: E402
 

@@ -12,7 +12,7 @@ from cpdhpc.darray.windows import Constant
 
 torch = pytest.importorskip("torch")
 
-from cpdhpc.darray.autograd import accumulate, exchange, join  # noqa: E402
+from cpdhpc.torch.autograd import accumulate, exchange, join  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 SHAPE = (5, 4)

@@ -10,22 +10,18 @@ import numpy as np
 import pytest
 import xarray
 
-from cpdhpc.bench.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
-from cpdhpc.bench.harness import (
-    Measured,
-    Point,
-    check_out,
-)
-from cpdhpc.bench.replay import replay
-from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.compress import COMPRESSORS, NoCompression
 from cpdhpc.config import UserError
-from cpdhpc.study.benchmark import write_benchmark
-from cpdhpc.study_data.study_file import load_study_file
-from cpdhpc.train.gradients import Gradients
+from cpdhpc.lab.bench.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
+from cpdhpc.lab.bench.harness import Measured, Point, check_out
+from cpdhpc.lab.bench.replay import replay
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.study.benchmark import write_benchmark
+from cpdhpc.lab.study_data.study_file import load_study_file
+from cpdhpc.lab.train.gradients import Gradients
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

@@ -13,7 +13,7 @@ from reducing import backward, model_of
 
 import cpdhpc
 from cpdhpc.darray import Box, Layout, WindowPlan
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
@@ -58,7 +58,7 @@ def test_reduce_enters_few_files(world: World, wire: str | None) -> None:
             backward(model, step)
             reducer.reduce()
         backward(model, 2)
-        check(world, entered(reducer.reduce), "train/reducer.py", MOST_OF_REDUCE)
+        check(world, entered(reducer.reduce), "torch/reducer.py", MOST_OF_REDUCE)
 
 
 @pytest.mark.parametrize("share_memory", [True, False])

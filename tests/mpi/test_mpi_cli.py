@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from training import write_idx, write_job
 
-from cpdhpc.cli import main
-from cpdhpc.train import step as steps
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.train import step as steps
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]

@@ -11,7 +11,8 @@ import torch
 
 from cpdhpc.collectives.allreduce import allreduce
 from cpdhpc.config import UserError
-from cpdhpc.darray import Box, DistArray, Layout, WindowPlan, autograd, redistribute
+from cpdhpc.darray import Box, DistArray, Layout, WindowPlan, redistribute
+from cpdhpc.torch import autograd
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

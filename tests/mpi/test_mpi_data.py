@@ -12,14 +12,14 @@ from test_imports import JOB, THEIRS
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError
-from cpdhpc.signals import Caught
-from cpdhpc.train.job import load
-from cpdhpc.train.loop import run
-from cpdhpc.train.losses import Accuracy, CrossEntropy
-from cpdhpc.train.progress import Display
-from cpdhpc.train.samples import InMemory
-from cpdhpc.train.setup import Files, agreed, prepare
-from cpdhpc.train.step import evaluate
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.job import load
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import InMemory
+from cpdhpc.lab.train.setup import Files, agreed, prepare
+from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 

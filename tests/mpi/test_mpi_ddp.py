@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_models import MODELS, NETWORKS, batch
 
 from cpdhpc.compress import COMPRESSORS
-from cpdhpc.precision import Policy, convert
-from cpdhpc.precision.conversion import by_parameter
-from cpdhpc.precision.updates import RoundedUpdates
-from cpdhpc.train import GradientReducer, ddp_hook
+from cpdhpc.torch import GradientReducer, ddp_hook
+from cpdhpc.torch.precision import Policy, convert
+from cpdhpc.torch.precision.conversion import by_parameter
+from cpdhpc.torch.precision.updates import RoundedUpdates
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

@@ -15,7 +15,7 @@ import torch
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.recorded import empty_shared
 from cpdhpc.darray import Box, Layout, WindowPlan
-from cpdhpc.train import GradientReducer
+from cpdhpc.torch import GradientReducer
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

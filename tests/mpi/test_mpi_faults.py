@@ -20,8 +20,8 @@ from simulated_cupy import simulated
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.engine import Exchange, run
 from cpdhpc.darray import Box, Layout, WindowPlan
-from cpdhpc.darray.autograd import exchange, join
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.torch.autograd import exchange, join
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world import ending, gpu_messages
 from cpdhpc.world.mpi import World, library_version
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from cpdhpc.compress import COMPRESSORS
-from cpdhpc.precision import Policy, convert
-from cpdhpc.train import GradientReducer, ddp_hook, fsdp_hook
+from cpdhpc.torch import GradientReducer, ddp_hook, fsdp_hook
+from cpdhpc.torch.precision import Policy, convert
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

@@ -17,16 +17,16 @@ from cards import DEVICE, card
 from torch import nn
 from training import small_data, small_job
 
-from cpdhpc.darray.autograd import accumulate, exchange
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.output import Files
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.ops.tensors import CPU, values_of
-from cpdhpc.signals import Caught
-from cpdhpc.split_images import ImageGrid, partition
-from cpdhpc.train.loop import run
-from cpdhpc.train.output import Files
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import prepare
+from cpdhpc.torch.autograd import accumulate, exchange
+from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]

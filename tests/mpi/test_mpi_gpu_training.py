@@ -15,21 +15,21 @@ from test_gpu_training import WAYS, network, steps
 from torch import distributed
 from training import model_bytes
 
-from cpdhpc.autoencoder import probe
-from cpdhpc.autoencoder.job import Autoencoder
-from cpdhpc.autoencoder.training import Stack, resume, save
-from cpdhpc.bench.allreduce import parse_baselines
-from cpdhpc.bench.allreduce_cases import cases_of_size, group_of, missing
 from cpdhpc.config import UserError, validate
+from cpdhpc.lab.autoencoder import probe
+from cpdhpc.lab.autoencoder.job import Autoencoder
+from cpdhpc.lab.autoencoder.training import Stack, resume, save
+from cpdhpc.lab.bench.allreduce import parse_baselines
+from cpdhpc.lab.bench.allreduce_cases import cases_of_size, group_of, missing
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.datasets import Digits
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.output import Files
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.ops.tensors import CPU
-from cpdhpc.signals import Caught
-from cpdhpc.train.datasets import Digits
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import run
-from cpdhpc.train.output import Files
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import prepare
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.gpu_messages import use_gpu
 from cpdhpc.world.mpi import World
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.bench import halo
-from cpdhpc.bench.halo import (
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.lab.bench import halo
+from cpdhpc.lab.bench.halo import (
     ALL_WAYS,
     BLOCKING,
     OPERATIONS,
@@ -18,14 +20,12 @@ from cpdhpc.bench.halo import (
     Stencil,
     check,
 )
-from cpdhpc.bench.halo_cases import COPIED, OURS, WAYS, Setting, open_cases
-from cpdhpc.darray.layout import Box, Layout
-from cpdhpc.darray.plan import WindowPlan
-from cpdhpc.darray.show import spec_of
-from cpdhpc.kinds.halo import HALO
-from cpdhpc.kinds.place import Place
+from cpdhpc.lab.bench.halo_cases import COPIED, OURS, WAYS, Setting, open_cases
+from cpdhpc.lab.darray_show import spec_of
+from cpdhpc.lab.kinds.halo import HALO
+from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.study_data.factors import Case
 from cpdhpc.ops import moves
-from cpdhpc.study_data.factors import Case
 
 pytestmark = pytest.mark.mpi
 

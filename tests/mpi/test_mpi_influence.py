@@ -10,12 +10,12 @@ from test_training import directory, quiet, together, world  # noqa: F401
 from training import small_job
 
 from cpdhpc import store
-from cpdhpc.commands.influence import add_arguments, run
 from cpdhpc.config import UserError
-from cpdhpc.signals import Caught
-from cpdhpc.train import loop
-from cpdhpc.train.imports import ImportedData
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.commands.influence import add_arguments, run
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train import loop
+from cpdhpc.lab.train.imports import ImportedData
+from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from cpdhpc.bench import overlap as bench_overlap
 from cpdhpc.collectives import recorded
 from cpdhpc.collectives.allreduce import configured
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -19,7 +18,8 @@ from cpdhpc.compress.base import Aggregator, Mean
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import UserError
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.lab.bench import overlap as bench_overlap
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

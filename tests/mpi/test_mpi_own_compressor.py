@@ -13,17 +13,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from training import ROOT, model_bytes, write_idx
 
-from cpdhpc.cli import main
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import Aggregator, Context, Mean
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.signals import Caught
-from cpdhpc.train import GradientReducer, ddp_hook
-from cpdhpc.train.job import load
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.job import load
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch import GradientReducer, ddp_hook
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

@@ -13,7 +13,7 @@ import pytest
 from readme import BATCHES, block, commands, diff, lay_out
 from training import ROOT
 
-from cpdhpc.cli import main
+from cpdhpc.lab.cli import main
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]

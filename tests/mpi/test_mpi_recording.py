@@ -11,9 +11,9 @@ import torch
 from training import run_job, small_job
 
 from cpdhpc.config import UserError
-from cpdhpc.precision.recorder import Recorder
-from cpdhpc.precision.recording import load
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.torch.precision.recorder import Recorder
+from cpdhpc.torch.precision.recording import load
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

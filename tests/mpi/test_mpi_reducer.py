@@ -19,9 +19,9 @@ from torch_models import MODELS, NETWORKS, batch
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS
-from cpdhpc.train import gradients as gradients_of
-from cpdhpc.train.loss_scaling import LossScaler
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.lab.train import gradients as gradients_of
+from cpdhpc.torch.loss_scaling import LossScaler
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

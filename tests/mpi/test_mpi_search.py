@@ -9,10 +9,10 @@ import pytest
 from reducing import backward, gradients, model_of
 from training import model_bytes, run_job, small_data, small_job
 
-from cpdhpc.cli import main
-from cpdhpc.precision_search.evidence import Evidence
-from cpdhpc.train.command import Trainer
-from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.precision.evidence import Evidence
+from cpdhpc.lab.train.command import Trainer
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from training import small_data, small_job
 
-from cpdhpc.signals import Caught
-from cpdhpc.split_images import partition
-from cpdhpc.split_images.grid import ImageGrid
-from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch.reducer import GradientReducer
+from cpdhpc.torch.split_images import partition
+from cpdhpc.torch.split_images.grid import ImageGrid
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

@@ -16,7 +16,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from networks import ResNet20, UNet
 
-from cpdhpc.split_images import ImageGrid, partition
+from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

@@ -10,12 +10,12 @@ import pytest
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, merge, validate
-from cpdhpc.signals import Caught
-from cpdhpc.train.data import Dataset
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import Diverged, run
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.data import Dataset
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 

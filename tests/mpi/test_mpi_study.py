@@ -11,17 +11,24 @@ import pytest
 from studies import small_study
 from training import write_idx
 
-from cpdhpc import provenance
-from cpdhpc.bench.allreduce_cases import TimedCase
-from cpdhpc.claim import Claim, read_claim
 from cpdhpc.config import UserError
+from cpdhpc.lab import provenance
+from cpdhpc.lab.bench.allreduce_cases import TimedCase
+from cpdhpc.lab.claim import Claim, read_claim
+from cpdhpc.lab.study.batch import (
+    FAILED,
+    FINISHED,
+    UNFINISHED,
+    PlacementError,
+    measure_batch,
+    prove,
+)
+from cpdhpc.lab.study.cases import batches, expand, load_study
+from cpdhpc.lab.study.collect import collect, find
+from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study_data.study_file import ALIKE
+from cpdhpc.lab.train import setup
 from cpdhpc.store import StoreError
-from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, PlacementError, measure_batch, prove
-from cpdhpc.study.cases import batches, expand, load_study
-from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import Folder
-from cpdhpc.study_data.study_file import ALIKE
-from cpdhpc.train import setup
 
 pytestmark = pytest.mark.mpi
 

@@ -18,20 +18,20 @@ from test_precision_policy import PRECISION
 from training import write_idx
 
 from cpdhpc import store
-from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import UserError, dump_toml, merge, validate
-from cpdhpc.signals import Caught, Interrupted, catching
-from cpdhpc.train.checkpoint import state_file
-from cpdhpc.train.command import train
-from cpdhpc.train.controllers import Scheduled
-from cpdhpc.train.data import Dataset
-from cpdhpc.train.job import Job
-from cpdhpc.train.loop import Diverged, run
-from cpdhpc.train.models import MODELS, Model
-from cpdhpc.train.progress import Display
-from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.signals import Caught, Interrupted, catching
+from cpdhpc.lab.train.checkpoint import state_file
+from cpdhpc.lab.train.command import train
+from cpdhpc.lab.train.data import Dataset
+from cpdhpc.lab.train.job import Job
+from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.models import MODELS, Model
+from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.torch.controllers import Scheduled
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback

@@ -15,7 +15,7 @@ import pytest
 from lab import Lab, Mpi
 from training import ROOT
 
-from cpdhpc.study.run_here import is_open_mpi
+from cpdhpc.lab.study.run_here import is_open_mpi
 
 HERE = Path(__file__).parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")

@@ -9,7 +9,7 @@ import pytest
 from lab import Lab, Mpi, logs
 from training import ROOT
 
-from cpdhpc.study.folder import Folder, recorded
+from cpdhpc.lab.study.folder import Folder, recorded
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi_skip]
 ONE = """

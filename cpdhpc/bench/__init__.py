@@ -1,1 +1,0 @@
-"""Benchmarks: one file each; their rows are in cpdhpc.cli."""

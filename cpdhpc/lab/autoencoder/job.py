@@ -1,0 +1,444 @@
+"""Job files of the autoencoder: its images, layers and training.
+
+[data]: where images come from, and what is done to them before training.
+
+Every rank reads all images and takes the same random crops, of which it keeps its own cells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from ...config import (
+    Above0,
+    ConfigError,
+    Name,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+    Whole,
+    dump_toml,
+    validate,
+)
+from ...darray.layout import balanced_grid
+from ...world.ranks import Ranks
+from ..settings import blaming, override, read_file_of
+from ..train.data import DataError
+from ..train.datasets import find, read_digits, read_idx
+
+Array = npt.NDArray[Any]
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+_CROP, _NOISE = 2, 3  # streams of random numbers
+MARGIN = 8  # cells around a square that are whitened with it; what its edges do ends before them
+CUTOFF = 0.8  # of the whitening's low pass, of the highest frequency: 200 of 256 cycles there
+
+
+class Source(Section):
+    """[data]: images, float32[n, height, width, channels] in 0..1.
+
+    name: digits: of scikit-learn, 8 x 8; idx: the file path, as MNIST's; array: a .npy file,
+        path, [n, height, width] or with channels last, uint8 or floats in 0..1, read as needed;
+        folder: image files in path, of one size or larger than size; synthetic: noise
+    path: of the file or folder, where name needs one
+    tile: images are laid side by side, so many in a row and a column, each time in another order
+    held_out: share of the images that training never sees, evenly spaced; for probe
+    size: side of the random squares that are cut out; 0: nothing is cut
+    channels: of synthetic images; 1 or 3 of files: grey or colours
+    prepare: none; contrast: each square to mean 0 and variance 1; whiten: the same after a filter
+        f exp(-(f / f0)^4) that evens out the spectrum of natural images
+    Source of whiten: Olshausen, Field: Emergence of simple-cell receptive field properties, Nature
+    381, 1996.
+    """
+
+    name: Literal["digits", "idx", "array", "folder", "synthetic"]
+    path: str = ""
+    tile: Positive = 1
+    size: Whole = 0
+    held_out: Share = 0.0
+    channels: Literal[1, 3] = 1
+    prepare: Literal["none", "contrast", "whiten"] = "contrast"
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> Source:
+        if self.name in ("idx", "array", "folder") and not self.path:
+            raise ValueError(f"name={self.name!r} needs path")
+        if self.name in ("folder", "synthetic") and not self.size:
+            raise ValueError(f"name={self.name!r} needs size")
+        return self
+
+    def load(self, held_out: bool = False) -> Images:
+        """Return the images for training, or those that are held out.
+
+        Raises DataError, naming the file, where one is unfit or none is held out.
+        """
+        return Images(self, *LOADERS[self.name](self), held_out)
+
+
+class Images:
+    """Images to take batches from. Raises DataError where they are smaller than the squares.
+
+    whole: [height, width, channels] each; white: their value for 1
+    shape: height and width of a square; channels: of its cells
+    """
+
+    def __init__(
+        self, source: Source, whole: Sequence[Array], white: int, held_out: bool = False
+    ) -> None:
+        self.source, self.whole, self.white = source, whole, white
+        n = len(whole)
+        held = np.linspace(0, max(0, n - 1), round(n * source.held_out)).round().astype(int)
+        self.used = held if held_out else np.setdiff1d(np.arange(n), held)
+        if n and not self.used.size:
+            raise DataError(f"data.held_out={source.held_out}: leaves none of {n} images")
+        alike = isinstance(whole, np.ndarray)
+        shapes = {each.shape for each in (whole[:1] if alike else whole)}
+        if not shapes:
+            raise DataError(f"{source.path}: holds no images")
+        if len(shapes) > 1 and (source.tile > 1 or not source.size):
+            raise DataError(
+                f"{source.path}: images differ in size: data.size must cut squares, without tile"
+            )
+        side = min(min(shape[:2]) for shape in shapes) * source.tile
+        if source.size > side:
+            raise DataError(f"data.size={source.size}: an image has {side} cells on a side")
+        first, size = next(iter(shapes)), source.size
+        self.shape = (size, size) if size else (first[0] * source.tile, first[1] * source.tile)
+        self.channels = int(first[2])
+
+    def batch(self, n: int, seed: int, number: int) -> Array:
+        """Return float32[height, width, channels, n], the number-th batch; alike on all ranks.
+
+        Raises DataError where a value is not finite.
+        """
+        words = np.random.SeedSequence([seed, _CROP, number])
+        draws = np.random.Philox(words).random_raw(n * (self.source.tile**2 + 2)).reshape(n, -1)
+        squares = [self._square(draw) for draw in draws]
+        return np.ascontiguousarray(np.stack(squares, axis=3), np.float32)
+
+    def _square(self, draw: Array) -> Array:
+        tile = self.source.tile
+        chosen = [self.whole[self.used[int(i % len(self.used))]] for i in draw[:-2]]
+        rows = [np.concatenate(chosen[k * tile : (k + 1) * tile], axis=1) for k in range(tile)]
+        canvas = np.concatenate(rows, axis=0)
+        room = [a - b + 1 for a, b in zip(canvas.shape, self.shape, strict=False)]
+        top, left = (int(word % extent) for word, extent in zip(draw[-2:], room, strict=True))
+        return self.prepared(canvas, top, left)
+
+    def prepared(self, canvas: Array, top: int, left: int) -> Array:
+        """Return float64 of a square of a canvas, as layers get it.
+
+        Raises DataError where a value is not finite.
+        """
+        (height, width), margin = self.shape, MARGIN if self.source.prepare == "whiten" else 0
+        above, before = min(margin, top), min(margin, left)
+        wide = canvas[top - above : top + height + margin, left - before : left + width + margin]
+        if not np.isfinite(wide).all():
+            raise DataError(f"{self.source.path}: an image holds NaN or infinity")
+        inner = slice(above, above + height), slice(before, before + width)
+        return PREPARE[self.source.prepare](np.asarray(wide, np.float64) / self.white, inner)
+
+
+Inner = tuple[slice, slice]  # the square in what is given, which may have a margin
+
+
+def _standard(wide: Array, inner: Inner) -> Array:
+    """Return values of mean 0 and variance 1; a constant square becomes zeros."""
+    square = wide[inner]
+    centred = square - square.mean()
+    deviation = centred.std()
+    return centred / deviation if deviation > 1e-6 else np.zeros_like(centred)
+
+
+def _whitened(wide: Array, inner: Inner) -> Array:
+    """Return a filtered square. It is filtered with its margin, and mirrored: else the jumps from
+    edge to edge, which the periodic transform sees, would hold most of the energy.
+    """
+    mirrored = np.concatenate([wide, wide[::-1]])
+    mirrored = np.concatenate([mirrored, mirrored[:, ::-1]], axis=1)
+    frequencies = np.meshgrid(*(np.fft.fftfreq(n) for n in mirrored.shape[:2]), indexing="ij")
+    f = np.hypot(*frequencies) / 0.5  # 1: the highest along an axis
+    response = (f * np.exp(-((f / CUTOFF) ** 4)))[..., None]
+    spectrum = np.fft.fft2(mirrored, axes=(0, 1)) * response
+    return _standard(np.fft.ifft2(spectrum, axes=(0, 1)).real, inner)
+
+
+PREPARE: dict[str, Callable[[Array, Inner], Array]] = {
+    "none": lambda wide, inner: wide[inner],
+    "contrast": _standard,
+    "whiten": _whitened,
+}
+
+
+Loaded = tuple[Sequence[Array], int]
+
+
+def _digits(source: Source) -> Loaded:
+    return list(read_digits()[0][..., None]), 16
+
+
+def _idx(source: Source) -> Loaded:
+    path = Path(source.path)
+    return list(read_idx(find(path.parent, path.name), dims=3)[..., None]), 255
+
+
+def _array(source: Source) -> Loaded:
+    try:
+        values = np.load(source.path, allow_pickle=False, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source.path}: cannot be read as .npy: {error}") from None
+    if values.ndim not in (3, 4) or not values.size:
+        raise DataError(f"{source.path}: shape {values.shape}: must be images, maybe with channels")
+    if values.dtype != np.uint8 and values.dtype.kind != "f":
+        raise DataError(f"{source.path}: is of {values.dtype}: must be uint8, or floats in 0..1")
+    values = values[..., None] if values.ndim == 3 else values
+    return values, 255 if values.dtype == np.uint8 else 1
+
+
+def _folder(source: Source) -> Loaded:
+    from PIL import Image, UnidentifiedImageError
+
+    found = []
+    for path in sorted(Path(source.path).rglob("*")):
+        if path.suffix.lower() not in SUFFIXES:
+            continue
+        try:
+            with Image.open(path) as image:
+                pixels = np.asarray(image.convert("L" if source.channels == 1 else "RGB"))
+        except (OSError, UnidentifiedImageError) as error:
+            raise DataError(f"{path}: cannot be read: {error}") from None
+        found.append(pixels.reshape(*pixels.shape[:2], source.channels))
+    if not found:
+        raise DataError(f"{source.path}: holds no image files ({', '.join(SUFFIXES)})")
+    return found, 255
+
+
+def _synthetic(source: Source) -> Loaded:
+    shape = 4, source.size, source.size, source.channels
+    return list(np.random.Generator(np.random.Philox(_NOISE)).random(shape)), 1
+
+
+LOADERS = {
+    "digits": _digits,
+    "idx": _idx,
+    "array": _array,
+    "folder": _folder,
+    "synthetic": _synthetic,
+}
+
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of glibc's mallopt, malloc.h
+NEVER = 2**31 - 1  # bytes at the end of the heap, from which they would be given back
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what is freed, of any size; return whether it does, which takes glibc.
+
+    Otherwise every tensor above 32 MiB is pages that the kernel clears anew: an iteration of the
+    autoencoder with 11 million parameters and 32 images took 428 ms instead of 195 (one core).
+    For the whole process and to its end; all threads.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, NEVER))
+
+
+class Layer(Section):
+    """[[layer]]: filters, L2 pooling and local contrast normalisation, one after the other.
+
+    field, step: side of the receptive field, and from one block of filters to the next, in cells
+    maps: filters of a block, which all see the block's receptive field
+    pool, pool_step: side of a pool, and from one to the next, in blocks
+    contrast: side of the neighbourhood of the normalisation, in pools; odd
+    sparsity: weight of the pooled responses in the objective
+    epsilon: added to the squares under the root of a pool; floor: the least divisor of contrast
+    """
+
+    field: Positive
+    step: Positive = 1
+    maps: Positive
+    pool: Positive = 1
+    pool_step: Positive = 1
+    contrast: Positive = 1
+    sparsity: NotNegative = 0.1
+    epsilon: Above0 = 1e-3
+    floor: Above0 = 0.01
+
+    @model_validator(mode="after")
+    def _contrast_has_a_middle(self) -> Layer:
+        if self.contrast % 2 == 0:
+            raise ValueError(f"contrast={self.contrast}: should be odd")
+        return self
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A layer on images of a size. Raises ValueError where they are too small for it.
+
+    image: cells along both axes; channels: values of a cell
+    """
+
+    layer: Layer
+    image: tuple[int, int]
+    channels: int
+
+    def __post_init__(self) -> None:
+        needed = {"field": (self.layer.field, self.image), "pool": (self.layer.pool, self.blocks)}
+        for name, (size, extent) in needed.items():
+            if size > min(extent):
+                raise ValueError(f"{name}={size}: more than the {min(extent)} cells there are")
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of filters along both axes."""
+        return _slides(self.image, self.layer.field, self.layer.step)
+
+    @property
+    def pools(self) -> tuple[int, int]:
+        """Pools along both axes: the size of what the layer gives, with maps channels."""
+        return _slides(self.blocks, self.layer.pool, self.layer.pool_step)
+
+    @property
+    def inputs(self) -> int:
+        """Values in a receptive field."""
+        return self.layer.field**2 * self.channels
+
+    @property
+    def filters(self) -> int:
+        """Filters of all blocks."""
+        return self.blocks[0] * self.blocks[1] * self.layer.maps
+
+    @property
+    def parameters(self) -> int:
+        """Weights of all filters."""
+        return self.filters * self.inputs
+
+    @property
+    def scale(self) -> float:
+        """The factor on the reconstruction: the least of 1 and (values of an image / filters).
+
+        So the trace of scale W^T W, with rows of length 1, is the rank that it can have at most:
+        a tight frame then gives the image back exactly. This choice is ours.
+        """
+        return min(1.0, self.image[0] * self.image[1] * self.channels / self.filters)
+
+    def flop(self, batch: int) -> int:
+        """Floating-point operations of an iteration in matrix products.
+
+        Five products of 2 parameters batch each: responses, reconstruction, and the gradients of
+        both with respect to the weights and of the reconstruction with respect to the responses.
+        """
+        return 10 * self.parameters * batch
+
+
+def _slides(extent: tuple[int, int], size: int, step: int) -> tuple[int, int]:
+    return (extent[0] - size) // step + 1, (extent[1] - size) // step + 1
+
+
+def stack(layers: tuple[Layer, ...], image: tuple[int, int], channels: int) -> list[Geometry]:
+    """Return the geometry of each layer of a stack. Raises ValueError, naming the layer."""
+    found: list[Geometry] = []
+    for number, layer in enumerate(layers):
+        try:
+            found.append(Geometry(layer, image, channels))
+        except ValueError as error:
+            raise ValueError(f"layer {number}: {error}") from None
+        image, channels = found[-1].pools, layer.maps
+    return found
+
+
+Pair = Annotated[tuple[Positive, Positive], Field(strict=False)]
+MAY_DIFFER = (  # from the job of a checkpoint: the model is the same but for rounding
+    "train.timeout_s",
+    "train.checkpoint_every",
+    "train.cell_procs",
+    "train.block_procs",
+    "train.threads",
+    "train.keep_memory",
+    "train.device",
+    "train.oversubscribe_gpus",
+)
+
+
+class Train(Section):
+    """[train]: stochastic gradient descent with momentum, one layer after the other.
+
+    iterations: of each layer; batch: images of an iteration, the same on all ranks
+    learning_rate, momentum: of the steps; seed: of weights and images; dtype: of all values
+    checkpoint_every: iterations; timeout_s: the longest wait for others
+    cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
+        not given: as square as can be
+    threads: of torch, 0 for the cores that the rank owns
+    keep_memory: freed memory stays with the process, see keep_freed_memory: iterations on
+        large layers take half the time or less, and up to 1.6 times the memory
+    device: where layers compute: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
+    """
+
+    iterations: Positive = 200
+    batch: Positive = 32
+    learning_rate: Above0 = 0.01
+    momentum: Share = 0.9
+    seed: Whole = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    cell_procs: Pair | None = None
+    block_procs: Pair | None = None
+    threads: Whole = 0
+    keep_memory: bool = True
+    device: Literal["cpu", "gpu"] = "cpu"
+    oversubscribe_gpus: bool = False
+    checkpoint_every: Positive = 100
+    timeout_s: Above0 = 600.0
+
+
+class Autoencoder(Section):
+    """A whole file; layers are trained in order, each on what those before it give.
+
+    name: of its files; the job file's where it is not given
+    """
+
+    name: Name
+    data: Source
+    layer: Annotated[tuple[Layer, ...], Field(strict=False, min_length=1)]
+    train: Train = Train()
+
+    def set_process(self, world: Ranks) -> None:
+        """Set torch's threads, and what becomes of freed memory, for this process."""
+        from ..train.device import own_threads
+
+        own_threads(world, self.train.threads)
+        if self.train.keep_memory:
+            keep_freed_memory()
+
+    def toml(self) -> str:
+        """Return the job as TOML text, every default filled in."""
+        return dump_toml(self.model_dump(mode="python"))
+
+
+def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
+    """Return the job of a file. Raises ConfigError for whatever is wrong in it."""
+
+    def read(some: Iterable[str]) -> Autoencoder:
+        raw = override(read_file_of(path, "layer"), some)
+        return validate(Autoencoder, {"name": path.stem} | raw, str(path))
+
+    return blaming(read, settings, path)
+
+
+def procs_of(given: tuple[int, int] | None, ranks: int, key: str) -> tuple[int, int]:
+    """Return the grid of ranks. Raises ConfigError where a given one has another number."""
+    if given is None:
+        rows, columns = balanced_grid(ranks, 2)
+        return rows, columns
+    if given[0] * given[1] != ranks:
+        raise ConfigError(f"train.{key}={list(given)}: {given[0] * given[1]} ranks, not {ranks}")
+    return given

@@ -1,0 +1,275 @@
+"""Greedy training: each layer by gradient descent on what the layers before it give.
+
+Its files: the record of iterations, and checkpoints that any number of ranks takes.
+"""
+
+from __future__ import annotations
+
+import time
+from io import BufferedReader
+from math import fsum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ... import store
+from ...config import UserError
+from ...darray.array import read_all, save_all
+from ...darray.layout import Layout
+from ...ops.tensors import listed
+from ...store import Variable
+from ...world.files import opened
+from ...world.ranks import Ranks
+from .. import provenance
+from ..train.checkpoint import CheckpointError, check_same
+from ..train.device import own_device
+from .job import MAY_DIFFER, Autoencoder, Images, procs_of, stack
+from .layer import MacroLayer
+
+Array = npt.NDArray[Any]
+Tensor = torch.Tensor
+
+
+class Step(NamedTuple):
+    """What an iteration was, the same on all ranks; times are those of the slowest rank.
+
+    error, sparsity, energy: as in Terms, of the images; sent_bytes: of the rank that sent most
+    """
+
+    layer: int
+    iteration: int
+    loss: float
+    error: float
+    sparsity: float
+    energy: float
+    time_s: float
+    exchange_s: float
+    sent_bytes: int
+
+
+class Stack:
+    """The layers of a job on a world, and where training stands. Collective.
+
+    layer, iteration: the next one to be done
+    Raises UserError or ValueError on all ranks alike where the job does not go with the images, or
+    one has no GPU for it.
+    """
+
+    def __init__(self, job: Autoencoder, world: Ranks, images: Images) -> None:
+        self.job, self.world, self.images = job, world, images
+        train = job.train
+        cell_procs = procs_of(train.cell_procs, world.ranks, "cell_procs")
+        procs = procs_of(train.block_procs, world.ranks, "block_procs")
+        geometries = stack(job.layer, images.shape, images.channels)
+        self.cells = cells = Layout.grid(images.shape, cell_procs)
+        self.dtype: torch.dtype = getattr(torch, train.dtype)
+        self.device = own_device(world, train.device, oversubscribe=train.oversubscribe_gpus)
+        self.layers: list[MacroLayer] = []
+        for number, geometry in enumerate(geometries):
+            self.layers.append(
+                MacroLayer(
+                    world,
+                    geometry,
+                    cells,
+                    procs,
+                    seed=train.seed,
+                    number=number,
+                    dtype=self.dtype,
+                    device=self.device,
+                )
+            )
+            cells = self.layers[-1].pools
+        self.optimizers = [
+            torch.optim.SGD(
+                each.parameters(), lr=train.learning_rate, momentum=train.momentum, fused=True
+            )
+            for each in self.layers
+        ]
+        self.layer = self.iteration = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all layers are trained."""
+        return self.layer == len(self.layers)
+
+    def begun(self, layer: int) -> bool:
+        """Whether a layer has had an iteration."""
+        return (self.layer, self.iteration) > (layer, 0)
+
+    def batch(self) -> Tensor:
+        """Return the next iteration's images, the part that this rank owns."""
+        number = self.layer * self.job.train.iterations + self.iteration
+        return self.own(self.images.batch(self.job.train.batch, self.job.train.seed, number))
+
+    def own(self, whole: Array) -> Tensor:
+        """Return the cells that this rank owns of images [height, width, channels, n]."""
+        box = self.cells.owner(self.world.rank)
+        return torch.from_numpy(whole[box.slices((0, 0))].copy()).to(self.device, self.dtype)
+
+    @torch.no_grad()
+    def features(self, x: Tensor, layers: int) -> Tensor:
+        """Return what so many layers make of images. Collective."""
+        for each in self.layers[:layers]:
+            x = each(x)
+        return x
+
+    def step(self, x: Tensor) -> Step:
+        """Do the next iteration on a batch. Collective.
+
+        x: what batch returned
+        Raises Diverged on all ranks alike where the objective is not finite.
+        """
+        layer, optimizer = self.layers[self.layer], self.optimizers[self.layer]
+        x = self.features(x, self.layer)
+        layer.clock.take()
+        began_s = time.perf_counter()
+        optimizer.zero_grad()
+        terms, _ = layer.objective(x)
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        layer.normalise_rows()
+        told = listed(torch.stack(terms))  # waits for a GPU, whose work is part of the time
+        spent_s = time.perf_counter() - began_s
+        done = self._agreed(told, spent_s, *layer.clock.take())
+        self.iteration += 1
+        if self.iteration == self.job.train.iterations:
+            self.layer, self.iteration = self.layer + 1, 0
+        return done
+
+    def _agreed(
+        self, terms: list[float], spent_s: float, exchange_s: float, sent_bytes: int
+    ) -> Step:
+        """Return the sums over ranks, in their order, and the slowest rank's times. Collective."""
+        mine = terms, (spent_s, exchange_s, sent_bytes)
+        everyone = self.world.gather(mine, "iteration")
+        if not all(np.isfinite(values).all() for values, _ in everyone):
+            bad = [r for r, (values, _) in enumerate(everyone) if not np.isfinite(values).all()]
+            raise Diverged(
+                f"layer {self.layer}, iteration {self.iteration}: the objective is not finite on "
+                f"ranks {bad}: train.learning_rate={self.job.train.learning_rate} may be too large"
+            )
+        sums = [fsum(column) for column in zip(*(values for values, _ in everyone), strict=True)]
+        time_s, exchange_s, sent = (
+            max(column) for column in zip(*(spent for _, spent in everyone), strict=True)
+        )
+        loss, error, sparsity, energy = sums
+        here = self.layer, self.iteration
+        return Step(*here, loss, error, sparsity, energy, time_s, exchange_s, sent)
+
+
+class Diverged(UserError):
+    """The objective is not finite any more."""
+
+
+SCHEMA = 1
+COLUMNS = {  # of a Step: what it is, its units
+    "layer": ("layer that is trained", "1"),
+    "iteration": ("iteration of the layer", "1"),
+    "loss": ("objective, mean over images", "1"),
+    "error": ("squared error of the reconstruction, mean over images", "1"),
+    "sparsity": ("sum of pooled responses, mean over images", "1"),
+    "energy": ("squares of the layer's input, mean over images", "1"),
+    "time_s": ("time of an iteration on the slowest rank", "s"),
+    "exchange_s": ("time in exchanges, waits included, on the rank with most", "s"),
+    "sent_bytes": ("bytes that the rank which sent most sent", "byte"),
+}
+
+
+def save(path: Path, stack: Stack) -> None:
+    """Write a checkpoint; every rank writes its own blocks of filters. Collective.
+
+    Raises UserError on all ranks alike where it cannot be written.
+    """
+    arrays = {
+        f"layer{number}/{name}": layer.over_blocks(values)
+        for number, layer in enumerate(stack.layers)
+        for name, values in _state(stack, number).items()
+    }
+    attributes = {
+        "kind": "autoencoder checkpoint",
+        "schema": SCHEMA,
+        "layer": stack.layer,
+        "iteration": stack.iteration,
+        "toml": stack.job.toml(),
+    }
+    parts = {name: (each.layout, each.local) for name, each in arrays.items()}
+    save_all(stack.world, path, parts, attributes)
+
+
+def _state(stack: Stack, number: int) -> dict[str, torch.Tensor]:
+    """Return what a layer's training goes on from; momentum once it has begun."""
+    weight = stack.layers[number].weight
+    if not (stack.begun(number) and stack.job.train.momentum):
+        return {"weight": weight}
+    of_weight = stack.optimizers[number].state[weight]
+    momentum = of_weight.setdefault("momentum_buffer", torch.zeros_like(weight))
+    return {"weight": weight, "momentum": momentum}
+
+
+def resume(path: Path, stack: Stack) -> bool:
+    """Take over a checkpoint, made by any number of ranks; False where there is none. Collective.
+
+    Raises CheckpointError or StoreError on all ranks alike.
+    """
+    world = stack.world
+    if not world.on_first(path.exists, "resume"):
+        return False
+    with opened(world, path) as (file, _):
+        toml = stack.job.toml()
+        stack.layer, stack.iteration = world.on_first(lambda: _position(path, file, toml))
+        states = {
+            f"layer{number}/{name}": (layer.blocks, values)
+            for number, layer in enumerate(stack.layers)
+            for name, values in _state(stack, number).items()
+        }
+        found = read_all(world, file, {name: blocks for name, (blocks, _) in states.items()})
+    with torch.no_grad():
+        for name, (_, values) in states.items():
+            values.copy_(torch.from_numpy(found[name]).flatten(0, 1))
+    return True
+
+
+def _position(path: Path, file: BufferedReader, toml: str) -> tuple[int, int]:
+    """Return layer and iteration. Raises CheckpointError where the file is another job's."""
+    attributes, _ = store.contents(file)
+    if attributes.get("kind") != "autoencoder checkpoint":
+        raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
+    check_same(path, str(attributes["toml"]), toml, MAY_DIFFER)
+    return attributes["layer"], attributes["iteration"]
+
+
+def save_record(path: Path, stack: Stack, steps: list[Step], status: str) -> None:
+    """Write the record from rank 0. Collective.
+
+    Raises UserError on all ranks alike where it cannot be written.
+    """
+    about = {**provenance.attributes(stack.world), "status": status}
+    stack.world.on_first(lambda: _write_record(path, stack, steps, about), "record")
+
+
+def _write_record(path: Path, stack: Stack, steps: list[Step], about: store.Attributes) -> None:
+    order = {"step": Variable(("step",), np.arange(len(steps)), "iteration, from 0")}
+    columns = {
+        name: Variable(("step",), np.array([getattr(step, name) for step in steps]), *text)
+        for name, text in COLUMNS.items()
+    }
+    attributes = {
+        "kind": "autoencoder",
+        "schema": SCHEMA,
+        "name": stack.job.name,
+        "toml": stack.job.toml(),
+        "parameters": sum(layer.geometry.parameters for layer in stack.layers),
+        "ranks": stack.world.ranks,
+        **about,
+    }
+    store.write(path, {"steps": order | columns}, attributes)
+
+
+def read_steps(path: Path) -> list[Step]:
+    """Return the iterations of a record. Raises StoreError where it is none."""
+    groups, _ = store.read(path)
+    columns = (groups["steps"][name].tolist() for name in COLUMNS)
+    return [Step(*row) for row in zip(*columns, strict=True)]

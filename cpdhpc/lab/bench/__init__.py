@@ -1,0 +1,1 @@
+"""Benchmarks: one file each; their rows are in cpdhpc.lab.cli."""

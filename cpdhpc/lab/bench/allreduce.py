@@ -1,0 +1,346 @@
+"""Benchmark of all-reduces beside other libraries' and memcpy; --all: in the columns of nccl-tests.
+
+bench latency has small all-reduces; --all: in the columns of the OSU benchmarks. GB/s are 1e9
+byte/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...collectives.allreduce import Allreduce
+from ...collectives.method import AUTO, Machine, parse_scaling, read_machine
+from ...collectives.predict import predict
+from ...collectives.rank_program import ACCUMULATES
+from ...collectives.recorded import empty_shared
+from ...collectives.schedules import SCHEDULES
+from ...config import UserError, among
+from ...formats import MICROSCALING, wire_scaling
+from ...methods import BASELINE_DEVICES, MEMCPY, SCALINGS
+from ...ops import on_gpu
+from ...ops.payloads import parse_wire
+from ...world.cores import own_cores
+from ...world.ranks import Ranks
+from .allreduce_cases import (
+    BASELINES,
+    CALLS,
+    Array,
+    TimedCase,
+    bound_s,
+    cases_of_size,
+    group_of,
+    library_of,
+    missing,
+    wire_bytes,
+)
+from .allreduce_table import GIGA, Row, columns_of, heading, latency_heading, latency_line, lines
+from .harness import (
+    Measured,
+    Point,
+    add_device,
+    add_samples,
+    check_options,
+    check_out,
+    interleave_ranks,
+    machine_line,
+    parse_names,
+    parse_sizes,
+    ping_pong,
+    take_device,
+)
+
+
+class Asked(NamedTuple):
+    """What to measure at every size.
+
+    lent: as in cases_of_size; link_s: of a byte on a node's link; machine: for predictions
+    """
+
+    methods: Sequence[Allreduce]
+    baselines: Sequence[str]
+    calls: Sequence[str]
+    lent: Array | None
+    link_s: float
+    machine: Machine | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    add_choices(parser)
+    add_device(parser)
+    add_beside(parser)
+    parser.add_argument(
+        "--baselines",
+        metavar="NAME,...",
+        help=f"of {','.join(BASELINES)} (default: those that can run)",
+    )
+    add_samples(parser, 9, 2)
+    add_all(parser, "every call of each method, and the columns of nccl-tests")
+    parser.add_argument(
+        "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
+    )
+
+
+def add_all(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option that shows all that was measured."""
+    parser.add_argument("--all", action="store_true", help=f"print {what}; files have all of it")
+
+
+def add_beside(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how all-reduces are called, and of the bound beside their times."""
+    parser.add_argument(
+        "--calls",
+        metavar="NAME,...",
+        help="plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
+        "share memory; graphs: prepared, as CUDA graphs (default: those that the device knows)",
+    )
+    parser.add_argument(
+        "--link",
+        type=float,
+        metavar="GBIT",
+        help="rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong); "
+        "bound: the longer of memcpy, of the array by all ranks at once, and of 2 (N - 1) / N of "
+        "the bytes on the wire at that rate, N nodes",
+    )
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which all-reduces."""
+    parser.add_argument(
+        "--sizes",
+        default="64KiB:16MiB:x16",
+        metavar="SIZE,...",
+        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR",
+    )
+    parser.add_argument(
+        "--algorithms",
+        default="ring,tree,direct",
+        metavar="NAME,...",
+        help=f"of {','.join(SCHEDULES)},{AUTO}",
+    )
+    parser.add_argument(
+        "--wires", default="raw,e4m3", metavar="NAME,...", help="raw, formats, mxfp4"
+    )
+    parser.add_argument(
+        "--scalings", default="tile", metavar="NAME,...", help=f"of {','.join(SCALINGS)}"
+    )
+    parser.add_argument(
+        "--accumulate",
+        default="default",
+        metavar="NAME,...",
+        help=f"of {','.join(ACCUMULATES)},default: the algorithm's own",
+    )
+
+
+def parse_methods(
+    arguments: argparse.Namespace, machine: Machine | None
+) -> tuple[list[Allreduce], list[str]]:
+    """Return the methods that the options name, and what does not go together.
+
+    Raises UserError for unknown names, or where nothing goes together.
+    """
+    algorithms = parse_names("--algorithms", arguments.algorithms, among((*SCHEDULES, AUTO)))
+    wires = parse_names("--wires", arguments.wires, parse_wire)
+    scalings = parse_names("--scalings", arguments.scalings, lambda s: parse_scaling(s, None))
+    ways = parse_names("--accumulate", arguments.accumulate, among((*ACCUMULATES, "default")))
+    methods, skipped = dict[Allreduce, None](), []
+    for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
+        raw = wire == "raw"  # which neither scaling nor rounding touches
+        scaling = wire_scaling(wire) if raw or wire in MICROSCALING else scaling
+        options = (scaling, None if raw or way == "default" else way)
+        try:
+            methods[Allreduce(wire, algorithm, *options, machine=machine)] = None
+        except ValueError as error:
+            skipped.append(str(error).removeprefix("allreduce: "))
+    if not methods:
+        raise UserError(f"bench: nothing to do: {'; '.join(skipped) or 'no names are given'}")
+    return list(methods), skipped
+
+
+def parse_baselines(
+    world: Ranks, text: str | None, device: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the baselines to run, mpi and memcpy first, and why others are left out. Collective.
+
+    Raises UserError where text names one that cannot run.
+    """
+    asked = None if text is None else parse_names("--baselines", text, among(BASELINES))
+    why = {}
+    for library, devices in BASELINE_DEVICES.items():
+        reason = missing(world, library) if device in devices else f"takes no {device} arrays"
+        if reason:
+            why[library] = reason
+    for name in asked or ():
+        if library_of(name) in why:
+            raise UserError(f"--baselines {name}: {why[library_of(name)]}")
+    wanted = BASELINES if asked is None else {"mpi", MEMCPY, *asked}
+    found = [name for name in BASELINES if name in wanted and library_of(name) not in why]
+    told = why if device == "gpu" else {name: why[name] for name in why if name != "nccl"}
+    return found, told if asked is None else {}
+
+
+def parse_beside(
+    arguments: argparse.Namespace, world: Ranks, sizes: Sequence[int]
+) -> tuple[Asked, list[str]]:
+    """Return what add_beside's options ask for, and what is left out. Collective."""
+    device = arguments.device
+    calls = [name for name, devices in CALLS.items() if device in devices]
+    asked = calls
+    if arguments.calls is not None:
+        asked = parse_names("--calls", arguments.calls, among(CALLS))
+    calls = [name for name in asked if name in calls]
+    if not asked:
+        raise UserError(f"--calls {arguments.calls}: no names are given")
+    if not calls:
+        raise UserError(f"--calls {arguments.calls}: none of them takes {device} arrays")
+    skipped = [f"{name}: takes no {device} arrays" for name in asked if name not in calls]
+    if arguments.link is not None and not 0 < arguments.link < np.inf:
+        raise UserError(f"--link {arguments.link:g}: must be above 0")
+    if "shared" in calls and world.shared() is None:
+        calls.remove("shared")
+        skipped.append("shared: the arrays are in no memory that processes of a node share")
+    lent = empty_shared(world, (3, -(-max(sizes) // 64) * 16)) if "shared" in calls else None
+    link_s = 0.0
+    if len(set(world.nodes)) > 1:
+        link_s = ping_pong(world)[1] if arguments.link is None else 8 / GIGA / arguments.link
+    return Asked([], [], calls, lent, link_s), skipped
+
+
+def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
+    """Check and time every case at every size, and print a table. Collective."""
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
+    sizes = parse_sizes(arguments.sizes)
+    machine = None
+    if arguments.predict is not None:
+        machine = world.agreed(lambda: read_machine(arguments.predict)).machine
+    methods, skipped = parse_methods(arguments, machine)
+    where = take_device(arguments, world)
+    baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
+    skipped += [f"{library}: {reason}" for library, reason in why.items()]
+    world.agreed(lambda: check_out(arguments.out, world))
+    with own_cores(world) as cores, group_of(world, baselines):
+        beside, further = parse_beside(arguments, world, sizes)
+        asked = beside._replace(methods=methods, baselines=baselines, machine=machine)
+        columns = columns_of(arguments, methods)
+        left, on = skipped + further, [machine_line(world), *([where] if where else [])]
+        header = heading("; ".join(on), cores, arguments, left, columns)
+        if world.process == 0:
+            print("\n".join(header), flush=True)
+        rows = []
+        for size_bytes in sizes:
+            found = measure(world, arguments, size_bytes, asked)
+            if world.process == 0:
+                print("\n".join(lines(found, columns, world.ranks, arguments)), flush=True)
+            rows += found
+    return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
+
+
+def measure(
+    world: Ranks, arguments: argparse.Namespace, size_bytes: int, asked: Asked
+) -> list[Row]:
+    """Return the rows of a size, MPI_Allreduce and memcpy first. Collective."""
+    cases = cases_of_size(
+        world, size_bytes, asked.methods, asked.baselines, arguments.device, asked.calls, asked.lent
+    )
+    times = interleave_ranks(
+        world,
+        {i: case.run for i, case in enumerate(cases)},
+        arguments.repeats,
+        arguments.warmup,
+        lambda i: cases[i].prepare(),
+    )
+    copies_s = times[asked.baselines.index(MEMCPY)][arguments.warmup :].max(axis=1)
+    for case in cases:
+        case.free()
+    return [
+        Row(
+            size_bytes,
+            case,
+            times[i],
+            bound_s(world, wire_bytes(case), float(np.median(copies_s)), asked.link_s),
+            predicted_s(asked.machine, case, world),
+        )
+        for i, case in enumerate(cases)
+    ]
+
+
+def predicted_s(machine: Machine | None, case: TimedCase, world: Ranks) -> float:
+    """Return the predicted time of a plain call, nan for others or where there is no machine."""
+    if machine is None or case.method is None or case.call != "plain":
+        return np.nan
+    method = Allreduce(case.method.wire, case.chosen, case.method.scaling, case.method.accumulate)
+    return predict(machine, method, world.nodes, case.out.size).time_s
+
+
+def points(rows: Sequence[Row]) -> list[Point]:
+    """Return the points of a study of all-reduces."""
+    return [Point(_factors(row), _outcomes(row), row.times_s) for row in rows]
+
+
+def _factors(row: Row) -> dict[str, int | str]:
+    case = row.case
+    found: dict[str, int | str] = {
+        "size_bytes": row.size_bytes,
+        "algorithm": case.algorithm,
+        "wire": case.wire,
+    }
+    if on_gpu(case.out):
+        found["device"] = "gpu"
+    if case.algorithm == AUTO:
+        found["chosen"] = case.chosen
+    if case.method is not None:
+        found["call"] = case.call
+    if case.method is None or case.method.fmt is None:
+        return found
+    return found | {"value_scaling": case.scaling, "accumulate": case.accumulate}
+
+
+def _outcomes(row: Row) -> dict[str, float]:
+    found = {
+        "error": row.case.error,
+        "wire_bytes": row.case.wire_bytes,
+        "payload_bytes": float(row.size_bytes),
+        "bound_s": row.bound_s,
+    }
+    return found if np.isnan(row.predicted_s) else found | {"predicted_s": row.predicted_s}
+
+
+LATENCY = Allreduce("raw", "tree")  # of small arrays, the fastest
+
+
+def add_latency(parser: argparse.ArgumentParser) -> None:
+    """Add the options of bench latency."""
+    parser.add_argument("--sizes", default="8:4MiB:x4", metavar="SIZE,...", help="bytes of float32")
+    add_device(parser)
+    add_beside(parser)
+    add_samples(parser, 200, 20)
+    add_all(parser, "least and greatest latencies too, in the columns of the OSU benchmarks")
+
+
+def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
+    """Check and time small all-reduces beside MPI_Allreduce, in the columns of OSU. Collective."""
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
+    sizes = parse_sizes(arguments.sizes)
+    world.agreed(lambda: check_out(arguments.out, world))
+    rows: list[Row] = []
+    with own_cores(world) as cores:
+        taken = take_device(arguments, world)
+        beside, skipped = parse_beside(arguments, world, sizes)
+        asked = beside._replace(methods=[LATENCY], baselines=["mpi", MEMCPY])
+        said = [each for each in (machine_line(world), taken, *skipped) if each]
+        for size_bytes in sizes:
+            found = measure(world, arguments, size_bytes, asked)
+            if world.process == 0:
+                above = latency_heading("; ".join(said), cores, found, arguments.all)
+                last = latency_line(found, arguments.warmup, arguments.all)
+                print("\n".join([*([] if rows else above), last]), flush=True)
+            rows += found
+    return Measured("latency", "allreduce", points(rows), arguments.warmup, cores)

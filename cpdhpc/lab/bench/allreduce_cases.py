@@ -1,0 +1,371 @@
+"""Calls that all-reduces are timed by: ours, other libraries', memcpy; checked, with bounds."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...collectives.allreduce import Allreduce
+from ...collectives.method import AUTO
+from ...collectives.schedules import SCHEDULES
+from ...methods import MEMCPY
+from ...ops import to_host
+from ...world.cores import threads_of_rank
+from ...world.gpu_messages import carrier_of, use_own_gpu
+from ...world.ranks import Ranks
+from .harness import on_device, whole
+
+Array = NDArray[np.float32]
+LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks
+APART = 97  # places between the windows of two ranks in the common numbers
+
+
+class Data(NamedTuple):
+    """A rank's contribution, float32[n], and the sum of all ranks', float64[n], exact to 2**-53."""
+
+    x: Array
+    total: NDArray[np.float64]
+
+
+def window_data(numbers: Array, n: int, world: Ranks) -> Data:
+    """Return the data of this rank: a window of common numbers, at a place of its own."""
+    total = np.zeros(n)
+    for rank in range(world.ranks):
+        total += numbers[rank * APART : rank * APART + n]
+    start = world.hosted.start * APART
+    return Data(numbers[start : start + n].copy(), total)
+
+
+def integer_data(n: int, world: Ranks) -> Data:
+    """Return small integers: every order of summation gives their exact sum."""
+    rng = np.random.default_rng(0)
+    size = n + world.ranks * APART
+    return window_data(rng.integers(-LARGEST, LARGEST + 1, size).astype(np.float32), n, world)
+
+
+def normal_data(n: int, world: Ranks) -> Data:
+    """Return standard normal values."""
+    rng = np.random.default_rng(0)
+    return window_data(rng.standard_normal(n + world.ranks * APART, np.float32), n, world)
+
+
+@dataclass
+class TimedCase:
+    """A call to time, and what is known of it.
+
+    call: of CALLS, "-" where it is none of ours; exact: whether the sum must be exact, and so the
+        data integers; is_sum: whether it is a sum at all
+    prepare: done before each call, and not timed; free: called after all of them
+    chosen: the algorithm that ran; wire_bytes: what left the rank that sent most, nan where only
+        the library knows; error: of the sum, relative, in the Euclidean norm
+    """
+
+    algorithm: str
+    wire: str
+    scaling: str
+    accumulate: str
+    data: Data
+    out: Array
+    run: Callable[[], object]
+    call: str = "-"
+    exact: bool = True
+    is_sum: bool = True
+    prepare: Callable[[], object] = lambda: None
+    free: Callable[[], object] = lambda: None
+    method: Allreduce | None = None
+    chosen: str = ""
+    wire_bytes: float = np.nan
+    error: float = np.nan
+
+    @property
+    def name(self) -> str:
+        """The algorithm as shown: with what auto has chosen."""
+        return f"{self.algorithm}({self.chosen})" if self.algorithm == AUTO else self.algorithm
+
+    def check(self, world: Ranks) -> None:
+        """Run once; set what is known afterwards. Collective.
+
+        Raises ArithmeticError on all processes where ranks differ in a bit, or the sum of integers
+        is not exact.
+        """
+        self.out[...] = np.nan
+        sent = world.bytes_sent.copy()
+        self.prepare()
+        reduced: Any = self.run()
+        if not self.is_sum:
+            return
+        sent_bytes = world.bytes_sent - sent
+        out = to_host(self.out)
+        exact = not self.exact or np.array_equal(out, self.data.total)
+        digest = hashlib.blake2b(out.tobytes()).hexdigest()
+        found = world.gather((exact, digest, int(sent_bytes.max())), "bench: results")
+        what = f"bench: {self.call} {self.algorithm} {self.wire} {self.scaling} {self.accumulate}"
+        if len({digest for _, digest, _ in found}) > 1:
+            raise ArithmeticError(f"{what}: the ranks' results differ")
+        if not all(right for right, _, _ in found):
+            raise ArithmeticError(f"{what}: the sum of integers is not exact")
+        if self.method is not None:
+            self.wire_bytes = max(size for _, _, size in found)
+            self.chosen = reduced.algorithm
+        norm = float(np.linalg.norm(self.data.total))
+        self.error = float(np.linalg.norm(out - self.data.total)) / norm if norm else 0.0
+
+
+CALLS = {  # how ours are called: on which devices
+    "plain": ("cpu", "gpu"),
+    "prepared": ("cpu", "gpu"),
+    "shared": ("cpu",),  # prepared, with arrays of empty_shared
+    "graphs": ("gpu",),  # prepared, captured as CUDA graphs
+}
+
+
+def schedule_case(
+    world: Ranks, method: Allreduce, data: Data, out: Array, call: str = "plain"
+) -> TimedCase:
+    """Return the case of an all-reduce of ours, called as one of CALLS. Collective."""
+    run: Callable[[], object] = lambda: method.run(world, [data.x], [out])  # noqa: E731
+    free: Callable[[], object] = lambda: None  # noqa: E731
+    if call != "plain":
+        prepared = method.prepare(world, [data.x], [out], graphs=call == "graphs")
+        run, free = prepared.run, prepared.free
+    packed = method.fmt is not None
+    is_ours = method.algorithm in SCHEDULES
+    return TimedCase(
+        algorithm=method.algorithm,
+        wire=str(method.wire),
+        scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
+        accumulate=(method.accumulating if is_ours else method.accumulate or "default")
+        if packed
+        else "float32",
+        data=data,
+        out=out,
+        run=whole(run, out),
+        call=call,
+        exact=not packed,
+        free=free,
+        method=method,
+    )
+
+
+Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
+
+
+def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+    """MPI_Allreduce of float32, called without any of ours around it."""
+    run = lambda: carrier_of(world, out).sum_by_mpi(out, ints.x)  # noqa: E731
+    return TimedCase("mpi", "raw", "-", "float32", ints, out, run)
+
+
+def _memcpy(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+    """Copy the array, as all ranks do at once: the least that an all-reduce reads and writes."""
+
+    def run() -> None:
+        out[...] = ints.x
+
+    return TimedCase(MEMCPY, "raw", "-", "-", ints, out, whole(run, out), is_sum=False)
+
+
+def _float32(library: str) -> Baseline:
+    """A library of torch.distributed in float32, in place, as DDP does."""
+
+    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+        def fill() -> None:
+            out[...] = ints.x
+
+        run = whole(lambda: sum_float32(out), out)
+        prepare = whole(fill, out)
+        return TimedCase(library, "raw", "-", "float32", ints, out, run, prepare=prepare)
+
+    return case
+
+
+def _half(library: str, wire: str, dtype: str) -> Baseline:
+    """A library of torch.distributed in 16 bits, with the conversions, as DDP's hooks do."""
+
+    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+        run = whole(lambda: sum_half(normal.x, out, dtype), out)
+        return TimedCase(library, wire, "none", "requantise", normal, out, run, exact=False)
+
+    return case
+
+
+BASELINES: dict[str, Baseline] = {
+    "mpi": _mpi,
+    MEMCPY: _memcpy,
+    "gloo": _float32("gloo"),
+    "gloo-bf16": _half("gloo", "bf16", "bfloat16"),
+    "nccl": _float32("nccl"),
+    "nccl-bf16": _half("nccl", "bf16", "bfloat16"),
+    "nccl-fp16": _half("nccl", "fp16", "float16"),
+}
+
+
+def cases_of_size(
+    world: Ranks,
+    size_bytes: int,
+    methods: Sequence[Allreduce],
+    baselines: Sequence[str],
+    device: str = "cpu",
+    calls: Sequence[str] = ("plain",),
+    lent: Array | None = None,
+) -> list[TimedCase]:
+    """Return the checked cases of a size, baselines first. Collective.
+
+    lent: float32[3, n or more] that the node shares, for the arrays of "shared"
+    """
+    n = size_bytes // 4
+    made = integer_data(n, world), normal_data(n, world)
+    ints, normal = (Data(on_device(each.x, device), each.total) for each in made)
+    out = np.empty_like(ints.x)
+    cases = [BASELINES[name](world, ints, normal, out) for name in baselines]
+    for call in calls:
+        if call == "shared":
+            assert lent is not None, "their arrays are there"
+            x, y, out = (each[:n] for each in lent)
+            x[:], y[:] = ints.x, normal.x
+            ints, normal = ints._replace(x=x), normal._replace(x=y)
+        cases += [
+            schedule_case(world, method, normal if method.fmt else ints, out, call)
+            for method in methods
+        ]
+    for case in cases:
+        case.check(world)
+    return cases
+
+
+def bound_s(world: Ranks, wire_bytes: int, memcpy_s: float, link_s: float) -> float:
+    """Return the least time of an all-reduce, from memory and from the links of the nodes.
+
+    wire_bytes: of a rank's data; memcpy_s: of its float32 data by all ranks at once, which read
+    and write as much as any all-reduce; link_s: of a byte on a node's link
+    2 (N - 1) / N of the bytes leave each of N nodes, if its ranks are summed first: Patarasuk,
+    Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009,
+    theorem 1.
+    """
+    nodes = len(set(world.nodes))
+    return max(memcpy_s, 2 * (nodes - 1) / nodes * wire_bytes * link_s)
+
+
+def wire_bytes(case: TimedCase) -> int:
+    """Return the bytes of a rank's data on the wire."""
+    scaling = None if case.scaling == "-" else case.scaling
+    method = case.method or Allreduce(case.wire, scaling=scaling)
+    return method.payloads.size_bytes(case.out.size)
+
+
+TIMEOUT_S = 600.0
+GROUPS = ("gloo", "nccl")  # of torch.distributed
+
+
+@contextmanager
+def torch_group(world: Ranks, backend: str) -> Iterator[None]:
+    """Open torch's default process group over the processes of world, and close it. Collective.
+
+    They find one another by a TCP store of process 0, on a port that is free.
+    backend: gloo, or nccl for arrays on CuPy's current GPU
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads_of_rank(world))
+    device = None
+    if backend == "nccl":
+        from ...ops import gpu_runtime
+
+        device = torch.device("cuda", gpu_runtime.current_device())
+        torch.cuda.set_device(device)
+    names = world.gather(socket.gethostname())
+    host = names[0] if len(set(names)) > 1 else "127.0.0.1"
+    timeout = timedelta(seconds=TIMEOUT_S)
+
+    def store(port: int) -> Any:
+        leads = world.process == 0
+        return dist.TCPStore(host, port, world.processes, leads, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+
+    first = store(0) if world.process == 0 else None
+    port = world.gather(first.port if first else 0)[0]
+    dist.init_process_group(
+        backend,
+        store=first or store(port),
+        rank=world.process,
+        world_size=world.processes,
+        timeout=timeout,
+        device_id=device,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sum_float32(array: Any) -> None:
+    """Sum float32[n], of NumPy or CuPy, over processes in place. Collective."""
+    import torch.distributed as dist
+
+    from ...ops.tensors import tensor_of
+
+    dist.all_reduce(tensor_of(array))
+
+
+def sum_half(x: Any, out: Any, dtype: str) -> None:
+    """Sum float32[n] over processes into out in bfloat16 or float16, as DDP's hooks. Collective.
+
+    Conversion there and back is part of it, and the division by the number of processes is not.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from ...ops.tensors import tensor_of
+
+    small = tensor_of(x).to(getattr(torch, dtype))
+    dist.all_reduce(small)
+    tensor_of(out).copy_(small)
+
+
+def library_of(baseline: str) -> str:
+    """Return the library whose all-reduce a baseline is."""
+    return baseline.partition("-")[0]
+
+
+def missing(world: Ranks, library: str) -> str:
+    """Return why a library cannot run on these processes and their GPUs, or "". Collective."""
+    if library not in GROUPS:
+        return ""
+    found = world.gather(_lacks(library))
+    reason = next(filter(None, found), "")
+    if reason or library != "nccl":
+        return reason
+    gpus = [
+        *zip(world.nodes[:: world.virtual_ranks], world.gather(use_own_gpu(world)), strict=True)
+    ]
+    return "processes share GPUs" if len({*gpus}) < len(gpus) else ""
+
+
+def _lacks(library: str) -> str:
+    """Return what a library of torch.distributed lacks in this process, or ""."""
+    if find_spec("torch") is None:
+        return "torch is not installed on every process"
+    if library != "nccl":
+        return ""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return f"torch {torch.__version__} is built without NCCL"
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
+
+
+def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
+    """Return torch's process group where a baseline needs it. Collective."""
+    backend = next((name for name in map(library_of, baselines) if name in GROUPS), None)
+    if backend is None:
+        return nullcontext()
+    return torch_group(world, backend)

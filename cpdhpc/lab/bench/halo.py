@@ -1,0 +1,492 @@
+"""Benchmark of halo exchanges beside MPI's own ways, on the same arrays.
+
+Ours and MPI's work in an array that holds the halo around the rank's own cells; "copied" is ours
+with the cells elsewhere, which are copied too. subarray: Isend and Irecv of subarray datatypes, as
+they are and by persistent requests; alltoallw: MPI_Neighbor_alltoallw of them; packed: slices of
+NumPy copied to buffers and back. What accumulates adds the halos to the cells that they show.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...config import UserError, among
+from ...darray.layout import Box, balanced_grid
+from ...darray.plan import WindowPlan
+from ...ops import on_gpu
+from ...world.cores import own_cores
+from ...world.mpi import World
+from ...world.ranks import Ranks
+from ..darray_show import add_options, given, spec_of
+from .halo_cases import (
+    ACCUMULATE,
+    COPIED,
+    EXCHANGE,
+    MPI_TYPES,
+    OURS,
+    WAYS,
+    Array,
+    HaloCase,
+    Run,
+    Setting,
+    open_cases,
+)
+from .harness import (
+    Measured,
+    Point,
+    Times,
+    add_device,
+    add_samples,
+    check_options,
+    check_out,
+    comments,
+    interleave_ranks,
+    machine_line,
+    parse_names,
+    take_device,
+)
+
+PART_BYTES = 1 << 18  # of a part: a few of them fit into a core's second cache
+GIGABIT = 1e9 / 8  # bytes
+BLOCKING, OVERLAPPED, WITH_PROGRESS = "blocking", "overlapped", "overlapped, with progress"
+
+
+# Exchange and computation one after the other, and one behind the other, with equal results. The
+# computation is a stencil: each cell becomes a weighted sum of itself and of the cells at the ends
+# of its halo, corners included, in parts that fit a cache.
+def add_overlap(parser: argparse.ArgumentParser) -> None:
+    """Add the options of overlap."""
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="instead: a stencil with blocking and with overlapped exchange, equal in every bit",
+    )
+    parser.add_argument(
+        "--passes", type=int, default=1, metavar="N", help="how often the stencil is computed"
+    )
+    parser.add_argument(
+        "--link",
+        type=float,
+        metavar="GBIT",
+        help="rate of a link, for the bound, 1e9 bit/s (default: the time of the exchange)",
+    )
+
+
+class Stencil:
+    """The computation of a rank: out from window, both of floats, for some or all cells.
+
+    cells: that have their whole stencil in the window; whole, interior, boundary: parts of all of
+    them, of those that need no message, and of the others
+    """
+
+    def __init__(self, plan: WindowPlan, setting: Setting, window: Array, passes: int) -> None:
+        self._plan, self._window, self._passes = plan, window, passes
+        widths = setting.spec.widths
+
+        def shrunk(box: Box) -> Box:  # to the cells that have their stencil in the box
+            start = tuple(a + low for a, (low, _) in zip(box.start, widths, strict=True))
+            return Box(start, tuple(b - n for b, (_, n) in zip(box.stop, widths, strict=True)))
+
+        self.cells = plan.owned.intersect(shrunk(plan.window))
+        self.out = np.zeros((*plan.owned.shape, *setting.spec.trail), window.dtype)
+        self._offsets = list(product(*(sorted({-a, 0, b}) for a, b in widths)))
+        most = max(1, PART_BYTES // setting.cell_bytes)
+        interior = self.cells.intersect(shrunk(plan.interior))
+        self.whole = list(self.cells.parts(most))
+        self.interior = list(interior.parts(most))
+        self.boundary = [p for box in self.cells.without(interior) for p in box.parts(most)]
+        self._temporary = np.empty(most * setting.cell_bytes // window.itemsize, window.dtype)
+
+    def compute(self, parts: Sequence[Box]) -> None:
+        """Write the sums of the cells of some parts; each is the same whatever the part."""
+        for part in parts:
+            target = self.out[part.slices(self._plan.owned.start)]
+            temporary = self._temporary[: target.size].reshape(target.shape)
+            for i, offset in list(enumerate(self._offsets)) * self._passes:
+                values = self._window[part.shift(offset).slices(self._plan.window.start)]
+                if i:
+                    np.multiply(values, 1 / (i + 2), out=temporary)
+                    target += temporary
+                else:
+                    np.multiply(values, 0.5, out=target)
+
+
+def measure_overlap(world: World, setting: Setting, arguments: argparse.Namespace) -> None:
+    """Check and time a setting, and print a table. Collective."""
+    spec = setting.spec
+    if np.dtype(spec.dtype).kind != "f" or arguments.passes < 1:
+        raise UserError("--overlap: needs a dtype of floats, and passes of 1 or more")
+    if arguments.link is not None and not 0 < arguments.link < np.inf:
+        raise UserError(f"--link {arguments.link:g}: must be above 0")
+    with setting.plan(world) as plan:
+        if not all(world.gather(plan.window.contains(plan.owned), "bench halo")):
+            raise UserError("--overlap: each window must contain its rank's cells")
+        window = np.empty((*plan.window.shape, *spec.trail), spec.dtype)
+        stencil = Stencil(plan, setting, window, arguments.passes)
+        cases = _cases(plan, window, stencil)
+        check(world, plan, window, stencil, cases)
+        times = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
+        size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
+        if spec.wire != "raw":
+            size_bytes = plan.describe(spec.dtype, spec.trail).most_bytes
+    if world.process == 0:
+        slowest = {name: each[arguments.warmup :].max(axis=1) for name, each in times.items()}
+        print("\n".join(_table(setting, size_bytes, slowest, arguments)), flush=True)
+
+
+def _cases(plan: WindowPlan, window: Array, stencil: Stencil) -> dict[str, Run]:
+    own = plan.inside(window)
+
+    def blocking() -> None:
+        plan.exchange(own, window)
+        stencil.compute(stencil.whole)
+
+    def overlapped() -> None:
+        handle = plan.begin(own, window)
+        stencil.compute(stencil.interior)
+        handle.finish()
+        stencil.compute(stencil.boundary)
+
+    def with_progress() -> None:
+        handle = plan.begin(own, window)
+        for part in stencil.interior:
+            stencil.compute([part])
+            handle.progress()
+        handle.finish()
+        stencil.compute(stencil.boundary)
+
+    return {
+        "exchange alone": lambda: plan.exchange(own, window),
+        "computation alone": lambda: stencil.compute(stencil.whole),
+        BLOCKING: blocking,
+        OVERLAPPED: overlapped,
+        WITH_PROGRESS: with_progress,
+    }
+
+
+def check(
+    world: Ranks, plan: WindowPlan, window: Array, stencil: Stencil, cases: Mapping[str, Run]
+) -> None:
+    """Raise ArithmeticError on all ranks unless all cases give the same bits. Collective.
+
+    Before each the halo holds NaN, which would show.
+    """
+    rng = np.random.default_rng(world.process)
+    values = rng.standard_normal((*plan.owned.shape, *window.shape[plan.owned.ndim :]))
+    results = set()
+    for name in (BLOCKING, OVERLAPPED, WITH_PROGRESS):
+        window[...] = np.nan
+        plan.inside(window)[...] = values
+        stencil.out[...] = np.nan
+        world.barrier("bench halo")
+        cases[name]()
+        results.add(stencil.out.tobytes())
+    part = stencil.out[stencil.cells.slices(plan.owned.start)]
+    right = len(results) == 1 and bool(np.isfinite(part).all())
+    if not all(world.gather(right, "bench halo")):
+        raise ArithmeticError("bench halo: overlapped and blocking results differ, or hold NaN")
+
+
+def _table(
+    setting: Setting, size_bytes: int, times_s: Mapping[str, Times], arguments: argparse.Namespace
+) -> list[str]:
+    """times_s: of the slowest rank."""
+    medians_s = {name: float(np.median(each)) for name, each in times_s.items()}
+    lines = [
+        "#",
+        f"# {setting}: {size_bytes} bytes a rank; {arguments.passes} pass(es); "
+        "results equal in every bit",
+        f"# {'':>25} {'time (ms)':>10} {'min':>9} {'max':>9} {'x blocking':>11}",
+    ]
+    for name, each in times_s.items():
+        lines.append(
+            f"  {name:>25} {1e3 * medians_s[name]:>10.3f} {1e3 * each.min():>9.3f} "
+            f"{1e3 * each.max():>9.3f} {np.median(times_s[BLOCKING] / each):>11.2f}"
+        )
+    message_s, what = medians_s["exchange alone"], "exchange alone"
+    if arguments.link:
+        message_s, what = size_bytes / (arguments.link * GIGABIT), "bytes / link"
+    bound_s = max(medians_s["computation alone"], message_s)
+    lines.append(f"  {'bound':>25} {1e3 * bound_s:>10.3f}   the longer of computation and {what}")
+    return lines
+
+
+GIGA = 1e9
+OPERATIONS = EXCHANGE, ACCUMULATE
+ALL_WAYS = OURS, COPIED, *WAYS
+SAMPLE_S = 1e-3  # the least that a sample should take
+MOST_CALLS = 500  # of a sample
+TRIED = 10  # calls of a sample that says how many fill one
+
+
+class Usual(NamedTuple):
+    """A setting for any number of ranks.
+
+    block: cells of a rank; axes: that are split, evenly where there are several
+    """
+
+    text: str
+    block: tuple[int, ...]
+    axes: tuple[int, ...]
+    halo: list[int]
+    trail: tuple[int, ...] = ()
+    boundary: str = "none"
+
+
+USUAL = {
+    "rows": Usual("images, batch innermost, by rows", (100, 200), (0,), [10, 0], (96,)),
+    "columns": Usual("the same by columns", (200, 100), (1,), [0, 10], (96,)),
+    "nchw": Usual("batch first, by columns", (96, 2, 200, 100), (3,), [0, 0, 0, 5]),
+    "cube": Usual("a block of 64^3, by its last axis", (64, 64, 64), (2,), [0, 0, 1]),
+    "small": Usual("a block of 16^3, by its middle axis", (16, 16, 16), (1,), [0, 1, 0]),
+    "torus": Usual("a periodic grid, corners", (256, 256), (0, 1), [1, 1], boundary="wrap"),
+}
+
+
+class Row(NamedTuple):
+    """A case of a setting: times_s float64[warmup + repeats, processes], of one call."""
+
+    setting: Setting
+    case: HaloCase
+    size_bytes: int
+    calls: int
+    times_s: Times
+
+    def slowest(self, warmup: int) -> Times:
+        """Return the times of the slowest rank, without warm-ups."""
+        times: Times = self.times_s[warmup:].max(axis=1)
+        return times
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
+    parser.add_argument(
+        "--usual", default=",".join(USUAL), metavar="NAME,...", help=f"of {usual_text}"
+    )
+    parser.add_argument(
+        "--operations", default=EXCHANGE, metavar="NAME,...", help=f"of {','.join(OPERATIONS)}"
+    )
+    parser.add_argument(
+        "--ways", default="; ".join(ALL_WAYS), metavar="NAME;...", help="parted by semicolons"
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=0,
+        metavar="N",
+        help="calls of a sample (default: as fill a millisecond)",
+    )
+    add_device(parser)
+    add_overlap(parser)
+    add_samples(parser, 31, 3, "samples")
+
+
+def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
+    """Return what is to be measured: the usual, or the one of --shape. Raises UserError."""
+    options = given(arguments)
+    if "shape" in options:
+        procs = [ranks] + [1] * (len(options["shape"]) - 1)
+        raw = {"procs": procs, "boundary": "none", "halo": 1} | options
+        found = [Setting("given", spec_of(raw, "bench halo"))]
+    else:
+        names = parse_names("--usual", arguments.usual, among(USUAL))
+        found = [usual(name, ranks, options) for name in names]
+    for setting in found:
+        planned = setting.spec.geometry().layout.ranks
+        if planned != ranks:
+            raise UserError(f"--procs: is for {planned} ranks, here are {ranks}")
+    return found
+
+
+def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
+    """Return a usual setting for so many ranks, some of its keys replaced.
+
+    Raises ConfigError where they do not fit.
+    """
+    of = USUAL[name]
+    procs = [1] * len(of.block)
+    for axis, n in zip(of.axes, balanced_grid(ranks, len(of.axes)), strict=True):
+        procs[axis] = n
+    raw = {
+        "shape": [n * p for n, p in zip(of.block, procs, strict=True)],
+        "procs": procs,
+        "halo": of.halo,
+        "boundary": of.boundary,
+        "trail": list(of.trail),
+    }
+    return Setting(name, spec_of(raw | options, f"bench halo: {name}"))
+
+
+def run(arguments: argparse.Namespace, world: World) -> Measured:
+    """Check and time every case, and print a table. Collective."""
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup", "calls")
+    settings = settings_of(arguments, world.ranks)
+    operations = parse_names("--operations", arguments.operations, among(OPERATIONS))
+    ways = parse_names("--ways", arguments.ways, among(ALL_WAYS), ";")
+    if not (operations and ways):
+        raise UserError("--operations, --ways: no names are given")
+    if arguments.overlap and arguments.device == "gpu":
+        raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
+    where_arrays_are = take_device(arguments, world)
+    world.agreed(lambda: check_out(arguments.out, world))
+    rows: list[Row] = []
+    with own_cores(world) as cores:
+        where = machine_line(world)
+        if world.process == 0:
+            print("\n".join(heading(where, cores, where_arrays_are, arguments)), flush=True)
+        for setting in settings:
+            if arguments.overlap:
+                measure_overlap(world, setting, arguments)
+            else:
+                rows += measure(world, setting, arguments, operations, ways)
+    return Measured("halo", "halo", [point(row) for row in rows], arguments.warmup, cores)
+
+
+def measure(
+    world: World,
+    setting: Setting,
+    arguments: argparse.Namespace,
+    operations: Sequence[str],
+    ways: Sequence[str],
+) -> list[Row]:
+    """Return the rows of a setting, and print them. Collective."""
+    with setting.plan(world) as plan:
+        size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
+        if world.process == 0:
+            print("\n".join(about(setting, plan, size_bytes)), flush=True)
+        rows: list[Row] = []
+        for operation in operations:  # each by itself: sums grow, and exchanges copy them
+            asked = world, setting, plan, [operation], ways
+            with open_cases(*asked, device=arguments.device) as cases:
+                calls, times = time_cases(world, cases, arguments) if cases else (0, [])
+            rows += [
+                Row(setting, case, size_bytes, calls, times_s)
+                for case, times_s in zip(cases, times, strict=True)
+            ]
+    if world.process == 0:
+        for row in rows:
+            print(line(row, rows, arguments.warmup), flush=True)
+    return rows
+
+
+def time_cases(
+    world: Ranks, cases: Sequence[HaloCase], arguments: argparse.Namespace
+) -> tuple[int, list[Times]]:
+    """Return the calls of a sample, and the seconds of a call, of each case. Collective.
+
+    All cases have as many calls, so that a start that ranks do not make together, which is the
+    price of one, weighs as little on each.
+    """
+
+    def timed(calls: int, repeats: int, warmup: int) -> list[Times]:
+        samples = {i: partial(repeated, case.run, calls) for i, case in enumerate(cases)}
+        times = interleave_ranks(world, samples, repeats, warmup)
+        return [each / calls for each in times.values()]
+
+    calls = arguments.calls
+    if not calls:
+        tried = [times_s[1:].max(axis=1) for times_s in timed(TRIED, 3, 1)]
+        fastest_s = min(float(np.median(each)) for each in tried)
+        calls = min(MOST_CALLS, 1 + int(SAMPLE_S / fastest_s))
+    return calls, timed(calls, arguments.repeats, arguments.warmup)
+
+
+def repeated(run: Run, calls: int) -> None:
+    """Call so many times."""
+    for _ in range(calls):
+        run()
+
+
+def heading(
+    where: str, cores: str, where_arrays_are: str, arguments: argparse.Namespace
+) -> list[str]:
+    """Return the lines above the tables."""
+    lines = [
+        f"halo exchange: {where}",
+        cores,
+        *filter(None, [where_arrays_are]),
+        f"time: of a call, the slowest rank, median of {arguments.repeats} samples of many calls "
+        f"after {arguments.warmup} warm-ups, cases in turns",
+        "GB/s: 1e9 byte/s of cells that leave the rank that sends most",
+        "x MPI: how many times as fast as the fastest of subarray, persistent, alltoallw "
+        "in each sample, median over samples: not the ratio of the medians shown",
+    ]
+    return comments(lines)
+
+
+def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
+    """Return what is said of a setting."""
+    return [
+        "#",
+        *comments(
+            [f"{setting}: {size_bytes} bytes a rank, in runs of {_run_bytes(setting, plan)}"]
+        ),
+        f"# {'operation':>10} {'way':>21} {'time (us)':>10} {'min':>9} {'max':>9} {'GB/s':>7} "
+        f"{'x MPI':>6} {'calls':>6}",
+    ]
+
+
+def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
+    """Return the bytes that lie together in the window, of the first piece; 0 of none."""
+    pieces = [piece for message in plan.recvs for piece in message.pieces]
+    if not pieces:
+        return 0
+    run_bytes, shape = setting.cell_bytes, pieces[0].target.shape
+    for n, extent in zip(reversed(shape), reversed(plan.window.shape), strict=True):
+        run_bytes *= n
+        if n != extent:
+            break
+    return run_bytes
+
+
+def line(row: Row, rows: Sequence[Row], warmup: int) -> str:
+    """Return a row of the table."""
+    case, times_s = row.case, row.slowest(warmup)
+    time_s = float(np.median(times_s))
+    by_mpi = [
+        each.slowest(warmup)
+        for each in rows
+        if each.case.way in MPI_TYPES and each.case.operation == case.operation
+    ]
+    best = min(by_mpi, key=np.median, default=None)
+    beside = "-" if best is None else f"{np.median(best / times_s):.2f}"
+    return (
+        f"  {case.operation:>10} {case.way:>21} {1e6 * time_s:>10.2f} "
+        f"{1e6 * times_s.min():>9.2f} {1e6 * times_s.max():>9.2f} "
+        f"{row.size_bytes / time_s / GIGA:>7.2f} {beside:>6} {row.calls:>6}"
+    )
+
+
+def point(row: Row) -> Point:
+    """Return a point of a study of halos."""
+    spec, sent_bytes = row.setting.spec, float(row.size_bytes)
+    factors = {
+        "setting": row.setting.name,
+        "widths": _text(spec.halo),
+        **{key: _text(getattr(spec, key)) for key in ("shape", "procs", "trail")},
+        **{key: _text(getattr(spec, key)) for key in ("boundary", "dtype", "wire")},
+        "transfer": row.case.operation,
+        "way": row.case.way,
+    }
+    if on_gpu(row.case.out):
+        factors["device"] = "gpu"
+    outcomes = {"payload_bytes": sent_bytes}
+    if spec.wire == "raw":
+        outcomes["wire_bytes"] = sent_bytes
+    return Point(factors, outcomes, row.times_s)
+
+
+def _text(value: Any) -> str:
+    """Return 1,0:2 of [1, [0, 2]]."""
+    if not isinstance(value, list):
+        return str(value)
+    return ",".join(":".join(map(str, n)) if isinstance(n, list) else str(n) for n in value)

@@ -1,0 +1,423 @@
+"""python -m cpdhpc bench fit, predict: what predictions need of a machine, and predicted times."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import store
+from ...collectives.allreduce import Allreduce
+from ...collectives.known import forget
+from ...collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
+from ...collectives.predict import Prediction, choose, fastest, predict
+from ...collectives.recorded import FAR_NS, PART_VALUES
+from ...config import ConfigError, UserError, dump_toml
+from ...formats import Cast, Format, packed_bytes, parse_format, tiles
+from ...ops import cpu
+from ...whole_files import sealed
+from ...world.cores import own_cores
+from ...world.node_memory import round_trip_ns
+from ...world.ranks import Ranks
+from ..provenance import attributes
+from .allreduce import add_choices, parse_methods
+from .harness import (
+    Floats,
+    add_repeats,
+    check_options,
+    check_out,
+    line,
+    machine_line,
+    nonnegative,
+    parse_sizes,
+    ping_pong,
+)
+
+MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
+ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
+FITTED = ["call_s", "step_s", "near_s", "own_cache_bytes", "memory_s", "cache_bytes"]
+# Of all-reduces that the fit sees: a world keeps KEPT recordings, so no more calls than that
+FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))
+CHECKED_BYTES = (8, 1 << 14, 1 << 17, 1 << 19, 1 << 24)  # of those it does not see
+JUDGED_BYTES = 1 << 12  # from where on predictions are judged: below, it is the call that counts
+IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values
+WIRES = ("raw", "e4m3")
+CACHES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes: from where fits start, as each finds one of
+# several places where no small step brings anything
+OFF_CORE = 0.04  # of a call: a process that runs for so much less of its time was kept off its core
+QUARTILE = 0.25  # of the times of calls: memory and caches that others use lengthen the later ones
+MOST_TURNS = 8  # times the repeats that are wanted, while cores are moved
+MOST_TRIES = 50  # to write calls down while cores stay as they are
+LOOK_S, MOST_LOOKS = 0.05, 2000  # time between looks at moved cores, and how many until the end
+SHORTENED = 5  # lengths of a step that the fit tries
+NEARER = 0.999  # times the misfit: the fit ends where a step brings less
+
+
+class Sample(NamedTuple):
+    """A measured call: time_s of an all-reduce of n values on ranks of these nodes."""
+
+    method: Method
+    nodes: tuple[int, ...]
+    n: int
+    time_s: float
+
+
+def add_fit(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("--out", type=Path, required=True, metavar="MACHINE.toml", help="the file")
+    parser.add_argument("--format", default="e4m3", metavar="NAME", help="of the codec's times")
+    add_repeats(parser, 30, 1)
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="MACHINE.toml",
+        help="show what an earlier fit predicts, too, of cores as far apart as then",
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes only, for tests")
+
+
+def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
+    """Measure, fit, write the file, and print how near the predictions are. Collective."""
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
+    world.agreed(lambda: check_out(arguments.out))
+    if world.processes < 2:
+        raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
+    cast = Cast(world.agreed(lambda: _format(arguments.format)))
+    beside = arguments.beside and world.agreed(lambda: _earlier(arguments.beside))
+    quick = arguments.quick
+    with own_cores(world) as cores:
+        alpha_s, beta_s = ping_pong(world, MESSAGES[: 4 if quick else None], arguments.repeats, 3)
+        apart_ns = round_trip_ns(world)
+        if beside:  # at the distance of the earlier one: its times hold for no other
+            apart_ns = int(beside.fit.get("apart_ns", apart_ns))
+        turns = Turns(world, apart_ns > FAR_NS, arguments.repeats, arguments.warmup)
+        rates, samples = turns.take(cast, FITTED_BYTES[: 2 if quick else None])
+        checked = [] if quick else turns.take(cast, CHECKED_BYTES)[1]
+    start = replace(DEFAULT, alpha_s=alpha_s, beta_s=beta_s, **rates)
+    fields = FITTED + ["host_s"] * (len(set(world.nodes)) > 1)
+    starts = [replace(start, cache_bytes=float(size)) for size in CACHES]
+    found = [fit(each, samples, fields) for each in starts]
+    machine = min(found, key=lambda each: misfit(each, samples))
+    notes = attributes(world) | {"format": arguments.format, "cores": cores, "apart_ns": apart_ns}
+    where = machine_line(world)
+    world.on_first(lambda: write(arguments.out, machine, notes))
+    if world.process == 0:
+        print(f"# {where}\n# {cores}")
+        show(machine, fields, samples, checked)
+        if beside:
+            print(f"# {arguments.beside}, cores {beside.fit.get('apart_ns', '?')} ns apart")
+            print(f"# {judged(beside.machine, [*samples, *checked])}")
+
+
+def _earlier(path: Path) -> MachineFile:
+    try:
+        return read_machine(path)
+    except ConfigError as error:
+        raise UserError(f"--beside {path}: {error}") from None
+
+
+Calls = dict[Any, Callable[[], object]]
+
+
+class Turns(NamedTuple):
+    """Measures calls that take turns, of all sizes, so that a drift of the machine falls on all.
+
+    far: whether neighbours have no cache in common, for calls are written down in another way then
+        and take other times. Virtual cores may be moved: times count while they are as far says
+    warmup: calls before each that is timed
+    """
+
+    world: Ranks
+    far: bool
+    repeats: int
+    warmup: int
+
+    def take(self, cast: Cast, sizes: Sequence[int]) -> tuple[dict[str, float], list[Sample]]:
+        """Return times per byte of operations, and those of all-reduces of sizes. Collective.
+
+        Operations are in the cache, all ranks at once; of each call the slowest rank counts.
+        Raises UserError where cores are moved too often.
+        """
+        groups: list[Calls] = [_operations(n, cast) for n in IN_CACHE]
+        groups += [self.all_reduces(size) for size in sizes]
+        times = self.measure(groups)
+        in_bytes = [4 * n for n in IN_CACHE]
+        rates = {
+            name: line(in_bytes, [each[name] for each in times[: len(IN_CACHE)]])[1]
+            for name in groups[0]
+        }
+        samples = [
+            Sample(method, self.world.nodes, size // 4, time_s)
+            for size, each in zip(sizes, times[len(IN_CACHE) :], strict=True)
+            for method, time_s in each.items()
+        ]
+        return rates, samples
+
+    def all_reduces(self, size_bytes: int) -> Calls:
+        """Return all-reduces that are written down for cores as far says. Collective."""
+        x = np.random.default_rng(self.world.process).standard_normal(size_bytes // 4, np.float32)
+        out = np.empty_like(x)
+        methods = [Allreduce(wire, name) for name in ALLREDUCES for wire in WIRES]
+        calls: Calls = {each: partial(each.run, self.world, [x], [out]) for each in methods}
+        for _ in range(MOST_TRIES):
+            self.wait()
+            for method in methods:
+                forget(self.world, method, x.size)
+            for call in [*calls.values()] * 2:  # the second one of each is written down
+                call()
+            if self.is_as_said():
+                return calls
+        raise self._moved()
+
+    def measure(self, groups: Sequence[Calls]) -> list[dict[Any, float]]:
+        """Return the time of each call, in s. Collective."""
+        found: list[list[Floats]] = [[] for _ in groups]
+        for turn in range(MOST_TURNS * self.repeats):
+            for calls, times in zip(groups, found, strict=True):
+                if len(times) < self.repeats:
+                    self.wait()
+                    once = self._once(list(calls.values()), turn)
+                    if self.is_as_said():
+                        times.append(once)
+        if not all(found):
+            raise self._moved()
+        return [
+            dict(zip(calls, map(undisturbed, np.stack(times, axis=1)), strict=True))
+            for calls, times in zip(groups, found, strict=True)
+        ]
+
+    def _once(self, calls: Sequence[Callable[[], object]], turn: int) -> Floats:
+        """Return the time of each call and how long a process was off its core, [calls, 2], in s.
+
+        The order is another in each turn: a call takes longer behind some than behind others.
+        """
+        order = np.random.default_rng(turn).permutation(len(calls))
+        times = np.empty((len(calls), 2))
+        for _ in range(1 + self.warmup):
+            for i in order:
+                self.world.barrier("bench")
+                busy_s, start_s = time.thread_time(), time.perf_counter()
+                calls[i]()
+                times[i, 0] = time.perf_counter() - start_s
+                times[i, 1] = times[i, 0] - (time.thread_time() - busy_s)
+        return np.max(self.world.gather(times, "bench"), axis=0)
+
+    def wait(self) -> None:
+        """Wait until cores are as far says. Collective. Raises UserError where they never are."""
+        for _ in range(MOST_LOOKS):
+            if self.is_as_said():
+                return
+            time.sleep(LOOK_S)
+        raise self._moved()
+
+    def is_as_said(self) -> bool:
+        """Return whether cores are now as far says. Collective."""
+        return (round_trip_ns(self.world) > FAR_NS) == self.far
+
+    def _moved(self) -> UserError:
+        return UserError("bench fit: the cores of this machine are moved too often: try it again")
+
+
+def undisturbed(times: Floats) -> float:
+    """Return the time in s of a call that others do not disturb; times: [calls, 2], as of a turn.
+
+    Calls in which no process was kept off its core, if there are any, and of these the quartile.
+    """
+    spent_s, off_s = times.T
+    kept = off_s <= OFF_CORE * spent_s
+    return float(np.quantile(spent_s[kept] if kept.any() else spent_s, QUARTILE))
+
+
+def _operations(n: int, cast: Cast) -> Calls:
+    """Return calls of the operations on n values."""
+    x, total, out = (np.ones(n, np.float32) for _ in range(3))
+    words, hop_words = (np.zeros(packed_bytes(n, cast.fmt.bits), np.uint8) for _ in range(2))
+    shifts, hop_shifts = np.zeros(tiles(n), np.uint8), np.zeros(tiles(n), np.uint8)
+    cpu.encode_tiles(x, cast, words, shifts, fit=True)
+    return {
+        "gamma_s": lambda: np.add(x, total, out=out),
+        "copy_s": lambda: np.copyto(out, x),
+        "encode_s": lambda: cpu.encode_tiles(x, cast, hop_words, hop_shifts, fit=True),
+        "decode_s": lambda: cpu.decode_tiles(words, shifts, cast.fmt, out),
+        "decode_add_s": lambda: cpu.decode_add_tiles(words, shifts, cast.fmt, out, out),
+        "hop_s": lambda: cpu.decode_add_encode_tiles(
+            words, shifts, cast, x, hop_words, hop_shifts, fit=True
+        ),
+    }
+
+
+def _format(name: str) -> Format:
+    try:
+        return parse_format(name)
+    except ValueError as error:
+        raise UserError(f"--format {name}: {error}") from None
+
+
+def ratios(machine: Machine, samples: Sequence[Sample]) -> Floats:
+    """Return the predicted by the measured time of each sample."""
+    predicted = [predict(machine, s.method, s.nodes, s.n).time_s for s in samples]
+    return np.array(predicted) / [s.time_s for s in samples]
+
+
+def misfit(machine: Machine, samples: Sequence[Sample]) -> float:
+    """Return the sum of the squares of the relative errors."""
+    return float(((ratios(machine, samples) - 1) ** 2).sum())
+
+
+def fit(
+    machine: Machine, samples: Sequence[Sample], fields: Sequence[str], rounds: int = 8
+) -> Machine:
+    """Return machine with such values of fields that the predictions come near to the samples.
+
+    Least squares of the relative errors, none negative, by Gauss and Newton; a prediction is
+    piecewise linear in every field, so a step that makes the errors larger is shortened.
+    """
+
+    def at(values: Floats) -> Machine:
+        return replace(machine, **dict(zip(fields, values.tolist(), strict=True)))
+
+    def relative(values: Floats) -> Floats:
+        return ratios(at(values), samples)
+
+    def missed(values: Floats) -> float:
+        return misfit(at(values), samples)
+
+    values = np.array([getattr(machine, name) for name in fields])
+    for _ in range(rounds):
+        base, steps = relative(values), np.diag(np.maximum(values * 1e-3, 1e-12))
+        slopes = [(relative(values + step) - base) / step.max() for step in steps]
+        a = np.stack(slopes, axis=1)
+        target = nonnegative(a, 1 - (base - a @ values))
+        target = np.where(a.any(axis=0), target, values)  # what nothing depends on stays
+        tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
+        before, values = values, min([values, *tries], key=missed)
+        if missed(values) > NEARER * missed(before):
+            break
+    return at(values)
+
+
+def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
+    """Write the file that read_machine reads. Raises StoreError where it cannot be written."""
+    file = MachineFile(machine=machine, units=UNITS, fit=notes)
+    store.put(path, sealed(dump_toml(asdict(file))))
+
+
+def show(
+    machine: Machine, fields: Sequence[str], fitted: Sequence[Sample], checked: Sequence[Sample]
+) -> None:
+    """Print the times, and predictions beside what was measured."""
+    print(f"# times of the model; {', '.join(fields)} fitted, the others measured by themselves")
+    for name, value in asdict(machine).items():
+        print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
+    print("# lower quartile of calls; fitted: no: the fit has not seen it")
+    print(
+        f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'time(us)':>12} {'predicted(us)':>13} "
+        f"{'ratio':>6} {'fitted':>6}"
+    )
+    samples = [*fitted, *checked]
+    for sample, ratio in zip(samples, ratios(machine, samples), strict=True):
+        print(
+            f"  {4 * sample.n:>11} {sample.method.algorithm:>9} {sample.method.wire!s:>6} "
+            f"{1e6 * sample.time_s:>12.1f} {1e6 * sample.time_s * ratio:>13.1f} "
+            f"{ratio:>6.2f} {'no' if sample in checked else 'yes':>6}"
+        )
+    print("\n".join(f"# {text}" for text in [judged(machine, fitted), judged(machine, checked)]))
+
+
+def judged(machine: Machine, samples: Sequence[Sample]) -> str:
+    """Return in words how near predictions are to what was measured, and what auto would cost."""
+    judged = [sample for sample in samples if 4 * sample.n >= JUDGED_BYTES]
+    if not judged:
+        return "no sizes to judge by"
+    found = ratios(machine, judged)
+    within = int((abs(found - 1) <= 0.2).sum())
+    costs: dict[tuple[int, str], float] = {}
+    for sample in judged:
+        alike = {
+            other.method.algorithm: (ratio * other.time_s, other.time_s)
+            for other, ratio in zip(judged, found, strict=True)
+            if (other.n, other.method.wire) == (sample.n, sample.method.wire)
+        }
+        chosen = fastest({name: float(predicted_s) for name, (predicted_s, _) in alike.items()})
+        least_s = min(time_s for _, time_s in alike.values())
+        costs[sample.n, str(sample.method.wire)] = alike[chosen][1] / least_s
+    few = sum(cost <= 1.1 for cost in costs.values())
+    middle = float(np.median(found))  # what a machine that is slower or faster as a whole shifts
+    beside = int((abs(found / middle - 1) <= 0.2).sum())
+    return (
+        f"from {JUDGED_BYTES} B: {within} of {len(judged)} predictions within 20 % of what was "
+        f"measured, {found.min():.2f} to {found.max():.2f} times it, median {middle:.2f}, {beside} "
+        f"within 20 % of that; what auto would take: at most 1.1 times the fastest in {few} of "
+        f"{len(costs)} cases, {max(costs.values()):.2f} in all"
+    )
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("machine", type=Path, metavar="MACHINE.toml", help="written by bench fit")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, metavar="N", help="for the steps of hier"
+    )
+    add_choices(parser)
+
+
+def run_predict(arguments: argparse.Namespace) -> None:
+    """Print a table of predictions, and in words what they rest on."""
+    check_options(arguments, 1, "ranks", "ranks_per_node")
+    file = read_machine(arguments.machine)
+    sizes = parse_sizes(arguments.sizes)
+    methods, skipped = parse_methods(arguments, file.machine)
+    nodes = tuple(rank // arguments.ranks_per_node for rank in range(arguments.ranks))
+    found: dict[tuple[int, str, Method], Prediction] = {}
+    for size, method in product(sizes, methods):
+        chosen: Method = method
+        if method.algorithm == AUTO:
+            chosen = choose(method, nodes, size // 4)
+        name = method.algorithm if chosen is method else f"{AUTO}={chosen.algorithm}"
+        found[size, name, chosen] = predict(file.machine, chosen, nodes, size // 4)
+    print("\n".join(f"# {text}" for text in rests_on(file, arguments, list(found.values()))))
+    for text in skipped:
+        print(f"# left out: {text}")
+    print(
+        f"# {'size(B)':>11} {'algorithm':>11} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
+        f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13}  fastest"
+    )
+    for (size, name, taken), prediction in found.items():
+        packed = taken.fmt is not None
+        best = min(each.time_s for (at, *_), each in found.items() if at == size)
+        print(
+            f"  {size:>11} {name:>11} {taken.wire!s:>6} "
+            f"{taken.scaling if packed else '-':>9} "
+            f"{taken.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
+            f"{size / prediction.time_s / 1e9:>11.3f} {prediction.wire_bytes:>13} "
+            f" {'*' if prediction.time_s == best else ''}".rstrip()
+        )
+
+
+def rests_on(
+    file: MachineFile, arguments: argparse.Namespace, predictions: list[Prediction]
+) -> list[str]:
+    """Return what the predictions rest on."""
+    fit = file.fit
+    where = (
+        f"fitted on {fit['ranks']} ranks of {fit['processor']} ({fit['hosts']}) on {fit['date']}"
+        if {"ranks", "processor", "hosts", "date"} <= fit.keys()
+        else "of a file that does not say where its times come from"
+    )
+    one = any(each.simulated == 1 for each in predictions) and arguments.ranks > 1
+    return [
+        f"predicted for {arguments.ranks} ranks, not measured; times {where}",
+        "assumed: links alike, inside nodes and between; ranks alike, on cores of their own; no "
+        "contention, no noise",
+        "all ranks' steps are simulated"
+        + ("; where all ranks do the same, those of one that stands for all" if one else ""),
+    ]

@@ -1,0 +1,277 @@
+"""Training steps with and without overlap of reduction and backward, and what each costs alone.
+
+The rows of a job file, in the order in which they stand. Each step takes the same batch, as
+`cpdhpc train` would; nothing is written. Alone: "compute" is forward, backward and the optimizer
+without any message, "reduce" the mean of gradients that are there. "in turn" is a step without
+overlap, "overlapped" one with. No step is shorter than the longer of both, and none with overlap
+shorter than the bound: nothing can be reduced before forward, and the backward of the last layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...collectives.checks import NonFiniteGradient
+from ...config import UserError
+from ...methods import suggest
+from ...ops import set_kernel_threads
+from ...ops.tensors import await_device, values_of
+from ...world.mpi import World
+from ...world.ranks import Ranks
+from ..settings import add_settings, settings_of
+from ..signals import Caught
+from ..train.command import Trainer, check_jobs
+from ..train.data import Dataset, Source, shard
+from ..train.device import own_threads, taken
+from ..train.job import Job, load
+from ..train.output import Files
+from ..train.setup import Training, prepare
+from ..train.step import backward
+from .harness import Times, add_repeats, check_options, interleave_ranks, machine_line
+from .traffic import LATE
+
+COMPUTE, REDUCE, IN_TURN, OVERLAPPED = CASES = "compute", "reduce", "in turn", "overlapped"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="a job, as of train")
+    add_settings(parser, "lay a value over the file's, as train.batch=120; may be repeated")
+    parser.add_argument("--rows", metavar="NAME,...", help="of the file's rows (default: all)")
+    add_repeats(parser, 10, 2, "steps")
+
+
+def run(arguments: argparse.Namespace, world: World) -> None:
+    """Measure each row, and print its line. Collective. Raises UserError on all processes alike."""
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
+    jobs = world.agreed(lambda: _jobs(arguments))
+    check_jobs(world, jobs, "bench overlap: jobs")
+    trainer = Trainer(world, Caught(), quiet=True)
+    lines = machine_line(world)
+    width = max(len(job.name) for job in jobs)
+    for number, job in enumerate(jobs):
+        data, ranks = trainer.data_of(job), trainer.world_of(job)
+        with _both(job, ranks, data) as (plain, overlapped):
+            try:
+                _check(ranks, plain, overlapped)
+                times = _timed(ranks, plain, overlapped, arguments)
+            except NonFiniteGradient as error:  # on all processes alike
+                raise UserError(f"{job.id}: {error}") from None
+            if world.process == 0:
+                if not number:
+                    print("\n".join([f"# {lines}", *_heading(plain, width)]))
+                print(_line(job.name, width, times), flush=True)
+
+
+def _jobs(arguments: argparse.Namespace) -> list[Job]:
+    """Return the first run of each row that is asked for. Raises UserError."""
+    rows: dict[str, Job] = {}
+    for job in load(arguments.file, settings_of(arguments)):
+        rows.setdefault(job.name, job)
+    names = list(rows)
+    if arguments.rows is not None:
+        names = [name.strip() for name in arguments.rows.split(",") if name.strip()]
+        names = list(dict.fromkeys(names))
+        if not names:
+            raise UserError(f"--rows {arguments.rows}: names no row")
+    for name in names:
+        if name not in rows:
+            raise UserError(f"--rows {name}: {suggest(name, rows)}")
+        _check_job(rows[name])
+    return [rows[name] for name in names]
+
+
+def _check_job(job: Job) -> None:
+    """Raise UserError unless the reduction of a job's steps can overlap with backward."""
+    train, rule = job.train, job.update
+    needed = {  # key -> what it is, what it must be
+        "train.virtual_ranks": (train.virtual_ranks, 1),
+        "train.image_grid": (train.image_grid, (1, 1)),
+        "stages.count": (job.stages.count, 1),
+        "adversarial.epsilon": (job.adversarial.epsilon, 0),
+        "update.name": (rule.name, "allreduce"),
+    }
+    for key, (given, must) in needed.items():
+        if given != must:
+            raise UserError(f"{job.id}: {key}={given!r}: must be {must!r}, to be overlapped")
+
+
+@contextmanager
+def _both(job: Job, world: Ranks, data: Dataset | Source) -> Iterator[list[Training]]:
+    """Yield the run of a job without and with overlap, both at their beginning. Collective."""
+    with ExitStack() as reducers:
+        runs = []
+        for overlap in (False, True):
+            section = job.train.model_copy(update={"overlap": overlap})
+            each = job.model_copy(update={"train": section})
+            runs.append(prepare(each, world, data, Files.of(Path(), each)))
+            reducers.enter_context(runs[-1].reducer)
+            runs[-1].reducer.epoch = LATE  # all warming up of a method is over
+        yield runs
+
+
+def _step(training: Training) -> None:
+    training.train_on(_batch(training), 0)
+
+
+def _batch(training: Training) -> np.ndarray:
+    return np.arange(training.job.train.batch) % training.samples
+
+
+def _check(world: Ranks, *trainings: Training) -> None:
+    """Raise ArithmeticError on all ranks unless a step ends with the same bits. Collective.
+
+    On GPUs on all ranks only: sums of torch's own kernels may have another order in each call.
+    """
+    found = []
+    for training in trainings:
+        _step(training)
+        whole = hashlib.sha256()
+        for parameter in training.model.parameters():
+            whole.update(values_of(parameter).tobytes())
+        found.append(whole.digest())
+    everyone = world.gather(found, "bench overlap")
+    job, device = trainings[0].job.id, trainings[0].reducer.device
+    for kind, each in zip(("without", "with"), zip(*everyone, strict=True), strict=True):
+        if len({*each}) > 1:
+            raise ArithmeticError(f"bench overlap: {job}: weights differ over ranks, {kind} it")
+    if device.type == "cpu" and any(plain != overlapped for plain, overlapped in everyone):
+        raise ArithmeticError(f"bench overlap: {job}: weights differ with overlap and without")
+
+
+class Backward:
+    """Forward, backward and optimizer alone, with the times at which gradients are there.
+
+    ready_s: one list a call: of each bucket since the call began, then of the end of backward
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.ready_s = training, list[list[float]]()
+        share = shard(_batch(training), training.world.ranks, training.world.rank)
+        self._samples = taken(training.train, share, 0, training.reducer.device)
+        self._done: dict[int, float] | None = None
+        parts = training.reducer.parts
+        self._count = len(parts)
+        for index, layer in ((i, layer) for i, part in enumerate(parts) for layer in part.layers):
+            parameter = training.reducer.parameters[layer]
+            hook = partial(self._note, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _note(self, index: int, _: object) -> None:
+        if self._done is not None:
+            await_device(self._training.reducer.device)
+            self._done[index] = time.perf_counter()
+
+    def run(self) -> None:
+        """Compute a step without any message."""
+        noted: dict[int, float] = {}
+        self._done = noted
+        training, start = self._training, time.perf_counter()
+        backward(training.model, training.optimizer, *self._samples, training.loss)
+        await_device(training.reducer.device)
+        end, self._done = time.perf_counter(), None
+        done = [noted.get(i, end) - start for i in range(self._count)]
+        self.ready_s.append([*done, end - start])
+        training.optimizer.step()
+
+
+def bound_s(
+    ready_s: Sequence[float], shares: Sequence[float], compute_s: float, reduce_s: float
+) -> float:
+    """Return the least time of an overlapped step whose computing the reduction does not slow down.
+
+    Buckets are reduced one after the other, each once its gradients are there; then the optimizer.
+    ready_s: of each bucket, then of backward's end; shares: of each bucket in all bytes
+    """
+    at = 0.0
+    for ready, share in zip(ready_s, shares, strict=False):
+        at = max(at, ready) + share * reduce_s
+    return max(at, ready_s[-1]) + compute_s - ready_s[-1]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """times_s: of the slowest process, float64[repeats], by case; bound_s: see bound_s."""
+
+    times_s: Mapping[str, Times]
+    bound_s: float
+
+
+def _timed(
+    world: Ranks, plain: Training, overlapped: Training, arguments: argparse.Namespace
+) -> Steps:
+    """Return what the cases take, in turns. Collective."""
+    threads = own_threads(world, plain.job.train.threads)
+    alone = Backward(plain)
+    cases: dict[str, Callable[[], object]] = {
+        COMPUTE: alone.run,
+        REDUCE: plain.reducer.reduce,
+        IN_TURN: partial(_step, plain),
+        OVERLAPPED: partial(_step, overlapped),
+    }
+    device = plain.reducer.device
+    cases = {name: partial(_until_done, device, case) for name, case in cases.items()}
+
+    def before(name: str) -> None:
+        set_kernel_threads(1 if name == OVERLAPPED else threads)
+
+    given = arguments.repeats, arguments.warmup, before
+    everyone = interleave_ranks(world, cases, *given)
+    times_s = {name: each[arguments.warmup :].max(axis=1) for name, each in everyone.items()}
+    ready = np.array(world.gather(alone.ready_s, "bench overlap"))[:, arguments.warmup :]
+    ready_s = np.median(ready.max(axis=0), axis=0).tolist()
+    sizes = [part.stop - part.start for part in plain.reducer.parts]
+    shares = [size / sum(sizes) for size in sizes]
+    medians = (float(np.median(times_s[name])) for name in (COMPUTE, REDUCE))
+    return Steps(times_s, bound_s(ready_s, shares, *medians))
+
+
+def _until_done(device: Any, case: Callable[[], object]) -> None:
+    case()
+    await_device(device)
+
+
+def _heading(training: Training, width: int) -> list[str]:
+    job, parameters = training.job, sum(p.numel() for p in training.reducer.parameters)
+    cores, on_gpu = len(os.sched_getaffinity(0)), job.train.device == "gpu"
+    return [
+        f"# {parameters:,} parameters in {len(training.reducer.parts)} buckets, batch "
+        f"{job.train.batch}; a rank has {training.provenance['torch_threads']} thread(s) of torch "
+        f"on {cores} core(s)",
+        "# ms, medians of the slowest rank, the cases in turns; weights checked: the same bits on "
+        + ("all ranks" if on_gpu else "all ranks, with overlap and without"),
+        "# bound: buckets reduced one after the other, each once its gradients are there, while "
+        "computing goes on at full speed",
+        "# in turn, overlapped: whole steps, which also take samples; fastest, slowest: overlapped",
+        "# gain: in turn / overlapped; / bound, / longer: overlapped by the bound, and by the "
+        "longer of compute and reduce",
+        f"# {'row':<{width}}"
+        + "".join(f"{name:>11}" for name in CASES)
+        + f"{'fastest':>9}{'slowest':>9}{'bound':>8}{'gain':>6}{'/ bound':>9}{'/ longer':>10}",
+    ]
+
+
+def _line(name: str, width: int, found: Steps) -> str:
+    """Return the line of a row; fastest, slowest: of the overlapped steps."""
+    ms = {case: 1e3 * float(np.median(each)) for case, each in found.times_s.items()}
+    last, bound_ms = 1e3 * found.times_s[OVERLAPPED], 1e3 * found.bound_s
+    longer_ms = max(ms[COMPUTE], ms[REDUCE])
+    return (
+        f"  {name:<{width}}"
+        + "".join(f"{ms[case]:>11.1f}" for case in CASES)
+        + f"{last.min():>9.1f}{last.max():>9.1f}{bound_ms:>8.1f}"
+        + f"{ms[IN_TURN] / ms[OVERLAPPED]:>6.2f}{ms[OVERLAPPED] / bound_ms:>9.2f}"
+        + f"{ms[OVERLAPPED] / longer_ms:>10.2f}"
+    )

@@ -1,0 +1,424 @@
+"""Samples a second that many workers would train on, by compressor, over links of several speeds.
+
+A worker computes a batch, then all average their gradients: the time of a step is the sum of both,
+nothing overlaps. Computation is measured once, or given. What the averaging takes is predicted
+from the collectives that each compressor calls for the network's layers.
+Source: the performance model of Wen et al.: TernGrad, NIPS 2017, section 5, with other terms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import store
+from ...collectives.method import Machine, as_machine
+from ...collectives.schedules import SCHEDULES
+from ...compress import COMPRESSORS
+from ...compress.bucket import Bucket
+from ...config import UserError, among
+from ..report.figures import IDEAL, Axis, Chart, Panel, Series, image, styles
+from .harness import check_options, parse_counts, parse_names
+from .traffic import Call, calls_of, price
+
+
+# Networks of the literature as data: the layers whose gradients travel, and what they compute. Each
+# is a rule of its architecture, not a list of numbers: a test holds the totals against the
+# published ones. What has no parameters, as pools and activations, is not there.
+class Layer(NamedTuple):
+    """Parameters that are one tensor; shape as torch has it: outputs, inputs, window.
+
+    positions: how often a sample multiplies by each of them in a forward pass
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    positions: int
+
+
+class Network(NamedTuple):
+    """The layers in the order of a forward pass; sample: what a sample is, in the plural."""
+
+    layers: tuple[Layer, ...]
+    sample: str
+
+    @property
+    def parameters(self) -> int:
+        """How many values a gradient has."""
+        return sum(prod(layer.shape) for layer in self.layers)
+
+    @property
+    def flop(self) -> int:
+        """Operations of a sample's forward and backward pass: 2 for each multiplication, 3 times.
+
+        Backward multiplies twice as often: for the gradient of the weights and of the inputs.
+        """
+        return 6 * sum(prod(layer.shape) * layer.positions for layer in self.layers)
+
+    @property
+    def bucket(self) -> Bucket:
+        """The layout of a gradient."""
+        return Bucket(
+            tuple(layer.name for layer in self.layers), tuple(layer.shape for layer in self.layers)
+        )
+
+
+def _weights(name: str, shape: tuple[int, ...], positions: int) -> Iterator[Layer]:
+    """Yield a layer's weights and its bias."""
+    yield Layer(f"{name}.weight", shape, positions)
+    yield Layer(f"{name}.bias", shape[:1], 0)
+
+
+def _convolution(
+    name: str, outputs: int, inputs: int, window: int, side: int, norm: bool = False
+) -> Iterator[Layer]:
+    """Yield a convolution to side x side pixels, with a bias or else a batch norm behind it."""
+    yield from _weights(name, (outputs, inputs, window, window), side * side)
+    if norm:  # its two vectors are as long as the bias, which it makes superfluous
+        yield Layer(f"{name}.norm", (outputs,), 0)
+
+
+def alexnet() -> Network:
+    """Return AlexNet, whose second, fourth and fifth layer have two groups.
+
+    Source: Krizhevsky, Sutskever, Hinton: ImageNet classification with deep convolutional neural
+    networks, NIPS 2012, section 3.5.
+    """
+    rows = [(96, 3, 11, 55), (256, 48, 5, 27), (384, 256, 3, 13), (384, 192, 3, 13)]
+    layers: list[Layer] = []
+    for i, row in enumerate([*rows, (256, 192, 3, 13)], 1):
+        layers += _convolution(f"conv{i}", *row)
+    for i, shape in enumerate([(4096, 256 * 6 * 6), (4096, 4096), (1000, 4096)], 6):
+        layers += _weights(f"fc{i}", shape, 1)
+    return Network(tuple(layers), "images")
+
+
+def vgg_a() -> Network:
+    """Return VGG-A, of 11 layers.
+
+    Source: Simonyan, Zisserman: Very deep convolutional networks for large-scale image
+    recognition, ICLR 2015, table 1.
+    """
+    layers: list[Layer] = []
+    inputs, side = 3, 224
+    for i, stage in enumerate([(64,), (128,), (256, 256), (512, 512), (512, 512)], 1):
+        for j, outputs in enumerate(stage, 1):
+            layers += _convolution(f"conv{i}_{j}", outputs, inputs, 3, side)
+            inputs = outputs
+        side //= 2
+    for i, shape in enumerate([(4096, 512 * 7 * 7), (4096, 4096), (1000, 4096)], 6):
+        layers += _weights(f"fc{i}", shape, 1)
+    return Network(tuple(layers), "images")
+
+
+GOOGLENET_MODULES = {  # name -> side, then outputs: 1x1; 3x3 reduced, 3x3; 5x5 reduced, 5x5; pool
+    "3a": (28, 64, 96, 128, 16, 32, 32),
+    "3b": (28, 128, 128, 192, 32, 96, 64),
+    "4a": (14, 192, 96, 208, 16, 48, 64),
+    "4b": (14, 160, 112, 224, 24, 64, 64),
+    "4c": (14, 128, 128, 256, 24, 64, 64),
+    "4d": (14, 112, 144, 288, 32, 64, 64),
+    "4e": (14, 256, 160, 320, 32, 128, 128),
+    "5a": (7, 256, 160, 320, 32, 128, 128),
+    "5b": (7, 384, 192, 384, 48, 128, 128),
+}
+
+
+def googlenet() -> Network:
+    """Return GoogLeNet without its auxiliary classifiers.
+
+    Source: Szegedy et al.: Going deeper with convolutions, CVPR 2015, table 1.
+    """
+    layers = [
+        *_convolution("conv1", 64, 3, 7, 112),
+        *_convolution("conv2.reduce", 64, 64, 1, 56),
+        *_convolution("conv2", 192, 64, 3, 56),
+    ]
+    inputs = 192
+    for name, (side, one, less3, three, less5, five, pool) in GOOGLENET_MODULES.items():
+        layers += [
+            *_convolution(f"{name}.1x1", one, inputs, 1, side),
+            *_convolution(f"{name}.3x3.reduce", less3, inputs, 1, side),
+            *_convolution(f"{name}.3x3", three, less3, 3, side),
+            *_convolution(f"{name}.5x5.reduce", less5, inputs, 1, side),
+            *_convolution(f"{name}.5x5", five, less5, 5, side),
+            *_convolution(f"{name}.pool", pool, inputs, 1, side),
+        ]
+        inputs = one + three + five + pool
+    return Network((*layers, *_weights("classifier", (1000, inputs), 1)), "images")
+
+
+def resnet50() -> Network:
+    """Return ResNet-50, that halves images in the 3 x 3 convolution of a block.
+
+    Source: He, Zhang, Ren, Sun: Deep residual learning for image recognition, CVPR 2016, table 1.
+    """
+    layers = [*_convolution("conv1", 64, 3, 7, 112, norm=True)]
+    inputs, side = 64, 56
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width, out = 64 << stage, 56 >> stage
+        for block in range(blocks):
+            name = f"stage{stage + 1}.{block}"
+            layers += _convolution(f"{name}.1", width, inputs, 1, side, norm=True)
+            layers += _convolution(f"{name}.2", width, width, 3, out, norm=True)
+            layers += _convolution(f"{name}.3", 4 * width, width, 1, out, norm=True)
+            if block == 0:
+                layers += _convolution(f"{name}.skip", 4 * width, inputs, 1, out, norm=True)
+            inputs, side = 4 * width, out
+    return Network((*layers, *_weights("classifier", (1000, inputs), 1)), "images")
+
+
+TOKENS = 32  # of a sentence and of its translation, about the mean of WMT's
+VOCABULARY = 37_000
+
+
+def transformer() -> Network:
+    """Return the base Transformer for translation, with one embedding for all its ends.
+
+    Attention's products of activations, which have no parameters, are not counted.
+    Source: Vaswani et al.: Attention is all you need, NIPS 2017, table 3.
+    """
+    width, inner = 512, 2048
+    layers = [Layer("embedding", (VOCABULARY, width), TOKENS)]
+    for part, attentions in (("encoder", 1), ("decoder", 2)):
+        for i in range(6):
+            name = f"{part}.{i}"
+            for j in range(attentions):
+                for each in ("query", "key", "value", "out"):
+                    layers += _weights(f"{name}.attention{j}.{each}", (width, width), TOKENS)
+                layers += _norm(f"{name}.attention{j}", width)
+            layers += _weights(f"{name}.inner", (inner, width), TOKENS)
+            layers += _weights(f"{name}.outer", (width, inner), TOKENS)
+            layers += _norm(name, width)
+    return Network(tuple(layers), "sentences")
+
+
+def _norm(name: str, width: int) -> list[Layer]:
+    return [Layer(f"{name}.norm.{each}", (width,), 0) for each in ("weight", "bias")]
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "alexnet": alexnet,
+    "googlenet": googlenet,
+    "vgg-a": vgg_a,
+    "resnet50": resnet50,
+    "transformer": transformer,
+}
+
+
+DENSE = "none"  # the compressor that sends float32
+MATRIX = 1536  # rows and columns of the product that is measured
+MEASURED_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("--network", default="resnet50", metavar="NAME", help=", ".join(NETWORKS))
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(COMPRESSORS),
+        metavar="NAME",
+        help="compressors, apart by spaces or commas (default: all)",
+    )
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="samples of a worker")
+    parser.add_argument(
+        "--workers", default="1,2,4,8,16,32,64,128,256,512", metavar="N,...", help="numbers of them"
+    )
+    parser.add_argument(
+        "--links", default="1,10,100,400", metavar="GBIT,...", help="rates, 1e9 bit/s"
+    )
+    compute = parser.add_mutually_exclusive_group()
+    compute.add_argument(
+        "--rate", type=float, metavar="RATE", help="samples/s of one worker, as you measured"
+    )
+    compute.add_argument(
+        "--tflops",
+        type=float,
+        metavar="TFLOPS",
+        help="of one worker in training (default: measured here)",
+    )
+    parser.add_argument(
+        "--machine",
+        type=Path,
+        metavar="MACHINE.toml",
+        help="times, written by bench fit (default: round figures)",
+    )
+    parser.add_argument(
+        "--algorithms",
+        default="ring,rhd",
+        metavar="NAME,...",
+        help="an all-reduce takes the fastest of these",
+    )
+    parser.add_argument("--bucket-mib", type=float, default=25.0, metavar="MIB", help="as of a job")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the figures")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the figures rest on.
+
+    compute_s: of a worker's batch; calls: the collectives of a step, by compressor
+    """
+
+    network: Network
+    batch: int
+    compute_s: float
+    calls: Mapping[str, Sequence[Call]]
+    algorithms: Sequence[str]
+
+    def step(self, name: str, workers: int, machine: Machine) -> tuple[float, float]:
+        """Return the time of communication in s, and the bytes that leave a worker."""
+        prices = [price(machine, call, workers, self.algorithms) for call in self.calls[name]]
+        return math.fsum(time_s for time_s, _ in prices), math.fsum(sent for _, sent in prices)
+
+    def rate(self, name: str, workers: int, machine: Machine) -> float:
+        """Return the samples a second of all workers."""
+        time_s = self.compute_s + self.step(name, workers, machine)[0]
+        return workers * self.batch / time_s
+
+
+def measured_flops() -> float:
+    """Return the operations a second of this machine's float32 matrix products."""
+    a = np.random.default_rng(0).standard_normal((MATRIX, MATRIX), np.float32)
+    times: list[float] = []
+    while sum(times) < MEASURED_S:
+        start = perf_counter()
+        a @ a
+        times.append(perf_counter() - start)
+    return 2 * MATRIX**3 / float(np.median(times))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what the figures rest on, a table for each speed of links, and draw them."""
+    given, machine = _checked(arguments), as_machine(arguments.machine)
+    network: Network = NETWORKS[arguments.network]()
+    if arguments.rate:
+        compute_s, source = arguments.batch / arguments.rate, "given"
+    else:
+        flops, source = 1e12 * (arguments.tflops or 0), "of the TFLOP/s that are given"
+        if not flops:
+            flops, source = measured_flops(), "of matrix products measured here"
+        compute_s = arguments.batch * network.flop / flops
+    calls = {
+        name: calls_of(COMPRESSORS[name](), network.bucket, arguments.bucket_mib)
+        for name in given["methods"]
+    }
+    model = Model(network, arguments.batch, compute_s, calls, given["algorithms"])
+    print("\n".join(_rests_on(arguments, model, machine, source, max(given["workers"]))))
+    rates = {
+        (link, name): [
+            model.rate(name, p, replace(machine, beta_s=8e-9 / link)) for p in given["workers"]
+        ]
+        for link in given["links"]
+        for name in calls
+    }
+    for link in given["links"]:
+        print("\n".join(_table(link, given["workers"], rates, network.sample)))
+    if arguments.png:
+        drawn = chart(arguments.network, given["workers"], rates, model)
+        store.put(arguments.png, image(drawn, arguments.png.suffix[1:] or "png"))
+        print(f"wrote {arguments.png}")
+
+
+def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the lists that the options name. Raises UserError."""
+    check_options(arguments, 1, "batch")
+    parse_names("--network", arguments.network, among(NETWORKS))
+    for option in ("rate", "tflops", "bucket_mib"):
+        value = getattr(arguments, option)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{option.replace('_', '-')} {value:g}: must be above 0, and finite")
+    try:
+        links = [float(text) for text in arguments.links.split(",")]
+    except ValueError:
+        links = [0.0]
+    if not all(0 < link < math.inf for link in links):
+        raise UserError(f"--links {arguments.links}: must be numbers above 0, in Gb/s")
+    if arguments.png and not os.access(arguments.png.absolute().parent, os.W_OK):
+        raise UserError(f"--png {arguments.png}: its directory cannot be written to")
+    methods = parse_names("--methods", ",".join(arguments.methods), among(COMPRESSORS))
+    algorithms = parse_names("--algorithms", arguments.algorithms, among(SCHEDULES))
+    if not methods or not algorithms:
+        raise UserError("--methods, --algorithms: must name one at least")
+    return {
+        "links": links,
+        "methods": methods,
+        "algorithms": algorithms,
+        "workers": parse_counts("--workers", arguments.workers),
+    }
+
+
+def _rests_on(
+    arguments: argparse.Namespace, model: Model, machine: Machine, source: str, most: int
+) -> list[str]:
+    """Return what the figures rest on: assumptions, and for each compressor what it sends."""
+    network = model.network
+    times = arguments.machine or "round figures for a cluster, measured nowhere"
+    dense = sum(call.size_bytes for call in model.calls.get(DENSE, ())) or 4 * network.parameters
+    lines = [
+        f"{arguments.network}: {network.parameters:,} parameters in {len(network.layers)} layers, "
+        f"{network.flop / 1e9:.4g} GFLOP for a training step of one of its {network.sample}",
+        f"computation: {1e3 * model.compute_s:.4g} ms for {model.batch} {network.sample}, "
+        f"{model.batch / model.compute_s:.4g} {network.sample}/s of a worker, {source}",
+        "predicted, not measured; computation and communication do not overlap; links alike, no "
+        "contention; methods with default options",
+        f"not in it: selecting, and decoding what an all-gather brings; times: {times}; an "
+        f"all-reduce takes the fastest of {', '.join(model.algorithms)}",
+        "payloads counted on 4 ranks with random gradients of widely spread magnitudes",
+    ]
+    heads = f"{'method':>12} {'calls':>6} {'payload(MB)':>12} {'of float32':>10} {'bits/value':>10}"
+    rows = [f"{heads} {f'sent by a worker of {most}(MB)':>28}"]
+    for name, calls in model.calls.items():
+        size = math.fsum(call.size_bytes for call in calls)
+        sent = model.step(name, most, machine)[1]
+        rows.append(
+            f"{name:>12} {len(calls):>6} {size / 1e6:>12.4g} {size / dense:>10.2%} "
+            f"{8 * size / network.parameters:>10.3g} {sent / 1e6:>28.4g}"
+        )
+    return [f"# {line}" for line in [*lines, *rows]]
+
+
+def _table(
+    link: float, workers: Sequence[int], rates: Mapping[tuple[float, str], list[float]], sample: str
+) -> list[str]:
+    """Return the table of one speed of links."""
+    rows = [f"# {sample}/s by workers, links of {link:g} Gb/s"]
+    rows.append(f"# {'method':>12} " + " ".join(f"{count:>9}" for count in workers))
+    for (speed, name), each in rates.items():
+        if speed == link:
+            rows.append(f"  {name:>12} " + " ".join(f"{rate:>9.4g}" for rate in each))
+    return rows
+
+
+def chart(
+    name: str, workers: Sequence[int], rates: Mapping[tuple[float, str], list[float]], model: Model
+) -> Chart:
+    """Return samples a second against workers, a panel for each speed of links."""
+    looks, sample = styles(model.calls), model.network.sample
+    one = model.batch / model.compute_s
+    ideal = Series("ideal", IDEAL, workers, [one * p for p in workers])
+    x, y = Axis("workers", "log2", ticks=workers), Axis(f"{sample}/s", "log")
+    panels = [
+        Panel(
+            f"{link:g} Gb/s",
+            x,
+            y,
+            [
+                ideal,
+                *(Series(name, look, workers, rates[link, name]) for name, look in looks.items()),
+            ],
+        )
+        for link in dict.fromkeys(link for link, _ in rates)
+    ]
+    title = f"{name}: {sample} a second, {model.batch} {sample} a worker"
+    return Chart("throughput", title, ["Predicted, not measured."], "", panels, len(panels))

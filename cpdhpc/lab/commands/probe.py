@@ -1,0 +1,254 @@
+"""What neurons of a trained autoencoder answer to: python -m cpdhpc autoencoder probe FILE.toml
+
+Takes the checkpoint that training has left in DIR, on any number of ranks. For each concept, a
+label of images, it finds in each layer the one neuron whose response tells it best by a threshold:
+chosen on one half of the images, judged on the other; accuracy is the mean of that on the concept
+and on the rest, so a guess has 50 %. Beside it are the best neuron of the same layers with random
+filters, and the best single pixel. Then come the error of reconstructions of images that training
+did not see (data.held_out), and a picture: the images that excite neurons most, by gradient ascent
+and among those given.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import store
+from ...config import ConfigError
+from ...store import Variable
+from ...world.ranks import Ranks
+from ..settings import add_settings
+
+Array = npt.NDArray[Any]
+SHOWN = 5  # images beside each optimal stimulus
+MOST_STIMULI = 16  # of a layer in the picture
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job that was trained")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where it was trained to "
+                        "(default: results/NAME, as for training)")  # fmt: skip
+    add_settings(parser, "as it was trained")
+    parser.add_argument("--images", type=Path, metavar="FILE",
+                        help="HDF5 with datasets images and labels, or .npy (default: the digits "
+                        "of scikit-learn)")  # fmt: skip
+    parser.add_argument("--labels", type=Path, metavar="FILE.npy", help="of images in a .npy file")
+    parser.add_argument("--features", type=Path, metavar="FILE.h5",
+                        help="write all layers' responses to the images")  # fmt: skip
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw what was found")
+
+
+class Found(NamedTuple):
+    """What was found: for each concept the best neurons, by layer; and errors by layer."""
+
+    layers: list[dict[int, Any]]
+    random: list[dict[int, Any]]
+    pixels: dict[int, Any]
+    errors: list[float] | None
+
+
+def run(arguments: argparse.Namespace, world: Ranks) -> int:
+    """Probe the stack. Collective. Raises UserError on all ranks alike."""
+    from ...ops.tensors import values_of
+    from ..autoencoder import probe
+    from ..autoencoder.job import load
+    from ..autoencoder.training import Stack, resume
+    from ..train.output import Files
+
+    png = arguments.png
+
+    def checked() -> Any:
+        job = load(arguments.file, arguments.set)
+        pixels = probe.read(arguments.images, arguments.labels)
+        return job, job.data.load(), pixels
+
+    job, images, pixels = world.agreed(checked, "probe")
+    directory = arguments.out or Path("results") / job.name
+    job.set_process(world)
+    stack, untrained = Stack(job, world, images), Stack(job, world, images)
+    checkpoint = Files.called(directory, job.name).checkpoint
+    if not resume(checkpoint, stack):
+        raise ConfigError(f"{checkpoint}: is not there: train first, or give --out DIR")
+    labelled = world.agreed(lambda: probe.prepared(images, *pixels), "probe")
+    answers = probe.responses(stack, labelled.images)
+    starts = [layer.pools.owner(world.rank).start for layer in stack.layers]
+    parts = zip(stack.layers, answers, starts, strict=True)
+    found = Found(
+        [probe.selectivity(world, y.numpy(), start, labelled) for _, y, start in parts],
+        [
+            probe.selectivity(world, y.numpy(), start, labelled)
+            for y, start in zip(probe.responses(untrained, labelled.images), starts, strict=True)
+        ],
+        probe.selectivity(
+            world,
+            values_of(stack.own(labelled.images)),
+            stack.cells.owner(world.rank).start,
+            labelled,
+        ),
+        _held_out(stack) if job.data.held_out else None,
+    )
+    if world.rank == 0:
+        print(table(found))
+    result = directory / f"{job.name}.probe.h5"
+    world.on_first(lambda: _write(result, found, job.toml()), "probe")
+    if arguments.features is not None:
+        export(world, arguments.features, stack, answers, labelled.labels)
+    if png is not None:
+        _draw(world, png, stack, found, labelled, answers)
+    if world.rank == 0:
+        print(f"record: {result}")
+    return 0
+
+
+def _held_out(stack: Any) -> list[float]:
+    """Return the error of each layer on squares of images that training did not see. Collective."""
+    from ..autoencoder import probe
+
+    images = stack.world.agreed(lambda: stack.job.data.load(held_out=True), "probe")
+    squares = [images.batch(stack.job.train.batch, stack.job.train.seed, i) for i in range(4)]
+    return probe.errors(stack, np.concatenate(squares, axis=3))
+
+
+def table(found: Found) -> str:
+    """Return the accuracies in percent, a line for each concept, and what they are on average."""
+    names = [f"layer {i}" for i in range(len(found.layers))]
+    heads = ["concept", "pixel", *(f"{name}{kind}" for name in names for kind in ("", " random"))]
+    lines = [" ".join(f"{head:>14}" for head in heads)]
+    columns = [found.pixels]
+    for trained, random in zip(found.layers, found.random, strict=True):
+        columns += [trained, random]
+    for concept in found.pixels:
+        values = [100 * column[concept].judged for column in columns]
+        lines.append(" ".join([f"{concept:>14}", *(f"{value:>14.1f}" for value in values)]))
+    means = [100 * np.mean([each.judged for each in column.values()]) for column in columns]
+    lines.append(" ".join([f"{'mean':>14}", *(f"{value:>14.1f}" for value in means)]))
+    lines.append("accuracy of the best neuron in %, judged on images that did not choose it; "
+                 "a guess: 50")  # fmt: skip
+    for number, error in enumerate(found.errors or ()):
+        lines.append(f"layer {number}: error of held-out images {error:.4f} of the energy")
+    return "\n".join(lines)
+
+
+def _write(path: Path, found: Found, toml: str) -> None:
+    """Write the figures."""
+    concepts = list(found.pixels)
+
+    def judged(layers: list[dict[int, Any]]) -> Array:
+        return np.array([[each[concept].judged for concept in concepts] for each in layers])
+
+    axes, what = ("layer", "concept"), "accuracy of the best neuron, judged on other images"
+    variables = {
+        "layer": Variable(("layer",), np.arange(len(found.layers)), "layer"),
+        "concept": Variable(("concept",), np.array(concepts), "label"),
+        "accuracy": Variable(axes, judged(found.layers), what),
+        "random": Variable(axes, judged(found.random), what + "; with random filters"),
+        "pixel": Variable(("concept",), judged([found.pixels])[0], what + "; of single pixels"),
+    }
+    if found.errors is not None:
+        error = "error of held-out images, of the energy"
+        variables["held_out_error"] = Variable(("layer",), np.array(found.errors), error)
+    store.write(path, {"selectivity": variables}, {"kind": "autoencoder probe", "toml": toml})
+
+
+def export(world: Ranks, path: Path, stack: Any, answers: list[Any], labels: Array) -> None:
+    """Write layerN/features [rows, columns, maps, images] and labels; each rank its pools.
+
+    Collective. Raises UserError on all ranks alike.
+    """
+    from ...darray.array import save_all
+    from ...darray.layout import Layout
+
+    arrays = {
+        f"layer{number}/features": (layer.pools, np.ascontiguousarray(y.numpy()))
+        for number, (layer, y) in enumerate(zip(stack.layers, answers, strict=True))
+    }
+    first = Layout.at(labels.shape, 0, world.size)
+    arrays["labels"] = first, labels if world.rank == 0 else labels[:0]
+    attributes = {"kind": "autoencoder features", "toml": stack.job.toml()}
+    save_all(world, path, arrays, attributes)
+
+
+def _draw(
+    world: Ranks, path: Path, stack: Any, found: Found, labelled: Any, answers: list[Any]
+) -> None:
+    """Draw stimuli, the images that excite most, and accuracies. Collective."""
+    from ..autoencoder import probe
+
+    best = found.layers[-1]
+    neurons, signs = [each.neuron for each in best.values()], [each.sign for each in best.values()]
+    optimal, _ = probe.stimuli(stack, len(stack.layers) - 1, neurons, signs)
+    layers = []
+    for number, layer in enumerate(stack.layers):
+        rows, columns = layer.geometry.pools
+        maps = np.linspace(0, layer.geometry.layer.maps - 1, MOST_STIMULI).round().astype(int)
+        middle = [(rows // 2, columns // 2, int(i)) for i in dict.fromkeys(maps.tolist())]
+        layers.append(probe.stimuli(stack, number, middle, [1] * len(middle))[0])
+    top = _most_exciting(world, stack.layers[-1].pools, answers[-1].numpy(), best)
+    world.on_first(lambda: draw(path, found, optimal, labelled.images, top, layers), "picture")
+
+
+def _most_exciting(
+    world: Ranks, pools: Any, values: Array, best: dict[int, Any]
+) -> dict[int, list[int]]:
+    """Return the images to which the best neurons answer most, by concept. Collective."""
+    (top, left), (bottom, right) = pools.owner(world.rank)
+    mine = {}
+    for concept, each in best.items():
+        i, j, k = each.neuron
+        if top <= i < bottom and left <= j < right:
+            order = np.argsort(-each.sign * values[i - top, j - left, k], kind="stable")
+            mine[concept] = order[:SHOWN].tolist()
+    return {concept: order for part in world.gather(mine) for concept, order in part.items()}
+
+
+def draw(
+    path: Path,
+    found: Found,
+    optimal: Array,
+    images: Array,
+    top: dict[int, list[int]],
+    layers: list[Array],
+) -> None:
+    """Write the picture. Raises StoreError where it cannot be written."""
+    from matplotlib.figure import Figure
+
+    from ..autoencoder.command import grey, tiled
+
+    concepts = list(found.pixels)
+    figure = Figure(figsize=(14, 8), layout="constrained")
+    left, middle, right = figure.subfigures(1, 3, squeeze=False, width_ratios=(1.2, 1, 1))[0]
+    axes = left.subplots(len(concepts), SHOWN + 1, squeeze=False)
+    for row, concept in enumerate(concepts):
+        shown = [optimal[..., row], *(images[..., i] for i in top[concept])]
+        for column in range(SHOWN + 1):
+            axis = axes[row][column]
+            axis.set_axis_off()
+            if column < len(shown):
+                axis.imshow(grey(shown[column]), cmap="gray", vmin=0, vmax=1)
+        axes[row][0].set_title(str(concept), loc="left", fontsize=8, pad=1)
+    left.suptitle("best neuron for each concept, last layer:\noptimal stimulus, and images with "
+                  "most response", fontsize=10)  # fmt: skip
+    grids = middle.subplots(len(layers), 1, squeeze=False)[:, 0]
+    for number, (axis, values) in enumerate(zip(grids, layers, strict=True)):
+        axis.imshow(tiled(np.moveaxis(values, 3, 0)), cmap="gray", vmin=0, vmax=1)
+        axis.set_axis_off()
+        axis.set_title(f"layer {number}: optimal stimuli of its middle neurons", fontsize=9)
+    bars = right.subplots()
+    series = {"single pixels": [found.pixels]}
+    for number in range(len(found.layers)):
+        series[f"layer {number}, random"] = [found.random[number]]
+        series[f"layer {number}, trained"] = [found.layers[number]]
+    judged = [[100 * each.judged for each in one[0].values()] for one in series.values()]
+    bars.barh(list(series), [float(np.mean(each)) for each in judged], color="0.8")
+    for y, each in enumerate(judged):
+        bars.plot(each, [y] * len(each), "o", color="#0072B2", markersize=4)
+    bars.axvline(50, color="black", linewidth=1)
+    bars.set(xlim=(45, 100), xlabel="accuracy of the best neuron in % (50: guess)")
+    bars.set_title("bars: mean over concepts; points: concepts", fontsize=9)
+    store.put_figure(path, figure, 100)

@@ -1,0 +1,432 @@
+"""Tables of studies and training runs; on demand figures, and a page that needs no other file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from gzip import compress
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from ... import store
+from ...config import UserError
+from ..report import named, units
+from ..report.autoencoders import autoencoder_report, probe_report
+from ..report.choice import ALL, Choice
+from ..report.compare import compare, compare_report, load_reference, verdict
+from ..report.figures import Chart, image
+from ..report.replayed import KIND as REPLAY
+from ..report.replayed import replay_report
+from ..report.tables import Listed, Report, Section, Table, counted, slug
+from ..report.trainings import Run, load_run, overview, run_groups, runs_report
+from ..study.folder import Folder
+from ..study.report import BENCHMARK, compress_report, study_report
+from ..study_data.study_file import ReportError, StudyFile, load_study_file
+
+
+def _search_report(path: Path) -> Report:
+    from ..precision.report import search_report
+
+    return search_report(path)
+
+
+def _influence_report(path: Path) -> Report:
+    from ..influence.show import tables
+
+    return Report(f"Influence: {path.name}", [], [Section("Influence", tables(path, TOP))])
+
+
+TOP = 5  # samples that raised or lowered a loss most, as influence has it
+OF_KIND = {  # by attribute of files
+    REPLAY: replay_report,
+    "precision search": _search_report,
+    "influence": _influence_report,
+    "autoencoder": autoencoder_report,
+    "autoencoder probe": probe_report,
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The studies in the order given, the runs, oldest first, and what could not be read.
+
+    others: reports of files of bench compress, and of the kinds of OF_KIND
+    """
+
+    studies: list[StudyFile]
+    runs: list[Run]
+    unreadable: list[str]
+    others: Sequence[Report] = ()
+
+
+def load(paths: Sequence[Path]) -> Loaded:
+    """Return what files hold; one that cannot be read is named and keeps no other back.
+
+    A directory stands for the study file in it, else for all records in it. Raises UserError where
+    nothing can be read.
+    """
+    studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
+    others: list[Report] = []
+    for path in paths:
+        try:
+            files = _files(path) if path.is_dir() else [path]
+        except UserError as error:
+            errors.append(error)
+            continue
+        for file in files:
+            try:
+                if file.is_file() and file.suffix != ".h5" and not named.is_hdf5(file):
+                    raise ReportError(f"{file}: {named.of_file(file)}")
+                attributes = store.read_attributes(file)
+                if "study" in attributes:
+                    studies.append(load_study_file(file))
+                elif attributes.get("benchmark") == BENCHMARK:
+                    others.append(compress_report(file))
+                elif of_kind := OF_KIND.get(str(attributes.get("kind"))):
+                    others.append(of_kind(file))
+                elif attributes.get("kind") == "run":
+                    runs.append(load_run(file))
+                elif not path.is_dir():
+                    raise ReportError(f"{file}: {named.of_file(file)}")
+            except UserError as error:
+                errors.append(error)
+    if not studies and not runs and not others:
+        if errors:
+            raise errors[0]
+        held = [f"{path}: nothing that report shows: {named.of_folder(path)}" for path in paths]
+        raise ReportError("; ".join(held))
+    by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
+    return Loaded(studies, by_age, list(map(str, errors)), others)
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the study file of a directory, or all its records. Raises ReportError."""
+    folder = Folder(directory)
+    if folder.study_file.exists():
+        return [folder.study_file]
+    files = [file for file in sorted(directory.glob("*.h5")) if not file.name.startswith(".")]
+    if not files and folder.study_toml.exists():
+        count = sum(not file.name.startswith(".") for file in folder.cases.glob("*.h5"))
+        collect = (
+            f", but {units.count(count, 'file')} of cases: `study collect {directory}` makes one"
+            if count
+            else ": no case has ended"
+        )
+        raise ReportError(
+            f"{directory}: the study has no {folder.study_file.name} yet{collect}, "
+            f"`study resume {directory}` goes on"
+        )
+    return files
+
+
+def page(reports: Sequence[Report]) -> str:
+    """Return the page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("cpdhpc.lab.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    title = ", ".join(report.title for report in reports)
+    return environment.get_template("page.html").render(
+        title=title, reports=reports, address=address, slug=slug, packed=packed, first=ROWS
+    )
+
+
+MOST_POINTS = 120  # of a figure as SVG, which then has some 150 KB
+ROWS = 50  # of a table that the page holds as they are; the script unpacks the others
+
+
+def packed(table: Table) -> str:
+    """Return the rows after the first, as text for the page's script: gzip of JSON in base64."""
+    rows = json.dumps(table.rows[ROWS:], ensure_ascii=False, separators=(",", ":"))
+    return b64encode(compress(rows.encode(), mtime=0)).decode()
+
+
+def address(chart: Chart) -> str:
+    """Return a figure as the address of an image: pixels where there is much to draw."""
+    kind, media = ("webp", "webp") if chart.points > MOST_POINTS else ("svg", "svg+xml")
+    return f"data:image/{media};base64,{b64encode(image(chart, kind)).decode()}"
+
+
+WIDTH = 140  # columns of a table that goes to no terminal
+MOST = 10_000  # columns that a table may need
+LINES = 5  # of what is listed below the tables
+INCOMPLETE = 1  # exit status where a file could not be read
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where reports go besides the terminal: a page, and directories of files."""
+
+    html: Path | None = None
+    figures: Path | None = None
+    csv: Path | None = None
+    latex: Path | None = None
+    quiet: bool = False
+    terminal: bool | None = None
+
+    def check(self) -> None:
+        """Raise ReportError for a page whose directory is not there, before anything is drawn."""
+        check_place(self.html)
+
+    def give(
+        self,
+        reports: Sequence[Report],
+        unreadable: Sequence[str] = (),
+        last: str = "",
+        png: Path | None = None,
+    ) -> int:
+        """Write and print reports; return the exit status. Raises ReportError.
+
+        Files come first: who reads what is printed may stop in its middle, as head does.
+        last: a line below the tables; png: a figure that was written
+        """
+        if unreadable:
+            first, left = reports[0], counted([("not read", unreadable)], "file")
+            first = replace(first, listed=[*left, *first.listed])
+            reports = [first, *reports[1:]]
+        written = [*([] if png is None else [png]), *self.write(reports)]
+        if unreadable:
+            what = units.count(len(unreadable), "file")
+            print(f"cpdhpc: {what} not read: {'; '.join(unreadable)}", file=sys.stderr)
+        show(reports, self.terminal, self.quiet)
+        for line in [*([last] if last else []), *(f"wrote {path}" for path in written)]:
+            print(line)
+        return INCOMPLETE if unreadable else 0
+
+    def write(self, reports: Sequence[Report]) -> list[Path]:
+        """Write all files that are asked for and return their paths. Raises ReportError."""
+        written = list[Path]()
+        if self.html is not None:
+            store.put(self.html, page(reports).encode())
+            written.append(self.html)
+        for number, each in enumerate(reports, 1):
+            several = f"{number}-" if len(reports) > 1 else ""
+            for chart in each.charts if self.figures else ():
+                for kind in ("png", "svg"):
+                    name = f"{several}{chart.name}.{kind}"
+                    written += _put(self.figures, name, image(chart, kind))
+            for table in each.tables:
+                written += _put(self.csv, f"{several}{table.file}.csv", table.csv().encode())
+                written += _put(self.latex, f"{several}{table.file}.tex", table.latex().encode())
+        return written
+
+
+PLAIN = Outputs()
+
+
+def report(
+    paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | None = None, choice: Choice = ALL
+) -> int:
+    """Print the tables of studies and runs, write what outputs ask for; return the exit status.
+
+    png: of runs, one figure; choice: of the points and figures of studies
+    Raises UserError where nothing can be read, a place cannot be written to, or no run is complete.
+    """
+    outputs.check()
+    check_place(png)
+    loaded = load(paths)
+    if choice != ALL and not loaded.studies:
+        raise ReportError("--where, --x, --y, --by, --panel: are for studies; came none")
+    reports = [study_report(file, choice) for file in loaded.studies]
+    if choice.draws and not (outputs.html or outputs.figures):
+        raise ReportError("--x, --y, --by, --panel: choose figures: go with --html or --figures")
+    of_runs = runs_report(loaded.runs, run_groups(loaded.runs)) if loaded.runs else None
+    if png is not None:
+        if of_runs is None:
+            raise ReportError(
+                f"--png {png}: is of training runs; --figures DIR writes those of studies"
+            )
+        store.put(png, image(overview(of_runs.charts), "png"))
+    shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
+    return outputs.give(shown, loaded.unreadable, png=png)
+
+
+def compare_files(
+    after: Path,
+    before: Path,
+    outputs: Outputs = PLAIN,
+    tolerance: float | None = None,
+    fails: bool = False,
+) -> int:
+    """Print what changed from a reference to a study; return how many points are slower.
+
+    before: a study, or a TOML file that names one with tolerances (compare.Reference)
+    fails: whether it is asked for that nothing is slower
+    Raises UserError for anything but two studies of one kind; behind the tables, where it fails if
+    something is slower, but no point can be judged.
+    """
+    outputs.check()
+    reference = load_reference(before, tolerance)
+    comparison = compare(_study(Path(reference.study)), _study(after), reference)
+    outputs.give([compare_report(comparison)], last=verdict(comparison))
+    if fails and len(comparison.having("unknown")) == len(comparison.changes):
+        raise ReportError("--fail-on-slower: no point has an interval: nothing can be judged")
+    return len(comparison.having("slower"))
+
+
+def _study(path: Path) -> StudyFile:
+    loaded = load([path])
+    if len(loaded.studies) != 1 or loaded.runs or loaded.others:
+        raise ReportError(f"--compare: {path}: is no study")
+    return loaded.studies[0]
+
+
+def check_place(path: Path | None) -> None:
+    """Raise ReportError for a file whose directory is not there, or that holds data."""
+    if path is not None and not path.parent.is_dir():
+        raise ReportError(f"{path}: cannot be written: there is no such directory")
+    if path is not None and path.is_file() and named.is_hdf5(path):
+        raise ReportError(f"{path}: is an HDF5 file: not replaced")
+
+
+def show(reports: Sequence[Report], terminal: bool | None, quiet: bool) -> None:
+    """Print reports."""
+    console = Console(force_terminal=terminal)
+    console = console if console.is_terminal else Console(force_terminal=False, width=WIDTH)
+    for each in reports:
+        if not quiet:
+            _print(console, each)
+        for listed in each.listed:
+            _print_listed(console, listed)
+
+
+def _print_listed(console: Console, listed: Listed) -> None:
+    """Print what is not as it was asked for, only the first of many."""
+    more = len(listed.items) - LINES
+    lines = [*listed.items[:LINES], *([f"and {more} more: --html lists all"] if more > 0 else [])]
+    for line in (f"{listed.what}:" if lines else listed.what, *(f"  {line}" for line in lines)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print(console: Console, of: Report) -> None:
+    console.print(of.title, style="bold", markup=False)
+    for name, fact in of.facts:
+        console.print(f"{name}: {fact}", markup=False, highlight=False)
+    for section in of.sections:
+        for table in section.tables:
+            if not table.page_only:
+                _print_table(console, table.rich())
+                if table.left:
+                    console.print(table.left, markup=False, highlight=False)
+        for note in section.notes:
+            console.print(note, markup=False, highlight=False)
+
+
+def _print_table(console: Console, table: RichTable) -> None:
+    """Print a table, beyond the console's width where words would not fit: rich leaves them out."""
+    unbounded = console.options.update(width=MOST)
+    room, least = console.width, console.measure(table, options=unbounded).minimum
+    console.width = max(room, least)
+    console.print(table)
+    console.width = room
+
+
+def _put(directory: Path | None, name: str, content: bytes) -> list[Path]:
+    """Write a file of a directory, which is made if need be; nothing without a directory."""
+    if directory is None:
+        return []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReportError(f"{directory}: cannot be made: {error.strerror}") from None
+    store.put(directory / name, content)
+    return [directory / name]
+
+
+SLOWER = 1  # exit status of --compare --fail-on-slower
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of report."""
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.h5",
+        help="studies and records of training runs, or directories of them",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write one self-contained page"
+    )
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
+    parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw training runs")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+    _add_choice(parser)
+    _add_compare(parser)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    for_figures = parser.add_argument_group("points and figures of studies, by names of factors")
+    for_figures.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="only such points; also != < <= > >=; may be repeated",
+    )
+    for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
+    for_figures.add_argument(
+        "--y",
+        default="",
+        metavar="NAME",
+        help="time (default), speedup, efficiency, of studies of throughput that; an outcome",
+    )
+    for name, text in (("by", "a series"), ("panel", "a panel")):
+        for_figures.add_argument(
+            f"--{name}",
+            type=lambda given: given.split(","),
+            default=[],
+            metavar="NAME,...",
+            help=f"{text} for each value of these",
+        )
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="what changed since this study, or the one that a TOML file names with tolerances",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="with --compare: how much longer a point may take, as 0.05",
+    )
+    parser.add_argument(
+        "--fail-on-slower",
+        action="store_true",
+        help=f"with --compare: exit status {SLOWER} where a point is slower",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show studies and training runs that are files already, or what changed between two."""
+    of = arguments
+    outputs = Outputs(of.html, of.figures, of.csv, of.latex, of.quiet)
+    choice = Choice(of.x, of.y, tuple(of.by), tuple(of.panel), tuple(of.where))
+    if of.compare is None:
+        for name in ("fail_on_slower", "tolerance"):
+            if getattr(of, name):
+                raise UserError(f"--{name.replace('_', '-')}: goes with --compare")
+        return report(of.files, outputs, of.png, choice)
+    if of.png or choice != ALL:
+        raise UserError("--compare: goes not with --png, --where, --x, --y, --by, --panel")
+    if len(of.files) != 1:
+        raise UserError(f"--compare: needs one study beside the reference; came {len(of.files)}")
+    slower = compare_files(of.files[0], of.compare, outputs, of.tolerance, of.fail_on_slower)
+    return SLOWER if slower and of.fail_on_slower else 0

@@ -1,0 +1,425 @@
+"""python -m cpdhpc study ..., batch and scripts: the arguments of each, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import store
+from ...config import UserError, suggest
+from ..settings import add_settings
+from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
+from ..study.folder import Folder, recorded
+from ..study.slurm.site import Site, load_site
+from ..study.spec import Study
+from ..study_data.factors import SHAPE, Case
+
+if TYPE_CHECKING:
+    from ...world.mpi import World
+    from ..study.slurm.status import Standing
+
+RESULTS = Path("results")
+HASH = 8  # hexadecimal digits in the name of a folder
+
+
+def add_study(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that all actions have."""
+    parser.add_argument(
+        "study", type=Path, metavar="STUDY.toml", help="the study, or the folder of one"
+    )
+    add_settings(parser, "lay a value over the file's, as sweep.ranks=[1,2]; may be repeated")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the study (default: results/ + NAME)"
+    )
+
+
+def add_site(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names the profile of a cluster."""
+    parser.add_argument(
+        "--site", type=Path, metavar="FILE.toml", help="profile of the cluster (docs/sites.md)"
+    )
+
+
+def add_study_and_site(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of actions that look at a cluster."""
+    add_study(parser)
+    add_site(parser)
+
+
+def study_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
+    """Return the study that the arguments name, and its folder, which need not be there yet.
+
+    Raises ConfigError for what is wrong in the file.
+    """
+    if arguments.study.is_dir():
+        folder = Folder(arguments.study)
+        return load_study(folder.study_toml, arguments.set), folder
+    study = load_study(arguments.study, arguments.set)
+    return study, Folder(arguments.out or RESULTS / study.name)
+
+
+def folder_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
+    """Return the study and its folder, which must be this study's.
+
+    Raises FolderError where it is not there, or is another study's.
+    """
+    study, folder = study_of(arguments)
+    folder.check(study)
+    return study, folder
+
+
+add_plan = add_submit = add_resume = add_study_and_site
+add_run = add_collect = add_extend = add_cancel = add_study
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
+    study, folder = study_of(arguments)
+    folder.check_path()
+    expansion = expand(study)
+    jobs = batches(study, expansion.cases)  # numbered as they are on any site
+    refused = []
+    if arguments.site is not None:
+        site = load_site(arguments.site)
+        every = [(job, site.refusal(job.nodes, job.ppn, job.has_gpus)) for job in jobs]
+        jobs = [job for job, why in every if why is None]
+        refused = [(case, why) for job, why in every if why is not None for case in job.cases]
+    lines = [*totals(study, jobs), *refusals([*expansion.impossible, *refused])]
+    several = sum(len(job.cases) for job in jobs if job.nodes > 1)
+    if several and arguments.site is None:
+        lines.append(
+            f"{several} of {len(expansion.cases)} cases need several nodes (ppn: ranks on a node, "
+            "at most): `study run` leaves them out here, `study submit` takes them"
+        )
+    print(*plan_table(study, jobs), "", *lines, _kept(folder, expansion.cases), sep="\n")
+    return 0
+
+
+def _kept(folder: Folder, cases: Sequence[Case]) -> str:
+    """Return where a study goes, and what of it is there already."""
+    if not folder.study_toml.exists():
+        return f"folder: {folder.path}"
+    there = {case.id for case in expand(folder.study()).cases}
+    new = sum(case.id not in there for case in cases)
+    more = f": study extend adds {new} case(s)" if new else ""
+    return f"folder: {folder.path}, which has {len(cases) - new} of these cases{more}"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
+    """Yield the lines of a table; words: the column to the left, the others are numbers."""
+    # Rich takes 2 ms a row to find the widths, which is 15 s for a study of thousands of cases.
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, ["-" * width for width in widths], *rows):
+        cells = zip(row, widths, strict=True)
+        padded = (c.ljust(n) if i == words else c.rjust(n) for i, (c, n) in enumerate(cells))
+        yield "  ".join(padded).rstrip()
+
+
+def plan_table(study: Study, jobs: Sequence[Batch]) -> Iterator[str]:
+    """Return the cases, batch by batch, with the factors that vary."""
+    cases = [(str(job.number), case) for job in jobs for case in job.cases]
+    names = varying([case for _, case in cases])
+    rows = [
+        [
+            batch,
+            case.id,
+            *(shown_factor(study, case, name) for name in names),
+            f"{case_time_s(study, case):.3g}",
+        ]
+        for batch, case in cases
+    ]
+    return _table(["batch", "case", *names, "about s"], rows, 1)
+
+
+def varying(cases: Sequence[Case]) -> list[str]:
+    """Return the shape, and the factors that are not the same in all cases."""
+    names = dict.fromkeys(name for case in cases for name in case.factors)
+    several = [name for name in names if len({case.factors.get(name) for case in cases}) > 1]
+    return ["nodes", "ppn", "ranks", *several]
+
+
+def shown_factor(study: Study, case: Case, name: str) -> str:
+    """Return a factor as it is shown, "" where the case has none."""
+    value = case.all_factors.get(name)
+    known = SHAPE | dict(study.factors)
+    return "" if value is None else shown(value, known[name].units)
+
+
+def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
+    """Return what the study takes in all."""
+    cases = [case for job in jobs for case in job.cases]
+    hours = sum(job.rank_hours for job in jobs)
+    longest_s = max((job.time_s for job in jobs), default=0.0)
+    limit_s = max((job.limit_s for job in jobs), default=0.0)
+    ranks = {case.ranks for case in cases}
+    lines = [
+        f"{study.name}: {study.scaling} scaling of {study.kind}: {len(cases)} cases in {len(jobs)} "
+        f"batch(es), about {hours:.3g} rank hours (ranks x time) and {longest_s:.0f} s a batch; "
+        f"allowed are {limit_s:.0f} s a batch"
+    ]
+    asked = Counter((job.nodes, job.ppn) for job in jobs if job.has_gpus)
+    for (nodes, ppn), count in asked.items():
+        each = f"{nodes} node{'s' * (nodes > 1)}, {ppn} a node"
+        lines.append(f"GPUs: {count} batch(es) ask for {nodes * ppn} on {each}")
+    if study.scaling != "throughput" and len(ranks) == 1:
+        lines.append(f"{study.scaling} scaling, but all cases have {ranks.pop()} rank(s)")
+    if cases and not any(study.of_kind.time_s(case.factors, case.ranks, 1) for case in cases):
+        assumed = "run.case_time_s" if study.run.case_time_s else "a guess: set run.case_time_s"
+        lines.append(f"time of a case: {assumed}")
+    return lines
+
+
+def refusals(impossible: Sequence[tuple[Case, str]]) -> list[str]:
+    """Return how many cases are impossible, by reason."""
+    reasons = Counter(reason for _, reason in impossible)
+    return [f"impossible, {count} case(s): {reason}" for reason, count in reasons.items()]
+
+
+def run_render(arguments: argparse.Namespace) -> int:
+    """Print the scripts, each under its name, or the one that is asked for."""
+    study, folder = study_of(arguments)
+    folder.check_path()
+    print(render(study, folder, load_site(arguments.site), arguments.script), end="")
+    return 0
+
+
+def add_render(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of render."""
+    add_study_and_site(parser)
+    parser.add_argument(
+        "--script", metavar="NAME", help="print this one alone, as sbatch takes it: 2x4 or collect"
+    )
+
+
+def render(study: Study, folder: Folder, site: Site, only: str | None = None) -> str:
+    """Return the scripts of a study as text; only: the name of one.
+
+    Raises UserError where there is no such script, or the site has room for none.
+    """
+    from ..study.slurm.submit import fitting, scripts
+
+    todo, refused = fitting(batches(study, expand(study).cases), site)
+    if not todo:
+        raise UserError(f"render: nothing can be submitted: {refused[0][1]}")
+    texts = {path.stem: text for path, text in scripts(study, folder, site, todo).items()}
+    if only is None:
+        return "\n".join(f"==> {name} <==\n{text}" for name, text in texts.items())
+    if only not in texts:
+        raise UserError(f"--script {only}: {suggest(only, texts)}")
+    return texts[only]
+
+
+def run_submit(arguments: argparse.Namespace) -> int:
+    """Submit, keep the site's profile for resume; return 0, or 1 where Slurm takes no more now."""
+    from ..study.slurm.submit import submit
+
+    study, folder = study_of(arguments)
+    _say_impossible(study)
+    return 1 if submit(study, folder, load_site(arguments.site)).left else 0
+
+
+def _say_impossible(study: Study) -> None:
+    for line in refusals(expand(study).impossible):
+        print(line)
+
+
+def run_run(arguments: argparse.Namespace) -> int:
+    """Measure what is not finished; return 0 where all cases are finished, else 1, or 130."""
+    from ..study.run_here import measure
+
+    study, folder = study_of(arguments)
+    _say_impossible(study)
+    folder.prepare(study)
+    return measure(study, folder)
+
+
+def run_resume(arguments: argparse.Namespace) -> int:
+    """Go on with a study; return 0 where all is finished or submitted, else 1, or 130.
+
+    --site, or a folder that was submitted from: submit, with the site of the last time by default
+    """
+    from ..study.slurm.submit import SITE, submit
+
+    study, folder = folder_of(arguments)
+    kept = folder.path / SITE  # written before the first job goes in
+    if arguments.site is None and not kept.exists() and not recorded(folder):
+        from ..study.run_here import measure
+
+        return measure(study, folder)
+    return 1 if submit(study, folder, load_site(arguments.site or kept)).left else 0
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of status."""
+    add_study(parser)
+    parser.add_argument(
+        "--summary", action="store_true", help="how many cases of each shape, not each of them"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, a line each time")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=WATCH_S,
+        metavar="SECONDS",
+        help=f"look again and again (default every {WATCH_S:g} s) while something waits or runs",
+    )
+
+
+WATCH_S = 30.0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the states of all cases, and the ends of the logs of jobs that failed."""
+    from ..study.slurm.status import look
+
+    study, folder = folder_of(arguments)
+    every_s = arguments.watch
+    if every_s is not None and not every_s > 0:
+        raise UserError(f"--watch {every_s:g}: should be a time above zero, in seconds")
+    while True:
+        standing = look(study, folder)
+        if arguments.json:
+            print(json.dumps(_status_json(study, folder, standing, arguments.summary)))
+        else:
+            print(*_status_lines(study, standing, arguments.summary), sep="\n")
+        if every_s is None or not standing.live:
+            return 0
+        sys.stdout.flush()
+        time.sleep(every_s)
+
+
+def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
+    from ..study.slurm.status import STATES
+
+    if summary:
+        shapes = standing.by_shape
+        names = [state for state in STATES if standing.counts[state]]
+        rows = [
+            [shape, str(sum(counts.values())), *(str(counts[name]) for name in names)]
+            for shape, counts in shapes.items()
+        ]
+        yield from _table(["nodes x ppn", "cases", *names], rows, 0)
+    else:
+        width = max(len(each.case.id) for each in standing.cases)
+        rows = [[str(s.batch), s.case.id, s.state, s.detail] for s in standing.cases]
+        for batch, case, state, why in [["batch", "case", "state", "why"], *rows]:
+            yield f"{batch:>5}  {case:<{width}}  {state:<11}  {why}".rstrip()
+        yield from standing.endings
+    if standing.silent:
+        yield f"Slurm is not asked: {standing.slurm}: this is what the files say"
+    told = ", ".join(f"{n} {name}" for name in STATES if (n := standing.counts[name]))
+    yield f"{study.name}: {len(standing.cases)} cases: {told}"
+
+
+def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
+    from ..study.slurm.status import STATES
+
+    found: dict[str, Any] = {
+        "study": study.name,
+        "folder": str(folder.path),
+        "slurm": standing.slurm,
+        "states": {state: standing.counts[state] for state in STATES},
+    }
+    if summary:
+        return found | {"shapes": {k: dict(v) for k, v in standing.by_shape.items()}}
+    return found | {
+        "cases": [
+            {"case": each.case.id, "batch": each.batch, "state": each.state, "why": each.detail}
+            for each in standing.cases
+        ]
+    }
+
+
+def run_cancel(arguments: argparse.Namespace) -> int:
+    """Take the study's jobs out of Slurm's queue, its only, and print their numbers."""
+    from ..study.slurm.submit import cancel
+
+    cancel(folder_of(arguments)[1])
+    return 0
+
+
+def run_extend(arguments: argparse.Namespace) -> int:
+    """Give a folder a study of more cases; what is finished stays and counts."""
+    from ..study.folder import extend
+
+    extend(*study_of(arguments))
+    return 0
+
+
+def run_collect(arguments: argparse.Namespace) -> int:
+    """Write the study file; return 0. Raises FolderError where no case is finished."""
+    from ..study.collect import collect
+
+    collect(*folder_of(arguments))
+    return 0
+
+
+def add_freeze(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of freeze."""
+    add_study(parser)
+    parser.add_argument(
+        "--by-hash",
+        action="store_true",
+        help="end the folder's name with the study's hash: other settings go to another folder",
+    )
+
+
+def run_freeze(arguments: argparse.Namespace) -> int:
+    """Make the folder, or check that it is this study's, and print its path."""
+    study, folder = study_of(arguments)
+    if arguments.by_hash:
+        folder = Folder(folder.path.with_name(f"{folder.path.name}-{study.hash[:HASH]}"))
+    folder.prepare(study)
+    print(folder.path)
+    return 0
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of batch."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
+    parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="nodes of the job (default: the batch's)"
+    )
+    parser.add_argument(
+        "--ppn", type=int, metavar="N", help="ranks per node (default: the batch's)"
+    )
+
+
+def run_batch(arguments: argparse.Namespace, world: World) -> int:
+    """Measure the unfinished cases of a study's batch. Collective."""
+    from ..study.batch import measure_batch
+
+    shape = arguments.nodes, arguments.ppn
+    return measure_batch(world, arguments.folder, arguments.number, *shape)
+
+
+def add_scripts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of scripts."""
+    add_site(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="where they go")
+
+
+def run_scripts(arguments: argparse.Namespace) -> int:
+    """Write the scripts and print their paths.
+
+    Raises UserError where the profile cannot be used, or a file not be written.
+    """
+    from ..study.slurm.site import scripts
+
+    for name, text in scripts(load_site(arguments.site)).items():
+        path = arguments.out / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be made: {error.strerror}") from None
+        store.put(path, text)
+        print(path)
+    return 0

@@ -1,0 +1,440 @@
+"""All-reduces: ours, MPI_Allreduce and gloo, by size, method and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from math import isnan, nan
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ...config import ConfigError, Raw, UserError, among
+from ...formats import (
+    INTEGERS,
+    MICROSCALING,
+    SHARED,
+    FloatFormat,
+    sum_bits,
+    wire_format,
+    wire_scaling,
+)
+from ...methods import (
+    ACCUMULATES,
+    ALGORITHMS,
+    BASELINE_DEVICES,
+    BASELINES,
+    EXACT,
+    GROW,
+    MAX_SUM_BITS,
+    MEMCPY,
+    SCALINGS,
+)
+from ..study_data.factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
+from .base import Call, Kind
+
+if TYPE_CHECKING:
+    from ...world.mpi import World
+    from ..bench.allreduce_cases import TimedCase
+    from ..report.figures import Chart, Series
+    from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
+    from ..report.tables import Section, Table
+    from ..study_data.factors import Case
+    from ..study_data.study_file import Point, StudyFile
+    from .base import Asked
+    from .place import Place
+
+GUESS = 1e-9  # s per byte and rank: a slow all-reduce
+
+
+def _check_wire(wire: str) -> None:
+    wire_format(wire)
+
+
+def _check_scaling(scaling: str) -> None:
+    kind, _, number = scaling.partition(":")
+    if kind == "static" and number.lstrip("-").isdigit():
+        return
+    if scaling not in (*SHARED, "none", "aps"):
+        raise ConfigError(f"known are {', '.join(SCALINGS)}, with an integer K")
+
+
+def _used(given: Factors) -> dict[str, Value]:
+    """Return the factors as the method has them; see Kind.used."""
+    algorithm, wire = str(given["algorithm"]), str(given["wire"])
+    device = device_used(given)
+    found = {"size_bytes": given["size_bytes"], "algorithm": algorithm, "wire": wire} | device
+    if algorithm in BASELINES:
+        where = str(device.get("device", "cpu"))
+        if where not in BASELINE_DEVICES[algorithm]:
+            raise ValueError(f"{algorithm} takes no arrays of device {where}")
+        wires = BASELINES[algorithm]
+        if wire not in wires:
+            raise ValueError(f"{algorithm} has no wire {wire}, only {', '.join(wires)}")
+        return found
+    if wire == "raw":  # which neither scaling nor rounding touches
+        return found
+    accumulate = _accumulate(algorithm, wire, str(given["accumulate"]))
+    scaling = _scaling(wire, accumulate, str(given["value_scaling"]))
+    return found | {"value_scaling": scaling, "accumulate": accumulate}
+
+
+def _accumulate(algorithm: str, wire: str, given: str) -> str:
+    row = ALGORITHMS[algorithm]
+    grows = isinstance(wire_format(wire), FloatFormat)
+    ways = [way for way in row.ways if grows or way != GROW]
+    own = (EXACT,) if wire in INTEGERS else (*ways, EXACT)
+    if given == ABSENT:
+        return EXACT if wire in INTEGERS else row.default if grows else row.fixed
+    if given not in own:
+        what = f"wire {wire}" if wire in INTEGERS else algorithm
+        raise ValueError(f"{what} does not accumulate by {given}, only by {', '.join(own)}")
+    return given
+
+
+def _scaling(wire: str, accumulate: str, given: str) -> str:
+    scaling = given or ("aps" if accumulate == EXACT else wire_scaling(wire))
+    kind, _, number = scaling.partition(":")
+    if accumulate == EXACT:
+        allowed = ("aps",) if wire in INTEGERS else ("aps", "static", "none")
+        if kind not in allowed:
+            what = f"wire {wire}" if wire in INTEGERS else "an exact sum"
+            raise ValueError(f"{what} is scaled by {' or '.join(allowed)}, not by {kind}")
+    if wire in MICROSCALING and kind != wire_scaling(wire):
+        raise ValueError(f"wire {wire} is scaled by {wire_scaling(wire)}, not by {kind}")
+    if kind == "static":
+        fmt = wire_format(wire)
+        assert fmt is not None, "raw is not scaled"
+        if not fmt.shift_min <= int(number) <= fmt.shift_max:
+            raise ValueError(f"{scaling}: K of {wire} is {fmt.shift_min}..{fmt.shift_max}")
+    return scaling
+
+
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
+    if used.get("accumulate") != EXACT:
+        return None
+    wire = str(used["wire"])
+    fmt = wire_format(wire)
+    assert fmt is not None, "raw has no exact sums"
+    bits = sum_bits(fmt, ranks)
+    if bits <= MAX_SUM_BITS:
+        return None
+    return f"exact sums of {ranks} ranks in {wire} take {bits} bits, more than {MAX_SUM_BITS}"
+
+
+def _time_s(used: Factors, ranks: int, repeats: int) -> float:
+    return repeats * (1e-3 + GUESS * float(used["size_bytes"]) * ranks)
+
+
+CACHED_SIZES = 2  # whose data stay from one visit to the next
+
+
+@lru_cache(maxsize=CACHED_SIZES)
+def _data(n: int, world: World, device: str, integers: bool) -> Any:
+    from ..bench.allreduce_cases import Data, integer_data, normal_data
+    from ..bench.harness import on_device
+
+    x, total = (integer_data if integers else normal_data)(n, world)
+    return Data(on_device(x, device), total)
+
+
+@contextmanager
+def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
+    """Make an all-reduce ready; see Kind.measure. Collective."""
+    factors, world = case.factors, place.world
+    device = place.take_device(factors)
+    with _torch_group(world, factors):
+        timed = _timed(world, factors, device)
+        call = Call(timed.run, timed.prepare)
+        if check:
+            timed.check(world)
+            call.outcomes |= {
+                "error": timed.error,
+                "wire_bytes": timed.wire_bytes,
+                "payload_bytes": int(factors["size_bytes"]),
+                "bound_s": _bound_s(place, timed),
+            }
+        yield call
+
+
+def _timed(world: World, factors: Factors, device: str) -> TimedCase:
+    """Return the call of a case, not checked yet."""
+    import numpy as np
+
+    from ...collectives.allreduce import Allreduce
+    from ..bench import allreduce_cases as bench
+    from ..bench.harness import on_device
+
+    n, algorithm, wire = int(factors["size_bytes"]) // 4, factors["algorithm"], str(factors["wire"])
+    out = on_device(np.empty(n, np.float32), device)
+    integers, normal = (partial(_data, n, world, device, exact) for exact in (True, False))
+    if algorithm in BASELINES:
+        name = str(algorithm) if wire == "raw" else f"{algorithm}-{wire}"
+        return bench.BASELINES[name](world, integers(), normal(), out)
+    method = Allreduce(
+        wire,
+        str(algorithm),
+        None if wire == "raw" else str(factors["value_scaling"]),
+        None if wire == "raw" else str(factors["accumulate"]),
+    )
+    return bench.schedule_case(world, method, normal() if method.fmt else integers(), out)
+
+
+@contextmanager
+def _torch_group(world: World, factors: Factors) -> Iterator[None]:
+    """Open torch's process group where the algorithm is its. Collective.
+
+    Raises UserError on all ranks where torch or what it needs is missing.
+    """
+    from ..bench.allreduce_cases import group_of, missing
+
+    library = str(factors["algorithm"])
+    if library in BASELINES and (reason := missing(world, library)):
+        raise UserError(f"algorithm {library}: {reason}")
+    with group_of(world, [library] if library in BASELINES else []):
+        yield
+
+
+COPIES = 9  # that are timed, the first to warm up
+
+
+def _bound_s(place: Place, timed: TimedCase) -> float:
+    """Return the least time of an all-reduce of several ranks, see bench.bound_s. Collective.
+
+    That of the copy is the least of several: what makes one slower is no bound.
+    """
+    import numpy as np
+
+    from ..bench import allreduce_cases as bench
+    from ..bench.harness import interleave_ranks
+
+    world, data = place.world, timed.data
+    if world.ranks == 1:
+        return nan
+    copy = bench.BASELINES[MEMCPY](world, data, data, np.empty_like(data.x))
+    times = interleave_ranks(world, {MEMCPY: copy.run}, COPIES)[MEMCPY][1:]
+    link_s = place.seconds_per_byte if len(set(world.nodes)) > 1 else 0.0
+    copy_s = float(times.max(axis=1).min())
+    return bench.bound_s(world, bench.wire_bytes(timed), copy_s, link_s)
+
+
+ON_WIRE = ("wire", "value_scaling")  # what decides the bytes on the wire
+
+
+def _one_bound(file: StudyFile) -> StudyFile:
+    """Return a study with one bound for all cases of one place, size and bytes on the wire.
+
+    It is the median over theirs: each has timed copies of its own, all of the same thing.
+    """
+    found: dict[frozenset[Any], list[float]] = {}
+    for point in file.points:
+        if not isnan(bound_s := point.outcomes.get("bound_s", nan)):
+            found.setdefault(_bounded(point), []).append(bound_s)
+    bounds_s = {key: median(each) for key, each in found.items()}
+    points = [
+        replace(each, outcomes={**each.outcomes, "bound_s": bounds_s.get(_bounded(each), nan)})
+        for each in file.points
+    ]
+    return replace(file, points=tuple(points))
+
+
+def _bounded(point: Point) -> frozenset[Any]:
+    """Return what points share that have one bound; within a node nothing is on a wire."""
+    without = {"algorithm", "accumulate"} | (
+        set() if int(point.factors["nodes"]) > 1 else {*ON_WIRE}
+    )
+    return frozenset(item for item in point.factors.items() if item[0] not in without)
+
+
+def _share(ranks: int) -> float:
+    """Return 2 (p - 1) / p, the least share of the data that leaves a rank; as in nccl-tests."""
+    return 2 * (ranks - 1) / ranks
+
+
+SHAPES = 3  # that have figures
+METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device")
+CAPTION = (
+    "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
+    "median, of p ranks. mpi: MPI_Allreduce of float32 in the same study, at the same size and "
+    "ranks; in brackets the interval, which takes in both medians'. Times as fast: the ratio "
+    "of the medians; bench allreduce prints the median of the ratios of single calls. Bound: the "
+    "longer of a copy of the data by all ranks at once (memcpy) and of 2 (N - 1) / N of the bytes "
+    "on the wire over the link of each of N nodes; of the copy each case takes the least time, and "
+    "the table the median over the cases of a place. Error: in the Euclidean norm."
+)
+BOUNDED = (
+    "Bound: the longer of a copy of the data by all ranks at once and of 2 (N - 1) / N of the "
+    "bytes on the wire over the link of each of N nodes."
+)
+
+
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+    """Return time and bus bandwidth by size, beside the libraries' own and the bound."""
+    from ..report.figures import thinned
+    from ..report.tables import Section
+
+    shapes: dict[tuple[int, ...], list[SeedGroup]] = {}
+    for group in groups:
+        shapes.setdefault(group.shape, []).append(group)
+    drawn = thinned(list(shapes.values()), SHAPES)
+    charts = [chart for alike in drawn for chart in _charts(file, alike, layout)]
+    notes = [f"Figures of {len(drawn)} of {len(shapes)} shapes."] if len(shapes) > SHAPES else []
+    return [
+        Section("All-reduce by size", notes, [_table(file, groups, layout.every or groups)], charts)
+    ]
+
+
+def _size(group: SeedGroup) -> float:
+    return float(group.factors["size_bytes"])
+
+
+def _place(group: SeedGroup) -> tuple[Any, ...]:
+    """Return what all-reduces share that are compared."""
+    return group.shape, _size(group), group.factors.get("device")
+
+
+def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
+    """Return 2 (p - 1) / p size / time in GB/s, unknown for a single rank."""
+    return time.inverse(_share(group.ranks) * _size(group) / 1e9 or nan)
+
+
+def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
+    """Return the table of groups; every: of the study, among them what others are beside."""
+    from ..report import units
+    from ..report.points import of_factors, quotient, times_as_fast, timing, varying
+    from ..report.tables import Column, tabulate
+
+    base, copies = (
+        {_place(g): g for g in every if g.factors["algorithm"] == name} for name in ("mpi", MEMCPY)
+    )
+    differing = varying([group.factors for group in groups])
+    predicted = any(point.outcomes.get("predicted_s", nan) >= 0 for point in file.points)
+
+    def by_memcpy(group: SeedGroup) -> str:
+        copy = copies.get(_place(group))
+        return units.digits(quotient(group.time_s.value, copy.time_s.value)) if copy else "-"
+
+    columns: list[Column[SeedGroup]] = [
+        Column("ranks", lambda g: str(g.ranks)),
+        Column("size", lambda g: units.size(_size(g))),
+        *of_factors([name for name in METHOD if name in differing or name == "algorithm"], groups),
+        *timing(file),
+        Column("busbw\nGB/s", lambda g: units.digits(_bus_bandwidth(g, g.time_s).value)),
+        Column("times as\nfast as mpi", lambda g: times_as_fast(base.get(_place(g)), g)),
+        *([Column("time by\nmemcpy", by_memcpy)] if copies else []),
+        Column("bound", lambda g: units.time(g.mean("bound_s"))),
+        Column(
+            "time by\nbound", lambda g: units.digits(quotient(g.time_s.value, g.mean("bound_s")))
+        ),
+        *([Column("predicted", lambda g: units.time(g.mean("predicted_s")))] if predicted else []),
+        Column("relative\nerror", lambda g: units.digits(g.mean("error"), 2)),
+    ]
+    return tabulate("All-reduce", columns, groups, CAPTION)
+
+
+Shown = Callable[["SeedGroup", "Estimate"], "Estimate"]  # of a group and a time of it
+
+
+def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Chart]:
+    """Return the figures of one shape, none where it has a single size."""
+    from ..report import units
+    from ..report.figures import LIBRARIES
+    from ..report.points import Line, is_baseline, label
+
+    if len({_size(group) for group in groups}) < 2:
+        return []
+    scale, unit = units.time_unit(median(group.time_s.value for group in groups))
+    shown: dict[str, tuple[str, Shown]] = {
+        "time": (f"time / {unit}", lambda _, time: time.scaled(1 / scale))
+    }
+    if groups[0].ranks > 1:
+        shown["bandwidth"] = "bus bandwidth / (GB/s)", _bus_bandwidth
+    methods: dict[tuple[str, ...], list[SeedGroup]] = {}
+    for group in groups:
+        methods.setdefault(tuple(str(group.factors.get(n, "")) for n in METHOD), []).append(group)
+    by_size = [sorted(each, key=_size) for each in methods.values()]
+    baselines = [each for each in by_size if is_baseline(each[0].factors)]
+    own = [each for each in by_size if not is_baseline(each[0].factors)]
+    beside = [
+        Line(label(each[0].factors, METHOD[:3]), style, each)
+        for style, each in zip(LIBRARIES, baselines, strict=False)
+    ]
+    panels = layout.arrange(own or baselines, without=["size_bytes"])
+    where = "x".join(map(str, groups[0].shape[:2]))
+    return [
+        _chart(file, *axis, panels, beside if own else [], f"{what}_by_size_{where}")
+        for what, axis in shown.items()
+    ]
+
+
+def _chart(
+    file: StudyFile, axis: str, shown: Shown, panels: Panels, baselines: Sequence[Line], name: str
+) -> Chart:
+    from ..report import units
+    from ..report.figures import Axis, Chart, panels_with, spread
+
+    what, groups = axis.partition(" /")[0], panels.groups
+    known = not all(isnan(group.mean("bound_s")) for group in groups)
+    nodes, _, ranks = groups[0].shape
+    why = (
+        "the bandwidth of this machine was not measured" if ranks > 1 else "one rank sends nothing"
+    )
+    bounds = BOUNDED if known else f"No bound: {why}."
+    where = f"{units.count(ranks, 'rank')} on {units.count(nodes, 'node')}"
+    beside = (
+        f" {' and '.join(line.name for line in baselines)} in every panel." if baselines else ""
+    )
+    return Chart(
+        name,
+        f"{file.name}: {what} of all-reduces by size, {where}",
+        [f"Medians of the slowest rank's times, bars: {file.percent} CI.{beside} {bounds}"],
+        f"{what.capitalize()} by size on {where}.",
+        panels_with(
+            {title: _series(lines, baselines, shown) for title, lines in panels.lines.items()},
+            Axis("float32 data of a rank", "size", ticks=sorted({_size(each) for each in groups})),
+            lambda values: spread(axis, values, "log", 10),
+        ),
+        panels.columns,
+    )
+
+
+def _series(own: Sequence[Line], baselines: Sequence[Line], shown: Shown) -> list[Series]:
+    """Return the lines, and the bound of our own."""
+    from ..report.figures import BOUND, Series
+    from ..report.points import drawn
+
+    found = [
+        drawn(line, _size, lambda g: shown(g, g.time_s), "line") for line in [*own, *baselines]
+    ]
+    known = [g for line in own for g in line.groups if not isnan(g.mean("bound_s"))]
+    least = {_size(g): shown(g, g.exact("bound_s")).value for g in known}
+    if least:
+        found.append(Series("bound", BOUND, sorted(least), [least[size] for size in sorted(least)]))
+    return found
+
+
+ALLREDUCE = Kind(
+    factors={
+        "size_bytes": float32_size("float32 data of a rank"),
+        "algorithm": Factor(
+            "algorithm; mpi, gloo and nccl are those libraries' own",
+            str,
+            default="ring",
+            check=among([*ALGORITHMS, *BASELINES]),
+        ),
+        "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", _check_wire),
+        "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
+        "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
+        "device": DEVICE,
+    },
+    work="size_bytes",
+    used=_used,
+    fits=_fits,
+    time_s=_time_s,
+    sample="one all-reduce, from a barrier to its end on the slowest rank",
+    measure=_measure,
+    sections=_sections,
+    panels=("size_bytes", "wire", "value_scaling"),
+    in_common=_one_bound,
+)

@@ -1,0 +1,152 @@
+"""What a kind of study is: its factors, how a case of it is measured, what a report shows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+from pydantic import Field, model_validator
+
+from ...config import Above0, Positive, Raw, Section, Whole, merge
+from ..study_data.factors import Case, Factor, Factors, Outcomes, Result, Value
+
+if TYPE_CHECKING:
+    from ..report import tables
+    from ..report.points import Layout, SeedGroup
+    from ..signals import Caught
+    from ..study_data.study_file import StudyFile
+    from .place import Place
+
+
+class Measure(Section):
+    """[measure]: how often, and when it is enough.
+
+    A case is visited again and again, with others in between: warmup calls and then block repeats
+    a visit. After min_repeats it ends once the confidence interval of the median is within
+    relative of it on both sides, or max_time_s of calls are over; else after max_repeats. So many
+    cases take turns as interleave says.
+
+    warmup: calls before the repeats of a visit, which are kept and flagged; of trainings: steps
+    block: repeats of a visit; min_repeats, max_repeats: of a case
+    confidence: of the interval of the median; relative: share of the median that is near enough
+    max_time_s: of a case's calls; interleave: cases that take turns; seed: of their order
+    """
+
+    warmup: Whole = 2
+    block: Positive = 5
+    min_repeats: Positive = 10
+    max_repeats: Positive = 50
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    relative: Above0 = 0.05
+    max_time_s: Above0 = 20.0
+    interleave: Positive = 16
+    seed: Whole = 0
+
+    @model_validator(mode="after")
+    def _repeats_in_order(self) -> Measure:
+        if self.min_repeats > self.max_repeats:
+            raise ValueError(
+                f"min_repeats={self.min_repeats} is more than max_repeats={self.max_repeats}"
+            )
+        return self
+
+
+class Asked(Protocol):
+    """What a measurement is told of its study: study.spec.Study has more."""
+
+    @property
+    def measure(self) -> Measure:
+        """How often, and when it is enough."""
+
+    @property
+    def job(self) -> Raw:
+        """The tables of the job file, where the kind needs one."""
+
+
+@dataclass
+class Call:
+    """Something to time. prepare: done before each call, and not timed."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    outcomes: Outcomes = field(default_factory=dict)
+
+
+class Measuring(ABC):
+    """A case on its way.
+
+    done: whether it has all that it needs; virtual_ranks, timeout_s: of the world that it needs
+    """
+
+    done = False
+    virtual_ranks = 1
+    timeout_s = 600.0
+
+    def __init__(self, study: Asked, case: Case, directory: Path) -> None:
+        self.study, self.case, self.directory = study, case, directory
+
+    @abstractmethod
+    def visit(self, place: Place, caught: Caught) -> None:
+        """Measure for a while. Collective over the ranks of the place.
+
+        Raises UserError, ArithmeticError or NonFiniteGradient, on all of them alike, where the
+        case cannot be measured; Interrupted where it stopped at a signal and can go on later.
+        """
+
+    @abstractmethod
+    def result(self, place: Place) -> Result:
+        """Return what was measured, once it is done. Collective."""
+
+
+def device_of(job: Raw, used: Factors) -> str:
+    """Return the factor device. See Kind.device."""
+    return str(used.get("device", "cpu"))
+
+
+Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of study. Only its plain data is used on login nodes; functions load what they need.
+
+    factors: by name, in the order in which they are shown
+    work: the factor that says how large the problem is
+    further: (name, a value, the job's tables) -> a factor beyond those, or None where there is no
+        such; for what users add to the tables that jobs choose from
+    used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
+        to say the same are one case; raises ValueError for what cannot work
+    sample: what a repeat is, in words
+    measure: (study, case, place, check) -> the call that is timed, made ready; with check it is
+        first seen to do what it should; collective. A class, where a repeat is no call
+    sections: (study file, its points, layout) -> what a report shows besides the scaling
+    fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
+        or None; by the models that the job itself reads, so that it finds nothing wrong later
+    time_s: (factors, ranks, repeats) -> about the seconds of so many repeats; 0: nothing is known,
+        as of trainings, where only the data and the model would tell: run.case_time_s says
+    panels: factors whose words have panels of their own in figures
+    device: (tables of the job, factors that used returned) -> "cpu" or "gpu"
+    in_common: (study file) -> the file, with one value for all cases where each has measured the
+        same thing; a report begins with it
+    laid_over: (tables of a job, changes) -> the tables with changes laid over them
+    """
+
+    factors: Mapping[str, Factor]
+    work: str
+    used: Callable[[Factors], dict[str, Value]]
+    sample: str
+    measure: Calls | type[Measuring]
+    sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[tables.Section]]
+    fits: Callable[[Raw, Factors, int], str | None] = lambda job, used, ranks: None
+    time_s: Callable[[Factors, int, int], float] = lambda used, ranks, repeats: 0.0
+    panels: tuple[str, ...] = ()
+    device: Callable[[Raw, Factors], str] = device_of
+    in_common: Callable[[StudyFile], StudyFile] = lambda file: file
+    needs_job: bool = False
+    laid_over: Callable[[Raw, Raw], Raw] = merge
+    groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds
+    further: Callable[[str, Value, Raw], Factor | None] = lambda name, value, job: None

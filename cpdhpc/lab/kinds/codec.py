@@ -1,0 +1,215 @@
+"""The codec: float32 to packed codes and back, all ranks at once, beside memcpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...config import Raw, among
+from ...formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
+from ...methods import CODEC_OPERATIONS, MEMCPY
+from ..study_data.factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
+from .base import Call, Kind
+
+if TYPE_CHECKING:
+    from ...world.mpi import World
+    from ..report.figures import Panel, Style
+    from ..report.points import Estimate, Layout, SeedGroup
+    from ..report.tables import Section, Table
+    from ..study_data.factors import Case
+    from ..study_data.study_file import StudyFile
+    from .base import Asked
+    from .place import Place
+
+GUESS = 1e-9  # s per byte: a slow codec
+
+
+def _used(given: Factors) -> dict[str, Value]:
+    """Return the factors; memcpy has no format. See Kind.used."""
+    operation, name = str(given["operation"]), str(given["format"])
+    found = {"size_bytes": given["size_bytes"], "operation": operation} | device_used(given)
+    if operation == MEMCPY:
+        return found
+    if name == ABSENT:
+        raise ValueError(f"operation {operation} needs a format")
+    return found | {"format": name}
+
+
+def _time_s(used: Factors, ranks: int, repeats: int) -> float:
+    return repeats * (1e-4 + GUESS * float(used["size_bytes"]))
+
+
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
+    values = int(used["size_bytes"]) // 4
+    return None if values >= ranks else f"{values} values are fewer than {ranks} ranks"
+
+
+ANY_FORMAT = "e4m3"  # where the operation has none
+
+
+@contextmanager
+def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
+    """Make an operation on a rank's share of the data ready; see Kind.measure. Collective."""
+    import numpy as np
+
+    from ...partition import split
+    from ..bench.codec import check_against_reference, operations
+    from ..bench.harness import on_device
+
+    factors, world = case.factors, place.world
+    operation = str(factors["operation"])
+    cast = Cast(parse_format(str(factors.get("format", ANY_FORMAT))))
+    start, stop = split(int(factors["size_bytes"]) // 4, world.processes, world.process)
+    values = np.random.default_rng(world.process).standard_normal(stop - start, np.float32)
+    x = on_device(values, place.take_device(factors))
+    call = Call(operations(x, cast)[operation])
+    if check:
+        world.agreed(lambda: check_against_reference(x, cast), told=ArithmeticError)
+        call.outcomes["payload_bytes"] = 4 * x.size
+        if operation != MEMCPY:
+            shared = _shared(operation)
+            shifts = shift_count(x.size, shared) if shared else 0
+            call.outcomes["wire_bytes"] = packed_bytes(x.size, cast.fmt.bits) + shifts
+            call.outcomes["error"] = _error(world, values, cast, operation)
+    yield call
+
+
+def _shared(operation: str) -> int | None:
+    """Return how many values share a shift that is chosen on the way, if one is."""
+    return SHARED.get(operation.rpartition(" ")[2])
+
+
+def _error(world: World, x: Any, cast: Cast, operation: str) -> float:
+    """Return the error of x encoded and decoded, over all ranks' values. Collective.
+
+    As the operation rounds and scales; decode and hops are about the codes of plain encode.
+    """
+    import numpy as np
+
+    from ...ops import cpu
+
+    shared = _shared(operation)
+    rounding = Cast(cast.fmt, "stochastic") if operation == "stochastic" else cast
+    words = np.zeros(packed_bytes(x.size, cast.fmt.bits), np.uint8)
+    shifts, out = np.full(shift_count(x.size, shared or TILE), 127, np.uint8), np.empty_like(x)
+    cpu.encode_tiles(x, rounding, words, shifts, fit=shared is not None)
+    cpu.decode_tiles(words, shifts, cast.fmt, out)
+    wrong = float(np.sum((out.astype(np.float64) - x) ** 2))
+    whole = float(np.sum(x.astype(np.float64) ** 2))
+    sums = np.sum(world.gather((wrong, whole)), axis=0)
+    return float(np.sqrt(sums[0] / sums[1]))
+
+
+APART = 0.1  # of a row: operations below one another
+CAPTION = (
+    "Rate: float32 data of all ranks / median time of the slowest. Of memcpy's: of the same data "
+    "on as many ranks in this study; in brackets the interval, which takes in both medians'."
+)
+
+
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+    """Return rates by format and operation, beside memcpy."""
+    from ..report.figures import Chart, styles
+    from ..report.tables import Section
+
+    places: dict[str, list[SeedGroup]] = {}
+    for group in groups:
+        places.setdefault(_place(group), []).append(group)
+    drawn = styles(str(group.factors["operation"]) for group in groups if not _is_base(group))
+    panels = [_panel(place, alike, drawn) for place, alike in places.items()]
+    chart = Chart(
+        "rate_by_format",
+        f"{file.name}: rate of the codec",
+        [f"float32 data of all ranks / median time of the slowest; bars: {file.percent} CI."],
+        "Rate by format, with memcpy of the same data on as many ranks.",
+        [panel for panel in panels if panel.y.names],
+        columns=2,
+    )
+    return [
+        Section(
+            "Codec",
+            tables=[_table(file, groups, layout.every or groups)],
+            charts=[chart] if chart.panels else [],
+        )
+    ]
+
+
+def _place(group: SeedGroup) -> str:
+    from ..report.points import label
+
+    return label(group.factors, ("size_bytes", "ranks", "device"))
+
+
+def _format(group: SeedGroup) -> str:
+    return str(group.factors.get("format", "no format"))
+
+
+def _is_base(group: SeedGroup) -> bool:
+    return group.factors["operation"] == MEMCPY
+
+
+def _rate(group: SeedGroup) -> Estimate:
+    """Return bytes of float32 of all ranks by the time, GB/s."""
+    return group.time_s.inverse(float(group.factors["size_bytes"]) / 1e9)
+
+
+def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) -> Panel:
+    from ..report.figures import IDEAL, Axis, Panel, Series
+
+    own = [group for group in groups if not _is_base(group)]
+    rows = list(dict.fromkeys(_format(group) for group in own))
+    series = []
+    for index, (name, style) in enumerate(drawn.items()):
+        aside = APART * (index - (len(drawn) - 1) / 2)
+        alike = [group for group in own if group.factors["operation"] == name]
+        rates = [_rate(group) for group in alike]
+        at = [aside + rows.index(_format(group)) for group in alike]
+        x, low, high = (list(column) for column in zip(*rates, strict=True)) if rates else ([],) * 3
+        series.append(Series(name, style, x, at, join="none", x_low=low, x_high=high))
+    for group in filter(_is_base, groups):
+        rate = _rate(group).value
+        series.append(Series(MEMCPY, IDEAL, [rate, rate], [-0.6, len(rows) - 0.4]))
+    return Panel(place, Axis("rate / (GB/s)", limits=(0, None)), Axis("", names=rows), series)
+
+
+def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
+    """Return the table of groups; every: of the study, among them what others are beside."""
+    from ..report import units
+    from ..report.points import of_factors, times_as_fast, timing
+    from ..report.tables import Column, tabulate
+
+    base = {_place(group): group for group in every if _is_base(group)}
+    optional = ("threads", "device")
+    further = [name for name in optional if any(name in group.factors for group in groups)]
+    columns: list[Column[SeedGroup]] = [
+        Column("ranks", lambda g: str(g.ranks)),
+        *of_factors(("size_bytes", "operation", "format", *further), groups),
+        *timing(file),
+        Column("rate\nGB/s", lambda g: units.digits(_rate(g).value)),
+        Column("of memcpy's", lambda g: times_as_fast(base.get(_place(g)), g)),
+    ]
+    return tabulate("Codec", columns, groups, CAPTION)
+
+
+CODEC = Kind(
+    factors={
+        "size_bytes": float32_size("float32 data of all ranks together"),
+        "operation": Factor(
+            "operation of the codec",
+            str,
+            default="encode tile",
+            check=among([MEMCPY, *CODEC_OPERATIONS]),
+        ),
+        "format": Factor("format of the codec", str, check=parse_format),
+        "device": DEVICE,
+    },
+    work="size_bytes",
+    used=_used,
+    fits=_fits,
+    time_s=_time_s,
+    sample="one operation on a rank's share of the data, all ranks at once; the slowest rank",
+    measure=_measure,
+    sections=_sections,
+    panels=("operation",),
+)

@@ -1,0 +1,187 @@
+"""Where a job runs: processes and nodes, ping-pong, energy."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...world.gpu_messages import use_gpu
+from ...world.mpi import World
+from ..bench.harness import ping_pong
+from ..provenance import cpu_clone, gpu, hosts, identity, versions
+from ..study_data.factors import Factors, Outcomes
+
+POWERCAP = Path("/sys/class/powercap")
+LOOK_S = 60.0  # a counter of RAPL begins anew after 2**18 J or so, 9 minutes at 500 W
+
+
+class Meter:
+    """The counters of this node that this process may read; often only root may read RAPL's.
+
+    They count all that runs on the node, and what it takes when idle. psys, which holds the
+    packages, and their parts are left out.
+    Source: Linux, Documentation/power/powercap; NVML, nvmlDeviceGetTotalEnergyConsumption.
+    """
+
+    def __init__(self, powercap: Path = POWERCAP) -> None:
+        self._zones = _zones(powercap)
+        self._gpus = _gpus()
+        self._lock, self._sum_uj = threading.Lock(), 0
+        self._last = self._read()
+        if self._zones:
+            threading.Thread(target=self._look, name="energy", daemon=True).start()
+
+    @property
+    def sources(self) -> str:
+        """What is counted, in words; "": nothing."""
+        found = {"RAPL zones": self._zones, "GPUs by NVML": self._gpus}
+        return ", ".join(f"{len(each)} {name}" for name, each in found.items() if each)
+
+    def joules(self) -> float:
+        """Return the energy since some time, NaN where there is no counter."""
+        if not self.sources:
+            return nan
+        with self._lock:
+            now = self._read()
+            for (_, wraps_uj), before, after in zip(self._zones, self._last, now, strict=True):
+                self._sum_uj += after - before + (wraps_uj if after < before else 0)
+            self._last = now
+            return self._sum_uj / 1e6 + sum(map(_gpu_mj, self._gpus)) / 1e3
+
+    def _read(self) -> list[int]:
+        return [_number(path / "energy_uj") for path, _ in self._zones]
+
+    def _look(self) -> None:
+        """Look at the counters more often than they begin anew, until the process ends."""
+        never = threading.Event()
+        while not never.wait(LOOK_S):
+            self.joules()
+
+
+node_meter = cache(Meter)  # one for a process
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text())
+
+
+def _zones(powercap: Path) -> list[tuple[Path, int]]:
+    """Return the directories of packages and memory that can be read, and where each wraps, uJ."""
+    found = []
+    for path in sorted(powercap.glob("intel-rapl:*")):  # AMD's have that name too
+        try:
+            name = (path / "name").read_text().strip()
+            _number(path / "energy_uj")
+            wraps_uj = _number(path / "max_energy_range_uj")
+        except (OSError, ValueError):
+            continue
+        if name.startswith("package") or name == "dram":
+            found.append((path, wraps_uj))
+    return found
+
+
+def _gpus() -> Sequence[Any]:
+    """Return NVML's handles of the GPUs that count energy, where nvidia-ml-py is installed."""
+    if find_spec("pynvml") is None:
+        return []
+    nvml: Any = import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+        found = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        for each in found:
+            _gpu_mj(each)
+    except nvml.NVMLError:  # no driver, or GPUs older than Volta
+        return []
+    return found
+
+
+def _gpu_mj(handle: Any) -> int:
+    nvml: Any = import_module("pynvml")
+    return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+
+SLURM = (  # what Slurm says of a job, as far as it is the same for jobs of one kind
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_QOS",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+)
+
+
+class Place:
+    """Some of the ranks of a job. Collective over them, as is all that it knows.
+
+    cores: what own_cores said of them
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.cores = self._gpu = ""
+        self._hosts = hosts(world)
+        own = world.hosted.start
+        first = world.nodes.index(world.nodes[own]) == own  # of the processes of this node
+        self._meter = node_meter() if first else None
+
+    def take_device(self, factors: Factors) -> str:
+        """Return where a case's arrays are; on "gpu" each process has one of its own. Collective.
+
+        Raises UserError on all processes where one finds no GPU, or shares it.
+        """
+        device = str(factors.get("device", "cpu"))
+        if device == "gpu":
+            use_gpu(self.world)
+            self._gpu = gpu()
+        return device
+
+    @cached_property
+    def seconds_per_byte(self) -> float:
+        """Time of a byte between the first and the last rank, by a ping-pong. Collective."""
+        return ping_pong(self.world)[1]
+
+    def read_energy(self) -> float:
+        """Return what the counters of the node say, in J; 0 but on its first process of these."""
+        return 0.0 if self._meter is None else self._meter.joules()
+
+    def energy_j(self, before: float) -> Outcomes:
+        """Return the energy of all nodes since each read_energy, if all count it. Collective."""
+        used = self.read_energy() - before
+        energy_j = float(np.sum(self.world.gather(used)))
+        return {} if np.isnan(energy_j) else {"energy_j": energy_j}
+
+    def environment(self) -> dict[str, str]:
+        """Return where this is, the same for all cases of a job that use these ranks.
+
+        On process 0, which writes; the others would only ask the file system the same.
+        """
+        if self.world.process > 0:
+            return {}
+        found = environment(self._hosts, self.cores)
+        further = {"energy": self._meter.sources if self._meter else "", "gpu": self._gpu}
+        return found | {name: text for name, text in further.items() if text}
+
+
+def environment(names: list[str], placement: str) -> dict[str, str]:
+    """Return where something was measured; names: of all processes' hosts."""
+    slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
+    return {
+        "hosts": " ".join(dict.fromkeys(names)),
+        **identity(),
+        "cores": str(os.cpu_count()),
+        "placement": placement,
+        "versions": json.dumps(versions()),
+        "kernels": cpu_clone(),
+        "slurm": json.dumps(slurm),
+    }

@@ -1,0 +1,424 @@
+"""What is asked of a search of bits, and what it has found: layers, trainings, verdicts; HDF5."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import store
+from ...compress import LowBit, NoCompression
+from ...config import ConfigError, dump_toml, read_toml
+from ...formats import packed_bytes, wire_format
+from ...store import Variable
+from ...torch.controllers import BySchedule
+from ...torch.precision.policy import PRODUCTS
+from ..report.units import count
+from ..settings import override
+from ..train.job import Job, load
+from ..train.update import ByAllreduce
+
+Array = npt.NDArray[Any]
+KIND, FILE = "precision search", "search.h5"
+SCHEMA = 2  # of files; 1: unseen seeds were not measured, or by what another seed had recorded
+RAW = "raw"  # float32
+
+
+WITHIN, BEYOND, NOT_MEASURED = "within", "beyond", "not measured"
+WIRE, SUMS = "wire", "accumulators"
+OPERANDS = "weights", "activations", "errors"
+OVER = "wire", "arithmetic", "both"  # what a search is over
+
+
+def width(name: str) -> int:
+    """Return the bits of a value in a format."""
+    fmt = wire_format(name)
+    return 32 if fmt is None else fmt.bits
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a layer, or its sums, and the formats that it may have.
+
+    name: of the layer; tensor: WIRE: its gradients as they travel; SUMS: partial sums of its three
+        products; else a key of a policy
+    sizes: values: of its parameters; of a batch; SUMS: of all that is summed up to
+    low, high: exponents between which its values are
+    formats, errors: from float32 to the fewest bits, so from no error to the largest. WIRE: part of
+        the error of the whole gradient, relative to that; else error of the layer's products
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    low: int
+    high: int
+    formats: tuple[str, ...]
+    errors: tuple[float, ...]
+    tensor: str = WIRE
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return self.name if self.tensor == WIRE else f"{self.name} {self.tensor}"
+
+    @property
+    def values(self) -> int:
+        """Number of values."""
+        return sum(self.sizes)
+
+    def bits(self, name: str) -> int:
+        """Return the bits of its values in a format; WIRE: of whole tiles as they travel."""
+        if self.tensor != WIRE:
+            return self.values * width(name)
+        whole = [8 * packed_bytes(n, width(name)) for n in self.sizes]
+        last = 32 * self.sizes[-1] if name == RAW else whole[-1]  # nothing follows, alone at least
+        return sum(whole[:-1]) + last
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training with some format for each place, all seeds together.
+
+    formats: by place; seeds: of its runs; scores: of the test samples, by seed, NaN: none
+    sent_bytes: in a step, of the rank that sends most; error: of the mean gradient, NaN: not known
+    what: why it was done; verdict: WITHIN the budget, BEYOND it, NOT_MEASURED, or why it failed
+    """
+
+    formats: tuple[str, ...]
+    seeds: tuple[int, ...]
+    what: str
+    scores: tuple[float, ...]
+    sent_bytes: float
+    error: float
+    verdict: str
+
+    @property
+    def score(self) -> float:
+        """Mean over seeds, NaN where one has none."""
+        return math.fsum(self.scores) / len(self.scores)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A search as its file holds it; asked: the job and what is searched for, TOML.
+
+    found: the format of each place, () while it goes on
+    """
+
+    asked: str
+    places: tuple[Place, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    found: tuple[str, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def trial(self, formats: Sequence[str], seeds: Sequence[int]) -> Trial | None:
+        """Return the training with these formats and seeds, None where there was none."""
+        wanted = tuple(formats), tuple(seeds)
+        return next((t for t in self.trials if (t.formats, t.seeds) == wanted), None)
+
+    @property
+    def tested(self) -> Trial | None:
+        """The training that says what was found is worth, of unseen seeds if there are some."""
+        return next((t for t in reversed(self.trials) if self.found == t.formats), None)
+
+    @property
+    def outcome(self) -> str:
+        """Whether what was found keeps the budget: unseen seeds decide, if there are any."""
+        tested = self.tested
+        if tested is None:
+            return "goes on"
+        seen = tomllib.loads(self.asked).get("search", {}).get("seeds")
+        numbers = ", ".join(map(str, tested.seeds))
+        of = f"seeds {numbers} of the search, no unseen ones were tried"
+        of = of if list(tested.seeds) == seen else f"unseen seeds {numbers}"
+        return f"{'yes' if tested.verdict == WITHIN else 'no'}: {tested.verdict} with {of}"
+
+    def agrees(self, trial: Trial, key: str) -> Callable[[float], bool]:
+        """Return what says whether a number goes with the verdict of a trial.
+
+        key: "budget": of points to float32; "gradient_error"; any goes where it is not the limit
+        """
+        limit = tomllib.loads(self.asked).get("search", {}).get(key)
+        if limit is None or trial.verdict not in (WITHIN, BEYOND):
+            return lambda _: True
+        sign = -1 if key == "budget" else 1  # points below, error above
+        return lambda shown: (sign * shown <= limit) == (trial.verdict == WITHIN)
+
+    def bits(self, formats: Sequence[str]) -> list[int]:
+        """Return the bits of all values of each place, of those on the wire as they travel."""
+        found = [place.bits(name) for place, name in zip(self.places, formats, strict=True)]
+        wires = [i for i, place in enumerate(self.places) if place.tensor == WIRE]
+        plain = [i for i in wires if formats[i] == RAW]
+        for i in plain[:-1]:
+            last = self.places[i].sizes[-1]  # others in float32 follow it, behind a whole tile
+            found[i] += 8 * packed_bytes(last, 32) - 32 * last
+        for i in wires if plain == wires else ():
+            found[i] = 32 * self.places[i].values  # without lowbit no tile is filled up
+        return found
+
+    def widths(self, formats: Sequence[str]) -> dict[str, float]:
+        """Return the bits of a value in these formats, by tensor: means over its places."""
+        pairs, found = list(zip(self.places, self.bits(formats), strict=True)), {}
+        for tensor in dict.fromkeys(place.tensor for place in self.places):
+            some = [(place.values, bits) for place, bits in pairs if place.tensor == tensor]
+            found[tensor] = sum(bits for _, bits in some) / sum(values for values, _ in some)
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write it. Raises StoreError where it cannot be written."""
+        attributes: dict[str, Any] = {"kind": KIND, "schema": SCHEMA, "asked": self.asked}
+        attributes["found"] = "\n".join(self.found)
+        store.write(path, self._groups(), self.provenance | attributes)
+
+    def _groups(self) -> dict[str, dict[str, Variable]]:
+        places, trials = self.places, self.trials
+        formats = list(dict.fromkeys(name for place in places for name in place.formats))
+        errors = np.full((len(places), len(formats)), np.nan)
+        for row, place in zip(errors, places, strict=True):
+            row[[formats.index(name) for name in place.formats]] = place.errors
+        of, sizes = _ragged([place.sizes for place in places])
+        runs = max((len(t.seeds) for t in trials), default=0)
+        scores = np.full((len(trials), runs), np.nan)
+        seeds = np.full((len(trials), runs), -1, np.int64)
+        for i, t in enumerate(trials):
+            scores[i, : len(t.seeds)], seeds[i, : len(t.seeds)] = t.scores, t.seeds
+        at, by = ("place",), ("trial",)
+        number = _ints(at, range(len(places)), "tensor of a layer")
+        return {
+            "places": {
+                "place": number,
+                "format": _texts(("format",), formats, "format"),
+                "layer": _texts(at, [x.name for x in places], "module"),
+                "tensor": _texts(at, [x.tensor for x in places], "wire, or what is rounded"),
+                "exponent_low": _ints(at, [x.low for x in places], "least exponent"),
+                "exponent_high": _ints(at, [x.high for x in places], "largest exponent"),
+                "error": Variable(
+                    ("place", "format"),
+                    errors,
+                    "wire: part of the whole gradient's error; else error of the layer's products",
+                ),
+            },
+            "parameters": {
+                "parameter": _ints(("parameter",), range(len(sizes)), "parameter tensor"),
+                "place": _ints(("parameter",), of, "place that it belongs to"),
+                "values": _ints(("parameter",), sizes, "number of values"),
+            },
+            "trials": {
+                "trial": _ints(by, range(len(trials)), "training"),
+                "place": number,
+                "run": _ints(("run",), range(runs), "run of a training"),
+                "format": Variable(
+                    (*by, "place"),
+                    np.array([t.formats for t in trials], dtype=str).reshape(-1, len(places)),
+                    "format of the place",
+                ),
+                "seed": Variable((*by, "run"), seeds, "seed, -1: there is no such run"),
+                "score": Variable((*by, "run"), scores, "score of the test samples"),
+                "sent_bytes": Variable(
+                    by,
+                    np.array([t.sent_bytes for t in trials], float),
+                    "payload of a step, of the rank that sends most",
+                    "byte",
+                ),
+                "error": Variable(
+                    by, np.array([t.error for t in trials], float), "error of the mean gradient"
+                ),
+                "what": _texts(by, [t.what for t in trials], "why"),
+                "verdict": _texts(by, [t.verdict for t in trials], "verdict"),
+            },
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> Evidence:
+        """Return what write wrote. Raises StoreError for any other file."""
+        groups, attributes = store.read(path)
+        if attributes.get("kind") != KIND:
+            raise store.StoreError(f"{path}: is no evidence of a search of precision")
+        by_error = "gradient_error" in tomllib.loads(attributes["asked"]).get("search", {})
+        if "places" not in groups or (by_error and attributes.get("schema") != SCHEMA):
+            raise store.StoreError(f"{path}: is a search of another version: begin anew")
+        of, parameters, trials = groups["places"], groups["parameters"], groups["trials"]
+        places = []
+        for i, name in enumerate(of["layer"].tolist()):
+            (known,) = np.nonzero(~np.isnan(of["error"][i]))
+            order = known[np.argsort(of["error"][i][known], kind="stable")]
+            sizes = parameters["values"][parameters["place"] == i]
+            places.append(
+                Place(
+                    name,
+                    tuple(sizes.tolist()),
+                    int(of["exponent_low"][i]),
+                    int(of["exponent_high"][i]),
+                    tuple(of["format"][order].tolist()),
+                    tuple(of["error"][i][order].tolist()),
+                    str(of["tensor"][i]),
+                )
+            )
+        rows = [
+            Trial(
+                tuple(trials["format"][i].tolist()),
+                tuple(seeds[seeds >= 0].tolist()),
+                str(trials["what"][i]),
+                tuple(trials["score"][i][seeds >= 0].tolist()),
+                float(trials["sent_bytes"][i]),
+                float(trials["error"][i]),
+                str(trials["verdict"][i]),
+            )
+            for i, seeds in enumerate(trials["seed"])
+        ]
+        found = tuple(attributes["found"].split("\n")) if attributes["found"] else ()
+        return cls(attributes["asked"], tuple(places), tuple(rows), found)
+
+
+def _ints(dims: tuple[str, ...], values: Sequence[int], long_name: str) -> Variable:
+    return Variable(dims, np.array(values, np.int64), long_name)
+
+
+def _texts(dims: tuple[str, ...], values: Sequence[str], long_name: str) -> Variable:
+    return Variable(dims, np.array(values, dtype=str), long_name)
+
+
+def _ragged(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Return which row each value is of, and the values."""
+    return [i for i, row in enumerate(rows) for _ in row], [value for row in rows for value in row]
+
+
+BEFORE, UNSEEN = 2, 3  # trainings: float32 and uniform; these and what was found, of unseen seeds
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is searched for.
+
+    jobs: one for each seed
+    budget: points that the accuracy may be below that of float32
+    gradient_error: that the mean gradient may have, relative to the float64 one; one of the two
+    most: trainings at most, of all; unseen: seeds to test with; over: of OVER
+    """
+
+    jobs: list[Job]
+    budget: float | None
+    gradient_error: float | None
+    most: int
+    unseen: int
+    over: str = "wire"
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the search."""
+        return tuple(job.seed for job in self.jobs)
+
+    @property
+    def wire(self) -> bool:
+        """Whether formats of gradients that travel are searched for."""
+        return self.over != "arithmetic"
+
+    @property
+    def arithmetic(self) -> bool:
+        """Whether formats of products are searched for."""
+        return self.over != "wire"
+
+    @property
+    def reserved(self) -> int:
+        """The trainings behind the search: float32, uniform and found, with unseen seeds."""
+        return UNSEEN if self.unseen else 0
+
+    @property
+    def cost(self) -> str:
+        """What it takes at most."""
+        seeds = len(self.seeds)
+        runs = (self.most - self.reserved) * seeds + self.reserved * self.unseen
+        epochs = count(self.jobs[0].train.epochs, "epoch")
+        told = f"{self.most} trainings of {count(seeds, 'seed')}"
+        if self.unseen:
+            others = "another" if self.unseen == 1 else f"{self.unseen} others"
+            told += f", of {others} the last {self.reserved},"
+        return f"{told} at most: {runs} runs of {epochs}"
+
+    @property
+    def further(self) -> tuple[int, ...]:
+        """Seeds that the search does not see."""
+        return tuple(range(max(self.seeds) + 1, max(self.seeds) + 1 + self.unseen))
+
+    @property
+    def method(self) -> LowBit:
+        """How gradients travel, but for the format."""
+        given = self.jobs[0].gradient
+        if isinstance(given, LowBit):
+            return replace(given, layers={})
+        assert isinstance(given, NoCompression), "check has seen it"
+        return LowBit(algorithm=given.algorithm, machine=given.machine)
+
+    def toml(self) -> str:
+        """Return all of it as TOML text."""
+        search = {
+            "budget": self.budget,
+            "gradient_error": self.gradient_error,
+            "over": self.over,
+            "trials": self.most,
+            "test_seeds": self.unseen,
+            "seeds": list(self.seeds),
+        }
+        return dump_toml(self.jobs[0].plain() | {"search": search})
+
+
+def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: int) -> Asked:
+    """Return what is asked for. Raises ConfigError for what cannot be searched."""
+    of = arguments
+    if (of.budget is None) == (of.gradient_error is None):
+        raise ConfigError("search: --budget POINTS or --gradient-error SHARE: give one of them")
+    for name, value in (("--budget", of.budget), ("--gradient-error", of.gradient_error)):
+        if value is not None and not (0 < value < math.inf):
+            raise ConfigError(f"search: {name} {value:g}: must be above 0, and finite")
+    least = BEFORE + 1 + (UNSEEN if of.test_seeds else 0)
+    if of.test_seeds < 0:
+        raise ConfigError(f"search: --test-seeds {of.test_seeds}: must be 0 or more")
+    if of.trials < least:
+        with_unseen = f", {UNSEEN} of unseen seeds (--test-seeds 0: none)" if of.test_seeds else ""
+        raise ConfigError(
+            f"search: --trials {of.trials}: must be {least} or more: {BEFORE} are of float32 and "
+            f"uniform formats{with_unseen}"
+        )
+    jobs, train = load(of.file, settings), override(read_toml(of.file), settings).get("train", {})
+    if len({job.name for job in jobs}) > 1:
+        names = ", ".join(dict.fromkeys(job.name for job in jobs))
+        raise ConfigError(f"{of.file}: compare: has rows {names}: a search takes one")
+    if not {"seed", "seeds"} & train.keys():
+        raise ConfigError(f"{of.file}: train.seeds: is missing: a search needs to know them")
+    job = jobs[0]
+    asked = Asked(jobs, of.budget, of.gradient_error, of.trials, of.test_seeds, of.over)
+    ruled = {key for rule in job.precision.rules for key in rule.said().keys() & PRODUCTS}
+    constant = isinstance(job.controller, BySchedule) and job.train.loss_scaling == "static"
+    wrong = {
+        "gradient.aggregator": (
+            not asked.wire or type(job.gradient) in (LowBit, NoCompression), "none or lowbit"),
+        "update.name": (isinstance(job.update, ByAllreduce), "allreduce"),
+        "stages.count": (job.stages.count == 1, "1"),
+        "metric.name": (of.budget is None or job.metric.label == "accuracy", "accuracy: --budget "
+            "counts its points; other metrics take --gradient-error"),
+        "gradient.algorithm": (
+            not asked.wire or getattr(job.gradient, "algorithm", "") != "mpi", "one that rounds"),
+        "precision": (not asked.arithmetic or not ruled, f"no rule of {', '.join(sorted(ruled))} "
+            "where it goes over arithmetic: it finds them"),
+        "record.thin": (
+            not (asked.arithmetic and of.gradient_error) or not job.record.thin,
+            "false where --gradient-error goes over arithmetic: it needs whole weights"),
+        "controller": (not asked.arithmetic or of.budget is not None or constant, "a constant "
+            "batch and loss scale where --gradient-error goes over arithmetic"),
+    }  # fmt: skip
+    for key, (fits, allowed) in wrong.items():
+        if not fits:
+            raise ConfigError(f"{of.file}: {key}: a search takes {allowed}")
+    if asked.wire and processes * job.train.virtual_ranks == 1:
+        raise ConfigError(
+            f"{of.file}: one rank sends no gradient, nothing can be saved: mpirun or "
+            "train.virtual_ranks=2 or more, or --over arithmetic"
+        )
+    return asked

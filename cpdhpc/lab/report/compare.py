@@ -1,0 +1,351 @@
+"""A study beside a reference, point by point: what changed by more than chance and tolerance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...config import Section as ConfigSection
+from ...config import difference, read_toml, validate
+from ..study_data.study_file import Point, ReportError, StudyFile
+from . import units
+from .choice import condition
+from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
+from .points import Estimate, label, ratio, varying
+from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
+
+Verdict = Literal["slower", "faster", "unknown", "alike"]
+VERDICTS: tuple[Verdict, ...] = ("slower", "faster", "unknown", "alike")
+COMPUTED = ("error", "wire_bytes", "payload_bytes", "accuracy", "loss")  # not sampled
+
+
+@dataclass(frozen=True)
+class Change:
+    """A point that both studies have; times: of the second by the first.
+
+    tolerance: share by which a time may be longer
+    """
+
+    before: Point
+    after: Point
+    times: Estimate
+    tolerance: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the interval of the ratio lies beyond the tolerance; unknown without one."""
+        if isnan(self.times.low):
+            return "unknown"
+        if self.times.low > 1 + self.tolerance:
+            return "slower"
+        return "faster" if self.times.high < 1 / (1 + self.tolerance) else "alike"
+
+    @property
+    def change(self) -> Estimate:
+        """By how much the second takes longer, %."""
+        return Estimate(*(100 * (each - 1) for each in self.times))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """changes: of points that both have, in the order of the first; the rest by itself."""
+
+    before: StudyFile
+    after: StudyFile
+    changes: Sequence[Change]
+    only_before: Sequence[Point]
+    only_after: Sequence[Point]
+
+    def having(self, verdict: Verdict) -> list[Change]:
+        """Return the changes with a verdict, the greatest first."""
+        found = [change for change in self.changes if change.verdict == verdict]
+        known = [change for change in found if not isnan(change.times.value)]
+        known.sort(key=lambda change: abs(change.times.value - 1), reverse=True)
+        return [*known, *(change for change in found if isnan(change.times.value))]
+
+
+Share = Annotated[float, Field(ge=0)]
+
+
+class CaseTolerance(ConfigSection):
+    """[[case]]: the share by which the times of points may be longer; where: as of report."""
+
+    where: Annotated[tuple[str, ...], Field(strict=False)]
+    tolerance: Share
+
+
+class Reference(ConfigSection):
+    """A file that says which study is the reference, and how much slower another may be.
+
+    study: a path, from the file's directory; tolerance: of points that no case names
+    """
+
+    study: str
+    tolerance: Share = 0.0
+    case: Annotated[tuple[CaseTolerance, ...], Field(strict=False)] = ()
+
+    def of(self, points: Sequence[Point]) -> list[float]:
+        """Return each point's tolerance: of the last case that names it. Raises ReportError."""
+        factors = [point.factors for point in points]
+        found = [self.tolerance] * len(points)
+        for case in self.case:
+            tests = [condition(text, factors, "[[case]] where") for text in case.where]
+            for i, each in enumerate(factors):
+                if all(test(each) for test in tests):
+                    found[i] = case.tolerance
+        return found
+
+
+def load_reference(path: Path, tolerance: float | None = None) -> Reference:
+    """Return what a TOML file says, or a study is a reference without tolerances.
+
+    tolerance: in place of the file's own of all points. Raises UserError.
+    """
+    given: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
+    if path.suffix != ".toml":
+        return validate(Reference, {"study": str(path)} | given, f"--tolerance {tolerance}")
+    found = validate(Reference, read_toml(path) | given, str(path))
+    return found.model_copy(update={"study": str(path.parent / found.study)})
+
+
+def compare(before: StudyFile, after: StudyFile, reference: Reference | None = None) -> Comparison:
+    """Return what is different in the second. Points are the same whose factors are.
+
+    reference: the tolerances, none by default
+    Raises ReportError for studies of different kinds or levels, or without a common point.
+    """
+    tolerances = reference.of(before.points) if reference else [0.0] * len(before.points)
+    for name in ("kind", "level"):
+        values = getattr(before, name), getattr(after, name)
+        if values[0] != values[1]:
+            raise ReportError(
+                f"--compare {before.path} {after.path}: {name} is {values[0]} and {values[1]}"
+            )
+    there = {frozenset(point.factors.items()): point for point in after.points}
+    changes, lost = [], []
+    for point, tolerance in zip(before.points, tolerances, strict=True):
+        other = there.pop(frozenset(point.factors.items()), None)
+        if other is None:
+            lost.append(point)
+        else:
+            times = ratio(other.times_s, point.times_s, before.level)
+            changes.append(Change(point, other, times, tolerance))
+    if not changes:
+        raise ReportError(f"--compare {before.path} {after.path}: no point is in both")
+    return Comparison(before, after, changes, lost, list(there.values()))
+
+
+def computed(comparison: Comparison) -> dict[str, list[str]]:
+    """Return which outcomes that are no samples differ: name -> point: first, second."""
+    found: dict[str, list[str]] = {}
+    for change in comparison.changes:
+        for name in COMPUTED:
+            one, other = (point.outcomes.get(name) for point in (change.before, change.after))
+            if one is None or other is None or one == other or (isnan(one) and isnan(other)):
+                continue
+            shown = ", ".join(units.apart(one, other))
+            found.setdefault(name, []).append(f"{change.before.case_id}: {shown}")
+    return found
+
+
+def environments(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Return what differs of where the studies were measured: name, first, second."""
+    one, other = (_values(file) for file in (comparison.before, comparison.after))
+    return [
+        (name, one.get(name, ""), other.get(name, ""))
+        for name in dict.fromkeys([*one, *other])
+        if one.get(name, "") != other.get(name, "")
+    ]
+
+
+def _values(file: StudyFile) -> dict[str, str]:
+    """Return the values of all environments of a study, packages one by one."""
+    found: dict[str, dict[str, None]] = {}
+    for environment in file.environments:
+        for name, value in _flat(environment).items():
+            found.setdefault(name, {})[value] = None
+    return {name: "; ".join(values) for name, values in found.items()}
+
+
+def _flat(environment: Mapping[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in environment.items():
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = None
+        inner = parsed if isinstance(parsed, dict) else {}
+        found |= {f"{name}: {key}": str(item) for key, item in inner.items()}
+        if not isinstance(parsed, dict):
+            found[name] = value
+    return found
+
+
+def asked(comparison: Comparison) -> list[str]:
+    """Return the keys in which the studies' texts differ, besides the name."""
+    one, other = (str(f.attributes["study"]) for f in (comparison.before, comparison.after))
+    keys = ["name"]
+    while (key := difference(one, other, keys)) is not None:
+        keys.append(key)
+    return keys[1:]
+
+
+MOST = 50  # rows of the figure
+FIRST = 3  # slower points that the last line names
+ROW = 0.2  # height of one, inches
+STYLES: dict[Verdict, Style] = {
+    "slower": Style("#b3204d", ">"),
+    "faster": Style("#63b8ee", "<"),
+    "unknown": Style("#000000", "x"),
+    "alike": Style("#b9bec5", "o"),
+}
+SAID: dict[Verdict, str] = {
+    "slower": "slower",
+    "faster": "faster",
+    "unknown": "no interval: too few repeats",
+    "alike": "no change beyond the intervals",
+}
+
+
+def compare_report(comparison: Comparison) -> Report:
+    """Return the report of a comparison."""
+    before, after = comparison.before, comparison.after
+    counts = {verdict: len(comparison.having(verdict)) for verdict in VERDICTS}
+    points = len(comparison.changes)
+    chance = f"{points * (1 - before.level):.2g}"
+    notes = [
+        f"A point changed if the {before.percent} interval of the ratio of its medians lies beyond "
+        "1 and its tolerance. The interval takes in those of both medians, each wide enough for "
+        "both to hold. "
+        f"Were nothing different, {chance} of {units.count(points, 'point')} or fewer would be "
+        "called changed by chance on average."
+    ]
+    return Report(
+        f"{before.name} and {after.name}" if before.name != after.name else before.name,
+        [
+            ("A", f"{before.path}, {before.attributes.get('date', '')}"),
+            ("B", f"{after.path}, {after.attributes.get('date', '')}"),
+            ("points in both", str(points)),
+            *((SAID[verdict], str(count)) for verdict, count in counts.items()),
+        ],
+        [
+            Section("Changes", notes, [_table(comparison)], [_chart(comparison)]),
+            *_environments(comparison),
+        ],
+        _listed(comparison),
+    )
+
+
+def _name(change: Change, names: Sequence[str]) -> str:
+    return label(change.before.factors, names) or "the point"
+
+
+def _names(comparison: Comparison) -> list[str]:
+    return varying([change.before.factors for change in comparison.changes], ("nodes", "ppn"))
+
+
+def _table(comparison: Comparison) -> Table:
+    names = _names(comparison)
+    columns: list[Column[Change]] = [
+        Column("point", lambda change: _name(change, names), numbers=False),
+        Column("A: median", lambda change: _medians(change)[0]),
+        Column("B: median", lambda change: _medians(change)[1]),
+        Column("B longer by\n%", lambda change: units.digits(change.change.value)),
+        Column(
+            f"{comparison.before.percent} CI",
+            lambda change: units.interval(change.change.low, change.change.high),
+        ),
+        *(
+            [Column("tolerance\n%", lambda change: units.digits(100 * change.tolerance))]
+            if any(change.tolerance for change in comparison.changes)
+            else []
+        ),
+        Column("", lambda change: SAID[change.verdict], numbers=False),
+    ]
+    ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)]
+    return tabulate("Times of B by times of A", columns, ordered)
+
+
+def _medians(change: Change) -> list[units.Cell]:
+    """Return both medians in one unit, with digits enough to tell them apart."""
+    times_s = change.before.summary["median_s"], change.after.summary["median_s"]
+    scale, unit = units.time_unit(times_s[0])
+    shown = units.apart(*(time_s / scale for time_s in times_s))
+    return [
+        units.Cell(f"{text} {unit}", value_s=time_s)
+        for text, time_s in zip(shown, times_s, strict=True)
+    ]
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return in a line how many points are slower, by how much the first, and what is not said."""
+    slower, names = comparison.having("slower"), _names(comparison)
+    counted = f"{len(slower)} of {units.count(len(comparison.changes), 'point')} slower"
+    shown = [
+        f"{_name(each, names)} by {units.with_interval(*each.change)} %" for each in slower[:FIRST]
+    ]
+    rest = ["..."] if len(slower) > FIRST else []
+    said = f"{counted}: {'; '.join([*shown, *rest])}" if slower else counted
+    unsaid = len(comparison.having("unknown")), len(comparison.only_before)
+    kinds = ("without an interval", "of the reference missing")
+    more = [f"{n} {what}" for n, what in zip(unsaid, kinds, strict=True) if n]
+    return f"{said} ({', '.join(more)})" if more else said
+
+
+def _chart(comparison: Comparison) -> Chart:
+    names = _names(comparison)
+    ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)][:MOST]
+    ordered.sort(key=lambda change: -change.times.value)
+    series = [_series(ordered, verdict) for verdict in VERDICTS]
+    series.append(Series("", IDEAL, [1, 1], [-0.6, len(ordered) - 0.4]))
+    left = len(comparison.changes) - len(ordered)
+    note = f"Ratio of medians; bars: {comparison.before.percent} CI."
+    note += f" The {MOST} that changed most; {left} more are in the table." if left else ""
+    ends = [end for c in ordered for end in c.times if end > 0]
+    x = spread("time of B / time of A", ends, "log", 4, start=None)
+    rows = [_name(change, names) for change in ordered]
+    return Chart(
+        "changes",
+        f"{comparison.before.name}: B by A",
+        [note],
+        "Right of 1: B takes longer.",
+        [Panel("", x, Axis("", names=rows), [each for each in series if each.x])],
+        scale=(2.0, max((len(ordered) + 3) * ROW / HEIGHT, 0.4)),
+    )
+
+
+def _series(ordered: Sequence[Change], verdict: Verdict) -> Series:
+    rows = [i for i, change in enumerate(ordered) if change.verdict == verdict]
+    times = [ordered[i].times for i in rows]
+    return Series(
+        SAID[verdict],
+        STYLES[verdict],
+        [each.value for each in times],
+        [float(row) for row in rows],
+        join="none",
+        x_low=[each.low for each in times],
+        x_high=[each.high for each in times],
+    )
+
+
+def _listed(comparison: Comparison) -> list[Listed]:
+    found = [
+        ("only in A", [point.case_id for point in comparison.only_before]),
+        ("only in B", [point.case_id for point in comparison.only_after]),
+        *((f"{name} differs (A, B)", items) for name, items in computed(comparison).items()),
+    ]
+    keys = asked(comparison)
+    return counted(found) + ([Listed("the studies differ in", keys)] if keys else [])
+
+
+def _environments(comparison: Comparison) -> list[Section]:
+    rows = environments(comparison)
+    if not rows:
+        return [Section("Environments", ["Nothing that the files say of them differs."])]
+    return [Section("Environments", tables=[Table("What differs", words("", "A", "B"), rows)])]

@@ -1,0 +1,368 @@
+"""What is shown of a file of precision replay: what formats, sums and products do to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import store
+from ..study_data.factors import Array
+from ..study_data.study_file import check_arrays
+from . import units
+from .figures import Axis, Chart, Map, Panel, Series, Style, styles, thinned
+from .tables import Column, Listed, Report, Section, tabulate
+
+KIND = "replay"  # attribute of its files
+Group = Mapping[str, Array]
+NEEDED = {
+    "exponents": ("tensor", "iteration", "exponent", "count", "zeros", "subnormals", "nans"),
+    "formats": ("format", "bits", "lowest", "normal", "highest"),
+    "rounding": ("tensor", "format", "scaling", "underflowed", "saturated", "relative_error"),
+}
+SHADES = ("#9cc3e6", "#3d83bd", "#0b3c6f")  # of iterations, from the first to the last
+NORMAL, SUBNORMAL = "#1f8a70", "#a9dbc9"
+MAPPED = {  # share -> what a heat map shows of it
+    "underflowed": "values that are not zero and become it",
+    "saturated": "values beyond the largest number",
+}
+PERCENTILES = {"1 %\nbelow 2^": 0.01, "median\n2^": 0.5, "1 %\nabove 2^": 0.99}
+SEEN = 1e-3  # share of a tensor's values that sets how far the axis of exponents reaches
+ENDS = ("lowest", "normal", "highest")  # of the range of a format
+FAR = 40  # exponents beyond it are not drawn for the sake of a format
+LETTER = 0.03  # of a panel's width: a bold letter of 7.5 points, 0.09 inches of 3
+MOST_ROWS = 30  # of a map
+Place = tuple[int, ...]  # of a cell, by axis
+LEAST = 5e-3  # share of which a map is drawn
+RULES = (
+    "Exponent: floor of the binary logarithm. Zeros, subnormals of float32, infinities and NaN are "
+    "counted apart.",
+    "Errors: of float64 values, ||found - exact|| / ||exact||. Shares: of finite values that are "
+    "not zero.",
+    "aps: a power of two for a tensor, by its largest exponent. tile, block32, block16: one for "
+    "1,024, 32, 16 values, the largest that fits.",
+    "Sums over ranks: the messages and roundings of training, with the gradients that each rank "
+    "had. Products: some rows and columns, each sum in full length.",
+)
+
+
+def replay_report(path: Path) -> Report:
+    """Return the report of a file. Raises ReportError where it lacks an array that replay has."""
+    groups, attributes = store.read(path)
+    check_arrays(path, groups, NEEDED, "is not of precision replay")
+    seen = groups["exponents"]["iteration"]
+    facts = [
+        ("recording", str(attributes.get("recording", ""))),
+        ("iterations", ", ".join(map(str, thinned(seen.tolist(), 12)))),
+    ]
+    sections = [_exponents(groups), _rounding(groups["rounding"])]
+    sections += [_sums(groups["sums"])] if "sums" in groups else []
+    sections += [_products(groups["products"])] if "products" in groups else []
+    left_out = str(attributes.get("left_out", "")).splitlines()
+    listed = [Listed("left out", left_out)] if left_out else []
+    return Report("Precision of recorded tensors", facts, sections, listed, RULES)
+
+
+@dataclass(frozen=True)
+class Histogram(Panel):
+    """Shares of values by exponent, below the range of each format.
+
+    ranges: name, and where subnormal numbers begin, normal ones begin, and these end
+    """
+
+    ranges: Sequence[tuple[str, float, float, float]] = ()
+
+    def finish(self, axes: Any) -> None:
+        """Set up the axes, and draw the ranges above the values."""
+        super().finish(axes)
+        top = max((float(np.max(each.y, initial=0)) for each in self.series), default=0) or 1.0
+        step = 0.17 * top
+        start, stop = axes.get_xlim()
+        for i, (name, lowest, normal, highest) in enumerate(reversed(self.ranges)):
+            at = top * 1.12 + i * step
+            for left, right, colour in ((lowest, normal, SUBNORMAL), (normal, highest, NORMAL)):
+                axes.barh(at, right - left, 0.55 * step, left, color=colour, zorder=2)
+            wide = (len(name) + 1) * LETTER * (stop - start)
+            where, align, colour = (normal + highest) / 2, "center", "white"
+            if wide > highest - normal:  # beside the bar, on the side that has more room
+                colour, gap = NORMAL, LETTER / 2 * (stop - start)
+                is_right = stop - highest >= lowest - start
+                where, align = (highest + gap, "left") if is_right else (lowest - gap, "right")
+            style = {"ha": align, "va": "center", "fontsize": 7.5, "color": colour}
+            axes.text(where, at, name, zorder=4, weight="bold", **style)
+        axes.set_ylim(0, top * 1.06 + (len(self.ranges) + 0.2) * step)
+        axes.set_yticks([tick for tick in axes.get_yticks() if tick <= top * 1.06])
+
+
+def _exponents(groups: Mapping[str, Group]) -> Section:
+    of, formats = groups["exponents"], groups["formats"]
+    tensors = [_split(name) for name in of["tensor"].tolist()]
+    charts = [
+        _histograms(of, formats, kind, [i for i, each in enumerate(tensors) if each[0] == kind])
+        for kind in dict.fromkeys(kind for kind, _ in tensors)
+    ]
+    columns = [
+        Column[int]("tensor", lambda i: str(of["tensor"][i]), numbers=False),
+        *(
+            Column[int](heading, partial(_percentile, of, share))
+            for heading, share in PERCENTILES.items()
+        ),
+        *(
+            Column[int](name, partial(_counted, of[name]))
+            for name in ("zeros", "subnormals", "infinities", "nans")
+        ),
+        Column[int]("values", lambda i: units.fixed(_values(of, i))),
+    ]
+    table = tabulate("Exponents", columns, range(len(tensors)), "Of all iterations together.")
+    return Section("Where the values are", tables=[table], charts=charts)
+
+
+def _split(tensor: str) -> tuple[str, str]:
+    kind, _, name = tensor.partition(" ")
+    return kind, name or "(model)"
+
+
+def _total(counts: Array) -> int:
+    return int(np.maximum(counts, 0).sum())  # -1: was not recorded
+
+
+def _counted(counts: Array, tensor: int) -> str:
+    return units.fixed(_total(counts[tensor]))
+
+
+def _values(of: Group, tensor: int) -> int:
+    names = ("count", "zeros", "subnormals", "infinities", "nans")
+    return sum(_total(of[name][tensor]) for name in names)
+
+
+def _percentile(of: Group, share: float, tensor: int) -> str:
+    counts = np.maximum(of["count"][tensor], 0).sum(0)
+    if not counts.any():
+        return units.NONE
+    return str(int(of["exponent"][np.searchsorted(np.cumsum(counts), share * counts.sum())]))
+
+
+def _histograms(of: Group, formats: Group, kind: str, rows: list[int]) -> Chart:
+    """Return the histograms of the tensors of a kind, from the first to the last iteration."""
+    counts = np.maximum(of["count"][rows], 0).sum(1)
+    there = of["exponent"][(counts > SEEN * counts.sum(1, keepdims=True)).any(0)]
+    used = there if there.size else np.array([0])
+    named = zip(*(formats[name].tolist() for name in ("format", *ENDS)), strict=True)
+    ranges = [(name, low, normal, high + 1) for name, low, normal, high in named]
+    reach = [end for _, low, _, high in ranges for end in (low, high) if abs(end) < FAR]
+    start, stop = min(used.min(), *reach) - 1, max(used.max() + 1, *reach) + 1
+    panels = [
+        Histogram(
+            _split(str(of["tensor"][row]))[1],
+            Axis("exponent", "whole", (start, stop)),
+            Axis("values / %"),
+            list(_lines(of, row)),
+            None,
+            [(name, *np.clip(ends, start, stop).tolist()) for name, *ends in ranges],
+        )
+        for row in rows
+    ]
+    return Chart(
+        f"exponents_{kind}",
+        f"{kind.capitalize()}: exponents, and the range of each format",
+        ["Bars: normal numbers dark, subnormal ones light; left of a bar: too small."],
+        f"Values by exponent in {kind}, without scaling. A scaling moves the values as one.",
+        panels,
+        shared=False,
+    )
+
+
+def _lines(of: Group, row: int) -> Iterator[Series]:
+    recorded = [i for i in range(len(of["iteration"])) if of["count"][row, i].sum() >= 0]
+    seen = thinned(recorded, len(SHADES))
+    shades = thinned(SHADES, len(seen)) if len(seen) > 1 else SHADES[-1:]
+    for shade, i in zip(shades, seen, strict=False):
+        counts = np.maximum(of["count"][row, i], 0)
+        share = 100 * counts / max(counts.sum(), 1)
+        label = f"iteration {of['iteration'][i]}"
+        yield Series(label, Style(shade, ""), of["exponent"], share, join="steps")
+
+
+def _rounding(of: Group) -> Section:
+    charts = [chart for name in MAPPED if (chart := _maps(of, name)) is not None]
+    places = _places(of, "tensor", "format", "scaling")
+
+    columns = [
+        Column[Place]("tensor", lambda at: str(of["tensor"][at[0]]), numbers=False),
+        Column[Place]("format", lambda at: str(of["format"][at[1]]), numbers=False),
+        Column[Place]("scaling", lambda at: str(of["scaling"][at[2]]), numbers=False),
+        *(
+            Column[Place](heading, partial(_percent, of[name]))
+            for name, heading in (
+                ("underflowed", "underflow\n%"),
+                ("saturated", "saturated\n%"),
+                ("subnormal", "subnormal\n%"),
+            )
+        ),
+        Column[Place]("error", lambda at: _mean(of["relative_error"][_cell(at)])),
+        Column[Place]("SNR\ndB", lambda at: _mean(of["snr_db"][_cell(at)])),
+    ]
+    caption = "Means over iterations; to nearest, ties to even; what is too large saturates."
+    table = tabulate("Rounding", columns, places, caption)
+    return Section("Rounding once", tables=[table], charts=charts)
+
+
+def _cell(at: Place) -> Any:
+    return at[0], slice(None), *at[1:]  # of all iterations
+
+
+def _percent(share: Array, at: Place) -> str:
+    return _mean(100 * share[_cell(at)])
+
+
+def _places(of: Group, *names: str) -> list[Place]:
+    """Return the indices of all cells of axes, the last one running fastest."""
+    return list(product(*(range(len(of[name])) for name in names)))
+
+
+def _maps(of: Group, name: str) -> Chart | None:
+    """Return maps of a share by tensor and iteration, of formats and scalings that have any."""
+    found = []
+    for i, j in _places(of, "format", "scaling"):
+        values = 100 * of[name][:, :, i, j]
+        if np.nan_to_num(values).max(initial=0) >= 100 * LEAST:
+            title = f"{of['format'][i]}, {of['scaling'][j]}"
+            rows = thinned(range(len(of["tensor"])), MOST_ROWS)
+            names = [str(of["tensor"][row]) for row in rows]
+            at = of["iteration"]
+            found.append(Map(title, Axis("iteration"), Axis(""), at, names, values[rows]))
+    if not found:
+        return None
+    height, count = max(1.0, 0.045 * len(found[0].rows)), len(of["tensor"])
+    shown = [f"{MOST_ROWS} of {count} tensors, evenly spread."] if count > MOST_ROWS else []
+    if any(np.isnan(each.values).any() for each in found):
+        shown.append("Grey: not recorded, or all values are zero or not finite.")
+    return Chart(
+        f"map_{name}",
+        f"Rounding once: {MAPPED[name]}",
+        ["By tensor and iteration. Formats and scalings without any are left out.", *shown],
+        f"{MAPPED[name].capitalize()}, by tensor and iteration, in percent.",
+        found,
+        colours="share / %",
+        scale=(1.15, height),
+    )
+
+
+def _sums(of: Group) -> Section:
+    """Errors of sums over ranks: the mean over iterations, and the least and the largest."""
+    ways = of["way"].tolist()
+    drawn = styles(ways)
+    panels, wrong = [], of["relative_error"]
+    y = _error_axis(wrong)
+    for i, j in _places(of, "format", "scaling"):
+        series = [
+            _interval(way, drawn[way], of["ranks"], wrong[:, i, j, at])
+            for at, way in enumerate(ways)
+            if np.isfinite(wrong[:, i, j, at]).any()
+        ]
+        ranks = Axis("ranks", "log2", ticks=of["ranks"].tolist())
+        title = f"{of['format'][i]}, {of['scaling'][j]}"
+        panels.append(Panel(title, ranks, y, series))
+    chart = Chart(
+        "sums",
+        "Sums of gradients over ranks",
+        ["All layers together; mean over iterations, bars from the least to the largest."],
+        "Error of the sum of the gradients by number of ranks, algorithm and accumulation.",
+        panels,
+        columns=len(of["scaling"]),
+    )
+    columns = [
+        Column[Place](name, partial(_label, of[name], i), numbers=False)
+        for i, name in enumerate(("format", "scaling", "way"))
+    ]
+    columns += [
+        Column[Place](f"{count}\nranks", partial(_sum_error, wrong[..., i]))
+        for i, count in enumerate(of["ranks"].tolist())
+    ]
+    places = _places(of, "format", "scaling", "way")
+    known = np.asarray(np.isfinite(wrong).any((0, -1)))
+    places = [at for at in places if known[at]]
+    table = tabulate("Sums", columns, places, "Relative error, mean over iterations.")
+    return Section("Sums over ranks", tables=[table], charts=[chart])
+
+
+def _error_axis(wrong: Array) -> Axis:
+    """Return an axis with room for the errors that are finite and not zero, bars included."""
+    finite = wrong[np.isfinite(wrong) & (wrong > 0)]
+    limits = (float(finite.min()) / 1.5, float(finite.max()) * 1.5) if finite.size else (None, None)
+    return Axis("relative error", "log", limits)
+
+
+def _label(labels: Array, axis: int, at: Place) -> str:
+    return str(labels[at[axis]])
+
+
+def _sum_error(wrong: Array, at: Place) -> str:
+    return _mean(wrong[:, at[0], at[1], at[2]])
+
+
+def _product_error(wrong: Array, at: Place) -> str:
+    return _mean(wrong[at[0], :, at[1]])
+
+
+def _mean(values: Array) -> str:
+    values = values[np.isfinite(values)]
+    return units.digits(float(values.mean()) if values.size else float("nan"))
+
+
+def _interval(name: str, style: Style, x: Any, values: Array) -> Series:
+    """Return the mean over the first axis, with the least and the largest."""
+    columns = [each[np.isfinite(each)] for each in values.T]
+    ends = np.array([(c.mean(), c.min(), c.max()) if c.size else (np.nan,) * 3 for c in columns])
+    return Series(name, style, x, ends[:, 0], ends[:, 1], ends[:, 2])
+
+
+def _products(of: Group) -> Section:
+    """Errors of the products of layers by accumulator and order of the sums."""
+    wrong, orders = of["relative_error"], of["order"].tolist()
+    drawn, y = styles(orders), _error_axis(wrong)
+    names = Axis("format of partial sums", names=of["accumulate"].tolist())
+    drawn_rows = _longest(of["terms"].max(1))
+    panels = [
+        Panel(
+            f"{of['product'][row]}: {int(of['terms'][row].max()):,} terms",
+            names,
+            y,
+            [
+                _interval(order, drawn[order], range(len(of["accumulate"])), wrong[row][:, :, i])
+                for i, order in enumerate(orders)
+            ],
+        )
+        for row in drawn_rows
+    ]
+    all_drawn, count = len(drawn_rows) == len(wrong), len(drawn_rows)
+    shown = "M" if all_drawn else f"The {count} of {len(wrong)} products with the longest sums; m"
+    chart = Chart(
+        "products",
+        "Products of layers by the format of partial sums",
+        [f"{shown}ean over iterations, bars to the extremes."],
+        "Error of the products of layers by accumulator and order of the sums.",
+        panels,
+    )
+    places = _places(of, "product", "accumulate")
+    columns = [
+        Column[Place]("product", lambda at: str(of["product"][at[0]]), numbers=False),
+        Column[Place]("terms", lambda at: units.fixed(int(of["terms"][at[0]].max()))),
+        Column[Place]("sums in", lambda at: str(of["accumulate"][at[1]]), numbers=False),
+        *(
+            Column[Place](order, partial(_product_error, wrong[..., i]))
+            for i, order in enumerate(orders)
+        ),
+    ]
+    table = tabulate("Products", columns, places, "Relative error, mean over iterations.")
+    return Section("Products of layers", tables=[table], charts=[chart])
+
+
+def _longest(terms: Array) -> list[int]:
+    """Return the rows with the most terms, at most 12, in their order."""
+    return sorted(np.argsort(-terms, kind="stable")[:12].tolist())

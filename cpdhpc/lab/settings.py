@@ -1,0 +1,110 @@
+"""The option --set KEY=VALUE of commands: values laid over a file's, and blamed for errors."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..config import ConfigError, Raw, merge, read_toml
+
+T = TypeVar("T")
+
+
+FILES = {  # key that no other file has at its top -> what the file is
+    "kind": "a study, for the command study",
+    "layer": "a job of the command autoencoder",
+    "model": "a job of the command train",
+}
+
+
+def read_file_of(path: Path | str, key: str) -> Raw:
+    """Return the tables of a TOML file, which is what FILES has for key, or says nothing of it.
+
+    Raises ConfigError where it is another of these files, or as read_toml.
+    """
+    raw = read_toml(path)
+    other = next((each for each in FILES if each in raw and each != key), None)
+    if other is not None and key not in raw:
+        raise ConfigError(f"{path}: is {FILES[other]}: must be {FILES[key]}")
+    return raw
+
+
+def override(
+    raw: Raw, settings: Iterable[str], lay: Callable[[Raw, Raw], Raw] | None = None
+) -> Raw:
+    """Return raw with "a.b=value" settings applied; values are TOML, or .5, or else strings.
+
+    lay: how all of them together are laid over raw; None: by merge
+    Raises ConfigError for a setting of another form, or one that goes through a plain value.
+    """
+    changes: Raw = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"--set {setting}: the form is key=value or table.key=value")
+        change: Any = _value(text.strip(), setting)
+        for part in reversed(parts):
+            change = {part: change}
+        _check_path(merge(raw, changes), parts, setting)
+        changes = merge(changes, change)
+    return (lay or merge)(raw, changes)
+
+
+def add_settings(parser: ArgumentParser, said: str, key: str = "KEY") -> None:
+    """Add the option --set to a command line; said: its help."""
+    parser.add_argument("--set", action="append", default=[], metavar=f"{key}=VALUE", help=said)
+
+
+def settings_of(arguments: Namespace) -> list[str]:
+    """Return the settings of a command line: what --set gives, and --timeout."""
+    timeout_s = arguments.timeout
+    return [*arguments.set, *([] if timeout_s is None else [f"train.timeout_s={timeout_s!r}"])]
+
+
+def blaming(load: Callable[[list[str]], T], settings: Iterable[str], path: Path) -> T:
+    """Return what a file is with settings; the setting without which it can be used is blamed.
+
+    Raises ConfigError.
+    """
+    given = list(settings)
+    try:
+        return load(given)
+    except ConfigError as error:
+        said = str(error).removeprefix(f"{path}: ")
+        if said.startswith("--set"):
+            raise
+        for i, setting in enumerate(given):
+            try:
+                load(given[:i] + given[i + 1 :])
+            except ConfigError:
+                continue
+            raise ConfigError(f"--set {setting}: {said}") from None
+        raise
+
+
+def _value(text: str, setting: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in ("[", "{", '"', "'"):
+            said = str(error).partition(" (at ")[0]
+            raise ConfigError(f"--set {setting}: is not a TOML value: {said}") from None
+        # TOML has 0.1 and 1.0 only, people type .1 and 1. too
+        short = re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", text, re.IGNORECASE)
+        return float(text) if short else text
+
+
+def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
+    here: Any = raw
+    for depth, part in enumerate(parts[:-1], 1):
+        here = here.get(part, {})
+        if not isinstance(here, dict):
+            table = ".".join(parts[:depth])
+            more = f"but several: change the file, or give all, as {table}=[{{...}}]"
+            said = f"is not a table{f', {more}' if isinstance(here, list) else ''}"
+            raise ConfigError(f"--set {setting}: {table} {said}")

@@ -1,0 +1,358 @@
+"""Visits with warm-ups and repeats until a median is known well enough, and proof of the ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from ... import store
+from ...collectives.checks import NonFiniteGradient
+from ...config import UserError
+from ...store import StoreError
+from ...world.cores import own_cores
+from ...world.mpi import World, library_version
+from ..bench.harness import interleave_ranks
+from ..claim import Claim, read_claim
+from ..kinds.base import Calls, Measuring
+from ..kinds.place import Place
+from ..provenance import difference
+from ..signals import Caught, Interrupted, catching
+from ..study_data.factors import Array, Case, Outcomes, Result, over_ranks
+from ..study_data.statistics import is_enough
+from ..study_data.study_file import read_environment, write_result
+from .cases import Batch, batches, expand
+from .folder import Folder, FolderError
+from .spec import Study
+
+ADVICE = (
+    "start it by the mpirun that belongs to {library}, or by srun --mpi=pmix (Open MPI) or "
+    "--mpi=pmi2 (MPICH)"
+)
+
+
+class PlacementError(UserError):
+    """The processes of a job are not where they should be."""
+
+
+def prove(world: World, nodes: int, ppn: int) -> None:
+    """Raise PlacementError unless world is nodes times ppn processes. Collective.
+
+    MPI is asked, not the scheduler: SLURM_PROCID and its like are wrong under mpirun.
+    """
+    asked = f"asked for were {nodes * ppn} (nodes x ranks per node: {nodes} x {ppn})"
+    if world.processes != nodes * ppn:
+        found = "1 process" if world.processes == 1 else f"{world.processes} processes"
+        alone = "every process is alone: " if world.processes == 1 else ""
+        advice = ADVICE.format(library=library_version())
+        raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{advice}")
+    counts = Counter(world.nodes)
+    if len(counts) != nodes or set(counts.values()) != {ppn}:
+        found = " + ".join(map(str, counts.values()))
+        raise PlacementError(
+            f"batch: MPI has {found} processes, by nodes; {asked}: ask Slurm for "
+            f"--nodes={nodes} --ntasks-per-node={ppn}, not for --ntasks alone"
+        )
+
+
+def members(nodes: Sequence[int], case: Case) -> list[int]:
+    """Return the processes that measure a case: the first ppn on each of the first nodes.
+
+    nodes: the node of each process
+    """
+    found = []
+    taken: Counter[int] = Counter()
+    for process, node in enumerate(nodes):
+        if node < case.nodes and taken[node] < case.ppn:
+            taken[node] += 1
+            found.append(process)
+    return found
+
+
+class TimedCalls(Measuring):
+    """A case whose repeats are calls that all ranks do together; calls: see Kind.measure."""
+
+    def __init__(self, study: Study, case: Case, directory: Path, calls: Calls) -> None:
+        super().__init__(study, case, directory)
+        self.calls, self.measure = calls, study.measure
+        self.times_s = np.empty((0, 3))
+        self.is_warmup = np.empty(0, np.uint8)
+        self.spent_s = self.spent_j = 0.0
+        self.outcomes: Outcomes = {}
+
+    @property
+    def counted(self) -> Array:
+        """Times of the repeats that count, of the slowest rank, float64[n]."""
+        times: Array = self.times_s[self.is_warmup == 0, 0]
+        return times
+
+    def visit(self, place: Place, caught: Caught) -> None:
+        """Make the call ready and time it a few times. Collective."""
+        world, measure = place.world, self.measure
+        left = measure.max_repeats - len(self.counted)
+        with own_cores(world) as cores:
+            place.cores = cores
+            with self.calls(self.study, self.case, place, not len(self.times_s)) as call:
+                before_j = place.read_energy()
+                repeats, began_s = min(measure.block, left), time.perf_counter()
+                times_s = interleave_ranks(
+                    world, {0: call.run}, repeats, measure.warmup, lambda _: call.prepare()
+                )[0]
+                spent_ns = np.array([int((time.perf_counter() - began_s) * 1e9)])
+                energy = place.energy_j(before_j)
+        self.outcomes |= call.outcomes
+        rows, flags = over_ranks(times_s, measure.warmup)
+        self.times_s = np.concatenate([self.times_s, rows])
+        self.is_warmup = np.concatenate([self.is_warmup, flags])
+        if energy:
+            self.spent_j += float(energy["energy_j"])
+            self.outcomes["energy_j"] = self.spent_j / len(self.times_s)
+        self.spent_s += float(world.max(spent_ns)[0]) / 1e9
+        self.done = self._is_done()  # the same on all ranks, as all it looks at is
+
+    def _is_done(self) -> bool:
+        measure, counted = self.measure, self.counted
+        if len(counted) < measure.min_repeats:
+            return False
+        if len(counted) >= measure.max_repeats or self.spent_s >= measure.max_time_s:
+            return True
+        return is_enough(counted, measure.confidence, measure.relative)
+
+    def result(self, place: Place) -> Result:
+        """Return the times of all repeats."""
+        return Result(self.times_s, self.is_warmup, self.outcomes, place.environment())
+
+
+FINISHED, FAILED, UNFINISHED = 0, 1, 85  # exit statuses; 85: start it again
+PAUSE_S = 0.002  # between the looks of ranks that wait for smaller cases
+UNMEASURABLE = (
+    UserError,
+    ArithmeticError,
+    NonFiniteGradient,
+)  # what kinds raise on all ranks alike
+
+
+def measure_batch(
+    world: World, path: Path, number: int, nodes: int | None = None, ppn: int | None = None
+) -> int:
+    """Measure the cases of a batch that are not finished; return the exit status. Collective.
+
+    path: of the study's folder; nodes, ppn: what the job asked for, by default the batch's shape
+    Raises UserError on all processes alike: PlacementError where they are not what was asked for.
+    """
+    folder = Folder(path)
+    mark = folder.claim_file(number)
+    # First of all: who reads the claim may send a signal, and all ranks are here when it is made.
+    with catching() as caught:
+        study, batch = world.agreed(lambda: _load(folder, number))
+        prove(world, nodes or batch.nodes, ppn or batch.ppn)
+        _check_shape(world, batch)
+        cases, claim = world.on_first(lambda: _begin(folder, batch))
+        runner = _Runner(world, folder, study, cases, claim.restarts, caught)
+        runner.run(number)
+        state = "stopped" if runner.status == UNFINISHED else "ended"
+        world.on_first(lambda: claim.end(mark, state))
+    return runner.status
+
+
+def _load(folder: Folder, number: int) -> tuple[Study, Batch]:
+    study = folder.study()
+    found = batches(study, expand(study).cases)
+    if not 0 <= number < len(found):
+        raise UserError(f"batch {number}: {folder.path} has batches 0 to {len(found) - 1}")
+    return study, found[number]
+
+
+def _check_shape(world: World, batch: Batch) -> None:
+    """Raise UserError where a job's shape, proven, is too small for a case of the batch."""
+    for case in batch.cases:
+        if len(members(world.nodes, case)) != case.ranks:
+            raise UserError(
+                f"batch {batch.number}: case {case.id} needs {case.nodes} x {case.ppn} ranks"
+            )
+
+
+def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Claim]:
+    """Return the cases that are not finished, and the claim of this start."""
+    path = folder.claim_file(batch.number)
+    before = read_claim(path)
+    if before is not None and before.alive():
+        raise FolderError(
+            f"batch {batch.number}: is being measured by {before}: wait for it, or end it there"
+        )
+    _check_alike(folder)
+    cases = []
+    for case in batch.cases:
+        if folder.finished(case):
+            folder.clear_work(case)  # where its process was killed before it could
+        else:
+            folder.failure_file(case).unlink(missing_ok=True)
+            cases.append(case)
+    return cases, Claim.begin(path)
+
+
+def _check_alike(folder: Folder) -> None:
+    """Raise FolderError where finished cases were measured otherwise than this job would."""
+    for path in folder.cases.glob("*.h5"):
+        try:
+            before = read_environment(path)
+        except StoreError:
+            continue  # it is damaged, and another one tells
+        if wrong := difference(before):
+            raise FolderError(
+                f"{folder.path}: holds cases measured with {wrong}, and times of both would be "
+                "compared: go on there, or take another folder by --out"
+            )
+        return
+
+
+class _Runner:
+    """The cases of a batch, group by group, visit by visit. Collective, all of it."""
+
+    def __init__(
+        self,
+        world: World,
+        folder: Folder,
+        study: Study,
+        cases: Sequence[Case],
+        restarts: int,
+        caught: Caught,
+    ) -> None:
+        self.folder, self.study, self.cases = folder, study, cases
+        self.restarts, self.caught = restarts, caught
+        # All wait here for ranks that measure, which have time-outs of their own that end the job.
+        everyone = world.part(range(world.processes), timeout_s=math.inf)
+        assert everyone is not None
+        self.world = everyone
+        self.places: dict[tuple[int, int, int, float], Place | None] = {}
+        self.finished = self.failed = 0
+        self.stopped = False
+
+    @property
+    def status(self) -> int:
+        """The exit status of the batch."""
+        if self.finished + self.failed < len(self.cases):
+            return UNFINISHED
+        return FAILED if self.failed else FINISHED
+
+    def run(self, number: int) -> None:
+        """Measure all cases, or until a signal."""
+        order = np.random.default_rng([self.study.measure.seed, number])
+        shuffled = [self.cases[i] for i in order.permutation(len(self.cases))]
+        size = self.study.measure.interleave if self.study.run.bundle != "case" else 1
+        for first in range(0, len(shuffled), size):
+            self._group(shuffled[first : first + size], order)
+            if self.stopped:
+                return
+
+    def _group(self, cases: Sequence[Case], order: np.random.Generator) -> None:
+        """Measure some cases in turns: a visit to each, then the next round, in another order."""
+        pending = {case.id: each for case in cases if (each := self._start(case))}
+        while pending:
+            for name in [list(pending)[i] for i in order.permutation(len(pending))]:
+                if self._visit(pending[name]):
+                    del pending[name]
+                if self.stopped:
+                    return
+
+    def _start(self, case: Case) -> Measuring | None:
+        """Return the measuring of a case; None where its factors turn out not to fit."""
+        measure, work = self.study.of_kind.measure, self.folder.work(case)
+        error: Exception | None = None
+        found: Measuring | None = None
+        try:
+            if isinstance(measure, type):
+                found = measure(self.study, case, work)
+            else:
+                found = TimedCalls(self.study, case, work, measure)
+        except UNMEASURABLE as problem:
+            error = problem
+        wrong = _first(self.world.gather(_told(error)))
+        if wrong:
+            self._fail(case, wrong)
+            return None
+        return found
+
+    def _visit(self, measuring: Measuring) -> bool:
+        """Visit a case; return whether it is over, finished or failed."""
+        place = self._place(measuring)
+        error: Exception | None = None
+        if place is not None:
+            try:
+                measuring.visit(place, self.caught)
+            except Interrupted:
+                pass  # its signal is in self.caught
+            except UNMEASURABLE as problem:
+                error = problem
+        self.world.barrier("a case on other ranks", 0.0 if place else PAUSE_S)
+        told = self.world.gather((measuring.done, _told(error), self.caught.number))
+        self.stopped = any(number for _, _, number in told)
+        wrong = _first(text for _, text, _ in told)
+        if wrong:
+            self._fail(measuring.case, wrong)
+            return True
+        if any(done for done, _, _ in told):
+            self._finish(measuring, place)
+            return True
+        return False
+
+    def _place(self, measuring: Measuring) -> Place | None:
+        """Return where a case runs, None on ranks that have no part in it."""
+        case = measuring.case
+        key = (case.nodes, case.ppn, measuring.virtual_ranks, measuring.timeout_s)
+        if key not in self.places:
+            world = self.world.part(
+                members(self.world.nodes, case),
+                virtual_ranks=measuring.virtual_ranks,
+                timeout_s=measuring.timeout_s,
+            )
+            self.places[key] = None if world is None else Place(world)
+        return self.places[key]
+
+    def _finish(self, measuring: Measuring, place: Place | None) -> None:
+        """Write the file of a case from process 0."""
+        case = measuring.case
+        result = None if place is None else measuring.result(place)
+
+        def write() -> None:
+            assert result is not None, "process 0 measures all cases"
+            extra: dict[str, int | str] = {
+                "job_id": os.environ.get("SLURM_JOB_ID", ""),
+                "restarts": self.restarts,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            outcomes = {**result.outcomes, **extra}
+            write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
+            self.folder.clear_work(case)
+
+        self.world.on_first(write)
+        self.finished += 1
+        self._say(f"finished {case.id}")
+
+    def _fail(self, case: Case, wrong: str) -> None:
+        """Write from process 0 why a case cannot be measured; the others go on."""
+        self.failed += 1
+        self._say(f"failed {case.id}: {wrong}")
+        path = self.folder.failure_file(case)
+        self.world.on_first(lambda: store.put(path, wrong + "\n"))
+
+    def _say(self, text: str) -> None:
+        if self.world.process == 0:
+            print(f"[{self.finished + self.failed}/{len(self.cases)}] {text}", flush=True)
+
+
+def _told(error: Exception | None) -> str:
+    """Return an error in a line, "" where there is none."""
+    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _first(texts: Iterable[str]) -> str:
+    """Return the first text that is not empty."""
+    return next(filter(None, texts), "")

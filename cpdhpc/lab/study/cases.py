@@ -1,0 +1,432 @@
+"""From a study file to its cases, by products, exclusions and rules, and to batches for jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+from ...config import (
+    UNITS,
+    ConfigError,
+    Raw,
+    flatten,
+    located,
+    merge,
+    read_toml,
+    suggest,
+    validate,
+    value_at,
+)
+from ...methods import reason
+from ..kinds import KINDS
+from ..settings import blaming, override, read_file_of
+from ..study_data.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
+from .spec import Constraint, Study
+
+SLUG = 60  # characters of an id that are there to be read
+NOT_OF_A_JOB = ("compare", "name")  # of a job file: factors take the place of its rows
+NOT_MEASURED = ("seed", "interleave")  # of [measure]: they order cases
+
+
+def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
+    """Return the case of these factors, as Kind.used returns them."""
+    measure = study.measure.model_dump(mode="json", exclude=set(NOT_MEASURED))
+    decides = {
+        "kind": study.kind,
+        "factors": dict(factors),
+        "nodes": nodes,
+        "ppn": ppn,
+        "measure": measure,
+        "job": study.job,
+    }
+    text = json.dumps(decides, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    words = [
+        shown(value, known.units if (known := study.factors.get(name)) else "1")
+        for name, value in factors.items()
+    ]
+    slug = re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join([f"{nodes}x{ppn}", *words]))
+    return Case(f"{slug[:SLUG].strip('-')}-{digest}", dict(factors), nodes, ppn)
+
+
+def shown(value: Value, units: str = "1") -> str:
+    """Return a value as people write it: bytes in the largest unit that divides them."""
+    if units == "byte" and isinstance(value, int) and value > 0:
+        unit = next(name for name, size in reversed(UNITS.items()) if value % size == 0 and name)
+        return f"{value // UNITS[unit]}{unit}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+Point = dict[str, Value]
+SAME = "same"  # base.ranks: speed-ups are at the same number of ranks
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The cases of a study, and those that cannot be measured, each with the reason."""
+
+    cases: list[Case]
+    impossible: list[tuple[Case, str]]
+
+
+def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
+    """Return the study of a file, with settings "table.key=value" laid over it.
+
+    Raises ConfigError for whatever is wrong in it, with a suggestion for what is unknown.
+    """
+    return blaming(lambda some: _load(path, some), settings, path)
+
+
+def _load(path: Path, settings: Iterable[str]) -> Study:
+    raw = {"name": path.stem} | override(read_file_of(path, "kind"), settings, _laid_over)
+    raw |= _flat_factors(raw) | {"job": _job(path, raw)}
+    study = validate(Study, raw, str(path))
+    check_factors(study, str(path))
+    return study
+
+
+def _laid_over(raw: Raw, changes: Raw) -> Raw:
+    """Return a study's tables with changes laid over them, over its job as its kind does that."""
+    job, change, kind = raw.get("job"), changes.get("job"), KINDS.get(str(raw.get("kind")))
+    laid = merge(raw, changes)
+    if kind is not None and isinstance(job, dict) and isinstance(change, dict):
+        laid["job"] = kind.laid_over(job, change)
+    return laid
+
+
+def _flat_factors(raw: Raw) -> Raw:
+    """Return the tables of factors with keys as "train.batch", which TOML nests unless quoted."""
+    tables = {key: raw[key] for key in ("sweep", "weak", "base") if isinstance(raw.get(key), dict)}
+    rows = {key: raw[key] for key in ("zip", "exclude") if isinstance(raw.get(key), list)}
+    return {key: flatten(table) for key, table in tables.items()} | {
+        key: [flatten(row) if isinstance(row, dict) else row for row in table]
+        for key, table in rows.items()
+    }
+
+
+def _job(path: Path, raw: Raw) -> Any:
+    """Return the tables of the job that a study names, or those that it holds itself."""
+    train = raw.get("train")
+    if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
+        job = raw.get("job", {})
+        if not isinstance(job, dict):
+            return job
+        if value_at(job, ("train", "seeds")) is not None and not _varies(raw, "seed"):
+            raise ConfigError(
+                f"{path}: job.train.seeds: seeds of a study are its factor sweep.seed"
+            )
+        return _without_seeds(located(job, path.parent), "seeds")
+    if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
+        return {}
+    file = path.parent / train["job"]
+    job = located(read_toml(file), file.parent)
+    tables = {key: value for key, value in job.items() if key not in NOT_OF_A_JOB}
+    tables = _without_seeds(tables, "seed", "seeds")
+    if not tables:
+        raise ConfigError(f"{path.parent / train['job']}: has no table of a job")
+    return tables
+
+
+def _varies(raw: Raw, name: str) -> bool:
+    """Return whether a factor is in the sweep of a file, or in lists that go together."""
+    rows = raw.get("zip", [])
+    tables = [raw.get("sweep"), *(rows if isinstance(rows, list) else [])]
+    return any(name in table for table in tables if isinstance(table, dict))
+
+
+def _without_seeds(job: Raw, *names: str) -> Raw:
+    """Return the tables of a job without keys of [train] that the factor seed takes the place of.
+
+    An inline seed stays, as ids of cases are made of it; the factor is laid over it.
+    """
+    train = job.get("train")
+    if not isinstance(train, dict):
+        return job
+    return job | {"train": {key: value for key, value in train.items() if key not in names}}
+
+
+def check_factors(study: Study, source: str) -> None:
+    """Raise ConfigError, which begins with source, for what expand cannot make cases of."""
+    try:
+        _check_factors(study)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _check_factors(study: Study) -> None:
+    given = {name for axis in axes(study) for name in axis[0]}
+    if "ranks" in given and "nodes" in given:
+        raise ConfigError("sweep: nodes and ranks: give one of them")
+    for name, value in study.weak.items():
+        factor = _factor(study, name, "weak")
+        if factor.type is not int or name in SHAPE:
+            raise ConfigError(f"weak.{name}: should be a factor that grows with the ranks")
+        if name in given:
+            raise ConfigError(f"weak.{name}: is in the sweep too: the rule gives its value")
+        _value(factor, value, f"weak.{name}")
+    for index, row in enumerate(study.exclude):
+        _row(study, row, f"exclude {index + 1}")
+    base_factors(study)
+    for name, factor in study.factors.items():
+        if factor.default is None and name not in given and name not in study.weak:
+            raise ConfigError(f"sweep.{name}: is missing ({factor.long_name})")
+    if next(_points(study), None) is None:
+        raise ConfigError("nothing to measure: exclude and constraints leave no case")
+
+
+def axes(study: Study) -> list[list[Point]]:
+    """Return the lists whose product the sweep is: a factor each, or those that are zipped.
+
+    Raises ConfigError for an unknown factor, a value that cannot be and an empty list.
+    """
+    found = [
+        [{name: value} for value in _values(study, name, given, f"sweep.{name}")]
+        for name, given in study.sweep.items()
+    ]
+    for index, table in enumerate(study.zip):
+        found.append(_zipped(study, table, f"zip {index + 1}"))
+    names = [name for axis in found for name in axis[0]]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"sweep: {name} is given twice, in sweep or zip")
+    if not found:
+        raise ConfigError("sweep: is empty: it needs a list for each factor that varies")
+    return found
+
+
+def _zipped(study: Study, table: Raw, where: str) -> list[Point]:
+    columns = {
+        name: _values(study, name, given, f"{where}.{name}") for name, given in table.items()
+    }
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) != 1:
+        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ConfigError(f"{where}: lists should be of one length: {told or 'there is none'}")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(study: Study, name: str, given: Any, where: str) -> list[Value]:
+    factor = _factor(study, name, where.rpartition(f".{name}")[0])
+    values = given if isinstance(given, list) else [given]
+    if not values:
+        raise ConfigError(f"{where}: is empty: a factor needs a value")
+    found = [_value(factor, value, where) for value in values]
+    return list(dict.fromkeys(found)) if where.startswith("sweep") else found
+
+
+def _factor(study: Study, name: str, where: str) -> Factor:
+    known = SHAPE | dict(study.factors)
+    if name not in known:
+        raise ConfigError(
+            f"{where}.{name}: unknown factor of kind {study.kind}: {suggest(name, known)}"
+        )
+    return known[name]
+
+
+def _value(factor: Factor, value: Any, where: str) -> Value:
+    if value == ABSENT and factor.default == ABSENT:
+        return ABSENT
+    try:
+        return factor.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}={value!r}: {reason(error, value)}") from None
+
+
+def _row(study: Study, row: Mapping[str, Any], where: str) -> Point:
+    return {
+        name: _value(_factor(study, name, where), value, f"{where}.{name}")
+        for name, value in row.items()
+    }
+
+
+def base_factors(study: Study) -> Point:
+    """Return the factors by which a study picks what speed-ups are relative to.
+
+    ranks = "same" is none of them: it says that the base has as many ranks.
+    """
+    named = {key: value for key, value in study.base.items() if (key, value) != ("ranks", SAME)}
+    return _row(study, named, "base")
+
+
+def expand(study: Study) -> Expansion:
+    """Return the cases in the order of the sweep, the last list fastest, each case once.
+
+    Raises ConfigError where nothing is left.
+    """
+    cases: dict[str, Case] = {}
+    impossible: dict[str, tuple[Case, str]] = {}
+    for point, refused in _points(study):
+        case, reason = _case(study, point)
+        reason = refused or reason
+        if reason is None:
+            cases[case.id] = case
+        else:
+            impossible[case.id] = (case, reason)
+    if not cases:
+        _, why = next(iter(impossible.values()))
+        file = f"{study.train.job}: " if study.train is not None and study.train.job else ""
+        raise ConfigError(f"study {study.name}: nothing to measure: {file}{why}")
+    return Expansion(list(cases.values()), list(impossible.values()))
+
+
+def _points(study: Study) -> Iterator[tuple[Point, str | None]]:
+    """Yield every point that exclusions and constraints leave, and what is wrong with its shape."""
+    excluded = [_row(study, row, "exclude") for row in study.exclude]
+    constraints = [Constraint(text) for text in study.constraints]
+    defaults = {name: factor.default for name, factor in study.factors.items()}
+    rule = _row(study, study.weak, "weak")
+    for parts in product(*axes(study)):
+        given: Point = {key: value for part in parts for key, value in part.items()}
+        shape, wrong = _shape(given)
+        point: Point = {k: v for k, v in defaults.items() if v is not None} | given | shape
+        point |= {name: int(value) * int(point["ranks"]) for name, value in rule.items()}
+        if any(all(point[k] == v for k, v in row.items()) for row in excluded if row):
+            continue
+        if all(constraint.holds(point) for constraint in constraints):
+            yield point, wrong
+
+
+def _shape(given: Point) -> tuple[Point, str | None]:
+    """Return nodes, ppn and ranks; with ranks given, ppn is the most per node."""
+    ppn = int(given.get("ppn", 1))
+    if "ranks" not in given:
+        nodes = int(given.get("nodes", 1))
+        return {"nodes": nodes, "ppn": ppn, "ranks": nodes * ppn}, None
+    ranks = int(given["ranks"])
+    nodes = -(-ranks // ppn)
+    if ranks % nodes == 0:
+        return {"nodes": nodes, "ppn": ranks // nodes, "ranks": ranks}, None
+    wrong = f"{ranks} ranks on {nodes} nodes of {ppn} are not equally many on each"
+    return {"nodes": nodes, "ppn": ppn, "ranks": ranks}, wrong
+
+
+def _case(study: Study, point: Point) -> tuple[Case, str | None]:
+    kind = study.of_kind
+    nodes, ppn = int(point["nodes"]), int(point["ppn"])
+    make = partial(make_case, study, nodes=nodes, ppn=ppn)
+    factors = {name: value for name, value in point.items() if name not in SHAPE}
+    try:
+        used = kind.used(factors)
+    except ValueError as error:
+        given = {k: factors[k] for k in study.factors if factors.get(k, ABSENT) != ABSENT}
+        return make(given), str(error)
+    return make(used), kind.fits(study.job, used, nodes * ppn)
+
+
+START_S = 10.0  # to start MPI and Python on all ranks
+SETUP_S = 0.5  # of a case: its data and its check
+TRAINING_S = 60.0  # for a case of which nothing is known
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a job does: cases on at most nodes * ppn ranks.
+
+    time_s: about how long it takes; has_gpus: whether a case needs a GPU for each rank
+    limit_s: what the study allows it, which is no less: a job that takes longer goes on in another
+    """
+
+    number: int
+    nodes: int
+    ppn: int
+    cases: tuple[Case, ...]
+    time_s: float
+    limit_s: float
+    has_gpus: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of MPI processes of the job."""
+        return self.nodes * self.ppn
+
+    @property
+    def rank_hours(self) -> float:
+        """Time of all ranks together."""
+        return self.time_s * self.ranks / 3600
+
+
+def case_time_s(study: Study, case: Case) -> float:
+    """Return about how long a case takes."""
+    if study.run.case_time_s is not None:
+        return study.run.case_time_s
+    measure = study.measure
+    visits = -(-measure.max_repeats // measure.block)
+    guess_s = _guess_s(study, case, measure.max_repeats + visits * measure.warmup)
+    least_s = guess_s * measure.min_repeats / measure.max_repeats
+    return max(least_s, min(guess_s, measure.max_time_s)) + SETUP_S if guess_s else TRAINING_S
+
+
+def case_limit_s(study: Study, case: Case) -> float:
+    """Return how long a case may take: a visit may begin until its calls took max_time_s.
+
+    Of a training, and where run.case_time_s says it, that is the estimate.
+    """
+    measure, about_s = study.measure, case_time_s(study, case)
+    visit_s = _guess_s(study, case, measure.block + measure.warmup)
+    if study.run.case_time_s is not None or not visit_s:
+        return about_s
+    return max(about_s, measure.max_time_s + visit_s + SETUP_S)
+
+
+def _guess_s(study: Study, case: Case, calls: int) -> float:
+    return study.of_kind.time_s(case.factors, case.ranks, calls)
+
+
+def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
+    """Return the jobs of all cases of a study, small shapes first, numbered from 0.
+
+    The numbers depend on the study alone, whatever is finished.
+    """
+    ordered = sorted(cases, key=lambda case: (*_shape_of(study, case), case.id))
+    if study.run.bundle == "nested":  # the largest shape of each device
+        on_gpus = partial(uses_gpus, study)
+        groups = [list(group) for _, group in groupby(sorted(ordered, key=on_gpus), on_gpus)]
+    elif study.run.bundle == "case":
+        groups = [[case] for case in ordered]
+    else:
+        by_shape = groupby(ordered, key=partial(_shape_of, study))
+        groups = [part for _, group in by_shape for part in _cut(study, list(group))]
+    return [_batch(study, number, group) for number, group in enumerate(groups)]
+
+
+def _shape_of(study: Study, case: Case) -> tuple[int, int, bool]:
+    """Return what the cases of a job have in common: ranks, nodes, whether they use GPUs."""
+    return case.ranks, case.nodes, uses_gpus(study, case)
+
+
+def uses_gpus(study: Study, case: Case) -> bool:
+    """Whether a case needs a GPU for each rank."""
+    return study.of_kind.device(study.job, case.factors) == "gpu"
+
+
+def _cut(study: Study, cases: Sequence[Case]) -> list[list[Case]]:
+    """Return the cases in parts that take no longer than batch_time_s, if a case does not."""
+    parts: list[list[Case]] = [[]]
+    left_s = study.run.batch_time_s - START_S
+    for case in cases:
+        time_s = case_time_s(study, case)
+        if parts[-1] and time_s > left_s:
+            parts.append([])
+            left_s = study.run.batch_time_s - START_S
+        parts[-1].append(case)
+        left_s -= time_s
+    return parts
+
+
+def _batch(study: Study, number: int, cases: Sequence[Case]) -> Batch:
+    time_s = START_S + sum(case_time_s(study, case) for case in cases)
+    limits_s = [case_limit_s(study, case) for case in cases]
+    most_s = max(study.run.batch_time_s, START_S + max(limits_s))
+    limit_s = max(time_s, min(START_S + sum(limits_s), most_s))
+    nodes, ppn = max(case.nodes for case in cases), max(case.ppn for case in cases)
+    has_gpus = any(uses_gpus(study, case) for case in cases)
+    return Batch(number, nodes, ppn, tuple(cases), time_s, limit_s, has_gpus)

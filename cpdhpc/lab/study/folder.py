@@ -1,0 +1,348 @@
+"""The folder of a study: its frozen text, finished cases, logs, jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tomllib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ... import store
+from ...config import (
+    ConfigError,
+    Raw,
+    UserError,
+    difference,
+    flatten,
+    read_toml,
+    validate,
+    value_of,
+)
+from ...whole_files import sealed_json, unsealed_json
+from ..claim import alone, read_claim
+from ..study_data.factors import Case
+from ..study_data.study_file import read_result
+from .cases import batches, expand, load_study
+from .slurm import queue
+from .spec import Study
+
+MAY_CHANGE = (  # neither cases nor numbers
+    "run.throttle",
+    "run.retries",
+    "run.case_time_s",
+    "train.target_loss",
+    "train.target_accuracy",
+    "train.tolerance",
+)
+
+
+MOST_NAME = 255  # bytes, of most file systems
+MOST_PATH = 3500  # bytes: a path has 4,095 on Linux, and files below it have long names
+FROZEN = "# Frozen: study extend adds levels. SHA-256 of what follows: "
+
+
+class FolderError(UserError):
+    """A folder that cannot be used for a study."""
+
+
+def _digest(tables: Raw) -> str:
+    """Return the SHA-256 of what a study's tables say, but for what may change, in hexadecimal."""
+    said = flatten(tables)
+    rows = {key: value for key, value in said.items() if key not in MAY_CHANGE}
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A directory and what lies where in it."""
+
+    path: Path
+
+    @property
+    def study_toml(self) -> Path:
+        """The study with every default filled in."""
+        return self.path / "study.toml"
+
+    @property
+    def study_file(self) -> Path:
+        """What collect writes."""
+        return self.path / "study.h5"
+
+    @property
+    def cases(self) -> Path:
+        """Directory of the files of cases."""
+        return self.path / "cases"
+
+    @property
+    def logs(self) -> Path:
+        """Directory of what jobs print, and of the claims of batches."""
+        return self.path / "logs"
+
+    @property
+    def scripts(self) -> Path:
+        """Directory of job scripts."""
+        return self.path / "scripts"
+
+    def case_file(self, case: Case) -> Path:
+        """Return where the file of a case is, or will be."""
+        return self.cases / f"{case.id}.h5"
+
+    def failure_file(self, case: Case) -> Path:
+        """Return where it is told why a case failed."""
+        return self.cases / f"{case.id}.failed.txt"
+
+    def failure(self, case: Case) -> str:
+        """Return why a case failed; "" where nothing is told."""
+        try:
+            return self.failure_file(case).read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    def work(self, case: Case) -> Path:
+        """Return the directory for what a case leaves on its way, as checkpoints."""
+        return self.path / "work" / case.id
+
+    def clear_work(self, case: Case) -> None:
+        """Remove what a case left on its way, once it is finished."""
+        shutil.rmtree(self.work(case), ignore_errors=True)
+
+    def claim_file(self, number: int) -> Path:
+        """Return where it is told who runs a batch."""
+        return self.logs / f"batch-{number}.json"
+
+    def log_file(self, number: int) -> Path:
+        """Return where a batch that runs on this machine prints to."""
+        return self.logs / f"batch-{number}.log"
+
+    def check_path(self) -> None:
+        """Raise FolderError where Slurm or a shell would take the path for another one.
+
+        Slurm expands % in the path of a log, and what it calls the working directory too.
+        """
+        whole, wrong = str(self.path.absolute()), ""
+        if set(whole) & set("%\\") or not whole.isprintable():
+            wrong = "has % or \\, which Slurm takes otherwise, or a sign that cannot be printed"
+        elif str(self.path).startswith("-"):
+            wrong = "begins with -, as options do"
+        elif len(whole.encode()) > MOST_PATH:
+            wrong = f"has more than {MOST_PATH} bytes"
+        elif any(len(part.encode()) > MOST_NAME for part in self.path.parts):
+            wrong = f"has a name of more than {MOST_NAME} bytes"
+        if wrong:
+            raise FolderError(f"folder {whole[:MOST_NAME]!r}: {wrong}: another --out, or directory")
+
+    def check_there(self) -> None:
+        """Raise FolderError unless this is the folder of some study."""
+        if not self.study_toml.exists():
+            raise FolderError(f"{self.path}: is no folder of a study: nothing was run there yet")
+
+    def check(self, study: Study) -> None:
+        """Raise FolderError unless this is the folder of the study."""
+        self.check_there()
+        self._check_frozen()
+        self._check_same(study)
+
+    def freeze(self, study: Study) -> None:
+        """Write the study, with a digest that tells when the file is changed by hand."""
+        text = study.toml()
+        store.put(self.study_toml, f"{FROZEN}{_digest(tomllib.loads(text))}\n{text}")
+
+    def _check_frozen(self) -> None:
+        """Raise FolderError where the frozen study was changed by hand."""
+        if self._digest_before():
+            raise FolderError(
+                f"{self.study_toml}: was changed by hand, and cases measured before would count no "
+                "more: undo that, or give study run the file that it was made of; study extend "
+                "adds levels to a study, --out DIR takes another folder"
+            )
+
+    def _digest_before(self) -> str:
+        """Return the digest of the frozen study before it was changed by hand, "" where it was not.
+
+        Folders of older versions have none, and are taken as they are. Raises FolderError for what
+        is no TOML and has no digest: nobody knows then which study it was.
+        """
+        head = self.study_toml.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        known = head.removeprefix(FROZEN).strip() if head.startswith(FROZEN) else ""
+        try:
+            return "" if known == _digest(read_toml(self.study_toml)) else known
+        except ConfigError as error:
+            if known:
+                return known
+            raise FolderError(
+                f"{error}: remove it, and give study run the file that it was made of"
+            ) from None
+
+    def prepare(self, study: Study) -> None:
+        """Make the directories and write the study, unless it is there already.
+
+        A frozen copy that was changed by hand is written anew from the study that it was made of.
+        Raises FolderError where the folder holds another study, or cannot be written.
+        """
+        self.check_path()
+        try:
+            its_own = _digest(tomllib.loads(study.toml()))
+            if self.study_toml.exists() and self._digest_before() != its_own:
+                self._check_frozen()
+                self._check_same(study)
+            for directory in (self.path, self.cases, self.logs, self.scripts):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+        self.freeze(study)
+
+    def _check_same(self, study: Study) -> None:
+        there = self.study_toml.read_text(encoding="utf-8")
+        kind = value_of(there, "kind")
+        if kind != study.kind:
+            raise FolderError(
+                f"{self.path}: holds another study: of kind {kind}, and this one is of kind "
+                f"{study.kind}: --out DIR takes another folder"
+            )
+        key = difference(there, study.toml(), MAY_CHANGE)
+        if key is not None:
+            raise FolderError(
+                f"{self.path}: holds another study: {key} differs from {self.study_toml}: "
+                "study extend adds levels, --out DIR takes another folder"
+            )
+
+    def study(self) -> Study:
+        """Return the frozen study.
+
+        Raises ConfigError where there is none, FolderError where it was changed by hand.
+        """
+        study = load_study(self.study_toml)
+        self._check_frozen()
+        return study
+
+    def finished(self, case: Case) -> bool:
+        """Return whether the case's file is what collect takes; nothing else is trusted."""
+        path = self.case_file(case)
+        if not path.exists():
+            return False
+        try:
+            read_result(path, case)
+        except store.StoreError:
+            return False
+        return True
+
+
+RECORD = "jobs.json"
+LOCK = "submit.lock"  # held while a process submits, cancels or extends
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted.
+
+    number: Slurm's
+    name: as Slurm shows it, and in names of logs
+    batches: number of the batch -> index in the array; empty for the job that collects
+    """
+
+    number: int
+    name: str
+    batches: dict[int, int]
+
+    def log(self, folder: Folder, batch: int) -> Path:
+        """Return where the job of a batch prints to."""
+        return folder.logs / f"{self.name}-{self.number}_{self.batches[batch]}.log"
+
+    def shown(self, batch: int) -> str:
+        """Return the number of a batch's job as Slurm shows it."""
+        return f"{self.number}_{self.batches[batch]}"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What the record of jobs holds; of schema 1 it had no digest."""
+
+    schema: Literal[1, 2]
+    jobs: list[Job]
+
+
+def recorded(folder: Folder) -> list[Job]:
+    """Return the jobs of a study, the oldest first.
+
+    Raises FolderError where the record cannot be read.
+    """
+    path = folder.path / RECORD
+    try:
+        text = path.read_text(encoding="utf-8")
+        return validate(_Record, unsealed_json(text), str(path)).jobs
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:  # a UserError, too
+        raise FolderError(
+            f"{path}: is no record of jobs, or damaged: move it away, and scancel what still runs"
+        ) from None
+
+
+def record(folder: Folder, job: Job) -> None:
+    """Add a job to the record. Raises FolderError where it cannot be written."""
+    path = folder.path / RECORD
+    jobs = _Record(2, [*recorded(folder), job])
+    try:
+        store.put(path, sealed_json(asdict(jobs)))
+    except store.StoreError as error:
+        raise FolderError(f"{error}; job {job.number} is submitted") from None
+
+
+def forget_jobs(folder: Folder) -> None:
+    """Remove the record of jobs and the claims of batches, as their numbers change."""
+    try:
+        for path in (folder.path / RECORD, *folder.logs.glob("batch-*.json")):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(f"{folder.path}: cannot be written: {error.strerror}") from None
+
+
+def extend(study: Study, folder: Folder, say: Callable[[str], None] = print) -> None:
+    """Give a folder a study that has all of its cases, and more.
+
+    Batches are numbered anew, so nothing may wait or run: the claims and the record of jobs are of
+    the old numbers and go. Files of cases and of failures stay: an id means the same case.
+    Raises FolderError where a case of the folder is not in the study, or something is under way.
+    """
+    folder.check_there()
+    with alone(folder.path / LOCK, "study submit or extend", say):
+        old = folder.study()
+        before = expand(old).cases
+        known = {case.id for case in before}
+        after = expand(study).cases
+        lost = known - {case.id for case in after}
+        if lost:
+            raise FolderError(
+                f"{folder.path}: extend: {len(lost)} of its {len(known)} cases are not in the "
+                f"study, as {min(lost)}: levels can be added, [measure] and [job] must stay"
+            )
+        _check_idle(folder, old)
+        forget_jobs(folder)
+        folder.freeze(study)
+    new = len(after) - len(known)
+    finished = sum(map(folder.finished, before))
+    say(f"{folder.path}: {len(after)} cases, {new} of them new, {finished} finished: study resume")
+
+
+def _check_idle(folder: Folder, study: Study) -> None:
+    """Raise FolderError where a batch is measured, or a job waits or runs."""
+    jobs = recorded(folder)
+    known = queue.states(job.number for job in jobs)
+    for job in jobs:
+        own = (at for (number, _), at in known.items() if number == job.number)
+        if any(at.live and at.name == job.name for at in own):
+            raise FolderError(
+                f"{folder.path}: extend: job {job.number} waits or runs: wait, or study cancel"
+            )
+    for batch in batches(study, expand(study).cases):
+        claim = read_claim(folder.claim_file(batch.number))
+        if claim is not None and not jobs and claim.alive() is not False:
+            raise FolderError(
+                f"{folder.path}: extend: batch {batch.number} is being measured on {claim.host}"
+            )

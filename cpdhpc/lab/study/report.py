@@ -1,0 +1,390 @@
+"""The report on a study file, and on the file of bench compress."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isnan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ... import store
+from ...config import UserError, suggest, validate
+from ...methods import MEMCPY
+from ..kinds import KINDS
+from ..report import units
+from ..report.choice import ALL, Choice, chosen
+from ..report.points import (
+    Layout,
+    SeedGroup,
+    constant,
+    heading,
+    is_number,
+    label,
+    of_factors,
+    quotient,
+    said,
+    seed_groups,
+    varying,
+)
+from ..report.scaling import THROUGHPUT, scaling
+from ..report.tables import Column, Listed, Report, Section, Table, counted, tabulate, words
+from ..study_data.factors import SHAPE, Array, Case, Factors, Value
+from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
+from .cases import expand
+from .folder import Folder
+from .spec import Study
+
+NOT_SHOWN = ("study", "title", "kind", "scaling", "sample", "work", "Conventions")
+
+
+def rules(file: StudyFile) -> list[str]:
+    """Return the rules, after Hoefler and Belli (SC15)."""
+    return [
+        f"A repeat is {file.attributes.get('sample', 'one call')}. Its time is that of the slowest "
+        "rank.",
+        *_repeats(file)(file.toml.get("measure", {})),
+        f"Figures are medians with {file.percent} intervals from order statistics: no distribution "
+        "is assumed, only that repeats are independent.",
+        "The interval of a ratio takes in those of both medians, each wide enough for both to hold "
+        f"with {file.percent} (Bonferroni).",
+        *(
+            []
+            if file.benchmark or file.scaling == THROUGHPUT
+            else [f"Base of speed-ups: {file.base_rule}."]
+        ),
+        "Rates are bytes over the median time. Ratios are never averaged.",
+        "Bytes and errors are counted or computed, not sampled: they have no interval. A bound is "
+        "from one measurement of the ping-pong's rate, and from copies that each case has timed.",
+        "Lines join points only where values between them are meant; dotted ones lead the eye.",
+    ]
+
+
+def _repeats(file: StudyFile) -> Callable[[Mapping[str, Any]], list[str]]:
+    if file.benchmark:
+        return _turns
+    return _trainings if file.kind == "train" else _calls
+
+
+def _turns(asked: Mapping[str, Any]) -> list[str]:
+    return [
+        f"Warm-up calls: {asked.get('warmup', '?')}, in the file with a flag and in no figure "
+        f"here; then {asked.get('max_repeats', '?')} repeats, all cases in turns."
+    ]
+
+
+def _calls(asked: Mapping[str, Any]) -> list[str]:
+    return [
+        "Besides the slowest rank's times the file has those of the fastest, and means over ranks.",
+        f"Warm-up calls before each block of repeats: {asked.get('warmup', '?')}. They are kept in "
+        "the file with a flag, and in no figure here.",
+        f"Repeats: {asked.get('min_repeats', '?')} to {asked.get('max_repeats', '?')}, until the "
+        f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it "
+        f"or {asked.get('max_time_s', '?')} s are over; all ranks stop together.",
+        "The cases of a batch take turns in shuffled order "
+        f"(seed {asked.get('seed', '?')}), so that drift is not taken for an effect.",
+    ]
+
+
+def _trainings(asked: Mapping[str, Any]) -> list[str]:
+    return [
+        f"Warm-up steps at the start, and after a restart: {asked.get('warmup', '?')}. They are "
+        "kept in the file with a flag, and in no figure of times.",
+        "Every training goes to its end. Seeds are taken together: the repeats are the steps of "
+        "all of them, which may depend on one another more than independent repeats do.",
+    ]
+
+
+def provenance(file: StudyFile) -> list[Table]:
+    """Return the tables of the file and of the environments."""
+    known = {key: value for key, value in file.attributes.items() if key not in NOT_SHOWN}
+    rows = [
+        ["path", str(file.path)],
+        *([key.replace("_", " "), str(v)] for key, v in known.items()),
+    ]
+    return [Table("File", words("", ""), rows, page_only=True), *_environments(file)]
+
+
+def _environments(file: StudyFile) -> list[Table]:
+    if not file.environments:
+        return []
+    counts = Counter(int(point.outcomes.get("environment", 0)) for point in file.points)
+    keys = list(dict.fromkeys(key for each in file.environments for key in each))
+    columns = words("", *(f"environment {i}" for i in range(len(file.environments))))
+    rows = [["points", *(str(counts[i]) for i in range(len(file.environments)))]]
+    for key in keys:
+        values = [_plain(each.get(key, "")) for each in file.environments]
+        if any(values):
+            rows.append([key.replace("_", " "), *values])
+    return [Table("Environment", columns, rows, page_only=True)]
+
+
+def _plain(value: str) -> str:
+    """Return JSON tables as text."""
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return value
+    if isinstance(parsed, dict):
+        return ", ".join(f"{key} {item}" for key, item in parsed.items())
+    return value
+
+
+SHARED = "ranks share cores"  # how the environment says it
+
+
+def _missing(file: StudyFile, is_chosen: Callable[[Factors], bool]) -> list[Listed]:
+    """Return the cases without a point, and what could not be measured, each with the reason."""
+    if file.benchmark:
+        return []  # its points are what was asked for
+    try:
+        study = validate(Study, dict(file.toml), str(file.path))
+        found = expand(study)
+    except UserError as error:
+        count = units.count(int(file.attributes.get("missing", 0)), "case")
+        return [Listed(f"missing, {count}; which cannot be said: {error}")]
+    there = {frozenset(_asked(point)) for point in file.points}
+    missing = [
+        case
+        for case in found.cases
+        if is_chosen(case.all_factors) and frozenset(case.all_factors.items()) not in there
+    ]
+    reasons: dict[str, list[str]] = {}
+    for case, reason in found.impossible:
+        if is_chosen(case.all_factors):
+            reasons.setdefault(reason, []).append(case.id)
+    lost = [f"{case.id}{_why(file, case)}" for case in missing]
+    return [
+        *counted([("missing", lost)], "case"),
+        *(
+            Listed(f"impossible, {units.count(len(ids), 'case')}: {reason}", ids)
+            for reason, ids in reasons.items()
+        ),
+    ]
+
+
+def _asked(point: Point) -> Iterator[tuple[str, Value]]:
+    """Yield the factors of a point that its study names."""
+    return ((name, value) for name, value in point.factors.items() if name not in ALIKE)
+
+
+def _why(file: StudyFile, case: Case) -> str:
+    """Return what the folder of the study says of a case, if the file still lies in it."""
+    folder = Folder(file.path.parent)
+    if folder.case_file(case).exists():
+        try:
+            read_result(folder.case_file(case), case)
+        except UserError as error:
+            return f": {error}"
+        return ": finished since; study collect takes it in"
+    failure = folder.failure(case).splitlines()
+    return f": {failure[-1]}" if failure else ""
+
+
+def _shared(file: StudyFile) -> list[Listed]:
+    """Return the points whose ranks had no cores of their own."""
+    found: dict[str, list[str]] = {}
+    for point in file.points:
+        index = int(point.outcomes.get("environment", -1))
+        known = 0 <= index < len(file.environments)
+        placement = file.environments[index].get("placement", "") if known else ""
+        if placement.startswith(SHARED):
+            found.setdefault(placement, []).append(point.case_id)
+    return counted(found.items())
+
+
+def _reserves(file: StudyFile) -> list[Listed]:
+    asked = file.toml.get("measure", {}) if not file.benchmark else {}
+    relative = asked.get("relative", float("inf"))
+    few = [point for point in file.points if isnan(point.summary["ci_low_s"])]
+    stops = file.kind != "train"  # which goes to its end, however wide the interval is
+    wide = [point for point in file.points if stops and _half_width(point) > relative]
+    fast = [p for p in file.points if p.summary["median_s"] < p.outcomes.get("bound_s", 0.0)]
+    restarted = [point for point in file.points if point.outcomes.get("restarts", 0) > 0]
+    too_wide = f"interval wider than the ±{100 * relative:g} % asked for"
+    found = {
+        "no interval, too few repeats": [point.case_id for point in few],
+        too_wide: [f"{point.case_id} (±{100 * _half_width(point):.3g} %)" for point in wide],
+        "faster than the bound, which then is none": [point.case_id for point in fast],
+        "measured after a restart of the batch": [point.case_id for point in restarted],
+    }
+    return counted(found.items())
+
+
+def _half_width(point: Point) -> float:
+    """Return how far the ends of the interval are from the median, as a share of it."""
+    s = point.summary
+    reach = max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"])
+    return quotient(reach, s["median_s"])
+
+
+def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
+    """Return the report of a study, of all that it has or what is chosen.
+
+    Raises ReportError for an unknown kind, or a choice that cannot be.
+    """
+    if file.kind not in KINDS:
+        raise ReportError(f"{file.path}: kind={file.kind!r}: {suggest(file.kind, KINDS)}")
+    kind = KINDS[file.kind]
+    file = kind.in_common(file)
+    every = seed_groups(file)
+    found = choice.select(every)
+    layout = replace(Layout.of(file, found, kind.panels), every=every)
+    points = tuple(point for group in found for point in group.points)
+    part = replace(file, points=tuple(sorted(points, key=lambda point: point.index)))
+    sections = [*scaling(file, found, layout), *kind.sections(file, found, layout)]
+    if choice.draws:
+        plain = [replace(section, charts=()) for section in sections]
+        sections = [chosen(file, found, choice), *plain]
+    asked = [("where", " and ".join(choice.where))] if choice.where else []
+    return Report(
+        file.name,
+        [*asked, *_facts(part, found, len(file.points))],
+        [*_fastest(found), *sections, Section("Spread of times", tables=[_spread(found)])],
+        [*_missing(file, choice.test(every)), *_shared(part), *_reserves(part)],
+        rules(file),
+        provenance(part),
+        [("study.toml", str(file.attributes["study"]))],
+    )
+
+
+def _facts(file: StudyFile, found: Sequence[SeedGroup], total: int) -> list[tuple[str, str]]:
+    """Return what is said first of the points that are chosen; total: how many the study has."""
+    missing = int(file.attributes.get("missing", 0))
+    ranks = sorted({group.ranks for group in found})
+    repeats = [len(point.times_s) for point in file.points]
+    factors = [group.factors for group in found]
+    same = [said(k, v) for k, v in constant(factors, SHAPE).items()]
+    used = {int(point.outcomes.get("environment", 0)) for point in file.points}
+    there = [each for i, each in enumerate(file.environments) if i in used]
+    hosts = dict.fromkeys(units.hosts(each.get("hosts", "")) for each in there)
+    count = len(file.points)
+    rest = f" of {total}" if count < total else f", {missing} missing" if missing else ""
+    return [
+        (
+            "what",
+            f"benchmark of {file.kind}"
+            if file.benchmark
+            else f"{file.scaling} scaling of {file.kind}",
+        ),
+        ("points", f"{count}{rest}"),
+        ("ranks", ", ".join(map(str, ranks))),
+        ("repeats", f"{_range(repeats)} a point, without warm-ups"),
+        *([] if file.benchmark else [("base", file.base_rule)]),
+        *([("the same in all", ", ".join(same))] if same else []),
+        ("hosts", "; ".join(hosts)),
+        ("written", str(file.attributes.get("date", ""))),
+    ]
+
+
+def _fastest(found: Sequence[SeedGroup]) -> list[Section]:
+    """Return how often each method is the fastest; nothing without several methods and places."""
+    found = [group for group in found if group.factors.get("algorithm") != MEMCPY]  # sums nothing
+    factors = [group.factors for group in found]
+    differing = varying(factors, ())
+    numbers = [name for name in differing if is_number(name, factors)]
+    words = [name for name in differing if name not in numbers]
+    places: dict[Any, list[SeedGroup]] = {}
+    for group in found:
+        places.setdefault(tuple(group.factors.get(name) for name in numbers), []).append(group)
+    shared = [each for each in places.values() if len(each) > 1]
+    if len(shared) < 2:
+        return []
+    behind: dict[str, list[float]] = {}
+    for each in shared:
+        best_s = min(group.time_s.value for group in each)
+        for group in each:
+            name = label(group.factors, words) or units.NONE
+            behind.setdefault(name, []).append(quotient(group.time_s.value, best_s))
+    columns: list[Column[str]] = [
+        Column(" ".join(heading(name) for name in words), numbers=False),
+        Column("places", lambda name: str(len(behind[name]))),
+        Column("fastest\nat", lambda name: str(behind[name].count(1.0))),
+        Column("time by that of\nthe fastest: median", lambda n: units.digits(median(behind[n]))),
+        Column("greatest", lambda name: units.digits(max(behind[name]))),
+    ]
+    caption = (
+        f"Places: points alike in {', '.join(map(heading, numbers))}. Which is the fastest there "
+        "may be chance where intervals overlap."
+    )
+    ordered = sorted(behind, key=lambda name: -behind[name].count(1.0))
+    table = tabulate("Fastest methods", columns, ordered, caption)
+    return [Section("Summary", tables=[table])]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _spread(found: Sequence[SeedGroup]) -> Table:
+    columns: list[Column[SeedGroup]] = [
+        *of_factors(varying([group.factors for group in found], ()), found, missing=""),
+        Column("n", lambda g: str(len(g.samples_s))),
+        *(Column(name, partial(_time, call)) for name, call in STATISTICS.items()),
+    ]
+    caption = "Times of the slowest rank, without warm-ups. Quantiles between neighbouring samples."
+    return tabulate("Spread of times", columns, found, caption, page_only=True)
+
+
+def _time(of: Callable[[Array], float], group: SeedGroup) -> str:
+    return units.time(float(of(group.samples_s))) if len(group.samples_s) else units.NONE
+
+
+def _deviation(samples_s: Array) -> float:
+    return float(samples_s.std(ddof=1)) if len(samples_s) > 1 else float("nan")
+
+
+STATISTICS: dict[str, Callable[[Array], float]] = {
+    **{
+        name: partial(np.quantile, q=share)
+        for name, share in {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}.items()
+    },
+    "mean": np.mean,
+    "standard\ndeviation": _deviation,
+}
+
+
+BENCHMARK = "compress"  # attribute of its files
+FIGURES = {  # column -> heading
+    "error": "error",
+    "cosine": "cosine",
+    "sum_error": "error\nof the sum",
+    "sent_share": "share\nsent",
+    "nonzero_share": "share\nnon-zero",
+}
+NEEDED = ("method", "ranks", "sent_bytes", "time_s", *FIGURES)
+CAPTION = (
+    "Bytes: messages in an iteration of the rank that sends most. Errors and cosine: of the mean "
+    "against the exact one; of the sum: of all iterations' means. Time: of an iteration of one "
+    "process, all its ranks one after the other."
+)
+
+
+def compress_report(path: Path) -> Report:
+    """Return the report of a file. Raises ReportError where it lacks an array of bench compress."""
+    groups, attributes = store.read(path)
+    check_arrays(path, groups, {"points": NEEDED}, "is not the file of bench compress")
+    points = groups["points"]
+    most_bytes = np.nanmax(points["sent_bytes"], axis=1)
+    columns = [
+        Column[int]("method", lambda i: str(points["method"][i]), numbers=False),
+        Column[int]("ranks", lambda i: str(points["ranks"][i])),
+        Column[int]("bytes\nper rank", lambda i: units.size(float(most_bytes[i]))),
+        *(_figure(heading, points[name]) for name, heading in FIGURES.items()),
+        Column[int]("time", lambda i: units.time(float(points["time_s"][i]))),
+    ]
+    table = tabulate("Methods", columns, range(len(points["method"])), CAPTION)
+    facts = [(name, str(attributes.get(name, ""))) for name in ("gradients", "iterations")]
+    facts.append(("hosts", units.hosts(attributes.get("hosts", ""))))
+    return Report("Compressors on recorded gradients", facts, [Section("Methods", tables=[table])])
+
+
+def _figure(heading: str, values: Array) -> Column[int]:
+    return Column(heading, lambda i: units.digits(float(values[i])))

@@ -1,0 +1,305 @@
+"""Measure a study on this machine, batch after batch under mpirun, and collect what is finished."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...config import UserError
+from ...whole_files import open_own
+from ..claim import read_claim
+from ..signals import INTERRUPTED, Caught, catching
+from ..study_data.factors import Case
+from .cases import Batch, batches, expand
+from .collect import collect
+from .folder import Folder, FolderError
+from .spec import Study
+
+NAMES = ("mpirun", "mpiexec")
+
+
+class LaunchError(UserError):
+    """MPI programs cannot be started here."""
+
+
+def launcher() -> str:
+    """Return the path of the launcher: the first on PATH, else that beside this Python.
+
+    Raises LaunchError where there is none.
+    """
+    beside = str(Path(sys.executable).parent)
+    for path in (None, beside):
+        for name in NAMES:
+            found = shutil.which(name, path=path)
+            if found:
+                return found
+    raise LaunchError(f"study: neither {' nor '.join(NAMES)} is on PATH or beside {sys.executable}")
+
+
+def is_open_mpi(path: str) -> bool:
+    """Return whether a launcher is Open MPI's. Raises LaunchError where it does not run."""
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"study: {path} --version: {error}") from None
+    return bool(re.search(r"open.mpi|open-mpi|prte", done.stdout + done.stderr, re.IGNORECASE))
+
+
+def local_command(ranks: int) -> tuple[list[str], dict[str, str]]:
+    """Return what to put before a command that runs on so many ranks here, and its environment.
+
+    Allows more ranks than cores, and root, both of which Open MPI refuses unless told; waiting
+    ranks give way where ranks share a core.
+    """
+    path, environment = launcher(), dict(os.environ)
+    crowded = ranks > (os.cpu_count() or 1)
+    if not is_open_mpi(path):
+        environment |= {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} if crowded else {}
+        return [path, "-n", str(ranks)], environment
+    environment |= {"OMPI_MCA_mpi_yield_when_idle": "1"} if crowded else {}
+    if os.geteuid() == 0:
+        for name in ("OMPI", "PRTE"):
+            environment |= {f"{name}_ALLOW_RUN_AS_ROOT": "1"}
+            environment |= {f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [path, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)], environment
+
+
+class Display:
+    """The progress of so many cases."""
+
+    def __init__(self, cases: int) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=cases)
+
+    def __enter__(self) -> Self:
+        """Show the bar until the end of the block."""
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the bar away."""
+        self.bar.stop()
+
+    def start(self, text: str, finished: int) -> None:
+        """Begin a batch, some of whose cases are finished already."""
+        self.bar.update(self.task, description=text)
+        self.bar.advance(self.task, finished)
+        if self.bar.disable:
+            known = f", {finished} case(s) finished already" if finished else ""
+            self.line(f"{text}{known}")
+
+    def update(self, folder: Folder, todo: Sequence[Case]) -> list[Case]:
+        """Return those of the cases that are not finished yet."""
+        left = [case for case in todo if not folder.finished(case)]
+        self.bar.advance(self.task, len(todo) - len(left))
+        return left
+
+    def line(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, markup=False)
+
+
+LOOK_S = 0.2  # between two looks at a batch
+GRACE_S = 60.0  # for a batch to write its checkpoint after Ctrl-C
+LOG_LINES = 15  # the last of a batch that ends without an error of ours: its launcher's reason
+# Open MPI names its directory by its process number: one that another user, or a launcher that was
+# killed, has left there ends a later launcher of that number (status 213). So each gets its own.
+SESSIONS = "PRTE_MCA_prte_tmpdir_base"
+LOST_S = 30.0  # for a launcher to end after its ranks, which Open MPI 5 now and then does not
+SEARCH_S = 5.0  # between two looks for ranks
+
+
+def measure(study: Study, folder: Folder) -> int:
+    """Run every batch with unfinished cases, collect, and return the exit status."""
+    jobs = batches(study, expand(study).cases)
+    _check_idle(folder, jobs)
+    local = [job for job in jobs if job.nodes == 1]
+    with catching() as caught, Display(sum(len(job.cases) for job in local)) as display:
+        for job in local:
+            if not caught.number:
+                _batch(study, folder, job, display, caught)
+        if caught.number:
+            display.line("stopped; resume goes on from here")
+    unfinished = [(job, _unfinished(folder, job.cases)) for job in jobs]
+    for line in _reasons(folder, unfinished):
+        print(line)
+    if any(len(left) < len(job.cases) for job, left in unfinished):
+        collect(study, folder)
+    if caught.number:
+        return INTERRUPTED
+    return 1 if any(left for _, left in unfinished) else 0
+
+
+def _reasons(folder: Folder, unfinished: Sequence[tuple[Batch, list[Case]]]) -> Iterator[str]:
+    """Yield why cases are not finished."""
+    for job, cases in unfinished:
+        if cases and job.nodes > 1:
+            yield (
+                f"batch {job.number}: {len(cases)} case(s) left out: it needs {job.nodes} nodes, "
+                f"and this machine is one (ppn is {job.ranks // job.nodes}: ranks on a node)"
+            )
+            continue
+        for case in cases:
+            reason = folder.failure(case) or "not measured"
+            yield f"batch {job.number}: {case.id}: {reason}"
+
+
+def _check_idle(folder: Folder, jobs: Sequence[Batch]) -> None:
+    """Raise FolderError where another run measures here."""
+    for job in jobs:
+        claim = read_claim(folder.claim_file(job.number))
+        if claim is not None and claim.alive():
+            raise FolderError(
+                f"{folder.path}: batch {job.number} is being measured by {claim}: wait for it, "
+                f"or end it there (kill {claim.pid}); then study resume"
+            )
+
+
+def _unfinished(folder: Folder, cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if not folder.finished(case)]
+
+
+def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: Caught) -> None:
+    """Run a batch, and again where it fails and the study allows, until a signal."""
+    todo = _unfinished(folder, job.cases)
+    display.start(f"batch {job.number}, {job.ranks} rank(s)", len(job.cases) - len(todo))
+    for _ in range(1 + study.run.retries):
+        if not todo:
+            return
+        log = folder.log_file(job.number)
+        before = log.stat().st_size if log.exists() else 0
+        status = _launch(folder, job, todo, display, caught)
+        if caught.number:
+            return
+        todo = _unfinished(folder, job.cases)
+        if todo:
+            display.line(
+                f"batch {job.number}: status {status}, {len(todo)} case(s) left: see {log}"
+            )
+            told = all(folder.failure(case) for case in todo)
+            for line in () if told else _last_words(log, before):
+                display.line(line)
+
+
+def _last_words(log: Path, start: int) -> list[str]:
+    """Return a batch's last error, or where it has none its last lines, from a place in its log."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("cpdhpc: error:")]
+    return errors[-1:] or [line for line in lines if line.strip()][-LOG_LINES:]
+
+
+def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caught: Caught) -> int:
+    """Run a batch once under mpirun, until a signal, and return its exit status."""
+    prefix, environment = local_command(job.ranks)
+    command = [*prefix, sys.executable, "-m", "cpdhpc", "batch", str(folder.path), str(job.number)]
+    path = folder.log_file(job.number)
+    with ExitStack() as opened:
+        with _told(str(path)):
+            log = opened.enter_context(open(path, "ab", opener=open_own))
+        with _told("directory for temporary files"):
+            sessions = opened.enter_context(
+                tempfile.TemporaryDirectory(prefix="cpdhpc-", ignore_cleanup_errors=True)
+            )
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={SESSIONS: sessions} | environment,
+            start_new_session=True,  # a terminal's Ctrl-C would end the ranks at once
+        )
+        watch = Watch(command[len(prefix) :])
+        while process.poll() is None and not caught.number:
+            time.sleep(LOOK_S)
+            todo = display.update(folder, todo)
+            if watch.lost():
+                display.line(f"batch {job.number}: {prefix[0]} outlives its ranks: is ended")
+                process.kill()
+                process.wait()
+        if caught.number:
+            _stop(process, folder.claim_file(job.number), caught)
+    display.update(folder, todo)
+    return process.returncode
+
+
+class Watch:
+    """Looks now and then whether a launcher's ranks are gone, and it is not.
+
+    command: of each rank, with its arguments; without /proc nothing is ever seen
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._line = b"".join(word.encode() + b"\0" for word in command)
+        self._search_s = self._seen_s = 0.0
+
+    def lost(self) -> bool:
+        """Return whether ranks have been there, and for LOST_S none has been."""
+        now_s = time.monotonic()
+        if now_s >= self._search_s:
+            self._search_s = now_s + min(SEARCH_S, LOST_S)
+            if any(self._line == line for line in _command_lines()):
+                self._seen_s = now_s
+        return bool(self._seen_s) and now_s - self._seen_s > LOST_S
+
+
+def _command_lines() -> Iterator[bytes]:
+    """Yield what the living processes of this machine were started with."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # ended since, or another user's
+            yield path.read_bytes()
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raise FolderError for an OSError, as where no file can be made on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"{what}: cannot be written: {error.strerror or error}") from None
+
+
+def _stop(process: subprocess.Popen[bytes], mark: Path, caught: Caught) -> None:
+    """Ask ranks that measure to write what they have; end what has not begun, or takes too long."""
+    claim = read_claim(mark)
+    if claim is not None and claim.alive():
+        process.send_signal(signal.SIGUSR1)
+        if _ends(process, caught):
+            return
+    process.terminate()
+    if not _ends(process, caught):
+        process.kill()
+        process.wait()
+
+
+def _ends(process: subprocess.Popen[bytes], caught: Caught) -> bool:
+    """Return whether a process ends in time, and before another signal."""
+    asked, caught.number = caught.number, 0
+    end_s = time.monotonic() + GRACE_S
+    while process.poll() is None and not caught.number and time.monotonic() < end_s:
+        time.sleep(LOOK_S)
+    caught.number = caught.number or asked
+    return process.returncode is not None

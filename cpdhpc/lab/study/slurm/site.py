@@ -1,0 +1,421 @@
+"""What a cluster wants: its site file, launchers, and the scripts that sbatch gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
+
+from ....config import Section, Whole, dump_toml, one_of, read_toml, validate
+from ....whole_files import check_sealed
+from ..cases import Batch
+from ..spec import Study
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to start ranks.
+
+    command: of the shell, with the fields ranks and ppn (ranks per node); cores per rank are what
+        the job was given by --cpus-per-task, in the script or when it is submitted
+    in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
+        where GPUs are numbered along the sockets; Slurm by itself deals ranks out to sockets
+    signal: what sbatch --signal has before the seconds. A launcher that runs in the batch shell
+        gets the signal from that shell ("B:USR1"): sent to all steps it would hit Open MPI's
+        daemons, and mpirun would end with status 0. Under srun the ranks are the step.
+    """
+
+    command: str
+    in_order: str
+    signal: str
+
+    @property
+    def program(self) -> str:
+        """What must be on PATH."""
+        return self.command.split()[0]
+
+
+# srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
+# --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
+# are a little later would be killed, and theirs would be srun's status.
+SRUN = (
+    "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} "
+    '--cpus-per-task="${{{{SLURM_CPUS_PER_TASK:-1}}}}" '
+    "--kill-on-bad-exit=0 --wait=60"
+)
+IN_ORDER = " --distribution=block:block --cpu-bind=cores"
+LAUNCHERS = {
+    "mpirun": Launcher(  # Open MPI
+        "mpirun -n {ranks} --map-by ppr:{ppn}:node"
+        '"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"',
+        "",
+        "B:USR1",
+    ),
+    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
+        "mpiexec -n {ranks} -ppn {ppn} "
+        "${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
+        "",
+        "B:USR1",
+    ),
+    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1"),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1"),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1"),
+}
+
+
+def launch(
+    name: str, ranks: str, ppn: str, flags: Iterable[str] = (), near_gpus: bool = False
+) -> str:
+    """Return the words of the shell before the program; flags come last, and so win.
+
+    near_gpus: whether each rank is to be near its GPU
+    ranks, ppn: numbers, or shell words that become numbers in the job
+    """
+    way = LAUNCHERS[name]
+    command = way.command.format(ranks=ranks, ppn=ppn)
+    return " ".join([command + way.in_order * near_gpus, *map(quote, flags)])
+
+
+def _line(text: str) -> str:
+    if not text.strip() or not text.replace("\t", " ").isprintable():
+        raise ValueError("should be one line that is not empty, of signs that can be printed")
+    return text
+
+
+def _word(text: str) -> str:
+    if text.split() != [text]:
+        raise ValueError("should be one word, without blanks around it")
+    return _line(text)
+
+
+OWN = {  # what scripts and submit see to: options of sbatch with their short forms
+    "--array": "-a",
+    "--chdir": "-D",
+    "--dependency": "-d",
+    "--job-name": "-J",
+    "--nodes": "-N",
+    "--ntasks-per-node": "",
+    "--output": "-o",
+    "--signal": "",
+    "--wait": "-W",
+    "--wrap": "",
+}
+
+
+def _option(text: str) -> str:
+    if not text.startswith("-"):
+        raise ValueError("should be an option of sbatch, as '--mail-type=END'")
+    word = text.split()[0].partition("=")[0]
+    for long, short in OWN.items():  # sbatch takes the beginning of a long one, too
+        if long.startswith(word) if text.startswith("--") else text[:2] == short:
+            raise ValueError(f"{long} is not for directives: the scripts see to it")
+    return _line(text)
+
+
+def _list(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise ValueError("should be a list, as ['one', 'two']")
+    return value
+
+
+Word = Annotated[str, AfterValidator(_word)]
+Line = Annotated[str, AfterValidator(_line)]
+Grace = Annotated[int, Field(ge=60)]  # Slurm looks at its clock about every 30 s
+Option = Annotated[str, AfterValidator(_option)]
+Lines = Annotated[tuple[Line, ...], BeforeValidator(_list), Field(strict=False)]
+Options = Annotated[tuple[Option, ...], BeforeValidator(_list), Field(strict=False)]
+
+
+class Site(Section):
+    """A cluster, or a partition of one: a table of a TOML file.
+
+    modules are loaded first, then the lines of setup run, in bash; either may fail the job.
+    directives: further options of sbatch, as "--mail-type=END"
+    python: what starts Python in a job; container: an image that it is in, started by runtime
+    nodes, cores_per_node, max_time_min: the most that a job may ask for; None: not known
+    gpus_per_node: a job whose ranks use GPUs asks for one for each rank
+    cpus_per_rank: cores
+    grace_s: how long before the time limit a job is told to write its checkpoint
+    max_array: one more than the largest index of an array, Slurm's MaxArraySize
+    max_requeues: how often a job may put itself into the queue again
+    """
+
+    name: Word = "local"
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Line | None = None
+    reservation: Word | None = None
+    directives: Options = ()
+    modules: Lines = ()
+    setup: Lines = ()
+    python: Line = "python"
+    container: Line | None = None
+    runtime: Line = "apptainer exec"
+    launcher: Annotated[str, one_of(LAUNCHERS)] = "mpirun"
+    mpi_flags: Lines = ()
+    nodes: PositiveInt | None = None
+    cores_per_node: PositiveInt | None = None
+    gpus_per_node: Whole = 0
+    cpus_per_rank: PositiveInt = 1
+    max_time_min: PositiveInt | None = None
+    grace_s: Grace = 120
+    max_array: PositiveInt = 1001
+    max_requeues: Whole = 20
+
+    @model_validator(mode="after")
+    def _time_before_the_signal(self) -> Site:
+        if self.max_time_min is not None and 60 * self.max_time_min <= self.grace_s + 60:
+            raise ValueError(
+                f"max_time_min={self.max_time_min}: leaves no minute before the last "
+                f"grace_s={self.grace_s} seconds"
+            )
+        return self
+
+    @property
+    def command(self) -> str:
+        """The words of the shell that start Python, in the container where there is one."""
+        inside = [] if self.container is None else [self.runtime, quote(self.container)]
+        return " ".join([*inside, self.python])
+
+    def toml(self) -> str:
+        """Return the profile as TOML text."""
+        return dump_toml(self.model_dump())
+
+    def refusal(self, nodes: int, ppn: int, has_gpus: bool = False) -> str | None:
+        """Return why a job of this shape cannot run here; None where nothing speaks against it.
+
+        ppn: ranks per node; has_gpus: whether each rank needs a GPU
+        """
+        if self.nodes is not None and nodes > self.nodes:
+            return f"{nodes} nodes: site {self.name} gives a job {self.nodes} at most"
+        cores = ppn * self.cpus_per_rank
+        if self.cores_per_node is not None and cores > self.cores_per_node:
+            each = f" with {self.cpus_per_rank} cores each" if self.cpus_per_rank > 1 else ""
+            return (
+                f"{ppn} ranks per node{each}: "
+                f"a node of site {self.name} has {self.cores_per_node} cores"
+            )
+        if has_gpus and not self.gpus_per_node:
+            return f"device gpu: site {self.name} has no GPUs (gpus_per_node = 0)"
+        if has_gpus and ppn > self.gpus_per_node:
+            return f"{ppn} ranks per node: a node of site {self.name} has {self.gpus_per_node} GPUs"
+        return None
+
+
+def load_site(path: Path | None) -> Site:
+    """Return the profile of a file, named after it unless it has a name; None: the defaults.
+
+    Raises ConfigError, one line, for a file that cannot be used; StoreError for a copy that submit
+    made and that is damaged, or was changed.
+    """
+    if path is None:
+        return Site()
+    check_sealed(path)
+    return validate(Site, {"name": path.stem} | read_toml(path), str(path))
+
+
+MORE_TO_DO = 85  # exit status of ranks that USR1 stopped and that wrote a checkpoint
+SPARE = 1.5  # times what a study allows a batch is what its job may take
+START_S = 60.0  # for the start of the job and its ranks
+COLLECT_MIN = 15
+
+
+@dataclass(frozen=True)
+class Array:
+    """Batches of one shape, which run as one array; an element's index is number - offset.
+
+    has_gpus: whether the ranks use GPUs
+    """
+
+    nodes: int
+    ppn: int
+    has_gpus: bool
+    offset: int
+    batches: tuple[Batch, ...]
+
+    @property
+    def name(self) -> str:
+        """A name for files."""
+        first = f"-from{self.offset}" if self.offset else ""
+        return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{first}"
+
+    @property
+    def shape(self) -> str:
+        """What each of its jobs asks for, in words."""
+        gpus = f", {self.ppn} GPU{'s' * (self.ppn > 1)} a node" if self.has_gpus else ""
+        return f"{self.nodes} x {self.ppn} ranks{gpus}"
+
+    @property
+    def indices(self) -> str:
+        """The indices of the elements, as sbatch --array takes them."""
+        return ranges(batch.number - self.offset for batch in self.batches)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text, neighbours as ranges: 0-3,7."""
+    runs = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ends = [(found[0][1], found[-1][1]) for found in (list(run) for _, run in runs)]
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ends)
+
+
+def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
+    """Return the arrays that batches run as: one per shape, more where Slurm's are too short."""
+
+    def key(batch: Batch) -> tuple[int, int, bool, int]:
+        offset = batch.number // site.max_array * site.max_array
+        return batch.nodes, batch.ppn, batch.has_gpus, offset
+
+    grouped = groupby(sorted(batches, key=lambda batch: (*key(batch), batch.number)), key)
+    return [Array(*shape, tuple(members)) for shape, members in grouped]
+
+
+def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
+    """Return the script of an array of batches of a study.
+
+    folder: of the study, as the job sees it
+    """
+    longest_s = max(batch.limit_s for batch in array.batches)
+    number = '"$SLURM_ARRAY_TASK_ID"'
+    if array.offset:
+        number = f"$(({array.offset} + SLURM_ARRAY_TASK_ID))"
+    return parallel_script(
+        "batch",
+        site,
+        (array.nodes, array.ppn),
+        (str(array.nodes * array.ppn), str(array.ppn)),
+        array.has_gpus,
+        name=f"{study.name}-{array.name}",
+        time_min=minutes(longest_s, site),
+        log=folder / "logs" / "%x-%A_%a.log",
+        job_id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",  # SLURM_JOB_ID may be all elements
+        study=study.name,
+        folder=folder,
+        number=number,
+        indices=array.indices,
+        throttle=study.run.throttle,
+        retries=study.run.retries,
+        jobs=len(array.batches),
+        cases=sum(len(batch.cases) for batch in array.batches),
+    )
+
+
+def collect_script(site: Site, study: str, folder: Path) -> str:
+    """Return the script that gathers what is finished; sbatch is told what it waits for."""
+    return _render(
+        "collect",
+        site=site,
+        name=f"{study}-collect",
+        nodes=1,
+        ppn=1,
+        cpus=1,
+        gpus=0,
+        time_min=COLLECT_MIN,
+        log=folder / "logs" / "%x-%j.log",
+        study=study,
+        folder=folder,
+    )
+
+
+def minutes(time_s: float, site: Site) -> int:
+    """Return the time limit of a job, in minutes, for a batch that is allowed so many seconds."""
+    wanted = math.ceil((SPARE * time_s + START_S + site.grace_s) / 60)
+    return wanted if site.max_time_min is None else min(wanted, site.max_time_min)
+
+
+def parallel_script(
+    template: str,
+    site: Site,
+    shape: tuple[int, int],
+    counts: tuple[str, str],
+    has_gpus: bool,
+    **values: Any,
+) -> str:
+    """Return a script that starts ranks and forwards signals to them.
+
+    shape: nodes and ranks per node that sbatch is asked for
+    counts: the ranks and the ranks per node that start, as words of the shell
+    has_gpus: whether sbatch is asked for a GPU for each rank
+    values: what else the template needs
+    """
+    nodes, ppn = shape
+    return _render(
+        template,
+        site=site,
+        nodes=nodes,
+        ppn=ppn,
+        cpus=site.cpus_per_rank,
+        gpus=ppn * has_gpus,
+        launch=launch(site.launcher, *counts, site.mpi_flags, site.gpus_per_node > 0),
+        program=LAUNCHERS[site.launcher].program,
+        signal=LAUNCHERS[site.launcher].signal,
+        more_to_do=MORE_TO_DO,
+        **values,
+    )
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("cpdhpc.lab.study.slurm", "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = lambda text: quote(str(text))
+    return environment
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(f"{template}.sbatch.j2").render(**values)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a script runs. shape: nodes and ranks per node unless sbatch is told another."""
+
+    shape: tuple[int, int]
+    time_min: int
+
+
+PROGRAMS = {  # name of the template and of the script: what it runs
+    "train": Program((1, 2), 60),
+    "allreduce_scaling": Program((2, 2), 60),
+}
+
+
+def scripts(site: Site) -> dict[str, str]:
+    """Return the text of a site's scripts by the names of their files; slurm/ has the defaults'."""
+    title = "Open MPI, CPUs" if site == Site() else f"site {site.name}"
+    return {f"{name}.sbatch": _script(name, site, title) for name in PROGRAMS}
+
+
+def _script(name: str, site: Site, title: str) -> str:
+    program = PROGRAMS[name]
+    return parallel_script(
+        name,
+        site,
+        program.shape,
+        ('"$((nodes * ppn))"', '"$ppn"'),
+        False,
+        file=f"{name}.sbatch",
+        title=title,
+        name=name,
+        time_min=program.time_min,
+        log=Path("%x-%j.log"),
+        job_id="$SLURM_JOB_ID",
+        retries=0,
+    )

@@ -1,0 +1,221 @@
+"""What became of a study's cases: by their files, the claims of batches, and Slurm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from ....config import UserError
+from ...claim import Claim, JobAlive, read_claim, unknown
+from ...study_data.factors import Case
+from ..cases import batches, expand
+from ..folder import Folder, Job, recorded
+from ..spec import Study
+from . import queue
+from .site import Site, load_site
+from .submit import SITE, fitting
+
+TAIL = 12  # lines of a log
+TAIL_BYTES = 4096
+EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
+NO_LOG = "is not there: it never started, or its node could not write here: other disk, no room"
+STATES = ("finished", "running", "pending", "unsubmitted", "failed", "damaged", "missing")
+LIVE = ("running", "pending")
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a case stands: one of STATES, with a word on why."""
+
+    case: Case
+    batch: int
+    state: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a study stands.
+
+    slurm: "answers", "nothing submitted", or why it has not said where jobs stand
+    endings: the last lines of the logs of jobs with failed cases
+    """
+
+    cases: list[State]
+    slurm: str = "nothing submitted"
+    endings: list[str] = field(default_factory=list)
+
+    @property
+    def silent(self) -> bool:
+        """Whether Slurm has jobs of the study, and has not said where they stand."""
+        return self.slurm not in ("answers", "nothing submitted")
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Number of cases by state."""
+        return Counter(each.state for each in self.cases)
+
+    @property
+    def by_shape(self) -> dict[str, Counter[str]]:
+        """Number of cases by state, by nodes x ppn."""
+        found: dict[str, Counter[str]] = {}
+        for each in self.cases:
+            shape = f"{each.case.nodes} x {each.case.ppn}"
+            found.setdefault(shape, Counter())[each.state] += 1
+        return found
+
+    @property
+    def live(self) -> bool:
+        """Whether something waits or runs."""
+        return any(self.counts[state] for state in LIVE)
+
+
+def look(study: Study, folder: Folder) -> Standing:
+    """Return where a study stands, by its files and by Slurm as far as that answers."""
+    jobs = recorded(folder)
+    found = states(study, folder)
+    if not jobs:
+        return Standing(found)
+    found = with_submission(found, study, folder, jobs)
+    slurm, last = "answers", newest(jobs)
+    open_ones = {each.batch for each in found if each.state != "finished"} & last.keys()
+    places = [(last[batch].number, last[batch].batches[batch]) for batch in open_ones]
+    try:
+        known = queue.states((job.number for job in jobs), places)
+        found = with_slurm(found, folder, jobs, known)
+    except queue.SlurmError as error:
+        slurm = str(error)
+    return Standing(found, slurm, endings(found, folder, jobs))
+
+
+def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
+    """Return where every case stands, by its file and the claim of its batch.
+
+    job_alive: whether a job of Slurm waits or runs
+    """
+    found = []
+    for job in batches(study, expand(study).cases):
+        claim = read_claim(folder.claim_file(job.number))
+        alive = False if claim is None else claim.alive(job_alive)
+        found += [
+            State(case, job.number, *_state(folder, case, claim, alive)) for case in job.cases
+        ]
+    return found
+
+
+def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) -> tuple[str, str]:
+    if folder.finished(case):
+        return "finished", ""
+    failure = folder.failure(case)
+    if failure:
+        return "failed", failure
+    if claim is not None and alive is not False:
+        doubt = "" if alive else ", or dead: not known here"
+        return "running", f"since {claim.started} on {claim.host}{doubt}"
+    if folder.case_file(case).exists():
+        name = folder.case_file(case).name
+        return "damaged", f"{name} is damaged or another case's: resume measures it again"
+    if claim is not None and claim.state == "running":
+        return "failed", f"its batch, started {claim.started} on {claim.host}, died"
+    if claim is None:
+        return "missing", ""
+    # One that ended has finished or failed all of its cases: this one's file was removed, or it
+    # was none of them.
+    no_file = "there is no file of it, though its batch has ended"
+    return "missing", "its batch was stopped" if claim.state == "stopped" else no_file
+
+
+def newest(jobs: Iterable[Job]) -> dict[int, Job]:
+    """Return the last job of each batch."""
+    return {batch: job for job in jobs for batch in job.batches}
+
+
+def with_submission(
+    found: list[State], study: Study, folder: Folder, jobs: list[Job]
+) -> list[State]:
+    """Return where every case stands, for those of no job as the last submission left them."""
+    every, last = batches(study, expand(study).cases), newest(jobs)
+    try:
+        site = load_site(folder.path / SITE)
+    except UserError:  # resume says what is wrong with it
+        site = Site()
+    refused = {batch.number: why for batch, why in fitting(every, site)[1]}
+    shown = []
+    for each in found:
+        if each.state == "missing" and not each.detail and each.batch not in last:
+            if why := refused.get(each.batch):
+                each = replace(each, detail=f"left out: {why}")
+            else:
+                each = replace(each, state="unsubmitted", detail="study resume submits it")
+        shown.append(each)
+    return shown
+
+
+def with_slurm(
+    found: list[State], folder: Folder, jobs: list[Job], states: queue.States
+) -> list[State]:
+    """Return where every case stands, for those that are not finished as their jobs stand."""
+    last = newest(jobs)
+    return [
+        _refined(each, folder.failure(each.case), last[each.batch], states)
+        if each.state != "finished" and each.batch in last
+        else each
+        for each in found
+    ]
+
+
+def _refined(each: State, failure: str, job: Job, states: queue.States) -> State:
+    known = f"job {job.shown(each.batch)}"
+    said = states.get((job.number, job.batches[each.batch]))
+    if said is None or said.name != job.name:
+        if each.state == "damaged":
+            return each
+        told = f": {each.detail}" if each.detail else ""
+        return replace(each, state="failed", detail=f"{known}: Slurm has forgotten it{told}")
+    reason = f" ({said.reason})" if said.reason else ""
+    if said.state == "PENDING":
+        return replace(each, state="pending", detail=known + reason)
+    told = f": {failure}" if failure else ""
+    if said.live:  # a batch begins without failures: one that is there is of this run
+        state = "failed" if failure else "running"
+        return replace(each, state=state, detail=f"{known} {said.state}{told}")
+    if each.state == "damaged" and said.exit_code == 0:
+        return each
+    if each.state == "damaged" and not failure:
+        told = f": {each.detail}"
+    code = "" if said.exit_code is None else f", exit code {said.exit_code}"
+    detail = f"{known} {said.state}{code}{reason}{told}"
+    if said.state == "CANCELLED" and not failure:  # by study cancel, or scancel
+        state = "damaged" if each.state == "damaged" else "missing"
+        return replace(each, state=state, detail=f"{detail}: study resume submits it again")
+    if said.exit_code == 0 and not failure:  # its file was there, and is not any more
+        return replace(each, state="missing", detail=f"{detail}, and there is no file")
+    return replace(each, state="failed", detail=detail)
+
+
+def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:
+    """Return the last lines of the logs of jobs with failed cases."""
+    last = newest(jobs)
+    failed = dict.fromkeys(each.batch for each in found if each.state == "failed")
+    lines = []
+    for batch in failed:
+        if batch in last:
+            log = last[batch].log(folder, batch)
+            lines += [f"{log}:", *(f"    | {line}" for line in tail(log))]
+    return lines
+
+
+def tail(path: Path) -> list[str]:
+    """Return the last lines of a log that are not empty."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return [NO_LOG]
+    except OSError as error:
+        return [f"cannot be read: {error.strerror}"]
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:] or [EMPTY_LOG]

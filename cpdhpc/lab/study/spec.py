@@ -1,0 +1,199 @@
+"""A study as its TOML file says it: what is varied, how it is measured, how jobs are made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml, one_of, suggest
+from ...formats import with_own_formats
+from ..kinds import KINDS
+from ..kinds.base import Kind, Measure
+from ..study_data.factors import ABSENT, SHAPE, Factor, Factors
+
+ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
+
+
+class Constraint:
+    """An expression, as "ranks <= 8" or "not (algorithm == 'tree' and size_bytes > 2**24)".
+
+    Comparisons, and, or, not, arithmetic, in, and the names of factors; nothing else.
+    Raises ConfigError where it is none.
+    """
+
+    def __init__(self, text: str) -> None:
+        from simpleeval import EvalWithCompoundTypes, InvalidExpression
+
+        self.text = text
+        self._evaluator: Any = EvalWithCompoundTypes(functions={})
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # an assignment is only warned of
+                self._tree = self._evaluator.parse(text)
+                if type(self._tree).__name__ == "Assign":
+                    raise ConfigError(f"constraints: {text}: compare with ==")
+        except (InvalidExpression, SyntaxError):
+            raise ConfigError(f"constraints: {text}: is no expression: {ALLOWED}") from None
+
+    def holds(self, factors: Factors) -> bool:
+        """Return whether it is true of a case. Raises ConfigError where it cannot be said."""
+        from simpleeval import (
+            FeatureNotAvailable,
+            FunctionNotDefined,
+            InvalidExpression,
+            IterableTooLong,
+            NameNotDefined,
+            NumberTooHigh,
+        )
+
+        self._evaluator.names = _nested(factors)
+        try:
+            result = self._evaluator.eval(self.text, previously_parsed=self._tree)
+        except NameNotDefined as error:
+            name = str(getattr(error, "name", ""))
+            raise ConfigError(
+                f"constraints: {self.text}: unknown factor {name}: {suggest(name, factors)}"
+            ) from None
+        except (FeatureNotAvailable, FunctionNotDefined):
+            raise ConfigError(f"constraints: {self.text}: {ALLOWED}") from None
+        except (NumberTooHigh, IterableTooLong):
+            raise ConfigError(
+                f"constraints: {self.text}: is too large to work out: {ALLOWED}, of smaller numbers"
+            ) from None
+        except (InvalidExpression, TypeError, ValueError, ArithmeticError, KeyError) as error:
+            raise ConfigError(f"constraints: {self.text}: {error}") from None
+        if not isinstance(result, bool):
+            raise ConfigError(f"constraints: {self.text}: is {result!r}: should be true or false")
+        return result
+
+
+def _nested(factors: Factors) -> Raw:
+    """Return "gradient.wire" as a table, so that an expression can name it."""
+    result: Raw = {}
+    for name, value in factors.items():  # of each constraint and point: no table is copied
+        *tables, last = name.split(".")
+        here = result
+        for part in tables:
+            if not isinstance(here.get(part), dict):
+                here[part] = {}
+            here = here[part]
+        here[last] = value
+    return result
+
+
+class TrainedJob(Section):
+    """[train]: the job file of a study of trainings.
+
+    job: its path, from the study file's directory
+    target_loss: test loss whose steps and samples the report compares over batches; not given: the
+        least that all batches reach
+    target_accuracy: in place of a loss, %
+    tolerance: points below float32 that count as the same accuracy where the report draws the bits
+        that batches need
+    """
+
+    job: str = ""
+    target_loss: Annotated[float | None, Field(gt=0)] = None
+    target_accuracy: Annotated[float | None, Field(gt=0, lt=100)] = None
+    tolerance: Above0 = 1.0
+
+    @model_validator(mode="after")
+    def _one_target(self) -> TrainedJob:
+        if self.target_loss is not None and self.target_accuracy is not None:
+            raise ValueError("target_loss and target_accuracy: give one of them")
+        return self
+
+
+class Run(Section):
+    """[run]: how cases become jobs.
+
+    bundle: "case" a job each; "shape" cases of one shape together, up to batch_time_s a job;
+        "nested" one job of the largest shape of each device, smaller cases on some of its ranks
+    batch_time_s: of all cases of a job, at most
+    case_time_s: estimate for a case, where the kind has none or a better one is known
+    throttle: jobs of the study at a time, 0 for any number; retries: of a job that fails
+    """
+
+    bundle: Literal["case", "shape", "nested"] = "shape"
+    batch_time_s: Above0 = 3600.0
+    case_time_s: Above0 | None = None
+    throttle: Whole = 0
+    retries: Whole = 0
+
+
+class Study(Section):
+    """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
+
+    name: part of file names; the file's where it is not given; kind: what is measured
+    scaling: what is compared: "strong", one problem on more ranks; "weak", as many times the
+        problem as ranks; "throughput", sizes on equal ranks
+    sweep: a list or a value for each factor; cases are their product
+    zip: lists of one length that go together, as one axis of the product
+    exclude: cases in which all of these match are left out
+    constraints: expressions of factors that must be true, as "ranks <= 8"
+    weak: with weak scaling: a factor's value for each rank
+    base: what the base point of a speed-up has; ranks = "same": as many ranks as the point
+    job: the tables of the job file, which load_study puts here
+    formats: tables [formats.NAME] of formats of one's own, as in job files; where values name one,
+        its numbers take the place of the name
+    """
+
+    name: Name
+    kind: Annotated[str, one_of(KINDS)]
+    scaling: Literal["strong", "weak", "throughput"] = "strong"
+    constraints: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    zip: Annotated[tuple[Raw, ...], Field(strict=False)] = ()
+    exclude: Annotated[tuple[Raw, ...], Field(strict=False)] = ()
+    sweep: Raw = Field(default_factory=dict)
+    weak: Raw = Field(default_factory=dict)
+    base: Raw = Field(default_factory=dict)
+    measure: Measure = Measure()
+    run: Run = Run()
+    train: TrainedJob | None = None
+    job: Raw = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_formats(cls, raw: Any) -> Any:
+        return with_own_formats(raw)
+
+    @model_validator(mode="after")
+    def _sections_go_together(self) -> Study:
+        if (self.scaling == "weak") != bool(self.weak):
+            raise ValueError(
+                f"scaling={self.scaling!r}: [weak] is needed with scaling='weak', and only there"
+            )
+        if self.of_kind.needs_job and not ((self.train and self.train.job) or self.job):
+            raise ValueError(f"kind={self.kind!r}: needs [train] job = 'FILE.toml', or [job]")
+        if not self.of_kind.needs_job and (self.train or self.job):
+            raise ValueError(f"kind={self.kind!r}: has no job: [train] and [job] are of trainings")
+        return self
+
+    @property
+    def of_kind(self) -> Kind:
+        """What is known of the study's kind."""
+        return KINDS[self.kind]
+
+    @cached_property
+    def factors(self) -> dict[str, Factor]:
+        """The kind's factors, and further ones that the sweep names."""
+        found = dict(self.of_kind.factors)
+        for name, given in (pair for table in (self.sweep, *self.zip) for pair in table.items()):
+            values = [v for v in (given if isinstance(given, list) else [given]) if v != ABSENT]
+            if name not in found and name not in SHAPE and values:
+                factor = self.of_kind.further(name, values[0], self.job)
+                found |= {} if factor is None else {name: factor}
+        return found
+
+    def toml(self) -> str:
+        """Return the study as TOML text with every default filled in."""
+        return dump_toml(self.model_dump(mode="python"))
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the text, in hexadecimal."""
+        return hashlib.sha256(self.toml().encode()).hexdigest()

@@ -1,0 +1,332 @@
+"""HDF5 files of studies: that of a case, and that of all."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import store
+from ..._version import __version__
+from ...config import UserError
+from ...store import StoreError, Variable
+from .factors import Array, Case, Factors, Result, Value
+
+SCHEMA = 1  # of files of cases and of studies
+OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s
+ALIKE = {  # of environments: what cases must agree in to be compared, see provenance.identity
+    "mpi_library": "MPI library",
+    "git_commit": "commit of cpdhpc",
+    "processor": "processor",
+}
+OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
+    "error": (float, "relative error in the Euclidean norm; NaN: not known", "1"),
+    "wire_bytes": (
+        float,
+        "left the rank that sent most in a repeat; codec: codes; NaN: only the library knows",
+        "byte",
+    ),
+    "payload_bytes": (float, "float32 data that a rank sums or codes in a repeat", "byte"),
+    "bound_s": (
+        float,
+        "least time: the longer of a copy of the data by all ranks at once and of 2 (N - 1) / N of "
+        "the payload on the wire at the rate of the link of each of N nodes; NaN: not known",
+        "s",
+    ),
+    "plan_bytes": (
+        float,
+        "leave the rank that sends most in a repeat, as the plans of its exchanges say; NaN: none",
+        "byte",
+    ),
+    "exchange_s": (
+        float,
+        "median time in exchanges of cells, waits included, on the rank with most; NaN: none",
+        "s",
+    ),
+    "flop": (float, "floating-point operations of a repeat in matrix products; NaN: none", "1"),
+    "predicted_s": (float, "predicted time of a repeat; NaN: none", "s"),
+    "energy_j": (
+        float,
+        "energy of the nodes in a repeat, mean over all, warm-ups and what is idle included",
+        "J",
+    ),
+    "accuracy": (float, "test samples that are right at the end; NaN: no training", "%"),
+    "loss": (float, "test loss at the end; NaN: no training", "nat"),
+    "score": (float, "test score at the end by the job's metric; NaN: accuracy or loss", "1"),
+    "data_share": (float, "share of the time of all steps that a rank waits for samples", "%"),
+    "job_id": (str, "job of Slurm; empty: none", "1"),
+    "restarts": (int, "starts of the batch before this one", "1"),
+    "date": (str, "end of the case, ISO 8601, UTC", "1"),
+}
+FURTHER = "test_"  # begins the names of outcomes by further metrics, as jobs call them
+# without a column where no case has them
+WHERE_KNOWN = ("predicted_s", "energy_j", "score", "data_share", "test_score")
+SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units
+    "training": {
+        "test_accuracy": ("test samples that are right", "%"),
+        "test_score": ("score of the test samples by the job's metric", "1"),
+        "test_loss": ("mean loss of test samples", "nat"),
+        "train_loss": ("mean loss of the epoch's batches", "nat"),
+        "epoch_time_s": ("time of training and evaluation, the slowest rank", "s"),
+        "steps_done": ("steps up to the end of the epoch", "1"),
+        "samples_seen": ("samples up to the end of the epoch, repeats included", "1"),
+        "critical_batch": (
+            "critical batch that the noise scale up to there predicts; NaN: it was not measured",
+            "1",
+        ),
+    },
+    "telemetry": {
+        "underflow": ("non-zero gradient values that become zero on the wire", "%"),
+        "saturated": ("non-zero gradient values that saturate on the wire", "%"),
+    },
+}
+
+
+def write_result(path: Path, case: Case, result: Result) -> None:
+    """Write the file of a finished case. Raises StoreError where it cannot be written."""
+    repeats = len(result.times_s)
+    samples = {
+        "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups included"),
+        "over_ranks": Variable(("over_ranks",), np.array(OVER_RANKS), "of all ranks' times"),
+        "time_s": Variable(("repeat", "over_ranks"), result.times_s, "time of a repeat", "s"),
+        "is_warmup": Variable(("repeat",), result.is_warmup, "1: a warm-up"),
+    }
+    record = {
+        "cpdhpc_schema": SCHEMA,
+        "software": f"cpdhpc {__version__}",
+        "factors": case.all_factors,
+        "outcomes": dict(result.outcomes),
+        "environment": dict(result.environment),
+    }
+    attributes = {  # few: each costs time to read where there are thousands of cases
+        "kind": "case",
+        "case_id": case.id,
+        "record": json.dumps(record),
+        "status": "complete",
+    }
+    series = {group: dict(columns) for group, columns in result.series.items()}
+    store.write(path, {"samples": samples, **series}, attributes)
+
+
+def read_environment(path: Path) -> Mapping[str, str]:
+    """Return where a case was measured, by its file. Raises StoreError as read_result."""
+    return _read(path, path.stem).environment
+
+
+def read_result(path: Path, case: Case) -> Result:
+    """Return what a case's file holds.
+
+    Raises StoreError where the file is missing, damaged, not complete or another case's.
+    """
+    return _read(path, case.id)
+
+
+def _read(path: Path, case_id: str) -> Result:
+    wanted = {"time_s", "is_warmup", "epoch", "iteration", "layer"}
+    wanted |= {name for columns in SERIES.values() for name in columns}
+    groups, attributes = store.read(path, wanted)
+    if attributes.get("kind") != "case":
+        raise StoreError(f"{path}: is no file of a case")
+    if attributes.get("status") != "complete":
+        raise StoreError(f"{path}: is not complete")
+    if attributes.get("case_id") != case_id:
+        raise StoreError(f"{path}: is of case {attributes.get('case_id')}")
+    try:
+        record = json.loads(attributes["record"])
+        if record["cpdhpc_schema"] != SCHEMA:
+            raise StoreError(f"{path}: has schema {record['cpdhpc_schema']}, known is {SCHEMA}")
+        samples = groups.pop("samples")
+        outcomes, environment = dict(record["outcomes"]), dict(record["environment"])
+        times_s, is_warmup = samples["time_s"], samples["is_warmup"]
+    except StoreError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: is damaged: {error}") from None
+    if times_s.shape != (len(is_warmup), len(OVER_RANKS)):
+        raise StoreError(f"{path}: is damaged: times of shape {times_s.shape}")
+    return Result(times_s, is_warmup, outcomes, environment, groups)
+
+
+Groups = Mapping[str, Mapping[str, Array]]
+LEVEL = 0.95
+NUMBERS = (*(name for name, (kind, *_) in OUTCOMES.items() if kind is not str), "environment")
+NO_FACTORS = ("point", "case_id", *OUTCOMES, "environment")
+NEEDED = {
+    "samples": ("case_id", "ranks", "time_s", "is_warmup"),
+    "summary": ("n", "median_s", "ci_low_s", "ci_high_s", "speedup", "efficiency", "base_point"),
+}
+
+
+class ReportError(UserError):
+    """Files that no report can be made of."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A case that was measured.
+
+    factors: only those that it uses; outcomes, summary: NaN where there is none
+    times_s: float64[repeats], the slowest rank's, without warm-ups
+    base: index of the point that its speed-up is relative to, -1 for none
+    """
+
+    index: int
+    case_id: str
+    factors: Factors
+    outcomes: Mapping[str, float]
+    summary: Mapping[str, float]
+    times_s: Array
+    base: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return int(self.factors["ranks"])
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study. training, telemetry: arrays by point, empty where the kind has none."""
+
+    path: Path
+    attributes: Mapping[str, Any]
+    rules: Mapping[str, Any]
+    points: tuple[Point, ...]
+    environments: tuple[Mapping[str, str], ...]
+    training: Mapping[str, Array]
+    telemetry: Mapping[str, Array]
+
+    @property
+    def name(self) -> str:
+        """The study's name."""
+        return str(self.attributes["name"])
+
+    @property
+    def kind(self) -> str:
+        """What was measured."""
+        return str(self.attributes["kind"])
+
+    @property
+    def benchmark(self) -> bool:
+        """Whether the points are a benchmark's: of no sweep, and no repeat was asked for more."""
+        return bool(self.attributes.get("benchmark", 0))
+
+    @property
+    def scaling(self) -> str:
+        """strong, weak or throughput."""
+        return str(self.attributes["scaling"])
+
+    @property
+    def level(self) -> float:
+        """Confidence level of the intervals."""
+        return float(self.rules["ci_level"])
+
+    @property
+    def percent(self) -> str:
+        """Confidence level in words."""
+        return f"{100 * self.level:g} %"
+
+    @property
+    def base_rule(self) -> str:
+        """What speed-up is relative to, in words."""
+        return str(self.rules["base"])
+
+    @property
+    def over(self) -> str:
+        """The factor along which a series goes."""
+        return str(self.attributes["work"]) if self.scaling == "throughput" else "ranks"
+
+    @cached_property
+    def toml(self) -> Mapping[str, Any]:
+        """The study as it was asked for. Raises ReportError where it is no TOML."""
+        try:
+            return tomllib.loads(str(self.attributes["study"]))
+        except tomllib.TOMLDecodeError as error:
+            raise ReportError(f"{self.path}: the attribute study is not TOML: {error}") from None
+
+    @property
+    def weak(self) -> Mapping[str, Any]:
+        """Factors whose value is per rank, and that value."""
+        return dict(self.toml.get("weak", {})) if self.scaling == "weak" else {}
+
+
+def load_study_file(path: Path | str) -> StudyFile:
+    """Return a study. Raises StoreError for what cannot be read, ReportError for what is none."""
+    groups, attributes = store.read(path)
+    schema = attributes.get("cpdhpc_schema")
+    if schema != SCHEMA:
+        raise ReportError(f"{path}: has schema {schema}; this version reads {SCHEMA}")
+    _check(path, groups, attributes)
+    rules = store.read_attributes(path, "summary")
+    return StudyFile(
+        Path(path),
+        attributes,
+        {"ci_level": LEVEL, "base": "not stated"} | rules,
+        tuple(_points(groups)),
+        tuple(_environments(groups.get("environment", {}))),
+        groups.get("training", {}),
+        groups.get("telemetry", {}),
+    )
+
+
+def _check(path: Path | str, groups: Groups, attributes: Mapping[str, Any]) -> None:
+    missing = [
+        name
+        for name in ("name", "kind", "scaling", "status", "study", "work")
+        if name not in attributes
+    ]
+    if missing:
+        raise ReportError(f"{path}: has no attribute {missing[0]}: is not the file of a study")
+    check_arrays(path, groups, NEEDED, "is not the file of a study")
+    if not len(groups["samples"]["case_id"]):
+        raise ReportError(f"{path}: holds no point")
+
+
+def check_arrays(
+    path: Path | str, groups: Groups, needed: Mapping[str, Sequence[str]], said: str
+) -> None:
+    """Raise ReportError, which ends as said, unless a file has these arrays, by group."""
+    for group, names in needed.items():
+        for name in names:
+            if name not in groups.get(group, {}):
+                raise ReportError(f"{path}: has no /{group}/{name}: {said}")
+
+
+def _points(groups: Groups) -> list[Point]:
+    samples, summary = groups["samples"], groups["summary"]
+    count = len(samples["case_id"])
+    columns = {k: v for k, v in samples.items() if v.shape == (count,) and k != "repeat"}
+    scores = [name for name in columns if name.startswith(FURTHER)]
+    factors = {k: v.tolist() for k, v in columns.items() if k not in (*NO_FACTORS, *scores)}
+    outcomes = {k: columns[k].tolist() for k in (*NUMBERS, *scores) if k in columns}
+    figures = {k: v.tolist() for k, v in summary.items() if v.shape == (count,)}
+    counted = np.isfinite(samples["time_s"]) & (samples["is_warmup"] == 0)
+    return [
+        Point(
+            i,
+            str(samples["case_id"][i]),
+            {k: v[i] for k, v in factors.items() if _used(v[i])},
+            {k: v[i] for k, v in outcomes.items()},
+            {k: v[i] for k, v in figures.items()},
+            samples["time_s"][i][counted[i]],
+            int(figures["base_point"][i]),
+        )
+        for i in range(count)
+    ]
+
+
+def _used(value: Value) -> bool:
+    return value not in ("", -1) and not (isinstance(value, float) and isnan(value))
+
+
+def _environments(columns: Mapping[str, Array]) -> list[dict[str, str]]:
+    names = [name for name in columns if name != "environment"]
+    count = max((len(columns[name]) for name in names), default=0)
+    return [{name: str(columns[name][i]) for name in names} for i in range(count)]

@@ -1,0 +1,249 @@
+"""Checkpoints: one HDF5 file with everything that a run needs to go on."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ... import store
+from ...compress.bucket import Entry, State, redistributed
+from ...config import IMPORT_FROM, ConfigError, UserError, difference, flatten, validate, value_of
+from ...ops import to_host
+from ...ops.tensors import values_of
+from ...world import files
+from ...world.ranks import Ranks
+from .job import EPOCHS, MAY_DIFFER, Job
+
+Array = npt.NDArray[Any]
+Groups = dict[str, dict[str, Array]]
+States = Mapping[str, State]
+REDISTRIBUTION, SHARED = "redistribution", "shared"  # attribute of datasets of a state file
+
+
+class CheckpointError(UserError):
+    """A checkpoint that does not belong to this job."""
+
+
+def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Groups:
+    """Return the state of model and optimizer as groups of arrays."""
+    moments = optimizer.state_dict()["state"]
+    return {
+        "model": {name: values_of(tensor) for name, tensor in model.state_dict().items()},
+        "optimizer": {
+            f"{index}.{name}": values_of(tensor)
+            for index, state in moments.items()
+            for name, tensor in state.items()
+            if tensor is not None  # SGD has no buffer where there is no momentum
+        },
+    }
+
+
+def load_model(groups: Groups, model: torch.nn.Module) -> None:
+    """Set a model's parameters and buffers to what tensors returned.
+
+    Raises CheckpointError, naming the tensor, where the model has other ones.
+    """
+    own = model.state_dict()
+    for name in sorted(own.keys() | groups["model"].keys()):
+        here = tuple(own[name].shape) if name in own else None
+        there = groups["model"][name].shape if name in groups["model"] else None
+        if here != there:
+            raise CheckpointError(f"tensor {name} is {there} there and {here} here")
+    model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in groups["model"].items()})
+
+
+def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Set model and optimizer to what tensors returned. Raises CheckpointError as load_model."""
+    load_model(groups, model)
+    state = optimizer.state_dict()
+    for key, values in groups["optimizer"].items():
+        index, _, name = key.partition(".")
+        state["state"].setdefault(int(index), {})[name] = torch.from_numpy(values.copy())
+    optimizer.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: its next iteration, the samples seen, the ranks it had so far.
+
+    state: checksum of the file of its own in which what methods keep is; "" for nothing
+    data: what tells its data set from others; "" where nobody knows
+    """
+
+    iteration: int
+    samples_seen: int
+    ranks: int
+    state: str = ""
+    data: str = ""
+
+
+def save(path: Path, groups: Groups, position: Position, toml: str) -> None:
+    """Write a checkpoint that takes path's place when it is complete."""
+    store.write(path, groups, {"kind": "checkpoint", **asdict(position), "toml": toml})
+
+
+def check_job(path: Path, there: str, here: str) -> None:
+    """Raise CheckpointError where a file's job is another than this one; both as TOML text.
+
+    This one may be longer. Keys that an older version did not have count as their defaults.
+    """
+    with suppress(ConfigError):
+        there = validate(Job, tomllib.loads(there), str(path)).toml()
+    longer = value_of(here, EPOCHS) >= value_of(there, EPOCHS)
+    moved = [key for key in flatten(tomllib.loads(here)) if key.endswith(f".{IMPORT_FROM}")]
+    check_same(path, there, here, (*MAY_DIFFER, *moved, *[EPOCHS] * longer))
+
+
+def check_same(path: Path, there: str, here: str, may_differ: Iterable[str]) -> None:
+    """Raise CheckpointError for a key in which a file's TOML text is another than this one."""
+    key = difference(here, there, may_differ)
+    if key is not None:
+        said = [
+            "not given" if value is None else repr(value)
+            for value in (value_of(there, key), value_of(here, key))
+        ]
+        more = ": it may be more here, and not less" if key == EPOCHS else ""
+        raise CheckpointError(f"{path}: {key} is {said[0]} there and {said[1]} here{more}")
+
+
+def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Groups, Position]:
+    """Return a checkpoint's groups and where its run stood.
+
+    samples_seen: those of so many iterations, for files of versions that did not count samples
+
+    Raises CheckpointError, naming what differs, where it is another job's; StoreError where it
+    cannot be read.
+    """
+    groups, attributes = store.read(path)
+    if attributes.get("kind") != "checkpoint":
+        raise CheckpointError(f"{path}: is no checkpoint")
+    check_job(path, attributes["toml"], toml)
+    iteration = attributes["iteration"]
+    seen = attributes.get("samples_seen", samples_seen(iteration))
+    kept = (str(attributes.get(name, "")) for name in ("state", "data"))
+    return groups, Position(iteration, seen, attributes["ranks"], *kept)
+
+
+def load_on_all(
+    world: Ranks, path: Path, toml: str, samples_seen: Callable[[int], int]
+) -> tuple[Groups, Position] | None:
+    """Return what load returns on process 0, None where there is no file. Collective.
+
+    Raises CheckpointError or StoreError on all processes alike.
+    """
+    loaded: tuple[Groups, Position] | None = None
+
+    def names() -> tuple[dict[str, list[Any]], Position] | None:
+        nonlocal loaded
+        if not path.exists():
+            return None
+        loaded = groups, position = load(path, toml, samples_seen)
+        arrays = {g: [(n, a.shape, a.dtype) for n, a in each.items()] for g, each in groups.items()}
+        return arrays, position
+
+    there = world.on_first(names, "resume")
+    if there is None:
+        return None
+    groups: Groups = {} if loaded is None else loaded[0]
+    for name, arrays in there[0].items():  # which may be none: SGD without momentum keeps nothing
+        group = groups.setdefault(name, {})
+        for key, shape, dtype in arrays:
+            array = group.setdefault(key, np.empty(shape, dtype))
+            group[key] = np.ascontiguousarray(array).reshape(shape)
+            world.broadcast(group[key], "resume")
+    return groups, there[1]
+
+
+def state_file(path: Path, iteration: int | str) -> Path:
+    """Return where the state of methods is that belongs to a checkpoint of an iteration."""
+    return path.with_name(f"{path.stem}.state-{iteration}.h5")
+
+
+def save_states(world: Ranks, path: Path, states: States) -> str:
+    """Write what methods keep: every process its ranks' rows, all at once. Collective.
+
+    states: by who keeps them. Returns the checksum by which load_states knows the file again, ""
+    and no file where nothing is kept. The file takes path's place when it is complete. Raises
+    UserError on all processes alike where it cannot be written.
+    """
+    entries = {f"{who}/{a}/{b}": e for who, state in states.items() for (a, b), e in state}
+    if not entries:
+        return ""
+
+    def fill(temporary: Path, offsets: files.Offsets) -> None:
+        for name, entry in entries.items():
+            _write_rows(world, temporary, offsets[name], entry)
+
+    rooms = {name: _room(entry, world.ranks) for name, entry in entries.items()}
+    return files.save(world, path, rooms, {"kind": "state"}, fill)
+
+
+def _room(entry: Entry, ranks: int) -> store.Room:
+    shared = entry.redistribution is None
+    shape = entry.array.shape if shared else (ranks, *entry.array.shape[1:])
+    return store.Room(
+        shape, entry.array.dtype, {REDISTRIBUTION: SHARED if shared else entry.redistribution}
+    )
+
+
+def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> None:
+    """Write an entry: own ones row by row, shared ones from process 0. Collective."""
+    if offset is None:  # no byte in it
+        return
+    array, shape = np.ascontiguousarray(to_host(entry.array)), entry.array.shape
+    if entry.redistribution is None:
+        mine = array.reshape(-1)[: array.size if world.process == 0 else 0]
+        world.write_box(path, offset, (array.size,), (0,), mine)
+    else:
+        start = (world.hosted.start,) + (0,) * (array.ndim - 1)
+        world.write_box(path, offset, (world.ranks, *shape[1:]), start, array)
+
+
+def load_states(world: Ranks, path: Path, checksum: str, states: States) -> int:
+    """Give methods what they kept, redistributed where the number of ranks is another. Collective.
+
+    checksum: as save_states returned it. Returns the former number of ranks, this one's where
+    nothing tells it. Raises UserError on all processes alike where the file is
+    missing, damaged or of another checkpoint.
+    """
+
+    def take(file: BufferedReader) -> int:
+        former = world.ranks
+        try:
+            for name, room in store.contents(file)[1].items():
+                if room.attributes[REDISTRIBUTION] != SHARED:
+                    former = room.shape[0]
+                who, _, key = name.partition("/")
+                layer, _, entry = key.rpartition("/")
+                states[who].put((layer, entry), _read_rows(world, file, name, room))
+        except (KeyError, IndexError) as found:
+            raise CheckpointError(f"{path}: is no state of a checkpoint: {found}") from None
+        return former
+
+    with files.opened(world, path) as (file, found):
+        if found not in (checksum, ""):  # "": a version without checksums
+            raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
+        return world.agreed(partial(take, file), "resume")
+
+
+def _read_rows(world: Ranks, file: BufferedReader, name: str, room: store.Room) -> Entry:
+    """Return an entry of the hosted ranks."""
+    kind, rows = room.attributes[REDISTRIBUTION], room.shape[0]
+    same = kind != SHARED and rows == world.ranks
+    mine = slice(world.hosted.start, world.hosted.stop) if same else slice(0, rows)
+    if kind == "drop" and not same:
+        mine = slice(0, 0)  # a model of each rank, say, which fits nowhere
+    array = store.read_box(file, name, (mine,))
+    if kind == SHARED:
+        return Entry(array, None)
+    return Entry(array if same else redistributed(array, kind, world.hosted, world.ranks), kind)

@@ -1,0 +1,220 @@
+"""python -m cpdhpc train: every row of a job file, with every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ... import store
+from ...collectives.checks import check_alike
+from ...config import ConfigError, flatten, value_of
+from ...torch.overlap import check_overlap
+from ...world.mpi import World
+from ..signals import Caught, catching
+from . import weights
+from .checkpoint import check_job
+from .data import Dataset, Samples, Source
+from .fitting import build_model, check_layers, names_layers, samples_of
+from .job import EPOCHS, Job, load
+from .loop import Diverged, run
+from .output import Files, claimed
+from .progress import Display
+from .setup import Training, agreed, prepare
+
+
+def train(
+    world: World, path: Path, settings: Iterable[str], directory: Path, resume: bool
+) -> tuple[list[Path], list[str]]:
+    """Run all of a job file's runs; return their records, and what is said of those that diverged.
+
+    Collective. A run that diverges ends alone: the others are trained.
+
+    resume: go on from checkpoints and skip the runs that are complete; else the directory must
+        not hold files of these runs
+    Raises UserError or Interrupted on all processes alike.
+    """
+    jobs = agreed(world, lambda: load(path, settings))
+    check_jobs(world, jobs, "train: jobs")
+    diverged: list[str] = []
+    with catching() as caught:
+        return Trainer(world, caught).train(jobs, directory, resume, diverged), diverged
+
+
+def check_jobs(world: World, jobs: Sequence[Job], what: str) -> None:
+    """Raise ConfigError where jobs differ, as of a copy of their file that is old. Collective."""
+    keys = {f"{job.id}: {k}": v for job in jobs for k, v in flatten(job.model_dump()).items()}
+    _agree_on(world, keys, what)
+
+
+def _check_data(world: World, data: Dataset | Source) -> None:
+    """Raise ConfigError where samples differ, of which ranks take their shares. Collective."""
+    train, test = samples_of(data)
+    found = {"training samples": len(train), "test samples": len(test)}
+    _agree_on(world, found, "train: data")
+    digests = world.gather(_digest(train, test))
+    for rank, digest in enumerate(digests):
+        if "" not in digests and digest != digests[0]:
+            raise ConfigError(
+                f"train: samples of rank {rank} are other ones than those of rank 0: each "
+                "rank takes a share of the same"
+            )
+
+
+def _digest(train: Samples, test: Samples) -> str:
+    """Return that of a few samples; "" where one fails, or is drawn by chance when it is taken."""
+    try:
+        first, again = (weights.data_digest(train, test, weights.FEW) for _ in range(2))
+    except Exception:  # of an item, which is told where training takes it
+        return ""
+    return first if first == again else ""
+
+
+def _agree_on(world: World, found: dict[str, Any], what: str) -> None:
+    try:
+        check_alike(world, None, found, [0], what)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+class Trainer:
+    """Trains the runs of jobs, in one call or many; ranks and data are made once. Collective.
+
+    caught: signals, that end a run behind the iteration; quiet: show nothing
+    """
+
+    def __init__(self, world: World, caught: Caught, *, quiet: bool = False) -> None:
+        self.world, self.caught, self.shown = world, caught, world.process == 0 and not quiet
+        self._worlds: dict[tuple[int, float, bool], World] = {}
+        self._data: dict[str, Dataset | Source] = {}
+
+    def world_of(self, job: Job) -> World:
+        """Return the ranks of a job, virtual ones included. Collective."""
+        shape = job.train.virtual_ranks, job.train.timeout_s, job.train.gpu_direct != "never"
+        if shape not in self._worlds:
+            virtual_ranks, timeout_s, direct = shape
+            self._worlds[shape] = World(
+                virtual_ranks=virtual_ranks, timeout_s=timeout_s, gpu_direct=direct
+            )
+        return self._worlds[shape]
+
+    def data_of(self, job: Job) -> Dataset | Source:
+        """Return the samples of a job. Collective. Raises UserError on all processes alike."""
+        if repr(job.data) not in self._data:
+            data = agreed(self.world, job.data.load)
+            _check_data(self.world, data)
+            self._data[repr(job.data)] = data
+        return self._data[repr(job.data)]
+
+    def train(
+        self, jobs: list[Job], directory: Path, resume: bool, diverged: list[str] | None = None
+    ) -> list[Path]:
+        """Run jobs and return the files of their records. Collective. See train.
+
+        diverged: gets what is said of runs that diverge; without it the first one raises Diverged
+        """
+        world = self.world
+        agreed(world, lambda: _check_ranks(jobs, world))
+        agreed(world, lambda: [job.aggregator() for job in jobs])
+        files = {job.id: Files.of(directory, job) for job in jobs}
+        written = {job.id: files[job.id].written(job) for job in jobs}
+        with claimed(world, directory, written, resume):
+            todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
+            self._check_layers([job for job, _ in todo])
+            display = Display(self.shown, len(todo))
+            display.line(_announcement(world, len(jobs), len(todo), directory))
+            for job, former_epochs in todo:
+                training = prepare(job, self.world_of(job), self.data_of(job), files[job.id])
+                if resume:
+                    _resume(training, former_epochs, display)
+                try:
+                    run(training, self.caught, display)
+                except Diverged as error:  # on all processes alike
+                    if diverged is None:
+                        raise
+                    diverged.append(str(error))
+                    display.end(f"{error}: ended")
+                training.close()
+        return [each.record for each in files.values()]
+
+    def _check_layers(self, jobs: Sequence[Job]) -> None:
+        """Raise ConfigError where gradient names a layer that is not there. Collective.
+
+        A network is built for it where one is named: the first run would not tell of later ones.
+        """
+        for job in jobs if len(jobs) > 1 else ():
+            if names_layers(job) and job.stages.count == 1 and job.train.image_grid == (1, 1):
+                data = self.data_of(job)
+                agreed(self.world, partial(_check_layers, job, data))
+
+
+def _check_layers(job: Job, data: Dataset | Source) -> None:
+    check_layers(job, build_model(job, data))
+
+
+def _resume(training: Training, former_epochs: int, display: Display) -> None:
+    """Go on from the checkpoint, if there is one. Collective."""
+    job, said = training.job, training.resume()
+    if said:
+        display.line(f"{job.id}: {said}")
+    if not _same_rates(training, former_epochs):
+        display.line(
+            f"{job.id}: it began as a run of {former_epochs} epochs, whose learning "
+            f"rates are not those of one of {job.train.epochs}"
+        )
+
+
+def _check_ranks(jobs: list[Job], world: World) -> None:
+    """Raise ConfigError, naming the row, where one cannot do with the ranks there are."""
+    for job in jobs:
+        job.check_ranks(world.processes * job.train.virtual_ranks)
+        try:
+            if job.stages.count > 1:
+                job.stages.layout(world.processes)
+            if job.train.overlap:
+                check_overlap(world)
+        except ValueError as error:
+            raise ConfigError(f"{job.id}: {error}") from None
+        rows, columns = job.train.image_grid
+        if world.processes % (rows * columns):
+            raise ConfigError(
+                f"{job.id}: train.image_grid=[{rows}, {columns}] on {world.processes} processes: "
+                f"their number must be a multiple of {rows * columns}"
+            )
+
+
+def _todo(jobs: list[Job], files: dict[str, Files], resume: bool) -> list[tuple[Job, int]]:
+    """Return the jobs that are not complete, with the epochs they were to take before, or take.
+
+    Raises CheckpointError where a file is another's.
+    """
+    todo = []
+    for job in jobs:
+        record, epochs = files[job.id].record, job.train.epochs
+        attributes = store.read_attributes(record) if resume and record.exists() else {}
+        if attributes:
+            there = str(attributes.get("toml", ""))
+            check_job(record, there, job.toml())
+            epochs = value_of(there, EPOCHS)
+        if attributes.get("status") != "complete" or epochs < job.train.epochs:
+            todo.append((job, epochs))
+    return todo
+
+
+def _same_rates(training: Training, former_epochs: int) -> bool:
+    """Return whether a run of so many epochs had the rates and batches that this one begins with.
+
+    As far as controllers say that see no loss.
+    """
+    settings = training.job.settings(training.samples)
+    build = training.job.controller.build
+    former, now = build(replace(settings, epochs=former_epochs)), build(settings)
+    steps = range(0, training.samples_seen, training.job.train.batch)
+    return all(former.next(seen) == now.next(seen) for seen in steps)
+
+
+def _announcement(world: World, jobs: int, todo: int, directory: Path) -> str:
+    skipped = f", {jobs - todo} complete already" if todo < jobs else ""
+    return f"cpdhpc: {todo} runs on {world.processes} processes into {directory}{skipped}"

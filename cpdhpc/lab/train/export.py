@@ -1,0 +1,136 @@
+"""A trained network as integers.
+
+Takes the checkpoint of a run of a quantised model ([model] name = "quantized_cnn", or an imported
+torch.nn.Sequential of layers of cpdhpc.torch.quantized.layers), writes the integers that give the
+same class, and tests that they do on all test samples first. cpdhpc.torch.quantized.load reads the
+file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import store
+from ...config import ConfigError, validate
+from ..settings import add_settings, override
+from .job import Job, laid_over
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...torch.quantized import IntegerNetwork
+    from .data import Samples
+
+Array = npt.NDArray[Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("checkpoint", type=Path, metavar="RUN.checkpoint.h5", help="of train")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.h5", help="the integers")
+    add_settings(parser, "where the data is now, as data.dir=DIR; may be repeated")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Export a checkpoint's model. Raises UserError, one line, where it has no integer form."""
+    from ...torch.quantized.integers import KIND
+    from ...torch.quantized.layers import to_integers
+
+    store.check_target(arguments.out, KIND)
+    job, model, test = trained(arguments.checkpoint, arguments.set)
+    try:
+        network = to_integers(model)
+    except ValueError as error:
+        raise ConfigError(f"{arguments.checkpoint}: {error}") from None
+    samples, correct = compare(model, network, test)
+    network.save(arguments.out, {"name": job.id, "toml": job.toml()})
+    print(table(network))
+    print(
+        f"{samples} of {samples} test samples: the class of the trained model; "
+        f"accuracy {correct / samples:.2%}\nintegers: {arguments.out}"
+    )
+
+
+def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samples]:
+    """Return the job of a checkpoint, its model as it is evaluated, and the test samples.
+
+    settings: laid over keys of data. Raises UserError where the file is no checkpoint of train, or
+    the data is not the run's.
+    """
+    from . import weights
+    from .checkpoint import CheckpointError, load_model
+    from .fitting import build_model, samples_of
+
+    for setting in settings:
+        if not setting.startswith("data."):
+            raise ConfigError(f"--set {setting}: only keys of data may be set")
+    groups, attributes = store.read(path)
+    if attributes.get("kind") != "checkpoint":
+        raise CheckpointError(f"{path}: is no checkpoint of cpdhpc train")
+    raw = override(tomllib.loads(attributes["toml"]), settings, laid_over)
+    job = validate(Job, raw, str(path))
+    data = job.data.load()
+    model = build_model(job, data)
+    try:
+        load_model(groups, model)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    model.eval()
+    train, test = samples_of(data)
+    known = attributes.get("data", "")  # older versions did not keep it
+    if known and known != weights.data_digest(train, test, weights.FEW):
+        raise ConfigError(f"{path}: the data set is another one than the run's")
+    if not known:
+        print(f"{path}: has no digest of its data: whether this is the run's is not known")
+    return job, model, test
+
+
+def compare(model: torch.nn.Module, network: IntegerNetwork, test: Samples) -> tuple[int, int]:
+    """Return how many test samples there are, and of how many the class is right.
+
+    Raises ConfigError where model and network give one of them another class.
+    """
+    import torch
+
+    from .step import samples_at_once
+
+    correct = differing = 0
+    at_once = samples_at_once(model, test)
+    for first in range(0, len(test), at_once):
+        index = np.arange(first, min(first + at_once, len(test)))
+        inputs, targets = test.take(index, 0)
+        with torch.no_grad():
+            wanted = model(inputs).argmax(1).numpy()
+        found = network.classes(inputs.numpy())
+        differing += int((found != wanted).sum())
+        correct += int((found == targets.numpy()).sum())
+    if differing:
+        raise ConfigError(
+            f"export: {differing} of {len(test)} test samples get another class by integers: "
+            "nothing was written"
+        )
+    return len(test), correct
+
+
+def table(network: IntegerNetwork) -> str:
+    """Return a line for each norm: range of sums, shifts, and how many bits its numbers take."""
+    from ...torch.quantized import IntegerNorm
+
+    lines = [f"{'norm':>5}{'channels':>10}{'sums':>20}{'shift':>12}{'A':>5}{'B':>5}{'A x + B':>9}"]
+    norms = [layer for layer in network.layers if isinstance(layer, IntegerNorm)]
+    for number, norm in enumerate(norms):
+        bits = {name: int(each.max()) for name, each in norm.widths().items()}
+        sums = f"{norm.low.min()}..{norm.high.max()}"
+        shift = f"{norm.shift.mean():.1f}, {norm.shift.max()}"
+        lines.append(
+            f"{number:>5}{norm.shift.size:>10}{sums:>20}{shift:>12}"
+            f"{bits['multiplier']:>5}{bits['offset']:>5}{bits['sum']:>9}"
+        )
+    lines.append("shift: mean, largest; A, B, A x + B: bits of the largest, with the sign")
+    return "\n".join(lines)

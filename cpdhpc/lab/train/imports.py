@@ -1,0 +1,234 @@
+"""What is the user's own in a job file, by its name: import = "package.module:name"."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
+
+from ...compress.base import Aggregator
+from ...config import ConfigError, Section, told, validate
+from .data import Data, Source
+from .losses import Loss, LossFunction, Metric, MetricFunction
+from .models import Model
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _checked(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        raise ValueError('must be "module:function", or "package.module:function"')
+    return name
+
+
+Named = Annotated[str, Field(alias="import"), AfterValidator(_checked)]
+
+
+class Imported(Section):
+    """What tables share that name a function; their other keys are its arguments."""
+
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+    of: ClassVar[str]  # the table
+
+    imported: Named
+    import_from: str = ""
+
+    @property
+    def where(self) -> str:
+        """What errors begin with."""
+        return f'{self.of}.import="{self.imported}"'
+
+    @property
+    def function(self) -> str:
+        """The function's name, without its module."""
+        return self.imported.partition(":")[2]
+
+    @contextmanager
+    def _found(self) -> Iterator[Callable[..., Any]]:
+        """Yield the function, whose modules are looked for in import_from first until the end.
+
+        Raises ConfigError, one line, for what is wrong with the import and for what the block does.
+        """
+        module = self.imported.partition(":")[0]
+        sys.path.insert(0, self.import_from)
+        try:
+            with told(self.where):
+                found = getattr(importlib.import_module(module), self.function, None)
+                if not callable(found):
+                    raise ConfigError(
+                        f"{self.where}: module {module} has no function {self.function}"
+                    )
+                yield found
+        finally:
+            sys.path.remove(self.import_from)
+
+    def call(self) -> Any:
+        """Return what the function returns. Raises ConfigError for whatever it raises."""
+        with self._found() as function:
+            return function(**(self.model_extra or {}))
+
+    def with_options(self, *given: str) -> Callable[..., Any]:
+        """Return the function of two arguments, which gets the options too when it is called.
+
+        given: further keyword arguments that it must take
+        Raises ConfigError, as what is returned does for what the function raises.
+        """
+        options = dict(self.model_extra or {})
+        with self._found() as function:
+            inspect.signature(function).bind(None, None, **options, **dict.fromkeys(given))
+
+        def called(*arguments: Any, **further: Any) -> Any:
+            with told(self.where):
+                return function(*arguments, **options, **further)
+
+        return called
+
+
+class ImportedModel(Model, Imported):
+    """[model] import = "package.module:function": the network that the function returns.
+
+    import: of any callable, as a class; its arguments are the other keys of the table
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    of: ClassVar[str] = "model"
+
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network. Raises ConfigError where there is none. See Model.build."""
+        import torch
+
+        model = self.call()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"{self.where}: returned {type(model).__name__}: must be a torch.nn.Module"
+            )
+        return model
+
+
+class ImportedData(Data, Imported):
+    """[data] import = "package.module:function": two map-style torch datasets, train and test.
+
+    import: of any callable that returns the two; its arguments are the other keys of the table.
+        Items are pairs (input, target), which torch's default_collate puts together; targets are
+        what the loss takes
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    of: ClassVar[str] = "data"
+
+    def load(self) -> Source:
+        """Return the two. Raises ConfigError where they are none. See Data.load."""
+        from .samples import MapStyle
+
+        found, where = self.call(), self.where
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise ConfigError(f"{where}: returned {type(found).__name__}: must be (train, test)")
+        for name, dataset in zip(("train", "test"), found, strict=True):
+            missing = [m for m in ("__len__", "__getitem__") if not hasattr(dataset, m)]
+            try:
+                problem = f"has no {missing[0]}" if missing else "" if len(dataset) else "is empty"
+            except Exception as error:
+                problem = f"tells no length: {type(error).__name__}: {' '.join(str(error).split())}"
+            if problem:
+                raise ConfigError(f"{where}: {name} dataset {type(dataset).__name__} {problem}")
+        train, test = (MapStyle(where, dataset) for dataset in found)
+        if train.sample_shape != test.sample_shape:
+            raise ConfigError(
+                f"{where}: inputs have shape {train.sample_shape} for training, "
+                f"{test.sample_shape} for the test"
+            )
+        return Source(train, test, train.sample_shape, train.classes, self.import_from)
+
+
+class ImportedAggregator(Imported):
+    """[gradient] import = "package.module:name": the Aggregator of that name, or that it returns.
+
+    import: of a class derived from Aggregator, whose fields are the other keys of the table, or of
+        any callable that returns an Aggregator
+    import_from: directory that modules are looked for in first; the job file's where not given
+    has_momentum, holds_back: unknown before build
+    """
+
+    of: ClassVar[str] = "gradient"
+    has_momentum: ClassVar[bool] = False
+    holds_back: ClassVar[bool] = False
+
+    @property
+    def aggregator(self) -> str:
+        """What it is called, in place of the name of a row."""
+        return self.imported
+
+    def build(self) -> Aggregator:
+        """Return it. Raises ConfigError where there is none, or its options are wrong."""
+        with self._found() as found:
+            options = dict(self.model_extra or {})
+            if inspect.isclass(found) and issubclass(found, Aggregator):
+                return validate(found, options, self.where)
+            made = found(**options)
+        if not isinstance(made, Aggregator):
+            raise ConfigError(
+                f"{self.where}: returned {type(made).__name__}: must be a compress.Aggregator"
+            )
+        return made
+
+
+class ImportedLoss(Loss, Imported):
+    """[loss] import = "package.module:function": a function (outputs, targets, reduction="mean").
+
+    import: of a function as those of torch.nn.functional: without reduction it gives the mean over
+        all targets, with reduction="none" a value for each; its further arguments are the
+        other keys of the table
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    of: ClassVar[str] = "loss"
+
+    @property
+    def label(self) -> str:
+        """See Loss.label."""
+        return self.function
+
+    def build(self) -> LossFunction:
+        """Return the function with its options. See Loss.build."""
+        return self.with_options("reduction")
+
+
+class ImportedMetric(Metric, Imported):
+    """[metric] import = "package.module:function": the mean of what a function (outputs, targets)
+
+    returns for each target or sample; its further arguments are the other keys of the table.
+    better: which scores are
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    of: ClassVar[str] = "metric"
+
+    better: Literal["higher", "lower"] = "higher"
+
+    @field_validator("imported")
+    @classmethod
+    def _is_not_the_loss(cls, imported: str) -> str:
+        if imported.endswith(":loss"):
+            raise ValueError("should be called otherwise: records have a test_loss already")
+        return imported
+
+    @property
+    def label(self) -> str:
+        """See Metric.label."""
+        return self.function
+
+    @property
+    def lower(self) -> bool:
+        """See Metric.lower."""
+        return self.better == "lower"
+
+    def build(self) -> MetricFunction:
+        """Return the function with its options. See Metric.build."""
+        return self.with_options()

@@ -1,0 +1,490 @@
+"""A training job as its TOML file says it: every key, its type and its default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import Field, model_validator
+
+from ...collectives.method import read_machine
+from ...compress import COMPRESSORS, Aggregator, NoCompression
+from ...config import (
+    IMPORT,
+    ConfigError,
+    Name,
+    OneOf,
+    Raw,
+    Section,
+    dump_toml,
+    flatten,
+    keys_inside,
+    located,
+    merge,
+    of_rows,
+    validate,
+    value_at,
+)
+from ...formats import with_own_formats
+from ...torch.controllers import (
+    BATCH_SCALINGS,
+    CONTROLLERS,
+    DECAYS,
+    BySchedule,
+    Control,
+    Schedule,
+    Settings,
+)
+from ...torch.precision.policy import PRESETS, Policy
+from ...torch.precision.recording import Recording
+from ...torch.waiting import loses, rate_without, told
+from ...world.ranks import Loopback, Ranks
+from ..settings import blaming, override, read_file_of
+from .data import Data
+from .datasets import DATA, Augment, Digits
+from .imports import ImportedAggregator, ImportedData, ImportedLoss, ImportedMetric, ImportedModel
+from .loader import Loader
+from .losses import LOSSES, METRICS, Accuracy, Adversarial, CrossEntropy, Loss, Metric
+from .models import MODELS, Mlp, Model
+from .optimizers import OPTIMIZERS, Optimizer, Sgd
+from .stages.section import Stages
+from .train_section import Train
+from .update import UPDATES, ByAllreduce, UpdateRule
+
+EPOCHS = "train.epochs"  # may be raised where a run is gone on with
+RATE = "train.learning_rate"
+OWN_MOMENTUM = "optimizer.momentum"  # in needs of update rules that have one of their own
+WITHOUT_MOMENTUM = "write momentum = 0.0 below [optimizer], or leave optimizer.momentum out"
+STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
+MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change bits
+    "train.virtual_ranks",
+    "train.checkpoint_every",
+    "train.telemetry_every",
+    "train.timeout_s",
+    "train.settings",  # what it has set is in other keys
+    "train.overlap",
+    "train.device",
+    "train.gpu_direct",
+    "train.oversubscribe_gpus",
+    "model.import_from",
+    "data.import_from",
+    "gradient.import_from",
+    "loader.workers",
+    "loader.prefetch",
+    "loss.import_from",
+    "metric.import_from",
+    "train.record_gradients",
+    "train.keep_every",
+    *(f"record.{key}" for key in Recording.model_fields),
+)
+
+
+Further = Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)]
+
+
+class Job(Section):
+    """One row of a job file: a configuration that is run once per seed.
+
+    name: part of file names; the job file's where it is not given
+    metrics: each told beside metric, which is what reports and studies go by; as [[metrics]]
+    """
+
+    name: Name
+    data: Annotated[Data, OneOf(DATA, "name", None, ImportedData)] = Digits()
+    model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
+    loss: Annotated[Loss, OneOf(LOSSES, "name", "cross_entropy", ImportedLoss)] = CrossEntropy()
+    metric: Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)] = Accuracy()
+    metrics: Annotated[tuple[Further, ...], Field(strict=False)] = ()
+    augment: Augment = Augment()
+    loader: Loader = Loader()
+    optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
+    schedule: Schedule = Schedule()
+    controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
+    gradient: Annotated[
+        Aggregator | ImportedAggregator, OneOf(COMPRESSORS, "aggregator", None, ImportedAggregator)
+    ] = NoCompression()
+    update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
+    precision: Policy = Policy()
+    adversarial: Adversarial = Adversarial()
+    stages: Stages = Stages()
+    train: Train = Train()
+    record: Recording = Recording()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_of_the_preset(cls, raw: Any) -> Any:
+        train = raw.get("train", {}) if isinstance(raw, dict) else None
+        section = raw.get("precision") if isinstance(raw, dict) else None
+        name = section.get("preset") if isinstance(section, dict) else None
+        preset = PRESETS.get(name) if isinstance(name, str) else None
+        if preset is None or not isinstance(train, dict):
+            return raw
+        return raw | {"train": preset.train | train}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_formats(cls, raw: Any) -> Any:
+        return with_own_formats(raw)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _metric_of_the_loss(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "metric" in raw or not isinstance(raw.get("loss"), dict):
+            return raw
+        usual = Loss if IMPORT in raw["loss"] else CrossEntropy
+        row = LOSSES.get(str(raw["loss"].get("name")), usual)
+        return raw | {"metric": {"name": row.metric}}
+
+    @model_validator(mode="after")
+    def _metrics_differ(self) -> Job:
+        labels = [metric.label for metric in (self.metric, *self.metrics)]
+        twice = [label for label in labels[1:] if label == "loss" or labels.count(label) > 1]
+        if twice:
+            raise ValueError(f"metrics: {twice[0]!r}: is told already")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Job:
+        train, gradient = self.train, self.gradient
+        clip = getattr(self.optimizer, "clip_global_norm", 0)
+        stateless = type(gradient) in [COMPRESSORS[name] for name in STATELESS]
+        usual = {  # key -> whether it has the value that goes with all, and that value
+            "stages.count": (self.stages.count == 1, "1"),
+            "train.image_grid": (train.image_grid == (1, 1), "[1, 1]"),
+            "adversarial.epsilon": (not self.adversarial.epsilon, "0"),
+            "update": (isinstance(self.update, ByAllreduce), '"allreduce"'),
+            "precision": (self.precision.empty, "left out"),
+            "train.overlap": (not train.overlap, "false"),
+            "train.loss_scaling": (train.loss_scaling == "static", '"static"'),
+            "train.loss_scale": (train.loss_scale in (None, 1.0), "1"),
+            "train.record_gradients": (not train.record_gradients, "empty"),
+            "loader.workers": (not self.loader.workers, "0"),
+            "controller": (isinstance(self.controller, BySchedule), '"schedule"'),
+            "optimizer.clip_global_norm": (not clip, "0"),
+            "gradient.aggregator": (stateless, f"one of {', '.join(STATELESS)}"),
+            "gradient.error_feedback": (not getattr(gradient, "error_feedback", False), "false"),
+            "gradient.layers": (not getattr(gradient, "layers", {}), "empty"),  # of other stages
+        }
+        alone = [  # what is asked for, whether it is, and keys that have to be as usual then
+            ("adversarial", self.adversarial.epsilon, ("update", "train.image_grid")),
+            ("precision", not self.precision.empty, ("train.image_grid",)),
+            ("record", self.record.number, [*usual][:4]),
+            ("train.device='gpu'", train.device == "gpu", ("stages.count", "update", "precision")),
+            (f"stages.count={self.stages.count}", self.stages.count > 1, [*usual][1:]),
+        ]
+        for what, is_asked, given in alone:
+            for key in given if is_asked else ():
+                is_usual, value = usual[key]
+                if not is_usual:
+                    raise ValueError(f"{what}: does not go with this {key}: must be {value}")
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Job:
+        given, scaled = self.schedule.warmup_epochs, self.schedule.scaled(self.train.batch)[1]
+        if scaled.warmup_epochs >= self.train.epochs:
+            grown = "" if scaled == self.schedule else f", scaled to {scaled.warmup_epochs:g}"
+            raise ValueError(
+                f"schedule.warmup_epochs={given}{grown}: "
+                f"should be below train.epochs={self.train.epochs}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _momentum_that_goes_with_the_rest(self) -> Job:
+        """Take none where the job names none and gradient or update have their own."""
+        of, keys = self.optimizer, {"momentum", "nesterov"}
+        has_own = self.gradient.has_momentum or OWN_MOMENTUM in self.update.needs
+        if has_own and isinstance(of, Sgd) and not of.model_fields_set & keys:
+            object.__setattr__(self, "optimizer", of.model_copy(update={"momentum": 0.0}))
+        return self
+
+    @model_validator(mode="after")
+    def _recommended(self) -> Job:
+        """Set what train.settings="recommended" stands for; once more, it changes nothing."""
+        is_asked = self.train.settings == "recommended"
+        if not (is_asked and self._waits(self.gradient) and self._kept_share(self.gradient)):
+            return self
+        table, changes, rate = self._without_momentum(self.gradient)
+        if table == "gradient":
+            of = cast(Aggregator, self.gradient)
+            object.__setattr__(self, "gradient", replace(of, **changes))
+        else:
+            object.__setattr__(self, "optimizer", self.optimizer.model_copy(update=changes))
+        train = self.train.model_copy(update={"learning_rate": rate})
+        object.__setattr__(self, "train", train)
+        return self
+
+    def _waits(self, gradient: Aggregator | ImportedAggregator) -> bool:
+        """Return whether gradients wait on their way to an optimiser.
+
+        One that has momentum where means have some is an error, see _check_momentum.
+        """
+        is_error = gradient.has_momentum and self.optimizer.has_momentum
+        return isinstance(self.update, ByAllreduce) and gradient.holds_back and not is_error
+
+    def _kept_share(self, gradient: Aggregator | ImportedAggregator) -> float:
+        """Return the momentum of a gradient's method, or else that of the optimiser."""
+        own: float = getattr(gradient, "momentum", 0.0) if gradient.has_momentum else 0.0
+        return own or self.optimizer.kept_share
+
+    def _without_momentum(
+        self, gradient: Aggregator | ImportedAggregator
+    ) -> tuple[str, Raw, float]:
+        """Return a table, its keys without momentum, and the learning rate that goes with them."""
+        rate, share = self.train.learning_rate, self._kept_share(gradient)
+        if self.has_rate:
+            rate = rate_without(rate, share)
+        if gradient.has_momentum:
+            return "gradient", {"momentum": 0.0}, rate
+        return "optimizer", self.optimizer.without_momentum(), rate
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether the job gives a rate, of which momentum makes longer steps."""
+        return self.optimizer.adds_up and RATE not in self.controller.decides
+
+    def advice(self, gradient: Aggregator) -> str:
+        """Return the line about momentum beside a gradient's method; "" where there is none."""
+        if not self._waits(gradient):
+            return ""
+        table, changes, rate = self._without_momentum(gradient)
+        lines = [f"{table}.{line}" for line in dump_toml(changes).splitlines()]
+        if self.has_rate:
+            lines.append(f"{RATE} = {rate:g}")
+        write = " and ".join(lines)
+        if momentum := self._kept_share(gradient):
+            return told(gradient, loses(momentum, f"write {write}"))
+        is_asked = self.train.settings == "recommended"
+        return told(gradient, f'train.settings = "recommended": {write}') if is_asked else ""
+
+    @model_validator(mode="after")
+    def _momentum_once(self) -> Job:
+        self._check_momentum(self.gradient)
+        return self
+
+    def _check_momentum(self, gradient: Aggregator | ImportedAggregator) -> None:
+        if gradient.has_momentum and self.optimizer.has_momentum:
+            so_has = "and so have the means of this gradient.aggregator"
+            raise ValueError(f"optimizer: has momentum, {so_has}: {WITHOUT_MOMENTUM}")
+
+    @model_validator(mode="after")
+    def _update_has_what_it_needs(self) -> Job:
+        self._check_needs(self.gradient)
+        return self
+
+    def _check_needs(self, gradient: Aggregator | ImportedAggregator) -> None:
+        for key, wanted in self.update.needs.items():
+            table, _, name = key.partition(".")
+            given = getattr(gradient if table == "gradient" else getattr(self, table), name)
+            if given != wanted:
+                must = f"must be {wanted!r}" if wanted is not None else "must not be given"
+                write = f": {WITHOUT_MOMENTUM}" if key == OWN_MOMENTUM else ""
+                with_rule = f"with update.name={self.update.name!r}"
+                raise ValueError(f"{key}={given!r}: {must} {with_rule}{write}")
+
+    @model_validator(mode="after")
+    def _controlled(self) -> Job:
+        name = f"controller.name={self.controller.name!r}"
+        try:
+            self.controller.check(self.settings(0))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if self.controller.measures_norms:
+            if not isinstance(self.update, ByAllreduce):
+                raise ValueError(f'{name}: needs the mean gradient: update.name="allreduce"')
+            if self.train.image_grid != (1, 1):
+                raise ValueError(f"{name}: needs samples of each rank: train.image_grid=[1, 1]")
+            if not self.optimizer.has_noise_scale:
+                raise ValueError(
+                    f"{name}: this optimizer takes the length of a layer's gradient out of its "
+                    "step, of which the noise scale says nothing"
+                )
+            if self.train.batch < 2:
+                raise ValueError(f"{name}: train.batch=1: should be 2 or more")
+        return self
+
+    @property
+    def told(self) -> list[Metric]:
+        """What is told of the test samples beside the loss: first what reports go by."""
+        return [metric for metric in (self.metric, *self.metrics) if metric.label != "loss"]
+
+    def aggregator(self) -> Aggregator:
+        """Return how gradients are averaged; what [gradient] imports is imported here.
+
+        Raises ConfigError where that cannot be, or does not go with the job.
+        """
+        if not isinstance(self.gradient, ImportedAggregator):
+            return self.gradient
+        found = self.gradient.build()
+        try:
+            self._check_momentum(found)
+            self._check_needs(found)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        return found
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError where the job cannot do with so many ranks, virtual ones included."""
+        for key, given, check in (
+            ("controller.name", self.controller.name, self.controller.check_ranks),
+            ("update.name", self.update.name, self.update.check_ranks),
+            ("adversarial.alternate", self.adversarial.alternate, self.adversarial.check_ranks),
+        ):
+            try:
+                check(ranks)
+            except ValueError as error:
+                raise ConfigError(f"{self.name}: {key}={given!r}: {error}") from None
+
+    def plain(self) -> Raw:
+        """Return the job as tables of plain values, every default filled in."""
+        return self.model_dump(mode="python")
+
+    def seeds(self) -> list[Job]:
+        """Return the job once per seed."""
+        return [
+            self.model_copy(update={"train": self.train.model_copy(update={"seeds": (seed,)})})
+            for seed in self.train.seeds
+        ]
+
+    @property
+    def seed(self) -> int:
+        """The seed of a job that has one."""
+        (seed,) = self.train.seeds
+        return seed
+
+    @property
+    def id(self) -> str:
+        """What the files of a run are called."""
+        return f"{self.name}-s{self.seed}"
+
+    def settings(self, samples: int, world: Ranks | None = None) -> Settings:
+        """Return what the controller of a run on so many training samples begins with."""
+        train = self.train
+        told = self.schedule, train.learning_rate, train.batch, train.epochs, samples
+        return Settings(*told, world or Loopback())
+
+    def toml(self) -> str:
+        """Return the job as TOML text, every default filled in."""
+        return dump_toml(self.plain())
+
+
+def choices() -> dict[str, list[str]]:
+    """Return the names that each table of a job file knows, by the key that gives them."""
+    rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
+    found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
+    schedule: Raw = {"decay": DECAYS, "batch_scaling": BATCH_SCALINGS}
+    return found | {f"schedule.{key}": sorted(known) for key, known in schedule.items()}
+
+
+def laid_over(base: Raw, change: Raw) -> Raw:
+    """Return a job's tables with change laid over them.
+
+    A table whose row is another one then loses what only the former row has: the width of an mlp
+    is no key of a lenet. See OneOf.stays. What a controller that change names decides goes too.
+    """
+    kept = _without(base, _decided(change))
+    for name, field in Job.model_fields.items():
+        former, new = base.get(name), change.get(name)
+        for one in field.metadata:
+            if isinstance(one, OneOf) and isinstance(former, dict) and isinstance(new, dict):
+                kept[name] = one.stays(former, new)
+    return merge(kept, change)
+
+
+def _decided(change: Raw) -> tuple[str, ...]:
+    """Return the keys, or how they begin, that a controller named in change decides."""
+    name = value_at(change, ("controller", "name"))
+    row = CONTROLLERS.get(name) if isinstance(name, str) else None
+    return row.decides if row is not None else ()
+
+
+def _without(raw: Raw, keys: tuple[str, ...], table: str = "") -> Raw:
+    """Return tables without the keys that begin so, as table.key."""
+    return {
+        key: _without(value, keys, f"{table}{key}.") if isinstance(value, dict) else value
+        for key, value in raw.items()
+        if isinstance(value, dict) or not f"{table}{key}".startswith(keys)
+    }
+
+
+def read(raw: Raw, where: str) -> Job:
+    """Return the job of tables that a user wrote, which may not say what its controller decides.
+
+    Raises ConfigError, which begins with where.
+    """
+    job = validate(Job, raw, where)
+    for key in flatten(raw):
+        if key.startswith(job.controller.decides):
+            raise ConfigError(
+                f"{where}: {key}: should be left out: controller.name={job.controller.name!r} "
+                "has a rate and a schedule of its own"
+            )
+    return job
+
+
+def keys_of(table: str) -> set[str]:
+    """Return the keys of a table, of [train] none; those of any row where jobs choose from rows."""
+    return set() if table == "train" else keys_inside(Job, table)
+
+
+def load(path: Path | str, settings: Iterable[str] = ()) -> list[Job]:
+    """Return the runs of a job file: every row of [[compare]], or the file itself, per seed.
+
+    settings: "table.key=value", laid over the file before the rows are laid over that
+    gradient.machine, a file of bench fit for algorithm "auto", is relative to the job file.
+    Raises ConfigError for whatever is wrong in the file or in a setting.
+    """
+    file = Path(path)
+    return blaming(lambda some: _load(file, some), settings, file)
+
+
+def _load(path: Path, settings: Iterable[str]) -> list[Job]:
+    raw = override(read_file_of(path, "model"), settings, laid_over)
+    is_one = "compare" not in raw
+    rows = raw.pop("compare", [{}])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
+        raise ConfigError(f"{path}: compare: should be one or more [[compare]] tables")
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if all(value_at(row, key.split(".")) is not None for row in rows):
+            raise ConfigError(f"--set {setting}: is of no use: each row of compare says its {key}")
+    for index, row in enumerate(rows):
+        if not is_one and "name" not in row:
+            raise ConfigError(f"{path}: compare row {index}: name: is missing")
+    jobs = of_rows([partial(_row, raw, row, index, path) for index, row in enumerate(rows)])
+    for name in (names := [job.name for job in jobs]):
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
+    if not any(table.keys() - {"name"} for table in (raw, *rows)):
+        raise ConfigError(f"{path}: model and data are missing: the file says nothing of a job")
+    runs = [run for job in jobs for run in job.seeds()]
+    files = [run.record.file for run in runs if run.record.number and run.record.file]
+    for f in files:
+        if files.count(f) > 1:
+            raise ConfigError(f"{path}: record.file={f!r}: {files.count(f)} runs would write it")
+    return runs
+
+
+def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
+    merged = laid_over({"name": path.stem} | raw, row)
+    where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
+    return read(located(_with_machine(merged, path.parent, where), path.parent), where)
+
+
+def _with_machine(raw: Raw, directory: Path, where: str) -> Raw:
+    """Return raw with the times of a machine in place of the name of its file.
+
+    The run's record then holds what "auto" has chosen by, and resuming notices other times.
+    """
+    gradient = raw.get("gradient")
+    if not isinstance(gradient, dict) or not isinstance(gradient.get("machine"), str):
+        return raw
+    try:
+        machine = read_machine(directory / gradient["machine"]).machine
+    except ConfigError as error:
+        raise ConfigError(f"{where}: gradient.machine: {error}") from None
+    return merge(raw, {"gradient": {"machine": asdict(machine)}})

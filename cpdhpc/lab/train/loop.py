@@ -1,0 +1,300 @@
+"""A run from where it stands to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from math import isfinite, isnan
+from typing import NoReturn
+
+import numpy as np
+from numpy import inf, nan, nan_to_num
+
+from ...collectives.checks import NonFiniteGradient
+from ...config import UserError
+from ...randomness import random_key
+from ...torch.precision.conversion import BY_TORCH
+from ...torch.precision.recorder import Recorder
+from ..signals import Caught, Interrupted
+from . import gradients, weights
+from .adversary import Attacked
+from .data import Array, epoch_order, shard
+from .loader import Prefetched
+from .norms import of_samples, roots, squared_norms
+from .progress import Display
+from .record import FGSM
+from .setup import Training
+from .step import evaluate, evaluate_each, exchange
+from .update.base import NOTHING
+from .update.own_models import OwnModels, OwnModelsRule
+
+SAMPLES = 3  # stream of random numbers: of what samples are to chance
+
+
+class Diverged(UserError):
+    """A gradient or the loss is not finite any more."""
+
+
+def run(training: Training, caught: Caught, display: Display) -> None:
+    """Train until the end and write the files. Collective.
+
+    Raises Interrupted on all processes alike after a signal to any of them, with the checkpoint
+    written; Diverged where a gradient or the loss is not finite, with the checkpoint as it was.
+    """
+    job = training.job
+    recorded = job.train.record_gradients
+    if recorded:
+        mib = gradients.size_bytes(training.reducer) / 2**20
+        display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
+    if job.train.keep_every:
+        mib = weights.size_bytes(training.model) / 2**20
+        display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
+    if job.record.number:
+        display.line(
+            f"{job.id}: records up to {job.record.number} iterations into "
+            f"{training.files.recording(job)}"
+        )
+    if job.train.batch > training.samples:
+        scaled = ", and rates are scaled for it" if job.schedule.base_batch else ""
+        display.line(
+            f"{job.id}: train.batch={job.train.batch} is more than the {training.samples} samples: "
+            f"a step has these{scaled}"
+        )
+    if advice := training.provenance.get("advice"):
+        display.line(f"{job.id}: {advice}")
+    obeying = str(training.provenance["precision"]).splitlines()
+    if obeying:
+        left = [line.partition(":")[0] for line in obeying if line.endswith(BY_TORCH)]
+        told = f"; not in {', '.join(left)}, whose {BY_TORCH}" if left else ""
+        display.line(f"{job.id}: [precision] in {len(obeying) - len(left)} layers{told}")
+    steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
+    if (warmup := job.precision.warmup) >= steps:
+        display.line(
+            f"{job.id}: [precision]: warmup={warmup}: fixed scales round nothing in {steps} steps"
+        )
+    if job.record.iterations and (first := min(job.record.iterations)) >= steps:
+        display.line(
+            f"{job.id}: [record]: none of its {steps} iterations, from 0, will be recorded: the "
+            f"first one that is asked for is {first}"
+        )
+    if interval > steps:
+        display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")
+    display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
+    with training.reducer, training.workers, _recording(training):
+        while not training.ended:
+            _epoch(training, caught, display)
+    if job.record.iterations and min(job.record.iterations) >= training.iteration:
+        display.line(f"{job.id}: [record]: none of its {training.iteration} iterations is recorded")
+    training.save("complete")
+    record = training.record
+    scores = dict(zip(record.tables["epochs"], record.rows["epochs"][-1], strict=True))
+    loss = scores["test_loss"]
+    guessed = job.loss.guessed(training.classes)
+    verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
+    display.end(f"{job.id}: complete: {_told(training, scores, loss)}{verdict}")
+    paths = {i: gradients.path_of(training.files.record, i) for i in recorded}
+    missing = [str(i) for i, path in paths.items() if display.shown and not path.exists()]
+    if missing:
+        display.line(
+            f"{job.id}: no gradients of iteration {', '.join(missing)}: not among its "
+            f"{training.iteration}, or its step was skipped"
+        )
+
+
+@contextmanager
+def _recording(training: Training) -> Iterator[None]:
+    """Record what [record] says in the block, from the next iteration on. Collective."""
+    if not training.job.record.number:
+        yield
+        return
+    file = training.files.recording(training.job)
+    settings = training.job.record.model_dump(exclude={"file"})
+    recorder = Recorder(training.model, file, training.reducer, resume=True, **settings)
+    with recorder as training.recorder:
+        recorder.begin(training.iteration)
+        yield
+
+
+def _told(training: Training, scores: Mapping[str, float], loss: float) -> str:
+    """Return the scores, by column, of the metrics that are other than the loss, and the loss."""
+    told = [m.told(scores[m.column]) for m in training.job.told if m.column in scores]
+    return ", ".join([*told, f"loss {loss:.4f}"])
+
+
+def _epoch(training: Training, caught: Caught, display: Display) -> None:
+    """Finish the epoch that the run stands in."""
+    job, began = training.job, time.perf_counter()
+    epoch, seen = divmod(training.samples_seen, training.samples)
+    order = _order(training.samples, job.seed, epoch)
+    while seen < len(order):
+        rate, size = _decided(training)
+        batch = training.update.batch(order[seen:], size)
+        _plan(training, epoch, order[seen:], size)
+        signal = _iteration(training, rate, batch, caught)
+        display.step(len(batch))
+        seen += len(batch)
+        if signal and seen < len(order) and training.update.at_rest:
+            _stop(training, signal, display)
+    with training.update.evaluated():
+        scores, loss = _evaluated(training)
+    of_ranks = _of_ranks(training, epoch + 1)
+    elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
+    training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
+    told = _told(training, scores, loss) + of_ranks
+    display.epoch(job.id, epoch + 1, job.train.epochs, told)
+    for column in [column for column, score in scores.items() if isnan(score) and isfinite(loss)]:
+        display.line(f"{job.id}: {column} is NaN, though the loss is finite: see its metric")
+    if epoch + 1 in job.train.kept_epochs:
+        training.save_weights(epoch + 1)
+    if signal:  # in the last iteration: the resumed run does not come back to this evaluation
+        _stop(training, signal, display)
+    if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
+        training.save("running")
+
+
+def _plan(training: Training, epoch: int, order: Array, size: int) -> None:
+    """Tell workers, if there are any, what this process takes in the batches from now on.
+
+    order: what is left of the epoch; size: of its batches, and of the next ones' while nobody knows
+    """
+    if not isinstance(training.train, Prefetched):
+        return
+    count, job = training.workers.ahead + 1, training.job
+    batches = [
+        (epoch, order[at : at + size]) for at in range(0, min(len(order), count * size), size)
+    ]
+    if len(batches) < count and epoch + 1 < job.train.epochs:
+        order = _order(training.samples, job.seed, epoch + 1)
+        batches += [(epoch + 1, order[at : at + size]) for at in range(0, len(order), size)[:count]]
+    shares = training.world.ranks // training.sharing
+    training.train.plan(
+        (shard(batch, shares, rank // training.sharing), _seed(job.seed, of_epoch))
+        for of_epoch, batch in batches[:count]
+        for rank in training.world.hosted
+    )
+
+
+def gradient_of(
+    training: Training, weights: Mapping[str, Array], iteration: int
+) -> dict[str, Array]:
+    """Return the mean gradient at some weights on the batch of an iteration, by name. Collective.
+
+    weights: by the name of the parameter, all others stay; they are others afterwards
+    The batch is that of a controller that never changes it. Raises NonFiniteGradient on all
+    processes alike.
+    """
+    for name, parameter in training.model.named_parameters():
+        if name in weights:
+            parameter.data.copy_(parameter.new_tensor(weights[name]))
+    training.reducer.iteration = iteration
+    epoch, inside = divmod(iteration, training.iterations_per_epoch)
+    size, bucket = training.job.train.batch, training.reducer.bucket
+    batch = _order(training.samples, training.job.seed, epoch)[inside * size :][:size]
+    done = training.train_on(batch, _seed(training.job.seed, epoch))
+    assert done.mean is not None, "static loss scales skip no step"
+    return dict(zip(bucket.names, bucket.views(done.mean.flat), strict=True))
+
+
+_order = lru_cache(maxsize=2)(epoch_order)  # to sort a million takes 0.1 s
+
+
+def _seed(seed: int, epoch: int) -> int:
+    """Return the seed of what samples are to chance in an epoch."""
+    return random_key(seed, SAMPLES, epoch)[0]
+
+
+def _evaluated(training: Training) -> tuple[dict[str, float], float]:
+    """Return the scores by column, by the metric of copies too where there are some; the loss."""
+    job, adversary, of = training.job, training.adversary, (training.model, training.world)
+    how = training.sharing, training.at_once
+    found, loss = evaluate(*of, training.test, training.loss, job.told, *how)
+    scores = {metric.column: score for metric, score in zip(job.told, found, strict=True)}
+    if adversary and job.metric in job.told:
+        attacked = Attacked(adversary, training.test, training.loss)
+        (score,), _ = evaluate(*of, attacked, training.loss, [job.metric], *how)
+        scores[job.metric.column + FGSM] = score
+    return scores, loss
+
+
+def _of_ranks(training: Training, epoch: int) -> str:
+    """Record and return how the ranks' own models do, where they have some. Collective."""
+    rule, update = training.job.update, training.update
+    if not (isinstance(rule, OwnModelsRule) and isinstance(update, OwnModels)):
+        return ""
+    rank, worst, said = -1, (nan, nan), ""
+    if rule.evaluate_ranks:
+        given = training.test, training.loss, training.job.metric, training.at_once
+        found = evaluate_each(update, *given)
+        rank = max(range(len(found)), key=lambda i: nan_to_num(found[i][1], nan=inf))
+        worst = found[rank]
+        told = _told(training, {training.job.metric.column: worst[0]}, worst[1])
+        said = f"; worst rank {rank}: {told}"
+    training.record.epoch_of_ranks(epoch, update.consensus_distance, rank, *worst)
+    return f"{said}; consensus distance {update.consensus_distance:.3g}"
+
+
+def _stop(training: Training, signal: int, display: Display) -> NoReturn:
+    training.save("interrupted")
+    display.end(f"{training.job.id}: interrupted after iteration {training.iteration}")
+    raise Interrupted(signal)
+
+
+def _fail(training: Training, why: str) -> NoReturn:
+    training.save_record("failed")
+    raise Diverged(f"{training.job.id}: iteration {training.iteration}: {why}")
+
+
+def _decided(training: Training) -> tuple[float, int]:
+    """Return what the controller says, unless a step with it cannot be."""
+    rate, size = training.controller.next(training.samples_seen)
+    if not (isfinite(rate) and rate >= 0 and size >= 1):
+        _fail(training, f"controller: learning rate {rate} and batch {size}: cannot be")
+    return rate, size
+
+
+def _iteration(training: Training, rate: float, batch: Array, caught: Caught) -> int:
+    """Do one iteration, and return the signal that any process has caught, or 0."""
+    job, world, iteration = training.job, training.world, training.iteration
+    for group in training.optimizer.param_groups:
+        group["lr"] = rate
+    training.reducer.alike = {"learning rate": rate, "batch": len(batch)}
+    training.reducer.epoch = training.samples_seen / training.samples
+    before, scale = training.sent_bytes, training.scaler.scale
+    measured, by = job.controller.measures_norms, None
+    if measured and job.optimizer.preconditions:
+        by = roots(training.reducer, job.optimizer, training.optimizer)
+        measured = by is not None
+    try:
+        epoch = training.samples_seen // training.samples
+        seed = _seed(job.seed, epoch)
+        done = training.train_on(batch, seed)
+    except NonFiniteGradient as error:
+        if training.recorder is not None:
+            training.recorder.step()
+        _fail(training, str(error))
+    norms = None
+    if measured and done.mean is not None:
+        norms = squared_norms(training.reducer, done.mean, scale, by)
+    sent = training.sent_bytes - before
+    if training.recorder is not None:
+        training.recorder.step(done.mean)
+    told = exchange(world, done.losses, done.time_ns, sent, caught.number, norms)
+    if not isfinite(told.loss):
+        _fail(training, f"the loss is {told.loss}")
+    training.samples_seen += len(batch)
+    if job.controller.measures_norms:
+        training.controller.observe_norms(of_samples(told.norms, len(batch)))
+    training.controller.observe(training.samples_seen, told.loss)
+    decided = training.controller.telemetry()
+    row = told.loss, rate, scale, told.time_ns, told.wire_bytes, decided
+    training.record.step(iteration, len(batch), *row)
+    if iteration in job.train.record_gradients and done.mean is not None:
+        training.save_gradients()
+    every, interval = job.train.telemetry_every, training.update.interval
+    is_due = iteration // every != (iteration - interval) // every
+    if is_due and done.mean is not None and done.mean is not NOTHING:
+        training.record.telemetry(iteration, training.observe(done.mean))
+    training.iteration += 1
+    return told.signal

@@ -1,0 +1,289 @@
+"""Optimisers: a section of a job file and a row in OPTIMIZERS each."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ...config import Above0, NotNegative, Section, Share
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Optimizer(Section):
+    """[optimizer]: how an averaged gradient changes the parameters.
+
+    has_noise_scale: whether its steps are along gradients times factors that are known before
+    preconditions: whether those factors are other than 1
+    adds_up: whether momentum m makes steps 1 / (1 - m) times as long, as a mean of steps does not
+    """
+
+    has_noise_scale: ClassVar[bool] = True
+    preconditions: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = True
+
+    def factors(self, state: Mapping[str, Any]) -> torch.Tensor | float:
+        """Return what the next step multiplies gradients by, of a parameter with this state."""
+        return 1.0
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether a step depends on the gradients of steps before."""
+        return True
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the last step, or of the first moment, that is in the next one."""
+        share: float = self.betas[0] if hasattr(self, "betas") else getattr(self, "momentum", 0.0)
+        return share
+
+    def without_momentum(self) -> dict[str, Any]:
+        """Return the keys that take that share away, with their values then."""
+        if hasattr(self, "betas"):
+            return {"betas": (0.0, self.betas[1])}
+        return {"momentum": 0.0} | ({"nesterov": False} if getattr(self, "nesterov", 0) else {})
+
+    @abstractmethod
+    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return the optimiser; each step sets its learning rate anew."""
+
+
+Betas = Annotated[tuple[Share, Share], Field(strict=False)]
+Exclude = Literal["one_dimensional", "none"]  # the keys of layerwise.EXCLUDES
+
+
+def groups(
+    parameters: Iterable[torch.nn.Parameter], exclude: Exclude, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return parameters as torch's optimisers take them, those that are excluded without decay."""
+    from ...torch.layerwise import EXCLUDES
+
+    sides: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = [], []
+    for p in parameters:
+        sides[EXCLUDES[exclude](p)].append(p)
+    decays = (weight_decay, 0.0)
+    return [
+        {"params": side, "weight_decay": decay}
+        for side, decay in zip(sides, decays, strict=True)
+        if side
+    ]
+
+
+class Sgd(Optimizer):
+    """[optimizer] name = "sgd": stochastic gradient descent, as torch.optim.SGD.
+
+    momentum: share of the last step that is added; weight_decay: times the weights is added to
+        gradients; nesterov: whether the momentum looks ahead
+    exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
+    """
+
+    name: Literal["sgd"] = "sgd"
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
+    nesterov: bool = False
+    exclude: Exclude = "none"
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> Sgd:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov=true needs momentum above 0")
+        return self
+
+    @property
+    def has_momentum(self) -> bool:
+        """See Optimizer.has_momentum."""
+        return self.momentum > 0
+
+    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return torch's. See Optimizer.build."""
+        import torch
+
+        given = groups(parameters, self.exclude, self.weight_decay)
+        return torch.optim.SGD(given, lr=rate, momentum=self.momentum, nesterov=self.nesterov)
+
+
+def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Tensor:
+    """Return 1 / (sqrt(v) + eps) of the state before a step, whose bias is corrected."""
+    unbiased = state["exp_avg_sq"] / (1 - self.betas[1] ** float(state["step"]))
+    factors: torch.Tensor = 1 / (unbiased.sqrt() + self.eps)
+    return factors
+
+
+class Adam(Optimizer):
+    """[optimizer] name = "adam": as torch.optim.Adam, whose weight decay is part of the gradient.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the weights is added to gradients
+    exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
+    Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
+    """
+
+    preconditions: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+    factors = _of_second_moment
+
+    name: Literal["adam"] = "adam"
+    betas: Betas = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
+    exclude: Exclude = "none"
+
+    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return torch's. See Optimizer.build."""
+        import torch
+
+        given = groups(parameters, self.exclude, self.weight_decay)
+        built: torch.optim.Optimizer = getattr(torch.optim, type(self).__name__)(
+            given, lr=rate, betas=self.betas, eps=self.eps
+        )
+        return built
+
+
+class AdamW(Adam):
+    """[optimizer] name = "adamw": as torch.optim.AdamW, whose weight decay is apart from moments.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the rate is the share of the weights that a step takes away
+    exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
+    Source: Loshchilov, Hutter: Decoupled weight decay regularization, arXiv 1711.05101.
+    """
+
+    name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
+    weight_decay: NotNegative = 0.01
+
+
+class LayerWise(Optimizer):
+    """An optimiser of torch/layerwise.py, whose arguments are the keys of the section."""
+
+    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return ours. See Optimizer.build."""
+        from ...torch import layerwise
+
+        built: torch.optim.Optimizer = getattr(layerwise, type(self).__name__)(
+            parameters, lr=rate, **self.model_dump(exclude={"name"})
+        )
+        return built
+
+
+class Lars(LayerWise):
+    """[optimizer] name = "lars": momentum whose rate, layer by layer, follows |w| / |g|.
+
+    momentum: share of the last step that is added; trust: times |w| / |g| times the rate is a
+        layer's rate; weight_decay: times the weights is added to gradients
+    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    Source: You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1.
+    """
+
+    has_noise_scale: ClassVar[bool] = False
+
+    name: Literal["lars"] = "lars"
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
+    trust: Above0 = 0.001
+    exclude: Exclude = "one_dimensional"
+
+
+class Larc(LayerWise):
+    """[optimizer] name = "larc": LARS with no layer's rate above the global one.
+
+    momentum: share of the last step that is added; trust: times |w| / |g| is a layer's rate
+    weight_decay: times the weights is added to gradients
+    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    Source: You, Gitman, Ginsburg, arXiv 1708.03888; the bound as in NVIDIA's apex.
+    """
+
+    has_noise_scale: ClassVar[bool] = False
+
+    name: Literal["larc"] = "larc"
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
+    trust: Above0 = 0.02
+    exclude: Exclude = "one_dimensional"
+
+
+class Lamb(LayerWise):
+    """[optimizer] name = "lamb": Adam whose step of a layer is as long as its weights.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the weights is added to a step; trust_clip: |w| / |step| is 1 at most
+    clip_global_norm: gradients of all layers together are scaled to this norm at most; 0: off
+    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    Source: You et al., arXiv 1904.00962, algorithm 2.
+    """
+
+    has_noise_scale: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
+
+    name: Literal["lamb"] = "lamb"
+    betas: Betas = (0.9, 0.999)
+    eps: NotNegative = 1e-6
+    weight_decay: NotNegative = 0.01
+    clip_global_norm: NotNegative = 0.0
+    trust_clip: bool = False
+    exclude: Exclude = "one_dimensional"
+
+
+class NovoGrad(LayerWise):
+    """[optimizer] name = "novograd": momentum of gradients over a running norm of their layer.
+
+    betas: shares of the momentum and of the squared norm that stay; eps: added to the norm
+    weight_decay: times the weights is added to what enters the momentum
+    exclude: "one_dimensional" leaves biases and norms without decay
+    Source: Ginsburg et al., arXiv 1905.11286, algorithm 1.
+    """
+
+    preconditions: ClassVar[bool] = True
+
+    name: Literal["novograd"] = "novograd"
+    betas: Betas = (0.95, 0.98)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
+    exclude: Exclude = "one_dimensional"
+
+    def factors(self, state: Mapping[str, Any]) -> float:
+        """Return 1 / (norm + eps). See Optimizer.factors."""
+        import torch
+
+        from ...ops.tensors import values_of
+
+        return 1 / (float(values_of(torch.as_tensor(state["norm"]))) + self.eps)
+
+
+class AdamP(LayerWise):
+    """[optimizer] name = "adamp": Adam without steps along weights whose scale is not felt.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the rate is the share of the weights that a step takes away
+    delta: weights count as such where the cosine to their gradient is below delta / sqrt(values)
+    decay_share: of the weight decay that they get then
+    exclude: "one_dimensional" leaves biases and norms without decay
+    Source: Heo et al., arXiv 2006.08217, algorithm 2.
+    """
+
+    preconditions: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+    factors = _of_second_moment
+
+    name: Literal["adamp"] = "adamp"
+    betas: Betas = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
+    delta: NotNegative = 0.1
+    decay_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    exclude: Exclude = "one_dimensional"
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": Sgd,
+    "adam": Adam,
+    "adamw": AdamW,
+    "lars": Lars,
+    "larc": Larc,
+    "lamb": Lamb,
+    "novograd": NovoGrad,
+    "adamp": AdamP,
+}

@@ -1,0 +1,264 @@
+"""The time series of a run, as rows while it goes on and as labelled arrays in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...compress.base import Column, Mean
+from ...ops import on_gpu
+from ...store import Variable
+from ...torch.reducer import GradientReducer
+from .losses import Accuracy, CrossEntropy, Loss, Metric
+from .step import PHASES
+
+Array = npt.NDArray[Any]
+
+
+Layers = dict[str, Array]  # [layers] by column
+
+
+def count_nonzero(x: Array) -> int:
+    """Return how many of float32 values are not zero; on a GPU, too, where CuPy drops small ones.
+
+    Bits are compared, as CuPy's own arithmetic takes subnormal numbers for zero.
+    """
+    return int((x.view(np.uint32) << 1 != 0).sum() if on_gpu(x) else np.count_nonzero(x))
+
+
+def observe(reducer: GradientReducer, mean: Mean) -> Layers:
+    """Return what the aggregator has to say of each layer after the last reduce. Collective.
+
+    nonzero: int64[layers], how many values of all ranks' gradients are not zero; the counted
+    columns are shares of these, the others as they stand in mean, NaN where they do not
+    """
+    bucket, columns = reducer.bucket, reducer.aggregator.columns
+    counted = [name for name, column in columns.items() if column.counted]
+    counts = {name: np.zeros(len(bucket.names), np.int64) for name in ("nonzero", *counted)}
+    for flat in reducer.flats:
+        counts["nonzero"] += [count_nonzero(view) for view in bucket.views(flat)]
+        for name, of_rank in reducer.aggregator.observe(flat, bucket, mean).items():
+            counts[name] += of_rank
+    everyone = reducer.world.gather(counts)
+    total = {name: np.sum([each[name] for each in everyone], axis=0) for name in counts}
+    some = np.maximum(total["nonzero"], 1)  # a layer of zeros loses nothing
+    unknown = np.full(len(bucket.names), np.nan)
+    return {"nonzero": total["nonzero"]} | {
+        name: total[name] / some if name in total else mean.layers.get(name, unknown)
+        for name in columns
+    }
+
+
+SCHEMA = 1
+FGSM = "_fgsm"  # ends the name of a score of adversarial copies
+WINDOW_PHASES = "correction", "refresh", "local"
+
+
+class Quantity(NamedTuple):
+    """A column of a group; axes: behind that of the rows, which the first column labels."""
+
+    long_name: str
+    units: str = "1"
+    axes: tuple[str, ...] = ()
+    dtype: Any = np.float64
+
+
+Table = dict[str, Quantity]
+ITERATION = Quantity("iteration, from 0", dtype=np.int64)
+EPOCH = Quantity("epoch, from 1", dtype=np.int64)
+
+
+def _steps(loss: Loss, decided: Mapping[str, Column]) -> Table:
+    return {
+        "iteration": ITERATION,
+        "samples": Quantity("samples of the global batch", dtype=np.int64),
+        "loss": Quantity(f"{loss.label} of the global batch", loss.units),
+        "learning_rate": Quantity("learning rate"),
+        "loss_scale": Quantity("factor on the loss; a step is skipped where the next is half"),
+        "time_s": Quantity("time of a phase, the largest over processes", "s", ("phase",)),
+        "wire_bytes": Quantity(
+            "payload that a rank sends in a step, to ranks and to MPI's collectives",
+            "byte",
+            ("rank",),
+            np.int64,
+        ),
+        **{name: Quantity(each.long_name, each.units) for name, each in decided.items()},
+    }
+
+
+def _epochs(loss: Loss, scores: Mapping[str, str]) -> Table:
+    return {
+        "epoch": EPOCH,
+        **{name: Quantity(what) for name, what in scores.items()},
+        "test_loss": Quantity(f"mean {loss.label} of test samples", loss.units),
+        "time_s": Quantity("time of training and evaluation", "s"),
+    }
+
+
+def _layers(columns: Mapping[str, Column]) -> Table:
+    by = ("layer",)
+    return {
+        "iteration": ITERATION,
+        "nonzero": Quantity("non-zero gradient values of all ranks", "1", by, np.int64),
+        **{name: Quantity(each.long_name, each.units, by) for name, each in columns.items()},
+    }
+
+
+def _ranks(loss: Loss, scores: Mapping[str, str]) -> Table:
+    return {
+        "epoch": EPOCH,
+        "consensus_distance": Quantity(
+            "root mean square distance of the ranks' parameters to their mean"
+        ),
+        "worst_rank": Quantity(
+            "rank whose own model has the largest test loss; -1: unknown", dtype=np.int64
+        ),
+        **{name: Quantity(f"{what}, of that rank") for name, what in scores.items()},
+        "test_loss": Quantity(f"mean {loss.label}, of that rank", loss.units),
+    }
+
+
+WINDOWS = {
+    "iteration": Quantity("first iteration of a window", dtype=np.int64),
+    "violation": Quantity("mean square of what enters a stage less what is given", axes=("cut",)),
+    "time_s": Quantity("time of a phase, the largest over processes", "s", ("phase",)),
+    "busy_time_s": Quantity(
+        "processor time of a stage in forward and backward, the largest over shares",
+        "s",
+        ("phase", "stage"),
+    ),
+}
+
+
+class Record:
+    """Rows of steps, epochs and layers, of "ranks" that have own models, "windows" of stages.
+
+    ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
+    columns: what the aggregator offers of each layer
+    loss, metrics: what is trained, and what is told of the test samples beside it
+    copies: whether the first metric is told of adversarial copies too
+    stages: that the network is cut into
+    decided: what the controller offers of each step
+    tables: the columns of each group; scores: those of epochs that metrics give, and what they are
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        layers: Sequence[str],
+        columns: Mapping[str, Column] | None = None,
+        loss: Loss | None = None,
+        metrics: Sequence[Metric] = (Accuracy(),),
+        decided: Mapping[str, Column] | None = None,
+        *,
+        copies: bool = False,
+        own_models: bool = False,
+        stages: int = 1,
+    ) -> None:
+        self.ranks, self.layers, self.stages = ranks, list(layers), stages
+        loss = loss or CrossEntropy()
+        self.scores = {metric.column: metric.long_name for metric in metrics}
+        first = dict([*self.scores.items()][:1])
+        if copies:
+            self.scores |= {f"{name}{FGSM}": f"{what}, of copies" for name, what in first.items()}
+        self.tables = {
+            "steps": _steps(loss, decided or {}),
+            "epochs": _epochs(loss, self.scores),
+            "layers": _layers(columns or {}),
+        }
+        self.tables |= {"ranks": _ranks(loss, first)} if own_models else {}
+        self.tables |= {"windows": WINDOWS} if stages > 1 else {}
+        self.rows: dict[str, list[tuple[Any, ...]]] = {group: [] for group in self.tables}
+
+    def step(
+        self,
+        iteration: int,
+        samples: int,
+        loss: float,
+        learning_rate: float,
+        loss_scale: float,
+        time_ns: Array,
+        wire_bytes: Array,
+        decided: Mapping[str, float],
+    ) -> None:
+        """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
+        sent = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
+        row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
+        names = [*self.tables["steps"]][len(row) :]
+        self.rows["steps"].append((*row, *map(decided.__getitem__, names)))
+
+    def epoch(self, epoch: int, scores: Mapping[str, float], loss: float, time_s: float) -> None:
+        """Add an epoch; scores: of test samples, and of copies if there are some, by column."""
+        self.rows["epochs"].append((epoch, *map(scores.__getitem__, self.scores), loss, time_s))
+
+    def epoch_of_ranks(
+        self, epoch: int, distance: float, rank: int, score: float, loss: float
+    ) -> None:
+        """Add how far apart the ranks' models are, and the one whose test loss is largest."""
+        row = epoch, distance, rank, score, loss
+        self.rows["ranks"].append(row if self.scores else (*row[:3], loss))
+
+    def telemetry(self, iteration: int, layers: Layers) -> None:
+        """Add what was observed of the layers in a step."""
+        names = [*self.tables["layers"]][1:]
+        self.rows["layers"].append((iteration, *map(layers.__getitem__, names)))
+
+    def window(self, iteration: int, violation: Array, time_ns: Array, busy_time_ns: Array) -> None:
+        """Add a window: its first iteration, float64[cuts], int64[phases], [phases, stages]."""
+        self.rows["windows"].append((iteration, violation, time_ns / 1e9, busy_time_ns / 1e9))
+
+    def arrays(self) -> dict[str, dict[str, Array]]:
+        """Return each group's columns as plain arrays, from which restore makes the rows again."""
+        return {group: self._columns(group) for group in self.tables}
+
+    def _columns(self, group: str) -> dict[str, Array]:
+        labels, rows = self._labels(group), self.rows[group]
+        found = {}
+        for i, (name, each) in enumerate(self.tables[group].items()):
+            shape = len(rows), *(labels[axis].data.size for axis in each.axes)
+            found[name] = np.array([row[i] for row in rows], each.dtype).reshape(shape)
+        return found
+
+    def _labels(self, group: str) -> dict[str, Variable]:
+        """Return what labels the axes of a group behind that of the rows."""
+        axes: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
+            "steps": {
+                "phase": (PHASES, "phase of a step"),
+                "rank": (range(self.ranks), "rank, virtual ones included"),
+            },
+            "layers": {"layer": (self.layers, "parameter tensor")},
+            "windows": {
+                "cut": (range(1, self.stages), "cut, by the stage behind it"),
+                "stage": (range(self.stages), "stage"),
+                "phase": (WINDOW_PHASES, "phase of a window"),
+            },
+        }
+        return {
+            name: Variable((name,), np.array(values), what)
+            for name, (values, what) in axes.get(group, {}).items()
+        }
+
+    def restore(self, groups: Mapping[str, Mapping[str, Array]]) -> None:
+        """Take over rows that arrays returned; ranks that a run had before or has now send 0."""
+        count, before = groups["steps"]["wire_bytes"].shape
+        self.ranks = max(self.ranks, before)
+        wire_bytes = np.pad(groups["steps"]["wire_bytes"], ((0, 0), (0, self.ranks - before)))
+        steps = {"loss_scale": np.ones(count)} | {**groups["steps"], "wire_bytes": wire_bytes}
+        groups = {**groups, "steps": steps}  # older files have no scales
+        for group, table in self.tables.items():
+            self.rows[group] = list(zip(*(groups[group][name] for name in table), strict=True))
+
+    def groups(self) -> dict[str, dict[str, Variable]]:
+        """Return the groups as labelled arrays for store.write."""
+        found = {}
+        for group, columns in self.arrays().items():
+            table, (rows, *_) = self.tables[group], columns
+            of = {
+                name: Variable((rows, *each.axes), columns[name], each.long_name, each.units)
+                for name, each in table.items()
+            }
+            found[group] = {rows: of[rows]} | self._labels(group) | of  # labels first
+        return found

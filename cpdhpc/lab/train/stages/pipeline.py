@@ -1,0 +1,263 @@
+"""What a rank does that holds a stage: programs whose messages the engine carries.
+
+Stage k maps z_k to y_k; x is z_0. Of K stages, with a multiplier l_k of each cut (0 where there are
+none), the batch's mean of
+
+    cross entropy of y_K-1 + sum over cuts of beta / 2 |P (z_k - y_k-1)|^2 + <l_k, P (z_k - y_k-1)>
+
+is made small. P takes means of neighbouring values, scaled so that P P^T = 1; without filter it is
+1. What goes down from a cut is the gradient of that mean with respect to P y_k-1, times -1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ....collectives.engine import Exchange, Program
+from ..losses import LossFunction
+from ..step import naming_items
+from .cut import Filter, Stage, Wire
+from .section import Stages
+
+
+@dataclass
+class Kept:
+    """What a stage keeps of the samples of a batch: what enters it, and the multipliers."""
+
+    z: torch.Tensor
+    multiplier: torch.Tensor
+
+
+@dataclass
+class Done:
+    """What a program found.
+
+    loss: of the share, by the last stage; busy_ns: processor time of the thread, without waits
+    violation: sum of the squares of P (z - y) over values, of the cut before the stage
+    """
+
+    loss: float = 0.0
+    busy_ns: int = 0
+    error: Exception | None = None
+    violation: float = 0.0
+    values: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A share of a batch, as a stage takes it.
+
+    number: of the batch, by which stages keep what enters them; size: of all its samples
+    items: int64[b], the samples of this of so many shares
+    inputs, targets: for the first and the last stage; key: of what the network is to chance
+    """
+
+    number: int
+    items: npt.NDArray[np.int64]
+    shares: int
+    size: int
+    inputs: torch.Tensor | None
+    targets: torch.Tensor | None
+    key: int
+
+    @property
+    def count(self) -> int:
+        """Samples of the share."""
+        return len(self.items)
+
+    @property
+    def weight(self) -> float:
+        """Of a sample, where the mean over shares of their sums is the mean over the batch."""
+        return self.shares / self.size
+
+
+class Part:
+    """A stage at work on one share of the batches.
+
+    below, above: ranks of the stages before and after, None where there is none
+    below_shape: of a sample that enters; loss: of outputs and targets
+    kept: by number of the batch
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        given: Stages,
+        below: int | None,
+        above: int | None,
+        below_shape: tuple[int, ...],
+        loss: LossFunction,
+    ) -> None:
+        self.stage, self.given, self.below, self.above = stage, given, below, above
+        self.below_shape, self.loss, self.wire = below_shape, loss, Wire(given.wire)
+        self.filter_below = Filter(1 if below is None else given.filter, below_shape)
+        self.filter_above = Filter(1 if above is None else given.filter, stage.shape)
+        self.kept: dict[int, Kept] = {}
+
+    def serial(self, work: Work, train: bool) -> Program[Done]:
+        """Forward and backward through all stages in turn.
+
+        train: leave gradients of parameters; else what enters the stages is computed anew and kept,
+            with its gradient, as a step of z or as multipliers
+        """
+        done, z = Done(), work.inputs
+        if not work.count:
+            return done
+        if self.below is not None:
+            z = yield from self._receive(self.below, work.count, self.below_shape)
+        assert z is not None, "the first stage has inputs"
+        needed = train or self.below is not None  # a gradient of anything here
+        with torch.set_grad_enabled(needed), _busy(done):
+            z, y = self._forward(z, work, done)
+        direction = None
+        if self.above is not None:
+            yield from self._send(self.above, y)
+            if needed:
+                direction = yield from self._receive(self.above, work.count, self.stage.shape)
+        with _busy(done):
+            gradient = self._backward(z, y, direction, train, done) if needed else None
+        if self.below is not None:
+            assert gradient is not None, "it was asked for"
+            if train or self.stage.index > 1:  # the first stage has nothing else to compute
+                yield from self._send(self.below, gradient)
+            if not train:
+                with _busy(done):
+                    self._keep(z.detach(), gradient, work)
+        return done
+
+    def _keep(self, y: torch.Tensor, gradient: torch.Tensor, work: Work) -> None:
+        """Keep what came from the stage below, and its gradient in what the method has for it.
+
+        The multipliers begin where z, which is y, would stay if z_rate is 1.
+        """
+        below, given = self.filter_below, self.given
+        step = given.z_rate / work.weight * gradient
+        if given.method == "lagrangian":
+            self.kept[work.number] = Kept(y, -below.means(step))
+        else:
+            zeros = torch.zeros(work.count, *below.shape)
+            self.kept[work.number] = Kept(y - step / given.beta, zeros)
+
+    def local(self, work: Work, last: bool) -> Program[Done]:
+        """Forward and backward of this stage alone, from what it keeps of a batch.
+
+        last: no step of the batch follows, and what is kept of it goes
+        """
+        done = Done()
+        if not work.count:
+            return done
+        kept = None if self.below is None else self.kept[work.number]
+        z = work.inputs if kept is None else kept.z
+        assert z is not None, "the first stage has inputs"
+        with _busy(done):
+            z, y = self._forward(z, work, done)
+        if self.above is not None:
+            with _busy(done):
+                means = self.filter_above.means(y.detach())
+            yield from self._send(self.above, means)
+        pull = came = None
+        if self.below is not None and kept is not None:
+            came = yield from self._receive(self.below, work.count, self.filter_below.shape)
+            with _busy(done):
+                residual = self.filter_below.means(z.detach()) - came
+                pull = work.weight * (kept.multiplier + self.given.beta * residual)
+                done.violation, done.values = float(residual.double().square().sum()), came.numel()
+            yield from self._send(self.below, pull)
+        direction = None
+        if self.above is not None:
+            direction = yield from self._receive(self.above, work.count, self.filter_above.shape)
+        with _busy(done):
+            if direction is not None:
+                direction = -self.filter_above.spread(direction)
+            gradient = self._backward(z, y, direction, True, done)
+            if kept is not None and last:
+                del self.kept[work.number]
+            elif kept is not None and came is not None and pull is not None:
+                assert gradient is not None, "what is kept requires one"
+                self._move(kept, gradient + self.filter_below.spread(pull), came, work.weight)
+        return done
+
+    def _move(self, kept: Kept, gradient: torch.Tensor, came: torch.Tensor, weight: float) -> None:
+        """Step along the negative gradient, and let the multipliers follow the residual."""
+        given = self.given
+        kept.z = kept.z - given.z_rate / (given.beta * weight) * gradient
+        if given.method == "lagrangian":
+            residual = self.filter_below.means(kept.z) - came
+            kept.multiplier = kept.multiplier + given.beta * residual
+
+    def _forward(
+        self, z: torch.Tensor, work: Work, done: Done
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what enters, with a gradient to come, and the outputs, of the last stage the loss.
+
+        Where the blocks fail these are NaN, and done has the error: other ranks wait for them.
+        """
+        if self.below is not None:
+            z = z.detach().requires_grad_(torch.is_grad_enabled())
+        torch.default_generator.manual_seed(work.key)
+        try:
+            y = self.stage.blocks(z)
+            if y.shape != (work.count, *self.stage.shape):
+                raise ValueError(
+                    f"stage {self.stage.index} gives {list(y.shape)} for {work.count} samples: "
+                    f"should be {[work.count, *self.stage.shape]}"
+                )
+            if self.above is None:
+                assert work.targets is not None, "the last stage has targets"
+                with naming_items(work.items):
+                    y = self.loss(y, work.targets)
+                y = y * (work.count * work.shares / work.size)
+                done.loss = float(y.detach())
+        except Exception as error:
+            done.error = error
+            y = torch.full((work.count, *self.stage.shape), torch.nan)
+        return z, y
+
+    def _backward(
+        self,
+        z: torch.Tensor,
+        y: torch.Tensor,
+        direction: torch.Tensor | None,
+        train: bool,
+        done: Done,
+    ) -> torch.Tensor | None:
+        """Return the gradient of what enters, None for the first stage.
+
+        direction: the gradient of y; None: 1. train: leave that of parameters in p.grad
+        """
+        try:
+            if done.error is None and train:
+                y.backward(torch.ones_like(y) if direction is None else direction)  # type: ignore[no-untyped-call]
+            elif done.error is None:
+                z.grad = torch.autograd.grad(y, z, direction)[0]
+        except Exception as error:
+            done.error = error
+        if self.below is None:
+            return None
+        return torch.full_like(z, torch.nan) if done.error or z.grad is None else z.grad
+
+    def _send(self, to: int, x: torch.Tensor) -> Generator[Exchange, npt.NDArray[np.uint8], None]:
+        yield Exchange(to, self.wire.encode(x), None, 0, 0, [], [self.stage.index])
+
+    def _receive(
+        self, source: int, count: int, shape: tuple[int, ...]
+    ) -> Generator[Exchange, npt.NDArray[np.uint8], torch.Tensor]:
+        whole = (count, *shape)
+        place = np.empty(self.wire.size_bytes(int(np.prod(whole))), np.uint8)
+        came = yield Exchange(None, None, source, place.size, 0, [self.stage.index], [], place)
+        return self.wire.decode(came, whole)
+
+
+@contextmanager
+def _busy(done: Done) -> Iterator[None]:
+    """Add the processor time of a block of statements."""
+    began = time.thread_time_ns()
+    yield
+    done.busy_ns += time.thread_time_ns() - began

@@ -1,0 +1,129 @@
+"""[stages] of a job file, and which rank holds which stage of which share of the batches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ....config import Above0, Positive, Section
+from ....ops.payloads import parse_wire
+from ....world.mpi import World
+from ....world.ranks import Loopback, Ranks
+
+
+def _check_wire(wire: str) -> str:
+    parse_wire(wire, "stages")
+    return wire
+
+
+class Stages(Section):
+    """[stages]: the network cut into stages that train at the same time, on ranks of their own.
+
+    count: of stages; 1: the network is not cut
+    cut: blocks that the second and further stages begin with, from 0; by default stages are cut so
+        that the largest has as few parameters as can be
+    method: what holds stages together between corrections, "penalty" or "lagrangian" (penalty and
+        multipliers)
+    beta: factor of half the squared residual; z_rate: step of what enters a stage, in 1 / beta
+    correction: share of the iterations that go through all stages in turn, as ordinary training
+    refresh_every: iterations after which what enters the stages is computed anew
+    local_steps: steps of all stages on each batch that is not a correction
+    filter: of this many values, or pixels by pixels, only the mean is compared and sent
+    wire: format of what travels between stages, raw or a packed one with a scale for each tile
+    """
+
+    count: Positive = 1
+    cut: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    method: Literal["penalty", "lagrangian"] = "penalty"
+    beta: Above0 = 1.0
+    z_rate: Above0 = 1.0
+    correction: Annotated[float, Field(ge=0, le=1)] = 0.5
+    refresh_every: Positive = 16
+    local_steps: Positive = 1
+    filter: Positive = 1
+    wire: Annotated[str, AfterValidator(_check_wire)] = "raw"
+
+    @model_validator(mode="after")
+    def _cut_once_a_stage(self) -> Stages:
+        if self.cut and len(self.cut) != self.count - 1:
+            raise ValueError(f"cut={list(self.cut)}: should be {self.count - 1}, one a cut")
+        if list(self.cut) != sorted(set(self.cut)):
+            raise ValueError(f"cut={list(self.cut)}: should ascend")
+        return self
+
+    def layout(self, processes: int) -> tuple[int, int]:
+        """Return (processes of a copy of the network, copies) on so many processes.
+
+        Raises ValueError unless stages and processes are multiples of one another.
+        """
+        if processes <= self.count and self.count % processes == 0:
+            return processes, 1
+        if processes % self.count == 0:
+            return self.count, processes // self.count
+        raise ValueError(
+            f"stages.count={self.count} on {processes} processes: their number should divide it, "
+            "or be a multiple of it"
+        )
+
+    def corrections(self, first: int, count: int) -> int:
+        """Return how many of the iterations first .. first + count - 1 are corrections."""
+        return int((first + count) * self.correction) - int(first * self.correction)
+
+
+class Placement:
+    """Which rank holds which stage of which share. Collective.
+
+    A rank is a stage of a share: of a share's stages each process holds as many as another. The
+    hosted ranks of a process are its stages in turn, of each the shares.
+
+    given: [stages]; world: of the training, whose virtual ranks are shares
+    world: of all ranks; group: of the ranks that hold the same stages here
+    shares: of each batch; here: those of this process; stages: that it holds
+    Raises ValueError on all processes alike where stages do not go with processes.
+    """
+
+    def __init__(self, given: Stages, world: Ranks) -> None:
+        across, copies = given.layout(world.processes)
+        each, place = world.virtual_ranks, world.process % across
+        stages = given.count // across
+        self.count, self.shares, self.across, self.each = given.count, copies * each, across, each
+        self.stages = range(place * stages, (place + 1) * stages)
+        first = world.process // across * each
+        self.here = range(first, first + each)
+        if isinstance(world, World) and world.processes > 1:
+            every = range(world.processes)
+            virtual, timeout_s = each * stages, world.timeout_s
+            whole = world.part(every, virtual_ranks=virtual, timeout_s=timeout_s)
+            assert whole is not None, "every process is in it"
+            self.world: Ranks = whole
+        else:
+            self.world = Loopback(each * stages)
+        self.group: Ranks | None = self.world.split(place) if copies > 1 else None
+
+    def rank(self, stage: int, share: int) -> int:
+        """Return the rank that holds a stage of a share."""
+        copy, number = divmod(share, self.each)
+        process = copy * self.across + stage // len(self.stages)
+        local = stage % len(self.stages) * self.each + number
+        return process * self.world.virtual_ranks + local
+
+    def stage(self, rank: int) -> int:
+        """Return the stage of a rank."""
+        process, local = divmod(rank, self.world.virtual_ranks)
+        return process % self.across * len(self.stages) + local // self.each
+
+    def share(self, rank: int) -> int:
+        """Return the share of a rank."""
+        process, local = divmod(rank, self.world.virtual_ranks)
+        return process // self.across * self.each + local % self.each
+
+    def group_of(self, stage: int) -> Ranks:
+        """Return a world of a stage's shares: one of its own where a process holds them all."""
+        return Loopback(self.each) if self.group is None else self.group
+
+    def free(self) -> None:
+        """Free the worlds. Collective."""
+        if self.group is not None:
+            self.group.free()
+        self.world.free()

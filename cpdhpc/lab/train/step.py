@@ -1,0 +1,333 @@
+"""One step of training: a global batch, its gradient on every hosted rank, the mean, the update."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...compress.base import Mean
+from ...config import ConfigError, UserError
+from ...ops import tensors
+from ...partition import split
+from ...randomness import random_key
+from ...torch.loss_scaling import LossScaler
+from ...world.ranks import Loopback, Ranks
+from .adversary import Adversary
+from .data import Samples, shard
+from .device import device_of, taken
+from .loader import Prefetched
+from .losses import LossFunction, Metric, MetricFunction, TargetError
+from .update import Update
+
+Array = npt.NDArray[Any]
+
+FORWARD = 4  # stream of random numbers: of the model, as dropout
+_NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its own ranks
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """loss: of the global batch; time_ns: int64[phases], the slowest process's;
+    wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0;
+    norms: float64[ranks + 1], of all ranks and of the mean, where they were measured."""
+
+    loss: float
+    time_ns: Array
+    wire_bytes: Array
+    signal: int
+    norms: Array | None = None
+
+
+def exchange(
+    world: Ranks,
+    losses: list[float],
+    time_ns: list[int],
+    sent: Array,
+    signal: int,
+    norms: Array | None = None,
+) -> Exchanged:
+    """Return what all processes say. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
+
+    losses: one per hosted rank, their mean over all ranks is the loss of the batch
+    sent: int64[hosted], cumulative bytes
+    norms: float64[hosted + 1] of 0 or more: ranks + 1 words more; or None on all processes
+    """
+    ranks, hosted = world.ranks, slice(world.hosted.start, world.hosted.stop)
+    tail = [*time_ns, signal] if norms is None else [*norms[-1:].view(np.int64), *time_ns, signal]
+    rows = [np.array(losses, np.float64).view(np.int64), sent]  # bits: only one rank's
+    rows += [] if norms is None else [norms[:-1].view(np.int64)]
+    words = np.full(len(rows) * ranks + len(tail), _NOTHING, np.int64)
+    for i, row in enumerate(rows):
+        words[i * ranks : (i + 1) * ranks][hosted] = row
+    words[len(rows) * ranks :] = tail
+    words = world.max(words)
+    return Exchanged(
+        loss=fsum(words[:ranks].view(np.float64)) / ranks,
+        time_ns=words[-1 - len(time_ns) : -1],
+        wire_bytes=words[ranks : 2 * ranks],
+        signal=int(words[-1]),
+        norms=None if norms is None else words[2 * ranks : 3 * ranks + 1].view(np.float64),
+    )
+
+
+CHUNK = 1000  # samples that are evaluated at once, at most
+LARGEST_BYTES = 2**28  # of what a layer gives for them: a few such tensors live at once
+KEPT_BYTES = 2**30  # of what all layers give, where backward keeps it
+
+
+def samples_at_once(model: torch.nn.Module, samples: Samples, keeps: bool = False) -> int:
+    """Return how many samples are evaluated at once: CHUNK, or fewer if their layers are large.
+
+    By a forward of the first one, which is collective where images are split.
+    keeps: whether backward follows, as for adversarial copies
+    """
+    sizes, training = [1], model.training
+
+    def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        several = output if isinstance(output, tuple | list) else (output,)
+        sizes.extend(each.nbytes for each in several if isinstance(each, torch.Tensor))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.eval()(taken(samples, np.zeros(1, np.int64), 0, device_of(model))[0])
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    most = KEPT_BYTES // sum(sizes) if keeps else LARGEST_BYTES // max(sizes)
+    return max(1, min(CHUNK, most))
+
+
+def evaluate(
+    model: torch.nn.Module,
+    world: Ranks,
+    samples: Samples,
+    loss: LossFunction,
+    metrics: Sequence[Metric],
+    sharing: int = 1,
+    at_once: int = CHUNK,
+) -> tuple[list[float], float]:
+    """Return (scores by the metrics, loss), over all targets of all samples. Collective.
+
+    Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
+    sharing: consecutive ranks that go through a part together, as their images are split
+    at_once: samples that go through the model together; see samples_at_once
+    Raises on all ranks alike what any rank raises; where images are split on that rank alone.
+    """
+    model.eval()
+    shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
+
+    def of_hosted() -> list[list[Sum]]:
+        functions = [metric.build() for metric in metrics]
+        return [_part(model, samples, loss, functions, at_once, *share) for share in shares]
+
+    # Where images are split forward has messages: the other ranks may wait in it.
+    parts = of_hosted() if sharing > 1 else world.agreed(of_hosted, "evaluation", Exception)
+    model.train()
+    everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
+    sums = [zip(*each, strict=True) for each in zip(*everywhere, strict=True)]
+    (loss_sum, targets), *others = ((fsum(values), sum(counts)) for values, counts in sums)
+    mean_loss = loss_sum / targets
+    means = (values / count if count else mean_loss for values, count in others)
+    return [metric.score(mean) for metric, mean in zip(metrics, means, strict=True)], mean_loss
+
+
+def evaluate_each(
+    update: Update, samples: Samples, loss: LossFunction, metric: Metric, at_once: int = CHUNK
+) -> list[tuple[float, float]]:
+    """Return (score, loss) of each rank's own model on all samples. Collective. See evaluate.
+
+    Raises on all ranks alike what any rank raises.
+    """
+
+    def own() -> list[tuple[float, float]]:
+        found, alone = [], Loopback()
+        for hosted in range(update.world.virtual_ranks):
+            update.begin(hosted)
+            given = update.model, alone, samples, loss, [metric], 1, at_once
+            (score,), mean_loss = evaluate(*given)
+            found.append((score, mean_loss))
+        return found
+
+    everyone = update.world.gather_from(own, "evaluation")
+    return [scores for process in everyone for scores in process]
+
+
+Sum = tuple[float, int]  # of values, and their number
+
+
+@torch.no_grad()
+def _part(
+    model: torch.nn.Module,
+    samples: Samples,
+    loss: LossFunction,
+    metrics: Sequence[MetricFunction | None],
+    at_once: int,
+    start: int,
+    stop: int,
+) -> list[Sum]:
+    """Return the sums of losses, and of the values of each metric; of None there are none."""
+    values = [list[float]() for _ in (loss, *metrics)]
+    chunks = [np.arange(at, min(at + at_once, stop)) for at in range(start, stop, at_once)]
+    if isinstance(samples, Prefetched):
+        samples.plan((index, 0) for index in chunks)
+    for index in chunks:
+        inputs, targets = taken(samples, index, 0, device_of(model))
+        outputs = model(inputs)
+        with naming_items(index):
+            values[0] += tensors.listed(loss(outputs, targets, reduction="none"))
+            for found, metric in zip(values[1:], metrics, strict=True):
+                if metric is not None:
+                    found += tensors.listed(metric(outputs, targets))
+    return [(fsum(each), len(each)) for each in values]
+
+
+@contextmanager
+def naming_items(index: Array) -> Iterator[None]:
+    """Name the item where the block raises TargetError. index: int64[b], the items of the batch."""
+    try:
+        yield
+    except TargetError as error:
+        raise ConfigError(f"data: item {index[error.row]}: {error}") from None
+
+
+PHASES = ("data", "forward_backward", "reduce", "optimizer")
+
+
+@dataclass
+class Stopwatch:
+    """Nanoseconds spent in each phase."""
+
+    time_ns: list[int]
+    last_ns: int
+
+    @classmethod
+    def start(cls) -> Stopwatch:
+        """Return a stopwatch that runs from now on."""
+        return cls([0] * len(PHASES), time.perf_counter_ns())
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last call to a phase."""
+        now = time.perf_counter_ns()
+        self.time_ns[PHASES.index(phase)] += now - self.last_ns
+        self.last_ns = now
+
+
+@dataclass(frozen=True)
+class Step:
+    """losses: of each hosted rank, whose mean over all ranks is the loss of the batch
+
+    mean: None where a gradient overflowed, and the step was skipped
+    """
+
+    losses: list[float]
+    mean: Mean | None
+    time_ns: list[int]
+
+
+def step(
+    update: Update,
+    samples: Samples,
+    batch: Array,
+    loss: LossFunction,
+    sharing: int = 1,
+    seed: int = 0,
+    scaler: LossScaler | None = None,
+    adversary: Adversary | None = None,
+) -> Step:
+    """Train on one global batch. Collective.
+
+    samples: all of training; batch: int64[b], the same on all ranks; loss: what becomes small
+    sharing: consecutive ranks that take the same samples, whose images are split over them
+    seed: of what samples are to chance
+    scaler: of the loss; None: nothing is scaled or skipped
+    adversary: what makes copies of samples that are trained on too; None: there are none
+    Raises on all ranks alike, with the model untouched, NonFiniteGradient, and UserError for what
+    forward or backward raised on any rank; where images are split the latter on that rank alone.
+    """
+    world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
+    shares = world.ranks // sharing
+    iteration = update.reducer.iteration
+    stream = update.reducer.seed, FORWARD, iteration
+    for hosted, rank in enumerate(world.hosted):
+        update.reducer.begin(hosted)
+        update.begin(hosted)
+        try:
+            part, parts = adversary.part(rank) if adversary else (rank // sharing, shares)
+            share = shard(batch, parts, part)
+            inputs, targets = taken(samples, share, seed, update.reducer.device)
+            watch.lap("data")
+            tensors.seed(random_key(*stream, part)[0], update.reducer.device)  # of dropout
+            scale = update.reducer.loss_scale
+            weight = len(inputs) * parts / batch.size
+            given = update.optimizer, inputs, targets, loss, weight, scale
+            with naming_items(share):
+                if adversary:
+                    losses.append(adversary.backward(rank, iteration, *given))
+                else:
+                    losses.append(backward(model, *given))
+        except Exception as error:
+            if sharing > 1:  # forward has messages: the other ranks may wait in it
+                raise
+            update.reducer.fail(_told(error, iteration, rank))
+            losses.append(0.0)
+        watch.lap("forward_backward")
+        update.keep(hosted)
+        watch.lap("reduce")
+    mean = update.reduce() if scaler is None else scaler.reduce(update.reduce)
+    watch.lap("reduce")
+    if adversary:
+        adversary.share()
+        adversary.remember(iteration)
+    if mean is not None:
+        update.step()
+    watch.lap("optimizer")
+    return Step(losses, mean, watch.time_ns)
+
+
+def _told(error: Exception, iteration: int, rank: int) -> UserError:
+    """Return a line for what a rank's forward or backward raised, with the place in its file."""
+    if isinstance(error, UserError):
+        return error
+    others = Path(torch.__file__).parent, Path(__file__).parents[2]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(Path(f.filename).is_relative_to(o) for o in others)]
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    said = " ".join(str(error).split())
+    return UserError(
+        f"rank {rank} | iteration {iteration}: forward or backward: "
+        f"{type(error).__name__}{place}: {said}"
+    )
+
+
+def backward(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    loss: LossFunction,
+    weight: float = 1.0,
+    scale: float = 1.0,
+) -> float:
+    """Leave in p.grad the gradient of this rank's share times scale, and return its loss.
+
+    weight: of the mean over a share's b samples, b * shares / batch, so that the mean over shares,
+        and over ranks, is the mean over the batch; exactly 1 where the batch divides evenly
+    """
+    optimizer.zero_grad(set_to_none=True)
+    if not len(inputs):
+        return 0.0
+    weighted = loss(model(inputs), targets) * weight
+    weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
+    return float(tensors.listed(weighted)[0])

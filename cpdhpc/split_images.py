@@ -1,0 +1,5 @@
+"""The former name of cpdhpc.torch.split_images, for one version."""
+
+from .lazy import formerly
+
+__getattr__, __dir__ = formerly(__name__, "cpdhpc.torch.split_images")

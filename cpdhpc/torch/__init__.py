@@ -1,0 +1,64 @@
+"""The library for torch: gradients of few bits, optimisers, split images, rounded layers.
+
+Gradients:
+    GradientReducer     averages a model's gradients over the ranks, after backward or during it
+    ddp_hook            the same in DistributedDataParallel; fsdp_hook in FullyShardedDataParallel
+    LossScaler          multiplies losses for gradients of few bits
+
+Optimisers whose steps follow each layer's norm: Lars, Larc, Lamb, NovoGrad, AdamP
+
+Modules, loaded when they are first used:
+    cpdhpc.torch.controllers    learning rate and batch, by schedules and by the gradient noise
+    cpdhpc.torch.precision      products, layers and networks in small formats; Recorder
+    cpdhpc.torch.quantized      networks of integers only
+    cpdhpc.torch.split_images   networks whose images are split over ranks
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import controllers as controllers
+    from . import precision as precision
+    from . import quantized as quantized
+    from . import split_images as split_images
+    from .ddp import ddp_hook as ddp_hook
+    from .fsdp import fsdp_hook as fsdp_hook
+    from .layerwise import AdamP as AdamP
+    from .layerwise import Lamb as Lamb
+    from .layerwise import Larc as Larc
+    from .layerwise import Lars as Lars
+    from .layerwise import NovoGrad as NovoGrad
+    from .loss_scaling import LossScaler as LossScaler
+    from .reducer import GradientReducer as GradientReducer
+else:
+    from ..lazy import lazily as _lazily
+
+    __getattr__, __dir__ = _lazily(
+        __name__,
+        {
+            **dict.fromkeys(("controllers", "precision", "quantized", "split_images"), ""),
+            **dict.fromkeys(("AdamP", "Lamb", "Larc", "Lars", "NovoGrad"), "layerwise"),
+            "GradientReducer": "reducer",
+            "LossScaler": "loss_scaling",
+            "ddp_hook": "ddp",
+            "fsdp_hook": "fsdp",
+        },
+    )
+
+__all__ = [
+    "AdamP",
+    "GradientReducer",
+    "Lamb",
+    "Larc",
+    "Lars",
+    "LossScaler",
+    "NovoGrad",
+    "controllers",
+    "ddp_hook",
+    "fsdp_hook",
+    "precision",
+    "quantized",
+    "split_images",
+]

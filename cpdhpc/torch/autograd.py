@@ -1,0 +1,133 @@
+"""Exchanges of torch tensors that gradients flow through: each operation is the other's backward.
+
+Every rank has a graph of its own, so a rank whose loss does not use an exchanged tensor would never
+run the exchange's backward while the others wait for it: join the tensor to its loss. Calls carry
+numbers, so that ranks whose graphs differ are told, not given each other's data: the n-th call
+of a plan has the number n, and its backward BACKWARD + n. A rank that never comes ends the job by
+its world's time-out; either way rank, plan and operation are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..darray.plan import WindowPlan
+
+BACKWARD = 1_000_000  # is added to a call's number for its backward, and taken off for the next
+
+Tensor = torch.Tensor
+
+
+_calls: WeakKeyDictionary[WindowPlan, count[int]] = (
+    WeakKeyDictionary()
+)  # of each plan, numbered from 1
+
+
+def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
+    """Return the tensor on the plan's window; its backward is accumulate. Collective.
+
+    x: owned.shape + further axes, and on all ranks requiring a gradient or on none; not changed
+    The backward is collective too, may be differentiated again, and takes gradients of any strides.
+    Raises as WindowPlan.exchange.
+    """
+    _check("exchange: x", x, plan)
+    y: Tensor = _exchange(x, plan, _next(plan), False)
+    return y
+
+
+def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
+    """Return the sums at the owned cells; its backward is exchange, without fills. Collective.
+
+    y: window.shape + further axes; all else as exchange
+    """
+    _check("accumulate: y", y, plan)
+    x: Tensor = _accumulate(y, plan, _next(plan))
+    return x
+
+
+def join(loss: Tensor, *tensors: Tensor) -> Tensor:
+    """Return the loss as it is, with the tensors in its graph; each gets a gradient of zeros.
+
+    For a rank whose loss does not use an exchanged tensor that other ranks use: their backward
+    needs this rank's. What the tensors hold, even NaN, does not matter.
+    """
+    joined: Tensor = _join(loss, *tensors)
+    return joined
+
+
+def _check(what: str, x: Any, plan: WindowPlan) -> None:
+    """Raise TypeError on all ranks where x is no tensor that can be exchanged."""
+    problem = None
+    if not isinstance(x, Tensor):
+        problem = f"{what} is {type(x).__name__}: must be a torch tensor"
+    elif x.layout != torch.strided:
+        problem = f"{what} is {x.layout}: must be strided"
+    if problem is not None:
+        raise plan.world.refuse(TypeError(problem))[0]
+
+
+def _next(plan: WindowPlan) -> int:
+    return next(_calls.setdefault(plan, count(1))) % BACKWARD
+
+
+def _backward_of(number: int) -> int:
+    return number + (BACKWARD if number < BACKWARD else -BACKWARD)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return a tensor without graph, as a copy where elements share memory or are lazy."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    shared = any(s == 0 and n > 1 for s, n in zip(plain.stride(), plain.shape, strict=True))
+    return plain.contiguous() if shared else plain
+
+
+class _Exchange(torch.autograd.Function):
+    """linear: without what lies beyond the domain, as the transpose of accumulate is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: WindowPlan, number: int, linear: bool) -> Tensor:
+        ctx.plan, ctx.number = plan, number
+        y: Tensor = plan.exchange(_readable(x), number=number)
+        for fill in plan.fills if linear else ():
+            y[fill.target.slices(plan.window.start)] = 0
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        number = _backward_of(ctx.number)
+        return _accumulate(gradients[0], ctx.plan, number), None, None, None
+
+
+class _Accumulate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, plan: WindowPlan, number: int) -> Tensor:
+        ctx.plan, ctx.number = plan, number
+        total: Tensor = plan.accumulate(_readable(y), number=number)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        number = _backward_of(ctx.number)
+        return _exchange(gradients[0], ctx.plan, number, True), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[0], *(torch.zeros_like(each) for each in ctx.saved_tensors)
+
+
+# torch declares apply without types
+_exchange: Callable[..., Any] = _Exchange.apply
+_accumulate: Callable[..., Any] = _Accumulate.apply
+_join: Callable[..., Any] = _Join.apply

@@ -1,0 +1,363 @@
+"""Optimisers that adapt each layer's step to its weights: LARS, LARC, LAMB, NovoGrad, AdamP.
+
+Ordinary torch optimisers: `cpdhpc.torch.Lamb(model.parameters(), lr=0.01)`. A layer is a parameter
+tensor. They see averaged gradients, so all ranks take the same step without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, overload
+
+import torch
+
+from ..ops.tensors import values_of
+
+Tensor = torch.Tensor
+Group = dict[str, Any]
+State = dict[str, Tensor]
+Parameters = Iterable[Tensor] | Iterable[Group]
+
+EXCLUDES: dict[str, Callable[[Tensor], bool]] = {  # what is neither decayed nor adapted
+    "one_dimensional": lambda p: p.ndim <= 1,  # biases, and scales and shifts of norms
+    "none": lambda p: False,
+}
+FINITE = (lambda x: 0 <= x < math.inf, "0 or more")
+SHARE = (lambda x: 0 <= x < 1, "0 or more and below 1")
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # of numbers; and how it is said
+    **dict.fromkeys(("lr", "weight_decay", "eps", "delta", "clip_global_norm"), FINITE),
+    "trust": (lambda x: 0 < x < math.inf, "above 0 and finite"),
+    "momentum": SHARE,
+    "decay_share": (lambda x: 0 <= x <= 1, "0 to 1"),
+}
+
+
+def norm(x: Tensor) -> Tensor:
+    """Return the 2-norm of all values, float64[], so that squares neither overflow nor vanish."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64)
+
+
+class LayerWise(torch.optim.Optimizer):
+    """An optimiser whose rule sees one parameter at a time.
+
+    Raises ValueError for numbers out of range and an unknown exclude; a step TypeError for
+    parameters that are complex, and gradients that are sparse.
+    """
+
+    def __init__(self, params: Parameters, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check(type(self).__name__, group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Change the parameters that have a gradient; closure, where given, makes them first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = [(p, group) for group in self.param_groups for p in group["params"]]
+        given = [(p, p.grad, group) for p, group in found if p.grad is not None and p.numel()]
+        for p, gradient, _ in given:
+            if p.is_complex() or gradient.is_sparse:
+                raise TypeError(
+                    f"{type(self).__name__}.step: a parameter of {p.dtype} with a gradient of "
+                    f"{gradient.layout}: must be real and dense"
+                )
+        scale = self.scale_of_gradients([gradient for _, gradient, _ in given])
+        for p, gradient, group in given:
+            self.update(p, gradient if scale is None else gradient * scale, self.state[p], group)
+        return loss
+
+    def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
+        """Return what all gradients are multiplied by first; None for nothing."""
+        return None
+
+    @abstractmethod
+    def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """Change one parameter; state is what it keeps, empty at first."""
+
+
+def _check(name: str, group: Group) -> None:
+    for key, (allows, said) in ALLOWED.items():
+        if key not in group:
+            continue
+        number = _is_number(group[key])
+        if not (number and allows(group[key])):
+            should = said if number else f"a number, {said}"
+            raise ValueError(f"{name}: {key}={group[key]!r}: must be {should}")
+    betas = group.get("betas", (0.0, 0.0))
+    pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_number, betas))
+    if not (pair and all(map(SHARE[0], betas))):
+        raise ValueError(f"{name}: betas={betas!r}: must be two numbers, each {SHARE[1]}")
+    if group.get("exclude", "none") not in EXCLUDES:
+        known = ", ".join(EXCLUDES)
+        raise ValueError(f"{name}: exclude={group['exclude']!r}: known are {known}")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):  # as torch's optimisers take a rate
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _excluded(p: Tensor, group: Group) -> bool:
+    return EXCLUDES[group["exclude"]](p)
+
+
+def _zeros(state: State, name: str, p: Tensor) -> Tensor:
+    """Return an array of the state, zeros like p at first."""
+    if name not in state:
+        state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return state[name]
+
+
+def _count(state: State) -> int:
+    """Return the number of this step, from 1."""
+    state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
+    return int(state["step"])
+
+
+def _ratio(above: Tensor, below: Tensor, p: Tensor) -> Tensor:
+    """Return above / below in p's dtype; 1 where one of them is 0."""
+    return torch.where(above * below == 0, torch.ones_like(above), above / below).to(p.dtype)
+
+
+def _adapting(p: Tensor, gradient: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return trust |w| and |g| + weight decay |w|, or 0 where |g| is: their ratio is the rate."""
+    weights, gradients = norm(p), norm(gradient)
+    decayed = gradients + group["weight_decay"] * weights
+    return group["trust"] * weights, torch.where(gradients > 0, decayed, gradients)
+
+
+class Lars(LayerWise):
+    """Layer-wise adaptive rate scaling: momentum whose rate follows |w| / |g|.
+
+    trust: the paper's eta; the rate is inside the momentum, as in the paper
+    Source: You, Gitman, Ginsburg: Large batch training of convolutional networks,
+    arXiv 1708.03888, equation 6 and algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        exclude: str = "one_dimensional",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust=trust,
+            exclude=exclude,
+        )
+
+    def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """See LayerWise.update."""
+        rate = torch.ones((), dtype=p.dtype, device=p.device)
+        if not _excluded(p, group):
+            rate = _ratio(*_adapting(p, gradient, group), p)
+            gradient = gradient + group["weight_decay"] * p
+        velocity = _zeros(state, "momentum", p)
+        velocity.mul_(group["momentum"]).add_(group["lr"] * rate * gradient)
+        p.sub_(velocity)
+
+
+class Larc(Lars):
+    """LARS whose rate of a layer is never above the global one.
+
+    The momentum is that of torch's SGD: the rate stands outside of it.
+    trust: times |w| / |g| is the rate of a layer
+    Source: You, Gitman, Ginsburg, arXiv 1708.03888; the bound by the global rate is known as LARC
+    from NVIDIA's apex.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.02,
+        exclude: str = "one_dimensional",
+    ) -> None:
+        super().__init__(params, lr, momentum, weight_decay, trust, exclude)
+
+    def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """See LayerWise.update."""
+        if not _excluded(p, group):
+            above, below = _adapting(p, gradient, group)
+            bound = group["lr"] * torch.ones_like(above)
+            local = torch.where((above > 0) & (below > 0), above / below, bound)
+            share = (local / bound).clamp(max=1.0) if group["lr"] > 0 else local * 0
+            gradient = (gradient + group["weight_decay"] * p) * share.to(p.dtype)
+        velocity = _zeros(state, "momentum", p)
+        velocity.mul_(group["momentum"]).add_(gradient)
+        p.sub_(group["lr"] * velocity)
+
+
+class Lamb(LayerWise):
+    """Adam whose step of a layer is as long as its weights.
+
+    clip_global_norm: gradients of all layers together are scaled to this 2-norm at most; 0: off
+    trust_clip: |w| / |step| is 1 at most (LAMBC)
+    Source: You et al.: Large batch optimization for deep learning: training BERT in 76 minutes,
+    arXiv 1904.00962, algorithm 2, whose phi is the identity.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        clip_global_norm: float = 0.0,
+        trust_clip: bool = False,
+        exclude: str = "one_dimensional",
+    ) -> None:
+        _check("Lamb", {"clip_global_norm": clip_global_norm})
+        self.clip_global_norm = clip_global_norm
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            trust_clip=trust_clip,
+            exclude=exclude,
+        )
+
+    def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
+        """Return what brings the norm of all gradients down to clip_global_norm."""
+        if not self.clip_global_norm or not gradients:
+            return None
+        total = norm(torch.stack([norm(gradient) for gradient in gradients]))
+        return (self.clip_global_norm / total.clamp(min=self.clip_global_norm)).to(
+            gradients[0].dtype
+        )
+
+    def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """See LayerWise.update."""
+        step = _adam(p, gradient, state, group)
+        rate = torch.ones((), dtype=p.dtype, device=p.device)
+        if not _excluded(p, group):
+            step = step + group["weight_decay"] * p
+            rate = _ratio(norm(p), norm(step), p)
+            rate = rate.clamp(max=1.0) if group["trust_clip"] else rate
+        p.sub_(group["lr"] * rate * step)
+
+
+def _adam(p: Tensor, gradient: Tensor, state: State, group: Group) -> Tensor:
+    """Return Adam's step with bias correction; 0 where the second moment and eps are.
+
+    Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
+    """
+    (beta1, beta2), time = group["betas"], _count(state)
+    first, second = _zeros(state, "exp_avg", p), _zeros(state, "exp_avg_sq", p)
+    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    below = (second / (1 - beta2**time)).sqrt() + group["eps"]
+    return torch.where(below == 0, torch.zeros_like(p), first / (1 - beta1**time) / below)
+
+
+class NovoGrad(LayerWise):
+    """Momentum of gradients divided by a running norm of their layer; one number a layer is kept.
+
+    Without bias correction, and without (1 - beta1) before the gradient, as in the paper.
+    Source: Ginsburg et al.: Stochastic gradient methods with layer-wise adaptive moments for
+    training of deep networks, arXiv 1905.11286, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.95, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        exclude: str = "one_dimensional",
+    ) -> None:
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, exclude=exclude
+        )
+
+    def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """See LayerWise.update. The norm is kept, not its square, which float32 may not hold."""
+        (beta1, beta2), now = group["betas"], norm(gradient)
+        if "norm" in state:
+            before = state["norm"].double()
+            now = (beta2 * before.square() + (1 - beta2) * now.square()).sqrt()
+        state["norm"] = now.to(p.dtype)
+        below = state["norm"] + group["eps"]
+        unit = torch.where(below == 0, torch.zeros_like(gradient), gradient / below)
+        if not _excluded(p, group):
+            unit = unit + group["weight_decay"] * p
+        p.sub_(group["lr"] * _zeros(state, "momentum", p).mul_(beta1).add_(unit))
+
+
+class AdamP(LayerWise):
+    """Adam without the part of a step along weights whose scale the network does not feel.
+
+    delta: a layer, or each of its output units, counts as such where the cosine of gradient and
+        weights is below delta / sqrt(values); decay_share: of the weight decay that it gets then
+    Source: Heo et al.: AdamP: slowing down the slowdown for momentum optimizers on scale-invariant
+    weights, ICLR 2021, arXiv 2006.08217, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        delta: float = 0.1,
+        decay_share: float = 0.1,
+        exclude: str = "one_dimensional",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            delta=delta,
+            decay_share=decay_share,
+            exclude=exclude,
+        )
+
+    def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """See LayerWise.update."""
+        step, decay = _adam(p, gradient, state, group), 0.0
+        if not _excluded(p, group):
+            step, share = _projected(p, gradient, step, group)
+            decay = group["weight_decay"] * share
+        p.mul_(1 - group["lr"] * decay).sub_(group["lr"] * step)
+
+
+def _projected(p: Tensor, gradient: Tensor, step: Tensor, group: Group) -> tuple[Tensor, float]:
+    """Return AdamP's step of a layer, and the share of the weight decay that it gets."""
+    if p.ndim <= 1:
+        return step, 1.0
+    for rows in (len(p), 1):  # each output unit, then the whole layer
+        w, g = (x.double().reshape(rows, -1) for x in (p, gradient))
+        lengths = w.norm(dim=1) * g.norm(dim=1)
+        cosines = (w * g).sum(dim=1).abs() / lengths.clamp(min=torch.finfo(w.dtype).tiny)
+        if float(values_of(cosines.max())) < group["delta"] / math.sqrt(w.shape[1]):
+            unit = w / w.norm(dim=1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
+            flat = step.double().reshape(rows, -1)
+            along = (unit * flat).sum(dim=1, keepdim=True)
+            return (flat - unit * along).reshape(step.shape).to(p.dtype), group["decay_share"]
+    return step, 1.0

@@ -1,0 +1,247 @@
+"""Networks of torch whose layers obey a policy from now on."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...compress import Aggregator, LowBit, NoCompression
+from ...compress.lowbit import LayerWire
+from ...config import ConfigError, Raw, validate
+from .arithmetic import IN_FLOAT32, Arithmetic
+from .layers import Attention, Conv1d, Conv2d, Conv3d, Linear, Lstm, Obedient
+from .policy import CHANGE, OTHERS, PRODUCTS, LayerPolicy, Policy
+
+CONVERTED: dict[type[nn.Module], type[Obedient]] = {
+    nn.Linear: Linear,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+    nn.Conv3d: Conv3d,
+    nn.MultiheadAttention: Attention,
+    nn.LSTM: Lstm,
+}
+UNKNOWN = (  # whose products stay torch's, beside what is derived and does them itself
+    *(nn.RNN, nn.GRU, nn.RNNCellBase, nn.Bilinear),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+BY_TORCH = "products are torch's"  # what is told of them
+ENCODERS: dict[
+    type[nn.Module], tuple[str, object]
+] = {  # modules of torch that may go round the forwards of those within -> what forbids it
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+
+
+def convert(model: nn.Module, policy: Policy | Raw, seed: int = 0) -> nn.Module:
+    """Return the model, changed in place: layers that the policy has rules for obey them.
+
+    model: any network of torch. Layers keep their names, parameters and buffers, so that former
+        checkpoints load and shared modules and tied weights stay so. Linear, Conv1d, Conv2d,
+        Conv3d, MultiheadAttention, LSTM and what is derived from them have products; others with
+        parameters, as norms and embeddings, obey the key outputs alone. Functions that a forward
+        calls itself are not seen. Layers of which nothing is asked but float32 stay torch's.
+    policy: a Policy, or its tables as in a job file
+    seed: of random numbers where a model is evaluated
+    bfloat16 and float16 layers compute in float32 and give their own dtype.
+    Raises ConfigError, with the model untouched, where the policy and the model do not go together,
+    for parameters of another dtype, and where a layer obeys a policy already.
+    """
+    if not isinstance(policy, Policy):
+        policy = validate(Policy, policy, "convert")
+    if policy.empty:
+        return model
+    layers = dict(model.named_modules())
+    obeying = next((n for n, layer in layers.items() if isinstance(layer, Obedient)), None)
+    if obeying is not None:
+        raise ConfigError(f"convert: model: layer {obeying!r} obeys a policy already: convert once")
+    found = obeyed(model, policy)
+    _check_tensors(layers, found)
+    for name, layer in layers.items():  # whose forward takes no notice of out_proj's
+        if isinstance(layer, nn.MultiheadAttention) and _joined(name, "out_proj") in found:
+            found.setdefault(name, LayerPolicy())
+    rows = {name: _row(layers[name]) for name in found}
+    for name, row in rows.items():
+        if row is None:
+            _round_outputs(layers[name], found[name], name, seed)
+        else:
+            _obey(layers[name], row, found[name], name, seed)
+    for layer in layers.values():
+        for kind, (attribute, value) in ENCODERS.items():
+            if isinstance(layer, kind) and any(isinstance(m, Obedient) for m in layer.modules()):
+                setattr(layer, attribute, value)
+    return model
+
+
+def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
+    """Return what the policy says of each layer that it says something of, by name.
+
+    Of those with products and of all that have parameters, which do not hear keys of products.
+    Raises ConfigError as convert.
+    """
+    names: dict[int, list[str]] = {}
+    layers: dict[str, nn.Module] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(layer), []).append(name)
+        if len(names[id(layer)]) == 1 and (_has_products(layer) or layer._parameters):
+            layers[name] = layer
+    with_products = [name for name, layer in layers.items() if _has_products(layer)]
+    others = [name for name in layers if name not in with_products]
+    more = {name: names[id(layer)][1:] for name, layer in layers.items()}
+    found = policy.of_layers(with_products, others, more)
+    for name, of in found.items():
+        for other in more[name]:
+            if policy.of(other, with_products) != of:
+                raise ConfigError(
+                    f"precision: {name} and {other} are one layer, and rules say different things "
+                    "of them"
+                )
+    left = unconverted(model)
+    if policy.is_complete and left:
+        known = ", ".join(kind.__name__ for kind in CONVERTED)
+        raise ConfigError(
+            f"precision.complete=true: layer {left[0]} ({type(layers[left[0]]).__name__}) keeps "
+            f"torch's products: rounded are those of {known}"
+        )
+    heard = {n: of if n in with_products else of.only(OTHERS) for n, of in found.items()}
+    _check_tied(layers, heard)
+    return {name: heard[name] for name in layers if heard[name].said()}
+
+
+OF_PARAMETERS = ("update", "states", "wire")  # keys that a parameter of several layers has once
+
+
+def _check_tied(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> None:
+    """Raise ConfigError where layers that share a parameter are to change it in other ways."""
+    first: dict[torch.Tensor, str] = {}
+    for name, layer in layers.items():
+        for parameter in filter(lambda each: each is not None, layer._parameters.values()):
+            other = first.setdefault(cast(torch.Tensor, parameter), name)
+            for key in OF_PARAMETERS:
+                ways = [getattr(found[each], key) for each in (other, name)]
+                if None not in ways and ways[0] != ways[1]:
+                    raise ConfigError(
+                        f"precision: {other} and {name} share a parameter, and rules say different "
+                        f"things of its {key}"
+                    )
+
+
+def obeyed(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
+    """Return what changes in each layer that convert would change, by name; see resolved."""
+    rows = resolved(model, policy).items()
+    return {name: of.only(CHANGE) for name, of in rows if of.changes}
+
+
+def unconverted(model: nn.Module) -> list[str]:
+    """Return the names of the layers whose products stay torch's whatever a policy says."""
+    kinds: tuple[type[nn.Module], ...] = (*CONVERTED, *UNKNOWN)
+    return [n for n, m in model.named_modules() if isinstance(m, kinds) and not _has_products(m)]
+
+
+def unheard(model: nn.Module, policy: Policy) -> list[str]:
+    """Return the names of those that rules for products match all the same."""
+    return [name for name in unconverted(model) if policy.of(name).said().keys() & PRODUCTS]
+
+
+def by_parameter(model: nn.Module, policy: Policy) -> dict[torch.Tensor, LayerPolicy]:
+    """Return what the policy says of updates and states, by parameter; see resolved.
+
+    model: converted or not; a parameter of several layers obeys the first one's rules
+    """
+    found: dict[torch.Tensor, LayerPolicy] = {}
+    for name, of in resolved(model, policy).items():
+        if of.update is not None or of.states is not None:
+            for parameter in model.get_submodule(name).parameters(recurse=False):
+                found.setdefault(parameter, of)
+    return found
+
+
+def aggregator_of(model: nn.Module, policy: Policy, given: Aggregator) -> Aggregator:
+    """Return how gradients travel: as given, but for the wires of the policy; see resolved.
+
+    Raises ConfigError where there are some and given is neither "none" nor "lowbit".
+    """
+    rows = resolved(model, policy).items()
+    layers = {name: LayerWire(of.wire) for name, of in rows if of.wire is not None}
+    if not layers:
+        return given
+    if isinstance(given, NoCompression):
+        return LowBit("lowbit", "raw", given.algorithm, machine=given.machine, layers=layers)
+    if isinstance(given, LowBit):
+        return replace(given, layers={**given.layers, **layers})
+    raise ConfigError(
+        f"precision: wire: goes with gradient.aggregator none or lowbit: came {given!r:.60}"
+    )
+
+
+def _has_products(layer: nn.Module) -> bool:
+    return isinstance(layer, Obedient) or _row(layer) is not None
+
+
+def _row(layer: nn.Module) -> type[Obedient] | None:
+    """Return what a layer becomes; None where it has no products that this package knows."""
+    for kind, becomes in CONVERTED.items():
+        if isinstance(layer, kind):
+            own = type(layer).__mro__[: type(layer).__mro__.index(kind)]
+            return becomes if all(map(_asks_torch, own)) else None
+    return None
+
+
+def _asks_torch(kind: type[Any]) -> bool:
+    """Whether a class derived from a layer leaves its products to it.
+
+    A forward of its own does where it calls super(): a function that says super() has __class__
+    among its free names.
+    """
+    for name in ("forward", "_conv_forward"):
+        function = vars(kind).get(name)
+        if (
+            function is not None
+            and "__class__" not in inspect.unwrap(function).__code__.co_freevars
+        ):
+            return False
+    return True
+
+
+def _obey(layer: nn.Module, becomes: type[Obedient], of: LayerPolicy, name: str, seed: int) -> None:
+    """Let a layer obey, which keeps its identity and all that it has."""
+    kind = type(layer)
+    exact = kind in CONVERTED or kind.__module__.startswith("torch.")
+    layer.__class__ = becomes if exact else type(kind.__name__, (kind, becomes), {})
+    assert isinstance(layer, Obedient), "its class is one"
+    layer.obey(of, name, seed)
+
+
+def _round_outputs(layer: nn.Module, of: LayerPolicy, name: str, seed: int) -> None:
+    """Let a layer without products round what it gives."""
+    arithmetic = Arithmetic(of, name, seed)
+    if arithmetic.keeps:
+        layer.add_module("precision", arithmetic)
+    layer.register_forward_hook(arithmetic.round_output)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _check_tensors(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> None:
+    """Raise ConfigError for parameters that are not there yet, or that float32 does not hold."""
+    for name in found:
+        if torch.nn.utils.parametrize.is_parametrized(layers[name]):
+            raise ConfigError(
+                f"convert: model: {name} is parametrized: convert before parametrizations are "
+                "registered, or take them off"
+            )
+        for key, parameter in layers[name].named_parameters(recurse=False):
+            where = f"convert: model: {_joined(name, key)}"
+            if torch.nn.parameter.is_lazy(parameter):
+                raise ConfigError(f"{where} is not initialised: run a batch through it first")
+            if parameter.dtype not in IN_FLOAT32:
+                raise ConfigError(
+                    f"{where} is {parameter.dtype}: allowed are float32, bfloat16 and float16, "
+                    "which float32 holds"
+                )

@@ -1,0 +1,180 @@
+"""What passed through layers in training, as an HDF5 file and as the table of a job file.
+
+/ITERATION/KIND/NAME are the arrays, float32; KINDS says what they are. Read without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from ... import store
+from ...config import Above0, Positive, Section, Whole
+
+Array = npt.NDArray[Any]
+KindName = Literal["gradients", "mean", "weights", "updates", "activations", "errors"]
+KIND, GRADIENTS = "recording", "gradients"  # of files; the latter of train.record_gradients
+
+
+class Kind(NamedTuple):
+    """What is recorded; of_ranks: by each rank, else by process 0."""
+
+    long_name: str
+    of_ranks: bool
+
+
+KINDS: dict[KindName, Kind] = {
+    "gradients": Kind("gradient of a parameter on each rank, times loss_scale", True),
+    "mean": Kind("mean gradient over ranks, as the step took it", False),
+    "weights": Kind("parameter before the step", False),
+    "updates": Kind("what the step added to a parameter", False),
+    "activations": Kind("what enters a layer, samples of all ranks", True),
+    "errors": Kind("gradient of what a layer gives, of the same samples, times loss_scale", True),
+}
+
+
+class Recording(Section):
+    """[record]: gradients, activations, errors and weights go to a file (precision replay).
+
+    layers: patterns of the names of modules that have parameters; "*" is any
+    tensors: what is recorded of them
+    every: iterations, from 0; count: so many of them at most; iterations: these, in place of every
+    max_mib: of all arrays together, before compression; where they would be more the run is refused
+        in its first iteration
+    thin: instead so many rows of each array are kept as fit, and the file says of how many
+    seed: picks the rows; file: where; default: beside the record of the run
+    """
+
+    layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
+    tensors: Annotated[tuple[KindName, ...], Field(strict=False, min_length=1)] = tuple(KINDS)
+    every: Whole = 0
+    count: Positive = 20
+    iterations: Annotated[tuple[Whole, ...], Field(strict=False)] = ()
+    max_mib: Above0 = 256.0
+    thin: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    file: str = ""
+
+    @model_validator(mode="after")
+    def _one_way_to_choose(self) -> Recording:
+        if self.every and self.iterations:
+            raise ValueError("every and iterations: give one of them")
+        return self
+
+    @property
+    def number(self) -> int:
+        """The most iterations that are recorded; 0: nothing is."""
+        return self.count if self.every else len(set(self.iterations))
+
+    def wants(self, iteration: int) -> bool:
+        """Return whether an iteration is recorded."""
+        if self.every:
+            return iteration % self.every == 0 and iteration // self.every < self.count
+        return iteration in self.iterations
+
+
+def kept_rows(seed: int, rows: int, most: int) -> Array:
+    """Return which rows of an array are kept: int64[min(rows, most)], ascending."""
+    if rows <= most:
+        return np.arange(rows)
+    return np.sort(np.random.default_rng([seed, rows]).permutation(rows)[:most])
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array of a recording.
+
+    shape: of gradients [ranks, ...]; rows: of the first axis (of gradients the second), on each
+        rank, before it was thinned
+    loss_scale: what gradients of ranks and errors are multiplied by
+    """
+
+    file: Path
+    dataset: str
+    iteration: int
+    kind: KindName
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    loss_scale: float
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether rows were left out."""
+        if self.kind == "gradients":
+            return self.shape[1:2] != self.rows[:1]
+        return self.shape[0] != sum(self.rows)
+
+    def read(self) -> Array:
+        """Return the values, float32. Raises StoreError where they cannot be read."""
+        return store.read_box(self.file, self.dataset, ())
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """tensors: by iteration, in the order of the model; layers: type and geometry, by name."""
+
+    file: Path
+    tensors: tuple[Tensor, ...]
+    layers: dict[str, dict[str, Any]]
+
+    @property
+    def iterations(self) -> list[int]:
+        """Those that were recorded, ascending."""
+        return sorted({each.iteration for each in self.tensors})
+
+    @cached_property
+    def by_name(self) -> dict[tuple[int, str, str], Tensor]:
+        """The tensors by iteration, kind and name."""
+        return {(each.iteration, each.kind, each.name): each for each in self.tensors}
+
+
+def load(file: Path | str) -> Recorded:
+    """Return what a Recorder or train.record_gradients wrote. Raises StoreError for other files."""
+    file = Path(file)
+    notes = store.read_attributes(file)  # and its checksum is right
+    if notes.get("kind") == GRADIENTS:
+        return Recorded(file, tuple(_gradients(file, notes)), {})
+    if notes.get("kind") != KIND:
+        raise store.StoreError(f"{file}: is no recording: precision record makes one")
+    try:
+        layers = json.loads(notes["layers"])
+        found = [_tensor(file, *each) for each in store.contents(file)[1].items()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise store.StoreError(f"{file}: is no recording of this version: {error!r}") from None
+    order = {name: place for place, name in enumerate(layers)}
+    kinds = list(KINDS)
+
+    def place(each: Tensor) -> tuple[int, int, int, str]:
+        layer = each.name if each.name in order else each.name.rpartition(".")[0]
+        return each.iteration, kinds.index(each.kind), order.get(layer, len(order)), each.name
+
+    return Recorded(file, tuple(sorted(found, key=place)), layers)
+
+
+def _gradients(file: Path, notes: dict[str, Any]) -> Iterator[Tensor]:
+    iteration, scale = int(notes["iteration"]), float(notes["loss_scale"])
+    rooms = store.contents(file)[1]
+    for name in json.loads(notes["layers"]):
+        dataset = f"{GRADIENTS}/{name.replace('/', ':')}"
+        shape = rooms[dataset].shape
+        rows = shape[1:2] * shape[0]
+        yield Tensor(file, dataset, iteration, "gradients", name, shape, rows, scale)
+
+
+def _tensor(file: Path, dataset: str, room: store.Room) -> Tensor:
+    iteration, kind, _ = dataset.split("/")
+    notes = room.attributes
+    if kind not in KINDS or room.dtype != np.float32:
+        raise ValueError(f"dataset {dataset}")
+    rows = tuple(int(each) for each in np.atleast_1d(notes["rows"]))
+    of = int(iteration), kind, str(notes["name"]), room.shape, rows, float(notes["loss_scale"])
+    return Tensor(file, dataset, *of)

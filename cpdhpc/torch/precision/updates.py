@@ -1,0 +1,114 @@
+"""Optimisers whose weights and states have few bits: every step's results are rounded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ...randomness import random_key
+from .tensors import TensorFormat, UpdateFormat
+
+Tensor = torch.Tensor
+State = dict[str, Any]
+OWN = "precision_"  # what begins so in an optimiser's state is of this module
+MASTER, RESIDUAL, STEPS, SCALE = (OWN + name for name in ("master", "residual", "steps", "scale"))
+STREAM = 7  # of random numbers: of updates
+
+
+class Row(Protocol):
+    """What is said of a parameter, as by LayerPolicy: None: it is float32."""
+
+    @property
+    def update(self) -> UpdateFormat | None: ...
+    @property
+    def states(self) -> TensorFormat | None: ...
+
+
+class RoundedUpdates:
+    """Rounds, after each step of any torch optimiser, its parameters and what it keeps of them.
+
+    rows: by parameter; others stay float32. The optimiser computes a step in float32; then
+        states of the parameter's shape are rounded as row.states says (scalars are not), and
+        weights as row.update says. What is kept for it is in the optimiser's state, so that its
+        state_dict has it.
+    seed: of stochastic rounding, a function of (seed, step, place of the parameter, element)
+    Parameters are rounded at once, and so have to be set before. Raises TypeError where one is not
+    float32 on the CPU. All ranks must do the same, then they end with the same bits.
+    Source: of updates without a master copy Zamirai et al.: Revisiting BFloat16 training, arXiv
+    2010.06192; of stochastic ones Gupta et al., arXiv 1502.02551.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rows: Mapping[Tensor, Row], seed: int = 0
+    ) -> None:
+        each = [p for group in optimizer.param_groups for p in group["params"]]
+        self.optimizer, self.seed = optimizer, seed
+        self._rows = {p: (place, rows[p]) for place, p in enumerate(each) if p in rows}
+        self._held = dict[Tensor, State]()
+        for p, (_, row) in self._rows.items():
+            if p.dtype != torch.float32 or p.device.type != "cpu":
+                raise TypeError(
+                    f"RoundedUpdates: a parameter is {p.dtype} on {p.device}: "
+                    "torch.float32 on cpu is allowed"
+                )
+            if row.update is not None and row.update.rounds:
+                own = optimizer.state[p]
+                own[STEPS] = p.detach().new_zeros(())
+                self._round_weights(p, row.update, own)
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    @torch.no_grad()
+    def _before(self, *given: Any) -> None:
+        """Give the optimiser its own states alone, and master copies for weights."""
+        for p, (_, row) in self._rows.items():
+            if p.grad is None:
+                continue
+            state = self.optimizer.state[p]  # Adam begins where it is empty
+            left = self._held.get(p, {})  # of a step that failed
+            own = {k: state.pop(k) for k in list(state) if k.startswith(OWN)}
+            self._held[p] = own = left | own
+            if MASTER in own:
+                p.copy_(own[MASTER])
+            elif row.update is not None and row.update.kahan:
+                own["before"] = p.clone()
+
+    @torch.no_grad()
+    def _after(self, *given: Any) -> None:
+        for p, own in self._held.items():
+            row = self._rows[p][1]
+            own[STEPS] = own.get(STEPS, p.detach().new_zeros(())) + 1
+            state = self.optimizer.state[p]
+            if row.states is not None:
+                for name, kept in state.items():
+                    if isinstance(kept, Tensor) and kept.shape == p.shape and kept.ndim:
+                        kept.copy_(self._rounded(kept, row.states, name, p, own))
+            if row.update is not None and row.update.rounds:
+                self._round_weights(p, row.update, own)
+            state.update(own)
+        self._held.clear()
+
+    @torch.no_grad()
+    def _round_weights(self, p: Tensor, how: UpdateFormat, own: State) -> None:
+        before = own.pop("before", None)
+        if how.master:
+            own[MASTER] = p.detach().clone()
+        if before is None:
+            p.copy_(self._rounded(p, how, "", p, own))
+            return
+        step = p - before + own.get(RESIDUAL, 0)
+        p.copy_(self._rounded(before + step, how, "", p, own))
+        nearest = how.model_copy(update={"rounding": "nearest", "random_bits": 0})
+        own[RESIDUAL] = self._rounded(step - (p - before), nearest, RESIDUAL, p, own)
+
+    def _rounded(self, x: Tensor, how: TensorFormat, name: str, p: Tensor, own: State) -> Tensor:
+        """Return a tensor of a parameter rounded, by the scale's state of that name in own."""
+        place, known = self._rows[p][0], None
+        if how.learns:
+            known = own.setdefault(SCALE + name, torch.from_numpy(how.state())).numpy()
+        tells = STREAM, int(own[STEPS]), place, zlib.crc32(name.encode())
+        values = x.detach().contiguous().numpy()
+        return torch.from_numpy(how.round(values, random_key(self.seed, *tells), -1, known, True))

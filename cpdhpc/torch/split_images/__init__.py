@@ -1,0 +1,15 @@
+"""Networks whose images are split over ranks: any network, its layers replaced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .grid import ImageGrid as ImageGrid
+    from .splitting import partition as partition
+else:
+    from ...lazy import lazily as _lazily
+
+    __getattr__, __dir__ = _lazily(__name__, {"ImageGrid": "grid", "partition": "splitting"})
+
+__all__ = ["ImageGrid", "partition"]

@@ -1,0 +1,5 @@
+"""The former name of cpdhpc.torch, for one version."""
+
+from .lazy import formerly
+
+__getattr__, __dir__ = formerly(__name__, "cpdhpc.torch")
