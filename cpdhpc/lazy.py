@@ -6,40 +6,31 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 
-EXTRAS = {"torch": "torch", "sklearn": "lab", "cupy": "gpu12"}  # package -> extra of setup.cfg
-REQUIRED = {  # package -> its name for pip, of what setup.cfg always installs
-    "h5py": "h5py",
-    "jinja2": "jinja2",
-    "matplotlib": "matplotlib",
-    "mpi4py": "mpi4py",
-    "numpy": "numpy",
-    "pydantic": "pydantic",
-    "rich": "rich",
-    "scipy": "scipy",
-    "simpleeval": "simpleeval",
-    "tomli_w": "tomli-w",
+EXTRAS = {  # package -> extra of setup.cfg that brings it
+    **dict.fromkeys(("torch", "pydantic", "tomli_w"), "torch"),
+    **dict.fromkeys(
+        ("h5py", "jinja2", "matplotlib", "rich", "scipy", "simpleeval", "sklearn"), "lab"
+    ),
+    "cupy": "gpu12",
 }
+REQUIRED = ("mpi4py", "numpy")  # what setup.cfg always installs
 
 
-def to_install(error: ImportError) -> str | None:
+def to_install(error: ImportError, extra: str | None = None) -> str | None:
     """Return what to say of a package that is not installed; None for errors of another cause.
 
-    Of those that are always needed all that lack are named at once.
+    extra: what brings all that a command needs, but for GPUs
     """
     missing = str(error.name or "").partition(".")[0]
     if missing == "cpdhpc" and "_cpu" in str(error):
         return "cpdhpc._cpu is not compiled: pip install -e . in the folder of the clone"
     if not isinstance(error, ModuleNotFoundError) or missing == "cpdhpc":
         return None
-    if missing in EXTRAS:
-        return f"{missing} is not installed: pip install 'cpdhpc[{EXTRAS[missing]}]'"
-    lacking = [name for name in REQUIRED if find_spec(name) is None] if missing in REQUIRED else []
-    lacking = lacking or [missing]
-    names = " ".join(REQUIRED.get(name, name) for name in lacking)
-    are = "are" if len(lacking) > 1 else "is"
-    return f"{', '.join(lacking)} {are} not installed: pip install {names}"
+    if missing not in EXTRAS:
+        return f"{missing} is not installed: pip install {missing}"
+    brings = EXTRAS[missing] if extra is None or missing == "cupy" else extra
+    return f"{missing} is not installed: pip install 'cpdhpc[{brings}]'"
 
 
 def lazily(

@@ -199,5 +199,5 @@ def test_what_needs_torch_says_how_to_install_it(use: str) -> None:
         f"try: {use}\n"
         "except ImportError as error: print(error)\n"
     )
-    said = f"{use}: torch is not installed: pip install 'cpdhpc[train]'\n"
+    said = f"{use}: torch is not installed: pip install 'cpdhpc[torch]'\n"
     assert (done.stdout, done.stderr) == (said, "")

@@ -15,68 +15,26 @@ import pytest
 import cpdhpc
 
 PACKAGE = Path(cpdhpc.__file__).parent
-BASE = {"formats", "table_formats", "methods", "randomness", "partition", "config", "store"}
-BASE |= {"claim", "lazy", "outputs", "settings", "shipped", "whole_files"}
-WORLD = BASE | {"ops", "world"}
-REDUCE = WORLD | {"collectives"}
-MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
-    **{name: BASE for name in BASE},
-    "_cpu": set(),
-    "kernels": set(),
-    "signals": set(),
-    "ops": BASE | {"_cpu", "kernels"},
-    "arrays": BASE | {"ops"},
-    "quantized": BASE,
-    "world": WORLD | {"_cpu"},
-    "collectives": WORLD,
-    "compress": REDUCE,
-    "darray": REDUCE,
-    "provenance": WORLD | {"_cpu"},
-    "precision": REDUCE | {"arrays", "compress"},
-    "split_images": WORLD | {"darray"},
-    "train": REDUCE
-    | {"compress", "precision", "split_images", "quantized", "provenance", "signals"},
-    "influence": REDUCE | {"train"},
-    "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
-    "study_data": BASE,
-    "report": BASE | {"study_data"},
-    "precision_search": REDUCE | {"compress", "precision", "train", "provenance", "report"},
-    "bench": REDUCE
-    | {"arrays", "precision", "compress", "darray", "quantized", "train", "autoencoder"}
-    | {"provenance", "report", "signals"},
-    "kinds": REDUCE
-    | {"darray", "bench", "train", "autoencoder", "provenance", "signals", "study_data", "report"},
-    "study": REDUCE | {"kinds", "bench", "provenance", "signals", "study_data", "report"},
-    "commands": REDUCE
-    | {"darray", "train", "autoencoder", "influence", "precision", "precision_search"}
-    | {"study", "study_data", "report", "signals"},
-    "cli": {"autoencoder", "commands", "config", "lazy", "methods", "outputs", "settings"}
-    | {"signals", "train", "world"},
-    "__main__": {"cli"},
-    "__init__": REDUCE  # what it offers
-    | {"arrays", "compress", "darray", "precision", "quantized", "split_images", "train"},
-}
+ORDER = (  # parts of the package: each may import itself and those before it
+    # the library: numbers, ranks, all-reduces, methods, arrays; NumPy and mpi4py only
+    *("_cpu", "kernels", "_version", "lazy", "methods", "errors", "shipped", "table_formats"),
+    *("formats", "randomness", "partition", "whole_files", "options", "store"),
+    *("ops", "arrays", "world", "collectives", "compress", "darray"),
+    # its side for torch
+    *("config", "torch", "torch/quantized", "torch/controllers", "torch/precision"),
+    *("torch/split_images", "torch/__init__", "__init__"),
+    *("train", "precision", "quantized", "split_images"),  # former names
+    # the laboratory
+    *("lab/__init__", "lab/signals", "lab/settings", "lab/claim", "lab/outputs"),
+    *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
+    *("lab/study_data", "lab/report", "lab/precision", "lab/bench", "lab/kinds", "lab/study"),
+    *("lab/commands", "lab/cli", "__main__"),
+)
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("world/mpi.py",),
     "cupy": ("ops/gpu.py", "ops/gpu_runtime.py", "ops/gpu_sums.py"),
     "cupyx": ("ops/gpu_runtime.py",),
-    "torch": (
-        "compress/lgc.py",
-        "ops/tensors.py",
-        "train/",
-        "influence/",
-        "split_images/",
-        "autoencoder/",
-        "torch/autograd.py",
-        "lab/bench/allreduce_cases.py",
-        "torch/quantized/layers.py",
-        "torch/precision/arithmetic.py",
-        "torch/precision/conversion.py",
-        "torch/precision/layers.py",
-        "torch/precision/operations.py",
-        "torch/precision/updates.py",
-        "torch/precision/recorder.py",
-    ),
+    "torch": ("compress/lgc.py", "ops/tensors.py", "torch/", "lab/"),
     "h5py": ("store.py",),
     "simpleeval": ("lab/study/spec.py",),
 }
@@ -130,16 +88,18 @@ def _for_type_checkers(node: ast.AST) -> bool:
 
 
 def part(path: str) -> str:
-    """The part of the package that a path belongs to."""
-    return path.split("/")[0].removesuffix(".py")
+    """The part of the package that a path belongs to; torch and lab have parts of their own."""
+    first, *rest = path.removesuffix(".py").split("/")
+    inner = f"{first}/{rest[0]}" if first in ("torch", "lab") and rest else first
+    return inner if inner in ORDER else first
 
 
 def wrong_direction(imported: Iterable[str], path: str) -> list[str]:
-    """Those of a module's imports that the layers forbid."""
-    assert part(path) in MAY_IMPORT, f"{path}: say in MAY_IMPORT what it may import"
-    allowed = MAY_IMPORT[part(path)] | {part(path)}
-    found = (name.split(".")[1] for name in imported if name.startswith("cpdhpc."))
-    return [name for name in found if name not in allowed and name != "__version__"]
+    """Those of a module's imports that the order of parts forbids."""
+    assert part(path) in ORDER, f"{path}: give it a place in ORDER"
+    allowed = ORDER[: ORDER.index(part(path)) + 1]
+    found = (name.removeprefix("cpdhpc.") for name in imported if name.startswith("cpdhpc."))
+    return [name for name in found if part(name.replace(".", "/")) not in (*allowed, "__version__")]
 
 
 def out_of_place(imported: Iterable[str], path: str) -> list[str]:
@@ -177,7 +137,8 @@ def graph() -> dict[str, set[str]]:
     names = {path: path.removesuffix(".py").removesuffix("/__init__") for path in sources()}
     found = {}
     for path, imported in all_imports().items():
-        others = {name.removeprefix("cpdhpc.").replace(".", "/") for name in imported}
+        ours = (name for name in imported if name.startswith("cpdhpc."))
+        others = {name.removeprefix("cpdhpc.").replace(".", "/") for name in ours}
         others |= {name.rpartition("/")[0] for name in others if name not in names.values()}
         found[names[path]] = (others & set(names.values())) - {names[path]}
     return found
@@ -188,18 +149,14 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circles({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == ["a", "b"]
 
 
-def test_no_part_imports_itself_through_others() -> None:
-    """So a place tells what may be imported: what stands below it, and nothing above."""
-    parts: dict[str, set[str]] = {}
-    for module, others in graph().items():
-        parts.setdefault(part(module), set()).update({part(each) for each in others})
-    assert circles({name: others - {name} for name, others in parts.items()}) == []
+def test_parts_are_there() -> None:
+    assert {part(path) for path in sources()} | {"_cpu", "kernels"} == set(ORDER)
 
 
 LONGEST = 500  # lines of two modules that may as well be one
 ALONE = {  # module that only one of its room imports -> why it is one
-    "bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
-    "train/norms": "what is observed of a step, not how it goes",
+    "lab/bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
+    "lab/train/norms": "what is observed of a step, not how it goes",
 }
 
 
@@ -227,10 +184,10 @@ def test_the_rules_can_fail() -> None:
         imported = [*imports(ast.parse(text), path)]
         return wrong_direction(imported, path), out_of_place(imported, path)
 
-    assert wrong(text, "ops/x.py") == (["comm"], ["torch", "h5py"])
+    assert wrong(text, "ops/x.py") == (["comm.world"], ["torch", "h5py"])
     assert wrong(text, "train/models/x.py") == ([], ["h5py"])
-    assert wrong("from cpdhpc.lab.train import run", "study/x.py")[0] == ["train"]
-    assert wrong("from . import comm", "arrays.py")[0] == ["comm"]
+    assert wrong("from cpdhpc.lab.train import run", "torch/x.py")[0] == ["lab.train.run"]
+    assert wrong("from .torch import ddp", "arrays.py")[0] == ["torch.ddp"]
 
 
 def module_names() -> list[str]:
@@ -245,21 +202,14 @@ def test_importing_starts_nothing() -> None:
     with_torch = tuple(
         f"cpdhpc.{place}"
         for place in (
-            "bench.overlap",
-            "train",
-            "ops.tensors",
-            "influence.rows",
-            "influence.scores",
-            "split_images",
-            "autoencoder",
-            "darray.autograd",
-            "quantized.layers",
-            "precision.arithmetic",
-            "precision.conversion",
-            "precision.layers",
-            "precision.operations",
-            "precision_search.search",
-            "precision.updates",
+            *("lab.autoencoder", "lab.bench.overlap", "lab.influence.rows", "lab.influence.scores"),
+            *("lab.precision.search", "lab.train", "ops.tensors", "torch.autograd"),
+            *("torch.averaging", "torch.buffers", "torch.ddp", "torch.fsdp", "torch.layerwise"),
+            *("torch.loss_scaling", "torch.overlap", "torch.precision.arithmetic"),
+            *("torch.precision.conversion", "torch.precision.layers"),
+            *("torch.precision.operations", "torch.precision.recorder"),
+            *("torch.precision.updates", "torch.quantized.layers", "torch.reducer"),
+            "torch.split_images",
         )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))
@@ -267,7 +217,7 @@ def test_importing_starts_nothing() -> None:
     program = (
         "import importlib, sys, threading, cpdhpc\n"
         "before = [name for name in sys.modules if name.startswith('cpdhpc.')]\n"
-        "assert before == ['cpdhpc.lazy'], before\n"
+        "assert before == ['cpdhpc._version', 'cpdhpc.lazy'], before\n"
         "assert {'quantize', 'allreduce', '__version__'} <= set(dir(cpdhpc))\n"
         "for name in cpdhpc.__all__: getattr(cpdhpc, name)\n"
         "import numpy; cpdhpc.simulate([numpy.ones(9, 'f4')] * 3, 'e4m3', 'direct', 'aps')\n"

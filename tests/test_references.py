@@ -125,7 +125,11 @@ def is_there(name: str) -> bool:
         here, left = start, [second, *more]
         while left and f"{here}.{left[0]}" in {n for names in modules().values() for n in names}:
             here = f"{here}.{left.pop(0)}"
-        if not left or left[0] in names_of(here) or (not more and second in members(room(start))):
+        if (
+            not left
+            or left[0] in names_of(here)
+            or (not more and room(start) != "cpdhpc" and second in members(room(start)))
+        ):
             return True
     return False
 

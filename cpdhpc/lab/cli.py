@@ -454,7 +454,7 @@ def main(argv: list[str] | None = None) -> int:
             raising_interrupt,
         )
     except ModuleNotFoundError as error:
-        return _refuse(to_install(error) or str(error))
+        return _refuse(to_install(error, "lab") or str(error))
 
     if argv is None:
         let_interrupt_end()
@@ -496,7 +496,7 @@ def main(argv: list[str] | None = None) -> int:
             abort_job(f"rank {world.hosted.start} | interrupted", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
-        lacking = to_install(error) if isinstance(error, ImportError) else None
+        lacking = to_install(error, "lab") if isinstance(error, ImportError) else None
         if isinstance(error, MemoryError):
             lacking = f"not enough memory: {error}"
         if lacking is not None and (world is None or world.processes == 1):

@@ -18,8 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import cpdhpc
-
+from .._version import __version__
 from ..ops import kernel_threads
 from ..world.cores import threads_of_rank
 from ..world.gpu_messages import Answer, find_out, sharing, use_own_gpu
@@ -32,7 +31,7 @@ PACKAGES = ("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic", "cup
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of cpdhpc, Python and the packages that are installed."""
-    found = {"cpdhpc": cpdhpc.__version__, "python": platform.python_version()}
+    found = {"cpdhpc": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
