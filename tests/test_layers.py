@@ -185,7 +185,7 @@ def test_the_rules_can_fail() -> None:
         return wrong_direction(imported, path), out_of_place(imported, path)
 
     assert wrong(text, "ops/x.py") == (["comm.world"], ["torch", "h5py"])
-    assert wrong(text, "train/models/x.py") == ([], ["h5py"])
+    assert wrong(text, "lab/train/models/x.py")[1] == ["h5py"]
     assert wrong("from cpdhpc.lab.train import run", "torch/x.py")[0] == ["lab.train.run"]
     assert wrong("from .torch import ddp", "arrays.py")[0] == ["torch.ddp"]
 

@@ -142,6 +142,7 @@ def lost_names(text: str) -> list[str]:
         name
         for name in ours
         if name.removeprefix("cpdhpc.").partition(".")[0] in modules()
+        and not name.startswith("torch.")  # of torch itself
         and name not in OTHERS
         and not is_there(name)
     ]
