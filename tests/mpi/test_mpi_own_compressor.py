@@ -90,6 +90,8 @@ class Trusting(Aggregator):
                 flat[-1] = np.inf
             elif self.last == "double":
                 flat = flat.astype(np.float64)
+            elif self.last == "raises":
+                raise KeyError("mine")
         return Mean(flat)
 
 
@@ -109,6 +111,7 @@ SAYS = {  # last, factor -> what all ranks raise
     ("mean", 3e38): "allreduce: the sum of finite values is not finite in ",
     ("infinity", 1.0): "allreduce: the sum of finite values is not finite in '1.bias'",
     ("double", 1.0): "rank 1 | Trusting.aggregate: mean: flat has shape ",
+    ("raises", 1.0): "mine",
 }
 
 
@@ -142,7 +145,7 @@ def test_what_an_aggregator_does_not_look_at_never_gets_into_gradients(
     said, kind = "", Exception
     try:
         step(factor)
-    except (NonFiniteGradient, ValueError) as error:
+    except (NonFiniteGradient, ValueError, KeyError) as error:
         said, kind = str(error), type(error)
     own = all(torch.equal(p.grad, torch.full_like(p, factor)) for p in model.parameters())
     reducer.aggregator = Trusting()
@@ -150,5 +153,6 @@ def test_what_an_aggregator_does_not_look_at_never_gets_into_gradients(
     after = all(torch.equal(p.grad, torch.full_like(p, 2.0)) for p in model.parameters())
     reducer.close()
     says = SAYS[last, factor] in said and len(set(world.gather(said))) == 1
-    raised = kind is (ValueError if last == "double" else NonFiniteGradient)
+    kinds = {"double": ValueError, "raises": KeyError}
+    raised = kind is kinds.get(last, NonFiniteGradient)
     together(world, says, raised, own, after)
