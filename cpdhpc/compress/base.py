@@ -23,7 +23,7 @@ from ..methods import USUAL
 from ..ops import backend_of, on_gpu, to_host
 from ..randomness import Key, random_key
 from ..table_formats import spelled
-from ..world.ranks import RankFailure, Ranks
+from ..world.ranks import RankFailure, Ranks, is_agreed
 from .bucket import Bucket, State
 
 Array = npt.NDArray[Any]
@@ -382,8 +382,10 @@ def averaged(method: Aggregator, gradients: list[Array], bucket: Bucket, context
         mean = method.aggregate(gradients, bucket, context)
     except (NonFiniteGradient, RankFailure):  # which all ranks raise
         raise
-    except Exception as raised:  # by one rank, for all that is known
-        error = raised
+    except Exception as raised:
+        if is_agreed(raised):
+            raise
+        error = raised  # of one rank, for all that is known
     else:
         if isinstance(mean, Mean) and mean.is_finite:
             return mean
