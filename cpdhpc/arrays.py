@@ -192,10 +192,10 @@ def flat_floats(function: str, argument: str, array: Any) -> tuple[Any, Callable
 
 def is_tensor(x: Any) -> bool:
     """Whether x is a tensor of torch, which is loaded then, so it is not imported here."""
-    return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "requires_grad")
+    return isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
-def _memory_of(what: str, tensor: Any) -> Any:
+def memory_of(what: str, tensor: Any) -> Any:
     """Return the memory of a tensor on the CPU as a NumPy array.
 
     Raises TypeError where its gradient would be lost, and where it has no such memory.
@@ -206,12 +206,24 @@ def _memory_of(what: str, tensor: Any) -> Any:
             "torch.no_grad(); cpdhpc.quantize lets gradients through"
         )
     try:
+        check_dense(what, tensor)
         return tensor.detach().resolve_neg().numpy()
-    except (RuntimeError, TypeError):  # as of DTensor, or within torch.func.vmap
-        raise TypeError(
-            f"{what} is {type_name(tensor)} of {tensor.layout}, whose values are not in memory of "
-            "its own: should be a dense tensor"
-        ) from None
+    except RuntimeError:  # as of DTensor, or within torch.func.vmap
+        raise _no_memory(what, tensor) from None
+
+
+def check_dense(what: str, tensor: Any) -> None:
+    """Raise TypeError unless the values of a tensor lie in memory as its shape and strides say."""
+    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+        raise _no_memory(what, tensor)
+
+
+def _no_memory(what: str, tensor: Any) -> TypeError:
+    kind = "nested" if tensor.is_nested else tensor.layout
+    return TypeError(
+        f"{what} is {type_name(tensor)} of {kind}, whose values are not in memory of its own: "
+        "should be a dense tensor"
+    )
 
 
 def check_floats(function: str, argument: str, array: Any) -> None:
@@ -232,6 +244,8 @@ def _check_array(function: str, argument: str, array: Any, dtypes: tuple[str, ..
             f"{f' on {place}' if place != 'cpu' else ''}: allowed are {', '.join(dtypes)} "
             "in a NumPy array, a CuPy array or a torch tensor on the CPU"
         )
+    if of_torch:
+        check_dense(f"{function}: {argument}", array)
     if advice := misread(array):
         raise TypeError(f"{function}: {argument} is {type_name(array)}: {advice}")
 
@@ -243,7 +257,7 @@ def _flat(
     _check_array(function, argument, array, dtypes)
     shape, of_torch = tuple(array.shape), is_tensor(array)
     if of_torch:
-        plain = _memory_of(f"{function}: {argument}", array)
+        plain = memory_of(f"{function}: {argument}", array)
     else:
         plain = np.asarray(array) if isinstance(array, np.ndarray) else array  # no subclasses
 

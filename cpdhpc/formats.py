@@ -10,8 +10,20 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from .methods import check_integer, suggest
-from .table_formats import FAMILIES, spelled_out, table_format
-from .table_formats import TableFormat as TableFormat
+from .table_formats import FAMILIES, TableFormat, spelled_out, table_format
+
+__all__ = [  # for those who use the package; others take what they need by name
+    "INTEGERS",
+    "MICROSCALING",
+    "NAMED",
+    "Cast",
+    "FloatFormat",
+    "Format",
+    "Microscaling",
+    "TableFormat",
+    "parse_format",
+    "wire_format",
+]
 
 Special = Literal["ieee", "nan", "none"]
 Rounding = Literal["nearest", "zero", "stochastic", "up", "down", "odd"]

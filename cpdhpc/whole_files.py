@@ -28,6 +28,13 @@ class StoreError(UserError):
     """A file that is missing, damaged, not what it should be, or cannot be written."""
 
 
+def as_path(what: str, path: object) -> Path:
+    """Return a path. Raises TypeError, naming what is called, for anything else."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{what}: path={path!r}: must be a path")
+    return Path(path)
+
+
 def open_own(path: str | Path, flags: int) -> int:
     """Return a descriptor of the file of that very name: the opener of open, for what we write.
 

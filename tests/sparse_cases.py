@@ -103,6 +103,8 @@ def wrong_calls(world, wrong):
     def root(bad):
         return one(bad, [x if rank == 0 else None for rank in world.hosted])
 
+    about = [{(rank + 1) % ranks: x} for rank in world.hosted]
+    twice = [((rank - 1) % ranks,) * 2 for rank in world.hosted]
     empty, nobody = [{} for _ in world.hosted], [() for _ in world.hosted]
     return [
         (lambda: sparse.allgather(world, one([1, 2])), TypeError, "must be a NumPy array"),
@@ -125,6 +127,7 @@ def wrong_calls(world, wrong):
         (lambda: sparse.neighbours(world, None if wrong else empty), TypeError, "must be a list"),
         (lambda: sparse.neighbours(world, empty, nobody if wrong else None), ValueError, "nothing"),
         (lambda: sparse.neighbours(world, empty, [] if wrong else None), ValueError, "hosted rank"),
+        (lambda: sparse.neighbours(world, about, twice if wrong else None), ValueError, "once"),
         (lambda: sparse.sum(world, None if wrong else good), TypeError, "must be a list"),
         (lambda: sparse.broadcast(world, root(x), "0" if wrong else 0), ValueError, "0.."),
     ]  # fmt: skip

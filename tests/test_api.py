@@ -179,6 +179,8 @@ def test_star_import_and_modules_by_attribute() -> None:
         "names = {n for n in globals() if not n.startswith('_')} - {'sys', 'cpdhpc'}\n"
         "assert names == set(cpdhpc.__all__), names\n"
         "assert not {'torch', 'mpi4py.MPI', 'cupy'} & set(sys.modules)\n"
+        "from cpdhpc.formats import *\n"
+        "assert FloatFormat and not {'Any', 'Literal', 're', 'struct'} & set(globals())\n"
     )
     assert not done.stderr, done.stderr
 

@@ -231,6 +231,18 @@ def test_other_tensors_are_type_errors() -> None:
         cpdhpc.quantize(torch.ones(2, dtype=torch.bfloat16), "e5m2")
     with pytest.raises(TypeError, match=r"^encode: x is torch\.Tensor of float32 on meta: allowed"):
         cpdhpc.encode(torch.ones(2, device="meta"), "e5m2")
+    for wrong in (torch.ones(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2)])):
+        with pytest.raises(
+            TypeError, match=r"^quantize: x is torch\.Tensor of .*: should be a dense"
+        ):
+            cpdhpc.quantize(wrong, "e5m2")
+
+
+def test_subclasses_of_tensors_are_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    somebodys = type("Somebodys", (torch.Tensor,), {})
+    x = torch.ones(2).as_subclass(somebodys)
+    assert cpdhpc.quantize(x, "e5m2").tolist() == [1.0, 1.0]
 
 
 def test_codes_of_another_type_are_errors() -> None:

@@ -406,6 +406,10 @@ def test_an_lstm_is_that_of_torch(options: dict[str, Any]) -> None:
         ours(nn.utils.rnn.pack_sequence([torch.randn(3, 5)]))
 
 
+class Somebodys(torch.Tensor):
+    """A subclass whose values are where a tensor's are."""
+
+
 def test_quantize_rounds_values_and_gradients() -> None:
     x = torch.tensor([0.3, -500.0, 1.06, 0.0], requires_grad=True)
     y = quantize(x, "e4m3", "e5m2")
@@ -417,6 +421,16 @@ def test_quantize_rounds_values_and_gradients() -> None:
     assert quantize(half, "e2m1fn").dtype is torch.bfloat16
     with pytest.raises(TypeError, match=r"quantize: x is torch\.float64: allowed are float32"):
         quantize(torch.ones(2, dtype=torch.float64), "e4m3")
+    for wrong in (
+        torch.ones(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2)]),
+        [1.0],
+        None,
+    ):
+        for formats in (("e4m3", None), (None, "e4m3")):
+            with pytest.raises(TypeError, match=r"quantize: x is .*: (should be a dense|allowed)"):
+                quantize(wrong, *formats)  # type: ignore[arg-type]
+    assert quantize(x.detach().as_subclass(Somebodys), "e4m3").tolist() == y.tolist()
     (first,) = torch.autograd.grad(quantize(x, "e4m3").square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()

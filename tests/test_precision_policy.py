@@ -100,7 +100,10 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
             rules({"layers": "*", "weights": {"format": "e4m3", "roundng": "zero"}}),
             "unknown key rule.0.weights.roundng: did you mean rounding?",
         ),
-        (rules({"layers": "*", "forward": "e9m9"}), "rule.0.forward: FloatFormat: exp=9, man=9"),
+        (
+            rules({"layers": "*", "forward": "e9m9"}),
+            "rule.0.forward.accumulate: exp=9",
+        ),
         (
             rules({"layers": "*", "forward": {"between": "e4m3"}}),
             "rule.0.forward.between='e4m3': needs chunk, of 1 or more",
@@ -114,6 +117,7 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
             "rule.0.forward.accumulate='torch': goes with no other key",
         ),
         (rules({"layers": "*", "wire": "e4"}), "rule.0.wire='e4': known are"),
+        (rules({"layers": "*", "weights": "int17"}), "with a scale also int2, int3, "),
         (rules({"layers": "cnov*", "weights": "e4m3"}), "rule.0.layers='cnov*': matches no layer"),
         (rules({"layers": "norm", "weights": "e4m3"}), "matches no layer with products: known are"),
         (rules({"layers": "*"}), "rule.0.layers='*': says nothing: allowed beside it are weights"),

@@ -173,10 +173,11 @@ def _one_kind(
     for rank, each, heard in zip(world.hosted, sends, sources, strict=True):
         if not each:
             raise ValueError(f"neighbours: rank {rank} sends nothing: with sources all ranks must")
-        if not all(_is_rank(source, world) and source != rank for source in heard):
+        others = all(_is_rank(source, world) and source != rank for source in heard)
+        if not others or len(set(heard)) < len(heard):
             raise ValueError(
-                f"neighbours: sources of rank {rank}: {sorted(heard)}: must be others of "
-                f"0..{world.ranks - 1}"
+                f"neighbours: sources of rank {rank}: {list(heard)}: must be others of "
+                f"0..{world.ranks - 1}, each once"
             )
         kinds |= {(x.dtype.name, x.size) for x in each.values()}
     if len(kinds) > 1:

@@ -22,7 +22,7 @@ from ..ops import backend_of, on_gpu, to_host
 from ..options import Allowed, check_fields
 from ..randomness import Key, random_key
 from ..table_formats import spelled
-from ..world.ranks import Ranks
+from ..world.ranks import RankFailure, Ranks, is_agreed
 from .bucket import Bucket, State
 
 Array = npt.NDArray[Any]
@@ -372,17 +372,25 @@ def averaged(method: Aggregator, gradients: list[Array], bucket: Bucket, context
     """Return the mean that a method makes, all of whose values are finite. Collective.
 
     Where the method has not looked itself (Mean.finite), its mean is looked at here, and all ranks
-    hear in one small message what any has found.
+    hear in one small message what any has found, or what the method has raised there.
     Raises NonFiniteGradient on all ranks, naming layers and ranks; TypeError or ValueError on all
     where a method returns on one anything but a Mean of contiguous float32[bucket.size].
     """
-    mean: object = method.aggregate(gradients, bucket, context)
-    if isinstance(mean, Mean) and mean.is_finite:
-        return mean
-    error, bad = _problem(type(method).__name__, mean, bucket), list[int]()
+    mean, error, bad, world = None, None, list[int](), context.world
+    try:
+        mean = method.aggregate(gradients, bucket, context)
+    except (NonFiniteGradient, RankFailure):  # which all ranks raise
+        raise
+    except Exception as raised:
+        if is_agreed(raised):
+            raise
+        error = raised  # of one rank, for all that is known
+    else:
+        if isinstance(mean, Mean) and mean.is_finite:
+            return mean
+        error = _problem(type(method).__name__, mean, bucket)
     if isinstance(mean, Mean) and error is None and not is_finite(mean.flat):
         bad = nonfinite_layers(mean.flat, bucket)
-    world = context.world
     if any(check_alike(world, error, {}, [len(bad)], f"{type(method).__name__}: mean")):
         everywhere = {i for process in world.gather(bad) for i in process}
         raise nonfinite(world, gradients, bucket, sorted(everywhere))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
-from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from .. import store
 from ..errors import UserError
+from ..whole_files import as_path
 from ..world import files
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
@@ -95,13 +95,6 @@ def _wanted(layout: Layout, root: int | None) -> str:
         f"root={root}: others must give an empty array of the root's dtype, of shape "
         f"{(0,) * len(layout.shape)} and the root's further axes"
     )
-
-
-def _path(what: str, path: object) -> Path:
-    """Return a path. Raises TypeError for anything else."""
-    if not isinstance(path, str | PathLike):
-        raise TypeError(f"{what}: path={path!r}: must be a path")
-    return Path(path)
 
 
 def _check_alike(what: str, values: Sequence[object]) -> None:
@@ -221,7 +214,7 @@ class DistArray:
         """
 
         def checked() -> tuple[Path, Array]:
-            place = _path("DistArray.save", path)
+            place = as_path("DistArray.save", path)
             return place, _on_host("DistArray.save: local", self.local)
 
         wrong = TypeError, ValueError, RuntimeError
@@ -235,7 +228,7 @@ class DistArray:
         Raises UserError alike on all ranks where it is missing, damaged or does not fit.
         """
         ranks = as_world(world, "DistArray.load")
-        place = ranks.gather_from(lambda: _path("DistArray.load", path), "load")[ranks.rank]
+        place = ranks.gather_from(lambda: as_path("DistArray.load", path), "load")[ranks.rank]
         with files.opened(ranks, place) as (file, _):
             return cls(ranks, layout, read_all(ranks, file, {name: layout})[name])
 

@@ -92,7 +92,8 @@ def _checked(world: Ranks, path: Path, kept: ExitStack) -> tuple[io.BufferedRead
     except FileNotFoundError as error:
         raise store.StoreError(f"{error.filename or path}: there is no such file") from None
     except OSError as error:
-        raise store.StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
+        said = error.strerror or error
+        raise store.StoreError(f"{error.filename or path}: cannot be read: {said}") from None
 
 
 def _begin(

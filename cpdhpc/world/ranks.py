@@ -202,13 +202,15 @@ class Ranks(ABC):
         """Raise the error of the lowest process that has one on all processes. Collective.
 
         of_call: whether it is of arguments, which one rank alone may have got wrong: see named
-        What cannot be pickled becomes a RuntimeError with the same words.
+        What cannot be pickled becomes a RuntimeError with the same words. is_agreed knows it.
         """
         if not self.max(np.array([error is not None], np.int64), what)[0]:
             return
         errors = [each and pickle.loads(each) for each in self.gather(portable(error), what)]
         first = next(each for each in errors if each is not None)
-        raise (named(errors, self.virtual_ranks) if of_call else first) from error
+        raised = named(errors, self.virtual_ranks) if of_call else first
+        vars(raised)[AGREED] = True
+        raise raised from error
 
     def agreed(
         self,
@@ -376,6 +378,14 @@ def of_rank(rank: int, error: Exception) -> Exception:
 
 
 ARGUMENT_ERRORS = TypeError, ValueError, MemoryError
+
+
+AGREED = "raised_on_all_ranks"  # an attribute of errors
+
+
+def is_agreed(error: Exception) -> bool:
+    """Whether an error is one that agree has raised on all processes."""
+    return AGREED in vars(error)
 
 
 def named(errors: Sequence[Exception | None], virtual_ranks: int) -> Exception:

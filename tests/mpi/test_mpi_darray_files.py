@@ -158,6 +158,9 @@ def wrong(world: World, folder: Path) -> dict[str, Any]:
         ).save(folder / "x.h5"),
         "no such file": lambda: DistArray.load(world, folder / "none.h5", layout),
         "not an HDF5 file": lambda: DistArray.load(world, folder / "text.h5", layout),
+        f"{folder}: cannot be read": lambda: DistArray.load(
+            world, folder if last else folder / "good.h5", layout
+        ),
         "no dataset 'other', only data": lambda: DistArray.load(
             world, folder / "good.h5", layout, "other"
         ),

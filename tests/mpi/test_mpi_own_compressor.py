@@ -83,13 +83,18 @@ class Trusting(Aggregator):
     last: str = "mean"
 
     def aggregate(self, gradients: list[Any], bucket: Bucket, context: Context) -> Mean:
+        is_last = context.world.rank == context.world.ranks - 1
+        if is_last and self.last == "raises at once":
+            raise KeyError("mine")
         with np.errstate(over="ignore"):
             flat = sparse.sum(context.world, gradients) / np.float32(context.world.ranks)
-        if context.world.rank == context.world.ranks - 1:
+        if is_last:
             if self.last == "infinity":
                 flat[-1] = np.inf
             elif self.last == "double":
                 flat = flat.astype(np.float64)
+            elif self.last == "raises":
+                raise KeyError("mine")
         return Mean(flat)
 
 
@@ -108,7 +113,9 @@ def backward(model: torch.nn.Module, factor: float) -> None:
 SAYS = {  # last, factor -> what all ranks raise
     ("mean", 3e38): "allreduce: the sum of finite values is not finite in ",
     ("infinity", 1.0): "allreduce: the sum of finite values is not finite in '1.bias'",
-    ("double", 1.0): "rank 1 | Trusting.aggregate: mean: flat has shape ",
+    ("double", 1.0): "rank {last} | Trusting.aggregate: mean: flat has shape ",
+    ("raises", 1.0): "mine",
+    ("raises at once", 1.0): "mine",
 }
 
 
@@ -142,13 +149,17 @@ def test_what_an_aggregator_does_not_look_at_never_gets_into_gradients(
     said, kind = "", Exception
     try:
         step(factor)
-    except (NonFiniteGradient, ValueError) as error:
+    except (NonFiniteGradient, ValueError, KeyError) as error:
         said, kind = str(error), type(error)
     own = all(torch.equal(p.grad, torch.full_like(p, factor)) for p in model.parameters())
     reducer.aggregator = Trusting()
     step(2.0)
     after = all(torch.equal(p.grad, torch.full_like(p, 2.0)) for p in model.parameters())
     reducer.close()
-    says = SAYS[last, factor] in said and len(set(world.gather(said))) == 1
-    raised = kind is (ValueError if last == "double" else NonFiniteGradient)
+    says = (
+        SAYS[last, factor].format(last=world.ranks - 1) in said
+        and len(set(world.gather(said))) == 1
+    )
+    kinds = {"double": ValueError, "raises": KeyError, "raises at once": KeyError}
+    raised = kind is kinds.get(last, NonFiniteGradient)
     together(world, says, raised, own, after)

@@ -54,13 +54,14 @@ def test_what_one_rank_finds_wrong_all_are_told(world: World, tmp_path: Path):
     reducer = GradientReducer(model, world)
     found = []
 
-    def told(**settings: Any) -> None:
+    def told(path: Any = directory / "r.h5", **settings: Any) -> None:
         try:
-            Recorder(model, directory / "r.h5", reducer, **settings)
+            Recorder(model, path, reducer, **settings)
             found.append("nothing")
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError, TypeError) as error:
             found.append(str(error))
 
+    told(None if last else directory / "r.h5", every=1)
     told(every=1 + last)
     told(every=1, layers=("1",) if last else ("0",))
     (directory / "r.h5").write_bytes(b"mine")
@@ -78,6 +79,12 @@ def test_what_one_rank_finds_wrong_all_are_told(world: World, tmp_path: Path):
             found.append(type(error).__name__)
     everyone = world.gather(found)
     assert everyone == [everyone[0]] * world.processes
-    parts = ["every", "'1' matches none", "r.h5: is there already", "AttributeError"]
-    assert len(everyone[0]) == 4
+    parts = [
+        "path=None: must be a path",
+        "every",
+        "'1' matches none",
+        "r.h5: is there already",
+        "AttributeError",
+    ]
+    assert len(everyone[0]) == len(parts)
     assert all(part in said for part, said in zip(parts, everyone[0], strict=True)), everyone[0]

@@ -8,12 +8,15 @@ from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...arrays import check_dense, check_floats, memory_of
 from ...config import validate
 from ...formats import FloatFormat
+from ...ops import type_name
 from ...randomness import random_key
 from ..buffers import STATE
 from .policy import LayerPolicy, Sums
@@ -68,16 +71,13 @@ class Quantizer(nn.Module):
         """
         if not self.how.rounds:
             return x
-        if x.dtype != torch.float32 or x.device.type != "cpu":
-            raise TypeError(
-                f"Quantizer: {self.name} is {x.dtype} on {x.device}: "
-                "torch.float32 on cpu is allowed"
-            )
+        check_floats("Quantizer", self.name, x)
         key = self.key
         if self.training and self.how.rounding == "stochastic":
             low, high = torch.randint(1 << 32, (2,)).tolist()
             key = low, high
-        values, state = x.detach().contiguous().numpy(), self._buffers.get(STATE)
+        values = np.asarray(memory_of(f"Quantizer: {self.name}", x), order="C")
+        state = self._buffers.get(STATE)
         known = None if state is None else state.numpy()
         return torch.from_numpy(self.how.round(values, key, axis, known, self.training))
 
@@ -96,6 +96,7 @@ class _Quantized(torch.autograd.Function):
     def forward(
         context: Any, x: Tensor, forward: Rounded | None, backward: Rounded | None
     ) -> Tensor:
+        _check_held(x)
         context.backward_by = backward
         return x.view_as(x) if forward is None else in_float32(forward, x)
 
@@ -111,9 +112,16 @@ def in_float32(by: Rounded, x: Tensor) -> Tensor:
 
     Raises TypeError where float32 does not hold them.
     """
-    if x.dtype not in IN_FLOAT32:
-        raise TypeError(f"quantize: x is {x.dtype}: allowed are float32, bfloat16 and float16")
+    _check_held(x)
     return by(x.float()).to(x.dtype)
+
+
+def _check_held(x: object) -> None:
+    """Raise TypeError unless x is a dense tensor whose values float32 holds."""
+    came = x.dtype if isinstance(x, Tensor) else type_name(x)
+    if came not in IN_FLOAT32:
+        raise TypeError(f"quantize: x is {came}: allowed are float32, bfloat16 and float16 tensors")
+    check_dense("quantize: x", x)
 
 
 Given = str | TensorFormat | nn.Module | None

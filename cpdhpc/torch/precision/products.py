@@ -9,6 +9,7 @@ import numpy as np
 
 from ...arrays import check_floats, flat_floats, is_tensor
 from ...formats import Cast, Format, Overflow, Rounding, TableFormat, overflow_shows, parse_format
+from ...methods import said_by
 from ...ops import backend_of, type_name
 from ...ops.products import FLOAT32, Inputs, Order, Products
 from ...randomness import random_key
@@ -112,7 +113,15 @@ def _held(inputs: Name | tuple[Name, Name] | None) -> Inputs:
     both = inputs if isinstance(inputs, tuple) else (inputs, inputs)
     if len(both) != 2:
         raise ValueError(f"matmul: inputs={inputs!r}: one format, or one of a and one of b")
-    return parse_format(both[0]), parse_format(both[1])
+    return _format("inputs", both[0]), _format("inputs", both[1])
+
+
+def _format(argument: str, name: Name) -> Format:
+    """Return the format of a name. Raises as parse_format, naming the argument."""
+    try:
+        return parse_format(name)
+    except (TypeError, ValueError) as error:
+        raise said_by(f"matmul: {argument}", error) from None
 
 
 def _products(
@@ -127,15 +136,20 @@ def _products(
     if between is not None and not chunk:
         raise ValueError(f"matmul: between={between!r}: needs chunk, of 1 or more")
 
-    def cast(name: Name) -> Cast:
-        given = parse_format(name)
+    def cast(argument: str, name: Name) -> Cast:
+        given = _format(argument, name)
         if isinstance(given, TableFormat):
-            raise ValueError(f"matmul: {given.name}: products and sums are rounded to eXmY formats")
+            raise ValueError(
+                f"matmul: {argument}: {given.name}: products and sums are rounded to eXmY formats"
+            )
         return Cast(given, *rounding)
 
-    each = None if products == "exact" else cast(accumulate if products is None else products)
-    wider = None if between is None else cast(between)
-    return Products(cast(accumulate), each, order, chunk, wider, kahan)
+    total = cast("accumulate", accumulate)
+    each = None if products == "exact" else total
+    if products not in (None, "exact"):
+        each = cast("products", products)
+    wider = None if between is None else cast("between", between)
+    return Products(total, each, order, chunk, wider, kahan)
 
 
 def _matrices(a: Any, b: Any) -> tuple[Any, Any, tuple[int, ...]]:

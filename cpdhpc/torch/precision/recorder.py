@@ -18,6 +18,7 @@ from ...collectives.checks import alike_on_all
 from ...config import ConfigError, validate
 from ...methods import suggest
 from ...ops import to_host
+from ...whole_files import as_path
 from ...world.ranks import Loopback, Ranks
 from .recording import KIND, KINDS, Array, KindName, Recording, kept_rows
 
@@ -81,9 +82,10 @@ class Recorder:
             "layers": layers, "tensors": tensors, "every": every, "count": count,
             "iterations": iterations, "max_mib": max_mib, "thin": thin, "seed": seed,
         }  # fmt: skip
-        self.model, self.path, self.reducer = model, Path(path), reducer
+        self.model, self.reducer = model, reducer
         self.world: Ranks = Loopback() if reducer is None else reducer.world
         with alike_on_all(self.world, "Recorder: arguments") as alike:
+            self.path = as_path("Recorder", path)
             alike |= {"path": str(self.path), "resume": resume, **settings}
             self.settings = validate(Recording, settings, "Recorder")
             self._find_layers()

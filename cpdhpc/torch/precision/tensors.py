@@ -99,7 +99,12 @@ class TensorFormat(Section):
     @field_validator("format")
     @classmethod
     def _known_format(cls, name: str) -> str:
-        if wire_format(name) is None:
+        try:
+            known = wire_format(name)
+        except ValueError as error:
+            also = f"; with a scale also {', '.join(NAMED_WIRES)}"
+            raise ValueError(f"{error}{also * ('known are' in str(error))}") from None
+        if known is None:
             raise ValueError(f"{name!r} is no format: for float32 as it is say 'fp32'")
         return name
 

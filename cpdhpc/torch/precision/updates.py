@@ -6,8 +6,10 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from ...arrays import memory_of
 from ...randomness import random_key
 from .tensors import TensorFormat, UpdateFormat
 
@@ -110,5 +112,5 @@ class RoundedUpdates:
         if how.learns:
             known = own.setdefault(SCALE + name, torch.from_numpy(how.state())).numpy()
         tells = STREAM, int(own[STEPS]), place, zlib.crc32(name.encode())
-        values = x.detach().contiguous().numpy()
+        values = np.asarray(memory_of("RoundedUpdates: a parameter", x.detach()), order="C")
         return torch.from_numpy(how.round(values, random_key(self.seed, *tells), -1, known, True))
