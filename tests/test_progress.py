@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training import ROOT, environment
 
-PROGRESS = ROOT / "cpdhpc" / "train" / "progress.py"
+PROGRESS = ROOT / "cpdhpc" / "lab" / "train" / "progress.py"
 CHILD = """
 import runpy, sys
 progress = runpy.run_path(sys.argv[1])  # the file alone: its package imports torch
@@ -26,7 +26,7 @@ import os, pty, subprocess, sys
 print("first", flush=True)
 outer, inner = pty.openpty()
 command = [*sys.argv[3:], sys.executable, "-c", *sys.argv[1:3]]
-done = subprocess.run(command, stdout=inner, stderr=subprocess.PIPE)
+done = subprocess.run(command, stdout=inner, stderr=subprocess.PIPE, check=True)
 print(done.stderr.decode(), os.read(outer, 100000).decode(), flush=True)
 """
 
