@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...claim import Claim, JobAlive, read_claim, unknown
 from ...config import UserError
+from ...ordinary import open_ordinary
 from ...study_data.factors import Case
 from ..cases import batches, expand
 from ..folder import Folder, Job, recorded
@@ -211,7 +212,7 @@ def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:
 def tail(path: Path) -> list[str]:
     """Return the last lines of a log that are not empty."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_ordinary) as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
