@@ -78,9 +78,10 @@ def look(study: Study, folder: Folder) -> Standing:
     """Return where a study stands, by its files and by Slurm as far as that answers."""
     jobs = recorded(folder)
     found = states(study, folder)
+    if jobs or (folder.path / SITE).exists():  # which is written before the first job goes in
+        found = with_submission(found, study, folder, jobs)
     if not jobs:
         return Standing(found)
-    found = with_submission(found, study, folder, jobs)
     slurm, last = "answers", newest(jobs)
     open_ones = {each.batch for each in found if each.state != "finished"} & last.keys()
     places = [(last[batch].number, last[batch].batches[batch]) for batch in open_ones]
