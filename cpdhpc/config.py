@@ -25,6 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from .methods import nearest, reason
 from .methods import suggest as suggest
+from .ordinary import open_ordinary
 
 Raw = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
@@ -200,13 +201,21 @@ def _types(row: Any) -> dict[str, Any]:
     return {key: each.get("type") for key, each in _schema(row).get("properties", {}).items()}
 
 
+def _read(path: Path | str) -> str:
+    """Return the text of an ordinary file, or of a pipe of the shell's, as <(...)."""
+    of_shell = str(path).startswith(("/dev/", "/proc/"))
+    opener = None if of_shell else open_ordinary
+    with open(path, encoding="utf-8-sig", opener=opener) as file:
+        return file.read()
+
+
 def read_toml(path: Path | str) -> Raw:
     """Return the tables of a TOML file.
 
     Raises ConfigError where the file is missing, unreadable or not TOML.
     """
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(_read(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -218,7 +227,7 @@ def read_toml(path: Path | str) -> Raw:
 def _line(path: Path | str, said: str) -> str:
     """Return the line of a file that an error names by its number, as of a key that is twice."""
     found = re.search(r"at line (\d+)", said)
-    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    lines = _read(path).splitlines()
     number = int(found[1]) if found else len(lines)
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 
@@ -340,7 +349,10 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
         known = {*keys(model, problem["loc"]), *given}
         return _of_key(said, known, f"{key}." if key else "") or (f"{key}: {said}" if key else said)
     if problem["type"] == "string_pattern_mismatch":  # of Name
-        said = "begin with a letter or digit, then have these, dots, underscores, plus and minus"
+        said = (
+            "begin with a letter or digit, then have these, dots, underscores, plus and minus, "
+            "100 in all at most"
+        )
     if problem["type"] == "value_error":
         said = _WHOSE.sub("", said).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
         said = reason(said, given)

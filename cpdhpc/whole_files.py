@@ -16,11 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from . import ordinary
 from .config import UserError
 
 ABANDONED_S = 86_400.0  # since the last write to a temporary file whose process is not known here
 NAME_BYTES = 150  # of a target's name in that of its temporary file; the system allows 255 in all
 ENDING = re.compile(r"(?P<place>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{16}\.tmp")
+
+
+NOT_OWN = "is a link, has a second name, or is no ordinary file"
 
 
 class StoreError(UserError):
@@ -41,11 +45,15 @@ def open_own(path: str | Path, flags: int) -> int:
     where others may write they could lead us to any file of ours. Directories may be links.
     """
     more = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: no pipe is waited for
-    descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
+    except OSError as error:  # a link, or a pipe that nobody reads: what fstat says of others
+        told = NOT_OWN if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
+        raise OSError(error.errno, told, str(path)) from None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            raise OSError(errno.EPERM, "is a link, or no ordinary file", str(path))
+            raise OSError(errno.EPERM, NOT_OWN, str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except OSError:
@@ -130,7 +138,7 @@ def sealed(text: str) -> str:
 def check_sealed(path: Path | str) -> None:
     """Raise StoreError where a file has a first line as of sealed, and holds something else."""
     try:
-        content = Path(path).read_bytes()
+        content = ordinary.content(path)
     except OSError:  # whoever reads it says why
         return
     head, _, rest = content.partition(b"\n")

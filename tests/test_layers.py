@@ -16,7 +16,7 @@ import cpdhpc
 
 PACKAGE = Path(cpdhpc.__file__).parent
 BASE = {"formats", "table_formats", "methods", "randomness", "partition", "config", "store"}
-BASE |= {"claim", "lazy", "outputs", "settings", "shipped", "whole_files"}
+BASE |= {"claim", "lazy", "ordinary", "outputs", "settings", "shipped", "whole_files"}
 WORLD = BASE | {"ops", "world"}
 REDUCE = WORLD | {"collectives"}
 MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself

@@ -24,6 +24,7 @@ from cpdhpc.study_data.study_file import write_result
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {
     "table_formats",
+    "ordinary",
     "whole_files",
     "claim",
     "cli",
