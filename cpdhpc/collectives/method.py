@@ -36,7 +36,7 @@ from ..formats import (
 )
 from ..methods import EXACT, GROW, SCALINGS, USUAL, check_integer, said_by, suggest
 from ..ops import placed
-from ..ops.payloads import Exact, Growth, Packed, Raw, Wire, parse_wire
+from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from ..randomness import check_key
 from ..whole_files import check_sealed
@@ -509,7 +509,7 @@ class Method:
         """
         schedule, wire = SCHEDULES[self.algorithm], self.payloads
         if isinstance(wire, Packed) and self.accumulating == GROW:
-            wire = replace(wire, growth=Growth(len(nodes), schedule.hops(Layout(nodes))))
+            wire = replace(wire, growth=schedule.growth(Layout(nodes)))
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent = shift_bytes(shifts[0], segments, x.size, x) if outside else None
         result = shift_bytes(shifts[1], segments, x.size, x) if outside else None
