@@ -281,11 +281,14 @@ class Allreduce(Method):
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
         """Return this with the algorithm that "usual" or "auto" stands for, of arrays like xs."""
         if self.algorithm == USUAL:
-            return named(self, self.usual(world.nodes))
+            name = self.usual(world.nodes)
+            world.chosen.add(name)
+            return named(self, name)
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
         size = getattr(x, "size", 0)  # what is no array is refused later
         found = choose(self, world.nodes, size if isinstance(size, int) else 0)
         assert isinstance(found, Allreduce)  # as self is
+        world.chosen.add(found.algorithm)
         return found
 
     def check(
@@ -331,7 +334,7 @@ class Allreduce(Method):
         what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
-        line = self.stagnation(world.ranks) if self.algorithm in SCHEDULES else None
+        line = self.stagnation(world.nodes) if self.algorithm in SCHEDULES else None
         if line and world.rank == 0:
             warnings.warn(line, stacklevel=2)
         return parts

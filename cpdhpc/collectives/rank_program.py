@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count, repeat
@@ -183,14 +183,30 @@ def _pieces(schedule: Schedule, nodes: tuple[int, ...], n: int, of: tuple[int, i
 def _rounds(
     schedule: Schedule, nodes: tuple[int, ...], rank: int, piece: Piece
 ) -> tuple[Sequence[tuple[int, int]], Sequence[Step]]:
-    """Return the (start, stop) of a piece's chunks, and a rank's steps."""
+    """Return the (start, stop) of a piece's chunks, and a rank's steps, without empty chunks."""
     layout, n = Layout(nodes, piece.number), piece.stop - piece.start
-    found = []
-    for i in range(schedule.chunks(layout)):
-        start, stop = chunk(n, schedule.chunks(layout), i)
+    found, chunks = [], schedule.chunks(layout)
+    for i in range(chunks):
+        start, stop = chunk(n, chunks, i)
         first, last = chunk(stop - start, piece.parts, piece.part)
         found.append((piece.start + start + first, piece.start + start + last))
-    return found, list(schedule.steps(rank, layout))
+    steps = list(schedule.steps(rank, layout))
+    full = all(start < stop for start, stop in found)
+    return found, steps if full else [_without(step, found) for step in steps]
+
+
+def _without(step: Step, spans: Sequence[tuple[int, int]]) -> Step:
+    """Return a step without the chunks that hold nothing."""
+
+    def kept(chunks: Sequence[int], values: Sequence[int]) -> Sequence[int]:
+        return [value for i, value in zip(chunks, values, strict=True) if spans[i][0] < spans[i][1]]
+
+    return step._replace(
+        send_chunks=kept(step.send_chunks, step.send_chunks),
+        send_terms=kept(step.send_chunks, step.send_terms),
+        recv_chunks=kept(step.recv_chunks, step.recv_chunks),
+        recv_terms=kept(step.recv_chunks, step.recv_terms),
+    )
 
 
 def spans(plan: Plan, piece: Piece) -> Sequence[tuple[int, int]]:
@@ -490,7 +506,11 @@ def program(
     """
     where, steps = _rounds(plan.schedule, plan.nodes, rank, piece)
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
-    chunks = [kind(plan, rank, i, span, x, out, take) for i, span in enumerate(where)]
+    chunks = {
+        i: kind(plan, rank, i, (start, stop), x, out, take)
+        for i, (start, stop) in enumerate(where)
+        if start < stop
+    }
     for number, step in enumerate(steps):
         into = [chunks[i] for i in step.recv_chunks]
         sizes = _sizes(into, step.recv_terms)
@@ -508,7 +528,7 @@ def program(
             parts = _parts(plan, received, sizes, take)
             for each, part, terms in zip(into, parts, step.recv_terms, strict=True):
                 each.incoming(step.kind, step.recv_from, part, terms)
-    return sum(each.write() for each in chunks)
+    return sum(each.write() for each in chunks.values())
 
 
 def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
@@ -516,7 +536,7 @@ def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
     return [each.plan.wire.size_bytes(each.n, m) for each, m in zip(chunks, terms, strict=True)]
 
 
-def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
+def _message(chunks: Mapping[int, Chunk], step: Step, take: Take) -> Array:
     """Return the payloads of the chunks that a step sends, one after another."""
     gone = [chunks[i] for i in step.send_chunks]
     if len(gone) == 1:
