@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count, repeat
@@ -182,31 +182,34 @@ def _pieces(schedule: Schedule, nodes: tuple[int, ...], n: int, of: tuple[int, i
 @lru_cache(maxsize=64)
 def _rounds(
     schedule: Schedule, nodes: tuple[int, ...], rank: int, piece: Piece
-) -> tuple[Sequence[tuple[int, int]], Sequence[Step]]:
-    """Return the (start, stop) of a piece's chunks, and a rank's steps, without empty chunks."""
+) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, Step]]]:
+    """Return the (start, stop) of a piece's chunks, and a rank's steps by number.
+
+    Steps are without chunks that are empty, and there are none of such chunks alone.
+    """
     layout, n = Layout(nodes, piece.number), piece.stop - piece.start
     found, chunks = [], schedule.chunks(layout)
     for i in range(chunks):
         start, stop = chunk(n, chunks, i)
         first, last = chunk(stop - start, piece.parts, piece.part)
         found.append((piece.start + start + first, piece.start + start + last))
-    steps = list(schedule.steps(rank, layout))
-    full = all(start < stop for start, stop in found)
-    return found, steps if full else [_without(step, found) for step in steps]
+    steps = enumerate(schedule.steps(rank, layout))
+    full = {i for i, (start, stop) in enumerate(found) if start < stop}
+    if len(full) == chunks:
+        return found, list(steps)
+    shorter = ((number, _only(step, full)) for number, step in steps)
+    return found, [row for row in shorter if row[1].send_chunks or row[1].recv_chunks]
 
 
-def _without(step: Step, spans: Sequence[tuple[int, int]]) -> Step:
-    """Return a step without the chunks that hold nothing."""
-
-    def kept(chunks: Sequence[int], values: Sequence[int]) -> Sequence[int]:
-        return [value for i, value in zip(chunks, values, strict=True) if spans[i][0] < spans[i][1]]
-
-    return step._replace(
-        send_chunks=kept(step.send_chunks, step.send_chunks),
-        send_terms=kept(step.send_chunks, step.send_terms),
-        recv_chunks=kept(step.recv_chunks, step.recv_chunks),
-        recv_terms=kept(step.recv_chunks, step.recv_terms),
-    )
+def _only(step: Step, full: Set[int]) -> Step:
+    """Return a step with these chunks alone."""
+    out = [row for row in zip(step.send_chunks, step.send_terms, strict=True) if row[0] in full]
+    into = [row for row in zip(step.recv_chunks, step.recv_terms, strict=True) if row[0] in full]
+    return Step(
+        step.kind,
+        step.send_to if out else None, [i for i, _ in out], [terms for _, terms in out],
+        step.recv_from if into else None, [i for i, _ in into], [terms for _, terms in into],
+    )  # fmt: skip
 
 
 def spans(plan: Plan, piece: Piece) -> Sequence[tuple[int, int]]:
@@ -511,7 +514,7 @@ def program(
         for i, (start, stop) in enumerate(where)
         if start < stop
     }
-    for number, step in enumerate(steps):
+    for number, step in steps:
         into = [chunks[i] for i in step.recv_chunks]
         sizes = _sizes(into, step.recv_terms)
         received = yield Exchange(
