@@ -91,7 +91,7 @@ class Oracle:
         if self.algorithm in ("ring", "biring"):
             whole, bits = Fraction(terms, self.p) ** 2 * self.p / 3, 0
         elif self.algorithm == "hier":
-            whole, bits = Fraction(terms, max(4, 2 * max(map(len, self.nodes)))), 0
+            whole, bits = Fraction(terms, max(4, 2 * self.p // len(self.nodes))), 0
         else:
             whole, bits = Fraction(terms, 4), 0
         while whole > 4**bits:

@@ -298,15 +298,17 @@ def test_a_scaling_is_named_as_it_was_given():
 
 @every(
     "algorithm, ranks, error",
-    [("ring", 24, r"0\.08"), ("ring", 200, r"0\.4[0-9]"), ("biring", 96, r"0\.09")],
+    [("ring", 24, r"0\.09"), ("ring", 200, r"0\.4[0-9]"), ("biring", 96, r"0\.14")],
 )
 def test_an_error_that_grows_with_ranks_is_said(algorithm, ranks, error):
     xs = [np.ones(1, np.float32)] * ranks
     options = {"wire": "e4m3", "algorithm": algorithm}
-    with pytest.warns(UserWarning, match=rf"{ranks} ranks in e4m3 is expected to .* of {error}"):
+    with pytest.warns(
+        UserWarning, match=rf"{ranks} ranks in e4m3, .* is expected to .* of {error}"
+    ):
         simulate(xs, accumulate="requantise", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        simulate(xs, **options)
-        simulate(xs[:20], accumulate="requantise", **options)
+        simulate(xs[:50], **options)
+        simulate(xs[:16], accumulate="requantise", **options)
         simulate(xs, wire="e4m3")

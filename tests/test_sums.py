@@ -1,11 +1,13 @@
 """Errors and bytes of sums over many ranks, and what is chosen and said by them."""
 
+import re
+
 import numpy as np
 import pytest
 from every import every
 
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.collectives.expected import MOST_RANKS, Sums, expected_error
+from cpdhpc.collectives.expected import MOST_SUMMED, Sums
 from cpdhpc.collectives.predict import choose
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
 from cpdhpc.collectives.simulate import simulate
@@ -47,7 +49,7 @@ def test_the_same_on_nodes(count, size):
 
 
 def test_the_same_on_uneven_nodes():
-    for ranks, count in ((9, 4), (50, 7), (90, 20)):
+    for ranks, count in ((9, 4), (50, 7), (90, 20), (150, 25)):
         assert_small(ranks, np.random.default_rng(ranks).integers(0, count, ranks).tolist())
 
 
@@ -101,29 +103,37 @@ def test_sums_that_grow_are_near_one_rounding(wire, once):
         ("e4m3", "ring", 24, 0),
         ("e4m3", "ring", 96, 0),
         ("e2m1fn", "biring", 96, 0),
-        ("e3m2fn", "torus", 150, 0),
+        ("e3m2fn", "torus", 250, 0),
         ("e3m2fn", "gather", 40, 0),
         ("posit8", "ring", 64, 0),
         ("e2m1fn", "hier", 96, 4),
+        ("e4m3", "biring:grow", 128, 0),
+        ("e4m3", "ring:grow", 400, 0),
     ],
 )
 @pytest.mark.filterwarnings("ignore:allreduce:UserWarning")
 def test_what_is_expected_is_near_what_comes(wire, algorithm, ranks, size):
+    """Of the data for which more is expected, as the line says."""
+    algorithm, _, accumulate = algorithm.partition(":")
     nodes = tuple(rank // size for rank in range(ranks)) if size else (0,) * ranks
-    method = Allreduce(wire, algorithm, accumulate="requantise")
-    whole, once = expected_error(method.payloads, method._rounded_sums(nodes))
-    xs = contributions(ranks, *DATA["direction and noise"])
-    came = error(xs, wire, algorithm, accumulate="requantise", nodes=nodes)
-    assert came / 1.3 < whole < 1.15 * came
+    method = Allreduce(wire, algorithm, accumulate=accumulate or "requantise")
+    assert method.stagnation((0,) * 4) is None
     said = method.stagnation(nodes)
-    assert (said is None) == (whole < 3 * once)
-    assert said is None or f" of {whole:.2g}, one rounding {once:.2g}: " in said
+    if algorithm == "hier":
+        assert said is None  # sums inside nodes and between them are short
+        return
+    assert said is not None
+    found = re.search(r", of (.*), is expected .* of ([\d.]+), one rounding ([\d.]+): ", said)
+    kind, whole, once = found[1], float(found[2]), float(found[3])
+    data = {"a common direction and noise": "direction and noise", "noise alone": "noise"}[kind]
+    came = error(contributions(ranks, *DATA[data]), wire, algorithm, None, method.accumulate)
+    assert came / 1.25 < whole < 1.25 * came and whole > 2.9 * once
 
 
 def test_sums_of_more_ranks_than_are_formed():
-    most, more = (Sums((2, n)).at_most(MOST_RANKS) for n in (MOST_RANKS // 2, 10**9))
-    assert most == more == Sums((2, MOST_RANKS // 2))
-    assert Sums((4, 1000), held=8).at_most(MOST_RANKS).chains == (4, 128)
+    most, more = (Sums((2, n)).at_most(MOST_SUMMED) for n in (MOST_SUMMED // 2, 10**9))
+    assert most == more == Sums((2, MOST_SUMMED // 2))
+    assert Sums((4, 1000), held=8).at_most(MOST_SUMMED).chains == (4, 128)
 
 
 def test_auto_leaves_out_sums_that_stagnate():
@@ -132,6 +142,8 @@ def test_auto_leaves_out_sums_that_stagnate():
     options = {"algorithm": "auto", "accumulate": "requantise"}
     taken = choose(Allreduce("e4m3", **options), one_node, 1 << 24)
     assert taken.algorithm in ("rhd", "tree", "dbtree") and taken.stagnation(one_node) is None
+    grown = choose(Allreduce("e4m3", algorithm="auto", accumulate="grow"), (0,) * 1024, 1 << 20)
+    assert grown.algorithm in ("torus", "rhd", "hier")
     assert choose(Allreduce("e4m3", **options), some, 1 << 24).algorithm == "ring"
     assert choose(Allreduce("e4m3", algorithm="auto"), one_node, 1 << 24).accumulating != "kahan"
     kahan = choose(Allreduce("e4m3", algorithm="auto", accumulate="kahan"), one_node, 1 << 12)

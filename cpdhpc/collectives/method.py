@@ -41,7 +41,7 @@ from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from ..randomness import check_key
 from ..whole_files import check_sealed
-from .expected import Sums, expected_error
+from .expected import MOST_SUMMED, Sums, expected_error
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES, Layout, group_size
 
@@ -395,42 +395,46 @@ class Method:
         """Return a line that says what error to expect, if that grows with so many ranks.
 
         nodes: the node of each rank
-        That is so if sums of more than a few terms are rounded before each addition.
+        That is so if sums of more than a few terms are rounded before each addition, and in rings
+        also if they grow.
         """
         sums, wire = self._rounded_sums(nodes), self.payloads
         if sums is None or sums.longest < LONG or not isinstance(wire, Packed):
             return None
-        whole, once = expected_error(wire, sums)
+        if self.accumulating == GROW:
+            few = Layout(nodes[:MOST_SUMMED])
+            wire = replace(wire, growth=SCHEDULES[self.algorithm].growth(few))
+        whole, once, kind = expected_error(wire, sums)
         if whole < WORSE * once:
             return None
         assert self.fmt is not None, "it is packed"
         return (
             f"allreduce: algorithm={self.algorithm!r}, accumulate={self.accumulating!r}: the sum "
-            f"of {len(nodes)} ranks in {self.fmt.name} is expected to have a relative error of "
-            f"{whole:.2g}, one rounding {once:.2g}: algorithm='usual' avoids that"
+            f"of {len(nodes)} ranks in {self.fmt.name}, {kind}, is expected to have a relative "
+            f"error of {whole:.2g}, one rounding {once:.2g}: algorithm='usual' avoids that"
         )
 
     def _rounded_sums(self, nodes: tuple[int, ...]) -> Sums | None:
-        """Return what sums are rounded to the wire before each addition, None if there are none.
+        """Return what sums are rounded before each addition, None if their error is bounded.
 
         Of kahan, whose roundings are made up for, those between nodes.
         """
         ranks, way = len(nodes), self.accumulating
-        if self.fmt is None or way in (GROW, EXACT):
+        rings = {"ring": (ranks,), "biring": (1 + ranks // 2, 2)}
+        if self.fmt is None or way == EXACT or (way == GROW and self.algorithm not in rings):
             return None
         if self.algorithm == "hier":
             sizes = Counter(nodes).values()
             most, count = max(sizes), len(sizes)
-            rings = (group_size(count), count // group_size(count))
-            return Sums((most, *rings)) if way == "requantise" else Sums(rings, held=most)
-        rings = {
-            "ring": (ranks,),
-            "biring": (1 + ranks // 2, 2),
+            between = (group_size(count), count // group_size(count))
+            return Sums((most, *between)) if way == "requantise" else Sums(between, held=most)
+        chains = rings | {
             "torus": (group_size(ranks), ranks // group_size(ranks)),
             "direct": (ranks,),
             "gather": (ranks,),
-        }.get(self.algorithm)
-        return Sums(rings) if rings and way == "requantise" else None
+        }
+        rounds = way in ("requantise", GROW) and self.algorithm in chains
+        return Sums(chains[self.algorithm]) if rounds else None
 
     @cached_property
     def description(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -473,8 +472,8 @@ def _of_few(layout: Layout) -> Growth:
 
 
 def _of_nodes(layout: Layout) -> Growth:
-    """A sum of two nodes, whose contributions were rounded inside, too; torus with nodes of one."""
-    return Growth(layout.ranks, free=max(4, 2 * max(Counter(layout.nodes).values())))
+    """As of two nodes of the mean size: contributions were rounded inside, too."""
+    return Growth(layout.ranks, free=max(4, 2 * layout.ranks // len({*layout.nodes})))
 
 
 def _few(ranks: int) -> int:
