@@ -380,7 +380,8 @@ def test_the_least_possible_bytes_are_sent(name, wire, tile_bytes):
 def test_bytes_of_nodes(nodes):
     layout, world = Layout(tuple(nodes)), Loopback(len(nodes), nodes=nodes)
     each = SCHEDULES["hier"].chunks(layout)
-    Allreduce("e4m3", "hier").run(world, [np.zeros(each * 1024, np.float32)] * len(nodes))
+    method = Allreduce("e4m3", "hier", accumulate="float32")
+    method.run(world, [np.zeros(each * 1024, np.float32)] * len(nodes))
     expected = [1025 * sum(sent_chunks("hier", rank, layout)) for rank in range(len(nodes))]
     assert world.bytes_sent.tolist() == expected
 
