@@ -86,7 +86,7 @@ def _error(wire: Packed, sums: Sums, kind: str) -> Expected:
         """Return a sum of sums, and how many contributions are in it."""
         if not chains:
             parts = [rounded(contribution(), 1) for _ in range(sums.held)] or [contribution()]
-            return np.sum(parts, 0, np.float32), len(parts)
+            return np.asarray(np.sum(parts, 0, np.float32)), len(parts)
         found, terms = total(chains[:-1])
         for _ in range(chains[-1] - 1):
             part, more = total(chains[:-1])
