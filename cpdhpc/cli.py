@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -459,6 +460,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         let_interrupt_end()
     is_program = argv is None
+    if is_program:  # what a command is warned of is one line, not a place in the source
+        warnings.formatwarning = lambda message, *_: f"cpdhpc: warning: {message}\n"
     argv = sys.argv[1:] if argv is None else argv
     world, wrong, timeout_s = None, None, TIMEOUT_S
     try:

@@ -33,7 +33,8 @@ _HELD = ("requantise", "float32", "kahan")
 ALGORITHMS = {  # of the all-reduce; collectives.schedules has their rounds
     "ring": _GROW,
     "biring": _GROW,
-    "rhd": _REQUANTISE,
+    "torus": _GROW,
+    "rhd": _GROW,
     "tree": _REQUANTISE,
     "dbtree": _REQUANTISE,
     "direct": Accumulation(_HELD, "float32", "float32"),

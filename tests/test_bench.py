@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -159,22 +160,44 @@ def test_codec_writes_its_samples_without_mpi(
 
 @pytest.mark.usefixtures("without_figures")
 def test_errors_of_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--ranks", "2,3", "--formats", "e4m3,e5m2", "--values", "1024", "--seeds", "1"]
-    assert main(["bench", "accuracy", *arguments, "--png", str(tmp_path / "a.png")]) == 0
+    arguments = ["--ranks", "1,3", "--formats", "e4m3,e5m2", "--values", "1024"]
+    written = tmp_path / "a.png", tmp_path / "a.csv"
+    arguments += ["--png", str(written[0]), "--csv", str(written[1])]
+    arguments += ["--ways", "all", "--scalings", "all", "--data", "spread"]
+    assert main(["bench", "accuracy", *arguments]) == 0
     shown = capsys.readouterr().out
-    assert (tmp_path / "a.png").read_text().startswith("png: <Figure size")
-    errors: dict[str, float] = {}
-    for line in shown.split("| e5m2")[0].splitlines():  # of e4m3, column aps, no headroom
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if "," in cells[0] and "ranks" not in cells[0]:
-            errors[cells[0]] = float(cells[3])
+    assert written[0].read_text().startswith("png: <Figure size")
+    rows = list(csv.DictReader(written[1].read_text().splitlines()))
+    errors = {
+        (row["algorithm"], row["accumulate"]): float(row["error"])
+        for row in rows
+        if (row["wire"], row["scaling"], row["ranks"]) == ("e4m3", "aps, no headroom", "3")
+    }
     # One rounding a contribution in both; float32 adds its own, which are much smaller.
-    assert errors["any, exact"] == pytest.approx(errors["gather, float32"], rel=0.05)
-    assert errors["any, exact"] < errors["ring, requantise"]
-    assert "any, exact" not in shown.split("| e5m2")[1]  # 33 bits for the sum of one rank already
+    exact = errors["ring", "exact"]
+    assert exact == pytest.approx(errors["gather", "float32"], rel=0.05)
+    assert exact < errors["ring", "requantise"]
+    assert not any(row["wire"] == "e5m2" and row["way"] == "ring:exact" for row in rows)  # 33 bits
+    one = next(row for row in rows if row["way"] == "ring:grow" and row["ranks"] == "3")
+    assert f"| {one['wire']} ring:grow | " in shown and f" {float(one['error']):.2g} |" in shown
+    assert float(one["bytes"]) == 1
+    gather = next(row for row in rows if row["way"] == "gather:kahan" and row["ranks"] == "3")
+    assert float(gather["bytes"]) == 1.5
 
 
-@every("wrong", [["--ranks", "x"], ["--formats", "e9m9"], ["--seeds", "0"]])
+@every(
+    "wrong",
+    [
+        ["--ranks", "x"],
+        ["--formats", "e9m9"],
+        ["--seeds", "0"],
+        ["--ways", "ring:kahan"],
+        ["--ways", "rings"],
+        ["--scalings", "aps,layer"],
+        ["--data", "none"],
+        ["--csv", "no/such/a.csv"],
+    ],
+)
 def test_accuracy_refuses(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "accuracy", *wrong]) == 2
     assert "cpdhpc: error: " in capsys.readouterr().err

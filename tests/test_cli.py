@@ -53,7 +53,7 @@ def commands() -> Iterator[list[str]]:
 
 
 METAVARS = (  # of what may come from the command line
-    r"(FILE|RUN|STUDY|MACHINE|RUN\.checkpoint)?(\.(h5|toml|png|html|npy))?|DIR|FOLDER|NUMBER"
+    r"(FILE|RUN|STUDY|MACHINE|RUN\.checkpoint)?(\.(h5|toml|png|html|npy|csv))?|DIR|FOLDER|NUMBER"
     r"|(N|NAME|SIZE|GBIT|A:B|MODE|KIND|PATTERN|NAME=VALUE|RANGE:BITS)([,;]\.\.\.)?"
     r"|NAME\[:OPTION=VALUE,...\]|(data\.)?KEY=VALUE|SECONDS|MIB|RATE|TFLOPS|SHARE|POINTS|ACTION"
 )

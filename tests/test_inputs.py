@@ -72,7 +72,7 @@ SHORT = {  # further settings, by study
     "bits_against_batch": (
         *("job.schedule.warmup_epochs=0", "sweep.seed=[0]"),
         "zip=[{train={batch=[512],virtual_ranks=[16],epochs=[1]}}]",
-        *('sweep.gradient.wire=["", "e3m0"]', 'sweep.gradient.accumulate=["", "requantise"]'),
+        *('sweep.gradient.wire=["", "e3m0"]', 'sweep.gradient.accumulate=["", "grow"]'),
     ),
     "claim_legw": (
         *("job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[256]"),
