@@ -1,5 +1,5 @@
-// The vocabulary of the kernels: one lane on the GPU, sixteen on the CPU, under the same names.
-// The only file, with cast.h, that asks which of the two it is compiled for.
+// The vocabulary of the kernels: one lane on the GPU, those of a register on the CPU, under the
+// same names. The only file, with cast.h, that asks which of the two it is compiled for.
 #ifndef CPD_H
 #define CPD_H
 
@@ -89,12 +89,28 @@ CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 
 #include <string.h>
 
+#include <utility>
+
 // Inlined by force: a call would pass these vectors through memory.
 #define CPD_FN static inline __attribute__((always_inline))
-#define CPD_GROUP 16
-typedef float F __attribute__((vector_size(64)));
-typedef u32 U __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
+
+// The one width of vectors: bytes of a register of the processor that is compiled for. cpu_v3.cpp
+// and cpu_v4.cpp say 32, which is AVX2, and 64, AVX-512; all processors have 16. g++ lowers
+// comparisons of wider vectors lane by lane.
+#ifndef CPD_REGISTER
+#define CPD_REGISTER 16
+#endif
+#define CPD_GROUP (CPD_REGISTER / 4)
+#define CPD_VECTOR(bytes) __attribute__((vector_size(bytes)))
+typedef float F CPD_VECTOR(CPD_REGISTER);
+typedef u32 U CPD_VECTOR(CPD_REGISTER);
+typedef int32_t I CPD_VECTOR(CPD_REGISTER);
+typedef double D CPD_VECTOR(CPD_REGISTER);
+
+// 0, 1, ... of the lanes as template arguments: what g++ shuffles by it must know from the start.
+template <int... LANE>
+using Numbers = std::integer_sequence<int, LANE...>;
+typedef std::make_integer_sequence<int, CPD_GROUP> EachLane;
 
 CPD_FN U bits_of(F x) { return (U)x; }
 CPD_FN F from_bits(U u) { return (F)u; }
@@ -112,20 +128,15 @@ CPD_FN N multiply(N a, N b) {
 }
 CPD_FN U truncate(F x) { return (U) __builtin_convertvector(x, I); }
 CPD_FN F to_float(U integer) { return __builtin_convertvector((I)integer, F); }
-typedef double W __attribute__((vector_size(128)));  // float64 in each lane
+typedef double W CPD_VECTOR(2 * CPD_REGISTER);  // float64 in each lane
 CPD_FN W wide(F x) { return __builtin_convertvector(x, W); }
 CPD_FN W wide(U x) { return __builtin_convertvector(x, W); }
 CPD_FN I reaches(W a, W b) { return __builtin_convertvector(a >= b, I); }
 CPD_FN U gather(const int* table, U place) {
-#if defined(CPD_AVX512)
+#if CPD_REGISTER == 64
     return (U)__builtin_ia32_gathersiv16si(I{}, table, (I)place, (short)-1, 4);
-#elif defined(CPD_AVX2)
-    typedef int Half __attribute__((vector_size(32)));
-    Half halves[2];
-    memcpy(halves, &place, sizeof halves);
-    for (Half& half : halves) half = __builtin_ia32_gathersiv8si(Half{}, table, half, ~Half{}, 4);
-    memcpy(&place, halves, sizeof halves);
-    return place;
+#elif CPD_REGISTER == 32
+    return (U)__builtin_ia32_gathersiv8si(I{}, table, (I)place, ~I{}, 4);
 #else
     U found;
     for (int lane = 0; lane < CPD_GROUP; ++lane) found[lane] = (u32)table[place[lane]];
@@ -134,7 +145,16 @@ CPD_FN U gather(const int* table, U place) {
 }
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
-CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+template <int... LANE>
+CPD_FN U lane_numbers(Numbers<LANE...>) {
+    return U{LANE...};
+}
+CPD_FN U lane_numbers() { return lane_numbers(EachLane{}); }
+// Each lane's value is that of the lane whose number differs by STEP, a power of two.
+template <int STEP, int... LANE>
+CPD_FN U crossed(U v, Numbers<LANE...>) {
+    return __builtin_shufflevector(v, v, (LANE ^ STEP)...);
+}
 // Fetches the line of x into the cache while other work goes on; x may lie beyond the array.
 CPD_FN void expect(const float* x) { __builtin_prefetch(x); }
 // The loops pad incomplete tiles themselves, so n needs no look.
@@ -153,7 +173,7 @@ CPD_FN U load(const u32* x, i64 i, i64) {
 CPD_FN void store(u32* x, i64 i, i64, U value) { memcpy(x + i, &value, sizeof value); }
 CPD_FN U lanes(U each) { return each; }
 CPD_FN bool any(bool all) { return all; }
-typedef u8 Bytes __attribute__((vector_size(16)));
+typedef u8 Bytes CPD_VECTOR(CPD_GROUP);
 CPD_FN U load_bytes(const u8* x) {
     Bytes value;
     memcpy(&value, x, sizeof value);
@@ -165,14 +185,12 @@ CPD_FN void store_bytes(u8* x, U value) {
 }
 // The signs of all lanes, the first lane's the lowest bit.
 CPD_FN u32 signs(I v) {
-#if defined(CPD_AVX512)
+#if CPD_REGISTER == 64
     return (u32)__builtin_ia32_cvtd2mask512(v);
-#elif defined(CPD_AVX2)
-    typedef float Half __attribute__((vector_size(32)));
-    Half halves[2];
-    memcpy(halves, &v, sizeof halves);
-    return (u32)(__builtin_ia32_movmskps256(halves[0]) | __builtin_ia32_movmskps256(halves[1])
-                                                             << 8);
+#elif CPD_REGISTER == 32
+    return (u32)__builtin_ia32_movmskps256((F)v);
+#elif defined(__SSE2__)
+    return (u32)__builtin_ia32_movmskps((F)v);
 #else
     u32 bits = 0;
     for (int lane = 0; lane < CPD_GROUP; ++lane) bits |= (u32)v[lane] >> 31 << lane;
@@ -184,7 +202,7 @@ CPD_FN bool any(I mask) { return signs(mask) != 0; }
 #endif
 
 CPD_FN U lanes(u32 value) { return U{} + value; }
-CPD_FN U larger(U a, U b) { return less(a, b) ? b : a; }
-CPD_FN U smaller(U a, U b) { return less(a, b) ? a : b; }
+CPD_FN U larger(U a, U b) { return (U)((I)a < (I)b ? (I)b : (I)a); }
+CPD_FN U smaller(U a, U b) { return (U)((I)a < (I)b ? (I)a : (I)b); }
 
 #endif

@@ -28,11 +28,10 @@ struct Padded {
 };
 
 // The largest lane, by halves: its latency is on the way to every tile's shift.
+template <int STEP = CPD_GROUP / 2>
 CPD_FN u32 largest_lane(U v) {
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 8));
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 4));
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 2));
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 1));
+    v = larger(v, crossed<STEP>(v, EachLane{}));
+    if constexpr (STEP > 1) return largest_lane<STEP / 2>(v);
     return v[0];
 }
 
@@ -60,7 +59,10 @@ inline u32 nonfinite_in(const float* x, i64 n) {
 }
 
 CPD_FN u32 amax_tile(const float* x) {
-    return largest_lane(larger(amax_column(x, CPD_TILE, 0), amax_column(x, CPD_TILE, CPD_GROUP)));
+    U most = lanes(0);
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+        most = larger(most, amax_column(x, CPD_TILE, lane));
+    return largest_lane(most);
 }
 
 // Whether there are loops for values that are known to stay inside the format.
@@ -90,7 +92,8 @@ CPD_FN bool any_far(const Cast& cast, int blocks, const u8* shifts) {
     if (!blocks) return is_far(cast, *shifts);
     const u8 least = (u8)(cast.near_min + CPD_SHIFT_BIAS);
     const u8 span = (u8)(cast.near_max - cast.near_min);
-    typedef unsigned long long Halves __attribute__((vector_size(16)));
+    typedef u8 Bytes CPD_VECTOR(16);
+    typedef u64 Halves CPD_VECTOR(16);
     Halves found = {};
     for (int i = 0; i < CPD_LANES * blocks; i += (int)sizeof(Bytes)) {
         Bytes stored;
@@ -333,28 +336,30 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
     }
 }
 
-// Rows of 16 values become columns: blocks off the diagonal change places, from halves down.
-template <int STEP>
-CPD_FN void transpose(U* rows) {
-    const U lane = lane_numbers(), upper = (U)equal(lane & STEP, lanes(STEP));
+// Rows of CPD_GROUP values become columns: blocks off the diagonal change places, from halves down.
+template <int STEP, int... LANE>
+CPD_FN void transpose(U* rows, Numbers<LANE...> each) {
 #pragma GCC unroll 16
     for (int i = 0; i < CPD_GROUP; ++i) {
         if (i & STEP) continue;
         U one = rows[i], other = rows[i + STEP];
-        rows[i] = __builtin_shuffle(one, other, upper ? lane + (CPD_GROUP - STEP) : lane);
-        rows[i + STEP] = __builtin_shuffle(one, other, upper ? lane + CPD_GROUP : lane + STEP);
+        rows[i] =
+            __builtin_shufflevector(one, other, (LANE & STEP ? LANE + CPD_GROUP - STEP : LANE)...);
+        rows[i + STEP] =
+            __builtin_shufflevector(one, other, (LANE & STEP ? LANE + CPD_GROUP : LANE + STEP)...);
     }
-    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows, each);
 }
 
 // out[l][r] = x[r][l] of a tile: neighbours become a lane's column.
 __attribute__((noinline)) void transpose_tile(const float* x, float* out) {
-    for (int block = 0; block < 4; ++block) {
-        const int row = block / 2 * CPD_GROUP, lane = block % 2 * CPD_GROUP;
+    const int across = CPD_LANES / CPD_GROUP;
+    for (int block = 0; block < across * across; ++block) {
+        const int row = block / across * CPD_GROUP, lane = block % across * CPD_GROUP;
         U rows[CPD_GROUP];
         for (int i = 0; i < CPD_GROUP; ++i)
             rows[i] = bits_of(load(x, (row + i) * CPD_LANES + lane, 0));
-        transpose<CPD_GROUP / 2>(rows);
+        transpose<CPD_GROUP / 2>(rows, EachLane{});
         for (int i = 0; i < CPD_GROUP; ++i)
             store(out, (lane + i) * CPD_LANES + row, 0, from_bits(rows[i]));
     }
@@ -587,17 +592,10 @@ i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64
     return nonfinite;
 }
 
-#if defined(CPD_AVX512)
-#define CPD_LINE 64
-#elif defined(CPD_AVX2)
-#define CPD_LINE 32
-#else
-#define CPD_LINE 16
-#endif
-
 void copy(u8* out, const u8* x, i64 size) {
-    typedef u8 Line __attribute__((vector_size(CPD_LINE), aligned(1), may_alias));
-    for (; size >= 4 * CPD_LINE; size -= 4 * CPD_LINE, x += 4 * CPD_LINE, out += 4 * CPD_LINE) {
+    typedef u8 Line __attribute__((vector_size(CPD_REGISTER), aligned(1), may_alias));
+    for (; size >= 4 * CPD_REGISTER;
+         size -= 4 * CPD_REGISTER, x += 4 * CPD_REGISTER, out += 4 * CPD_REGISTER) {
         Line lines[4];
         for (int i = 0; i < 4; ++i) lines[i] = ((const Line*)x)[i];
         for (int i = 0; i < 4; ++i) ((Line*)out)[i] = lines[i];
