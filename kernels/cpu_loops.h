@@ -15,14 +15,14 @@ template <class T>
 struct Padded {
     alignas(64) T values[CPD_TILE];
 
-    __attribute__((always_inline)) const T* read(const T* x, i64 n) {
+    CPD_INLINE const T* read(const T* x, i64 n) {
         if (n >= CPD_TILE) return x;
         memset(values, 0, sizeof values);
         memcpy(values, x, (size_t)n * sizeof(T));
         return values;
     }
-    __attribute__((always_inline)) T* target(T* out, i64 n) { return n >= CPD_TILE ? out : values; }
-    __attribute__((always_inline)) void write(T* out, i64 n) {
+    CPD_INLINE T* target(T* out, i64 n) { return n >= CPD_TILE ? out : values; }
+    CPD_INLINE void write(T* out, i64 n) {
         if (n < CPD_TILE) memcpy(out, values, (size_t)n * sizeof(T));
     }
 };
@@ -323,7 +323,7 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
             all = larger(all, fit_blocks(cast, blocks, largest, shifts + shift, lane));
         }
         const bool inside =
-            knows_inside(WAY) && fit && !cast.ocp && !any(less(lanes(largest_inside(cast)), all));
+            knows_inside(WAY) && fit && !any(less(lanes(largest_inside(cast)), all));
         auto encode = inside ? encode_tile_of_blocks<WAY, COUNT, knows_inside(WAY)>
                              : encode_tile_of_blocks<WAY, COUNT, false>;
         const u8* used = shifts + shift;
@@ -336,101 +336,11 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
     }
 }
 
-// Rows of CPD_GROUP values become columns: blocks off the diagonal change places, from halves down.
-template <int STEP, int... LANE>
-CPD_FN void transpose(U* rows, Numbers<LANE...> each) {
-#pragma GCC unroll 16
-    for (int i = 0; i < CPD_GROUP; ++i) {
-        if (i & STEP) continue;
-        U one = rows[i], other = rows[i + STEP];
-        rows[i] =
-            __builtin_shufflevector(one, other, (LANE & STEP ? LANE + CPD_GROUP - STEP : LANE)...);
-        rows[i + STEP] =
-            __builtin_shufflevector(one, other, (LANE & STEP ? LANE + CPD_GROUP : LANE + STEP)...);
-    }
-    if constexpr (STEP > 1) transpose<STEP / 2>(rows, each);
-}
+}  // namespace
 
-// out[l][r] = x[r][l] of a tile: neighbours become a lane's column.
-__attribute__((noinline)) void transpose_tile(const float* x, float* out) {
-    const int across = CPD_LANES / CPD_GROUP;
-    for (int block = 0; block < across * across; ++block) {
-        const int row = block / across * CPD_GROUP, lane = block % across * CPD_GROUP;
-        U rows[CPD_GROUP];
-        for (int i = 0; i < CPD_GROUP; ++i)
-            rows[i] = bits_of(load(x, (row + i) * CPD_LANES + lane, 0));
-        transpose<CPD_GROUP / 2>(rows, EachLane{});
-        for (int i = 0; i < CPD_GROUP; ++i)
-            store(out, (lane + i) * CPD_LANES + row, 0, from_bits(rows[i]));
-    }
-}
+#include "cpu_ocp.h"
 
-// OCP's Microscaling: a block is 32 neighbours, whose codes are bits one after the other, and its
-// scale an E8M0 byte. In here they are a lane's column, its words and its shift.
-struct Turned {
-    alignas(64) float values[CPD_TILE];
-    alignas(64) u32 words[CPD_TILE];
-    alignas(64) u8 shifts[CPD_LANES];
-
-    void take_shifts(const u8* scales) {
-        for (int lane = 0; lane < CPD_LANES; ++lane) shifts[lane] = flipped_shift(scales[lane]);
-    }
-    // The tile that words and scales stand for, with neighbours in columns.
-    void decode(const Cast& cast, const u32* in, const u8* scales) {
-        const int bits = width(cast);
-        take_shifts(scales);
-        for (int lane = 0; lane < CPD_LANES; ++lane)
-            for (int w = 0; w < bits; ++w) words[w * CPD_LANES + lane] = in[lane * bits + w];
-        decode_tile<false>(cast, 1, shifts, words, values, CPD_TILE);
-    }
-};
-
-// As blocks_loop, of OCP's blocks.
-template <int WAY, bool COUNT>
-void ocp_loop(const Cast& given, int, bool fit, Key key, u64 offset, const u32* words_in,
-              const u8* scales_in, const float* x, i64 n, u32* words, u8* scales, u32* counts) {
-    const Cast cast = given;  // a copy, which no store can change
-    const int bits = width(cast);
-    Padded<float> pad;
-    Turned came, sent;
-    for (i64 t = 0; t * CPD_TILE < n; ++t) {
-        const i64 left = n - t * CPD_TILE, block = t * CPD_LANES;
-        transpose_tile(pad.read(x + t * CPD_TILE, left), sent.values);
-        if (words_in) {
-            came.decode(cast, words_in + block * bits, scales_in + block);
-            for (int i = 0; i < CPD_TILE; ++i) sent.values[i] += came.values[i];
-            for (i64 i = left; i < CPD_TILE; ++i)  // what the padding decodes to does not count
-                sent.values[i % CPD_LANES * CPD_LANES + i / CPD_LANES] = 0;
-        }
-        if (!fit) sent.take_shifts(scales + block);
-        blocks_loop<WAY, COUNT>(cast, 1, fit, key, offset + t * CPD_TILE, nullptr, nullptr,
-                                sent.values, CPD_TILE, sent.words, sent.shifts, counts + 3 * t);
-        for (int lane = 0; lane < CPD_LANES; ++lane)
-            for (int w = 0; w < bits; ++w)
-                words[(block + lane) * bits + w] = sent.words[w * CPD_LANES + lane];
-        for (int lane = 0; lane < CPD_LANES && fit; ++lane)
-            scales[block + lane] = flipped_shift(sent.shifts[lane]);
-    }
-}
-
-// out = the decoded blocks, or where x is given x plus them; returns how many are not finite.
-i64 decode_ocp(const Cast& given, const u32* words, const u8* scales, const float* x, float* out,
-               i64 n) {
-    const Cast cast = given;  // a copy, which no store can change
-    i64 nonfinite = 0;
-    Turned came;
-    alignas(64) float values[CPD_TILE];
-    for (i64 t = 0; t * CPD_TILE < n; ++t) {
-        const i64 left = n - t * CPD_TILE, count = left < CPD_TILE ? left : CPD_TILE;
-        float* target = out + t * CPD_TILE;
-        came.decode(cast, words + t * CPD_LANES * width(cast), scales + t * CPD_LANES);
-        transpose_tile(came.values, values);
-        if (!x) nonfinite += nonfinite_in(values, count);
-        if (!x) memcpy(target, values, (size_t)count * sizeof(float));
-        for (i64 i = 0; i < count && x; ++i) target[i] = x[t * CPD_TILE + i] + values[i];
-    }
-    return nonfinite;
-}
+namespace {
 
 template <int WAY, bool>
 void encode_values(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n,

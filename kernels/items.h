@@ -21,28 +21,30 @@ CPD_FN auto make_encoder_of(const Cast& cast, V k) {
         return make_encoder(cast, k);
 }
 
-// WAY: of enum Way. COUNT: whether counts are kept. INSIDE: all values are finite and none
-// overflows; of no use by direction or table.
-template <int WAY, bool COUNT, bool INSIDE, class E>
-CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Counts& counts) {
+// WAY: of enum Way. COUNT: whether counts are kept. KNOWN: of the values; of no use by direction or
+// table. step: from a lane's place in the random stream to the next one's.
+template <int WAY, bool COUNT, int KNOWN, class E>
+CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Counts& counts,
+                      u32 step = 1) {
     U u = bits_of(x);
     U a = u & 0x7fffffffu;
     U code, overflow = lanes(cast.overflow_code);
     Events events;
     if constexpr (WAY == CPD_BY_TABLE) {
-        code = table_code(cast, e, x, key, index, events);
+        code = table_code(cast, e, x, key, index, step, events);
     } else {
         if constexpr (WAY == CPD_BY_NEAREST) {
             code = round_nearest(cast, e, a);
         } else if constexpr (WAY == CPD_BY_ADDING) {
-            U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) & cast.random_mask
-                                                       : lanes(0);
+            U random = cast.rounding == CPD_STOCHASTIC
+                           ? random31(key, index, step) & cast.random_mask
+                           : lanes(0);
             code = round_random(cast, e, a, random >> cast.man);
         } else {
             code = round_directed(cast, e, u);
             overflow = less(u, lanes(0)) ? lanes(cast.overflow_below) : overflow;
         }
-        code = finish_code<INSIDE>(cast, u, code, overflow, events);
+        code = finish_code<KNOWN>(cast, u, code, overflow, events);
     }
     if (COUNT) {
         counts.saturated -= events.saturated;
