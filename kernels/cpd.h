@@ -82,6 +82,7 @@ CPD_FN void store(u32* x, i64 i, i64 n, U value) {
     if (i < n) x[i] = value;
 }
 CPD_FN bool any(bool lane) { return lane; }
+CPD_FN bool perhaps(I) { return true; }
 CPD_FN U load_bytes(const u8* x) { return *x; }
 CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 

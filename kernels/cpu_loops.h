@@ -132,15 +132,14 @@ __attribute__((noinline, cold)) void move_near(const Cast& cast, int blocks, con
     });
 }
 
-// Moves a tile decoded with near shifts back; returns how many of its first n are not finite.
-__attribute__((noinline, cold)) u32 move_back(const Cast& cast, int blocks, const u8* shifts,
-                                              float* x, i64 n) {
+// Moves a tile decoded with near shifts back.
+__attribute__((noinline, cold)) void move_back(const Cast& cast, int blocks, const u8* shifts,
+                                               float* x) {
     u8 near[CPD_LANES * CPD_MOST_BLOCKS];
     each_shift(cast, blocks, shifts, near, [&](int first, int stride, int stop, int far) {
         for (int i = first; i < stop; i += stride)
             x[i] = moved_back(from_float(x[i]), normal_power(lanes(0u - (u32)far)))[0];
     });
-    return nonfinite_in(x, n < CPD_TILE ? n : CPD_TILE);
 }
 
 __attribute__((noinline, cold)) void near_shifts(const Cast& cast, int blocks, const u8* shifts,
@@ -149,8 +148,9 @@ __attribute__((noinline, cold)) void near_shifts(const Cast& cast, int blocks, c
 }
 
 template <int WAY, bool COUNT, bool INSIDE>
-CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, u32* words,
-                        u32* counts, const float* ahead) {
+CPD_TILE_FN void encode_tile(const Cast& given, u8 shift, Key key, u64 index, const float* x,
+                             u32* words, u32* counts, const float* ahead) {
+    const Cast cast = given;  // a copy, which no store can change
     Counts c = {};
     int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
@@ -203,24 +203,26 @@ void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* 
 
 // out = the decoded tile, n values; returns how many are not finite. blocks: 0 for one shift.
 template <bool TABLE>
-CPD_FN i64 decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words, float* out,
-                       i64 n) {
+CPD_TILE_FN i64 decode_tile(const Cast& given, int blocks, const u8* shifts, const u32* words,
+                            float* out, i64 n) {
+    const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad;
     float* target = pad.target(out, n);
-    I count = {};
+    U most = lanes(0);
     u8 near[CPD_LANES * CPD_MOST_BLOCKS];
     const u8* used = shifts;
     const bool far = any_far(cast, blocks, shifts);
     if (__builtin_expect(far, 0)) near_shifts(cast, blocks, shifts, near), used = near;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         if (blocks)
-            decode_blocks<TABLE>(cast, blocks, used, words, lane, target, CPD_TILE, count);
+            most = larger(most,
+                          decode_blocks<TABLE>(cast, blocks, used, words, lane, target, CPD_TILE));
         else
-            decode_column<TABLE>(cast, *used, words, lane, target, CPD_TILE, count);
-    u32 found = sum_lanes(count);
-    if (__builtin_expect(far, 0)) found = move_back(cast, blocks, shifts, target, n);
+            most = larger(most, decode_column<TABLE>(cast, *used, words, lane, target, CPD_TILE));
+    if (__builtin_expect(far, 0)) move_back(cast, blocks, shifts, target);
     pad.write(out, n);
-    return found && n < CPD_TILE ? nonfinite_in(out, n) : found;
+    if (!far && !perhaps(less(lanes(CPD_INF - 1), most))) return 0;
+    return nonfinite_in(target, n < CPD_TILE ? n : CPD_TILE);
 }
 
 // sum = x + a decoded tile whose shifts are far, a whole tile.
@@ -232,21 +234,44 @@ __attribute__((noinline, cold)) void sum_far(const Cast& cast, int blocks, const
     for (int i = 0; i < CPD_TILE; ++i) sum[i] = x[i] + decoded[i];
 }
 
-// sum = x + the decoded tile, n values and zeros; returns max|sum| as float32 bits.
+// The largest magnitudes of the blocks of a tile's columns as float32 bits; the first of each where
+// the tile has one shift.
+struct Most {
+    U of[CPD_LANES / CPD_GROUP][CPD_MOST_BLOCKS];
+};
+
+// sum = x + the decoded tile, a whole one.
 template <bool TABLE>
-CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n,
-                    float* sum) {
+CPD_TILE_FN void sum_tile(const Cast& given, int blocks, const u8* shifts, const u32* words,
+                          const float* x, float* sum, Most& most) {
+    const Cast cast = given;  // a copy, which no store can change
+    const bool far = any_far(cast, blocks, shifts);
+    if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, blocks, shifts, words, x, sum);
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP) {
+        U* column = most.of[lane / CPD_GROUP];
+        if (far)
+            amax_blocks(blocks ? blocks : 1, sum, CPD_TILE, lane, column);
+        else if (blocks)
+            sum_blocks<TABLE>(cast, blocks, shifts, words, lane, x, CPD_TILE, sum, CPD_TILE,
+                              column);
+        else
+            *column = sum_column<TABLE>(cast, *shifts, words, lane, x, CPD_TILE, sum, CPD_TILE);
+    }
+}
+
+// The same of n values, with zeros behind them, and one shift; returns max|sum| as float32 bits.
+template <bool TABLE>
+u32 sum_padded(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n, float* sum) {
     Padded<float> pad;
-    const float* tile = pad.read(x, n);
-    U most = lanes(0);
-    const bool far = is_far(cast, shift);
-    if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, 0, &shift, words, tile, sum);
-    for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
-        most = larger(most,
-                      sum_column<TABLE>(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
-    if (n >= CPD_TILE && !far) return largest_lane(most);
-    if (n < CPD_TILE) memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
-    return amax_tile(sum);  // what the padding of the words decodes to does not count
+    Most most;
+    sum_tile<TABLE>(cast, 0, &shift, words, pad.read(x, n), sum, most);
+    if (n < CPD_TILE) {  // what the padding of the words decodes to does not count
+        memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
+        return amax_tile(sum);
+    }
+    U all = lanes(0);
+    for (const U* column : most.of) all = larger(all, *column);
+    return largest_lane(all);
 }
 
 // Fetches a tile's words into the cache; they may lie beyond the array.
@@ -261,14 +286,14 @@ void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words
     alignas(64) float sums[2][CPD_TILE];
     const i64 stride = CPD_LANES * width(cast);
     constexpr bool table = WAY == CPD_BY_TABLE;
-    u32 next_amax = n > 0 ? sum_tile<table>(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
+    u32 next_amax = n > 0 ? sum_padded<table>(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         u32 amax = next_amax;
         i64 done = t * CPD_TILE, next = done + CPD_TILE;
         expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
         if (next < n)
-            next_amax = sum_tile<table>(cast, shifts_in[t + 1], words_in + (t + 1) * stride,
-                                        x + next, n - next, sums[(t + 1) % 2]);
+            next_amax = sum_padded<table>(cast, shifts_in[t + 1], words_in + (t + 1) * stride,
+                                          x + next, n - next, sums[(t + 1) % 2]);
         encode_fitting<WAY, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
                                    words + t * stride, shifts[t], counts + 3 * t,
                                    x + done + CPD_HOP_AHEAD * CPD_TILE);
@@ -276,9 +301,10 @@ void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words
 }
 
 template <int WAY, bool COUNT, bool INSIDE>
-CPD_FN void encode_tile_of_blocks(const Cast& cast, int blocks, const u8* shifts, Key key,
-                                  u64 index, const float* x, u32* words, u32* counts,
-                                  const float* ahead) {
+CPD_TILE_FN void encode_tile_of_blocks(const Cast& given, int blocks, const u8* shifts, Key key,
+                                       u64 index, const float* x, u32* words, u32* counts,
+                                       const float* ahead) {
+    const Cast cast = given;  // a copy, which no store can change
     Counts c = {};
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         encode_blocks<WAY, COUNT, INSIDE>(cast, blocks, shifts, x, CPD_TILE, words, lane, key,
@@ -299,26 +325,19 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         const i64 left = n - t * CPD_TILE, shift = t * CPD_LANES * blocks;
         const float *tile = pad.read(x + t * CPD_TILE, left), *ahead = x + (t + 1) * CPD_TILE;
-        U most[CPD_LANES / CPD_GROUP][CPD_MOST_BLOCKS], all = lanes(0);
-        bool know_most = words_in && left >= CPD_TILE;
+        Most most;
+        U all = lanes(0);
+        const bool know_most = words_in && left >= CPD_TILE;
         if (words_in) {
             expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
-            const bool far = any_far(cast, blocks, shifts_in + shift);
-            if (__builtin_expect(far, 0)) {
-                sum_far<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride,
-                                             tile, sum);
-                know_most = false;
-            }
-            for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
-                sum_blocks<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift,
-                                                words_in + t * stride, lane, tile, CPD_TILE, sum,
-                                                CPD_TILE, most[lane / CPD_GROUP]);
+            sum_tile<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride,
+                                          tile, sum, most);
             // What the padding of the words decodes to does not count.
             if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
             tile = sum;
         }
         for (int lane = 0; fit && lane < CPD_LANES; lane += CPD_GROUP) {
-            U* largest = most[lane / CPD_GROUP];
+            U* largest = most.of[lane / CPD_GROUP];
             if (!know_most) amax_blocks(blocks, tile, CPD_TILE, lane, largest);
             all = larger(all, fit_blocks(cast, blocks, largest, shifts + shift, lane));
         }
@@ -383,7 +402,7 @@ void decode_values(const Cast& given, int k, const u32* codes, i64 n, float* out
         float* target = pad_out.target(out + t, n - t);
         for (int i = 0; i < CPD_TILE; i += CPD_GROUP)
             store(target, i, CPD_TILE, decode_code(cast, d, load(tile, i, CPD_TILE)));
-        if (far) move_back(cast, 0, &shift, target, CPD_TILE);
+        if (far) move_back(cast, 0, &shift, target);
         pad_out.write(out + t, n - t);
     }
 }
@@ -452,21 +471,14 @@ void add_loop(const Cast& given, int blocks, const u32* words, const u8* shifts,
               float* out, i64 n) {
     const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad, pad_out;
-    U most[CPD_MOST_BLOCKS];
+    Most most;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         i64 left = n - t * CPD_TILE;
         const float* tile = pad.read(x + t * CPD_TILE, left);
         float* target = pad_out.target(out + t * CPD_TILE, left);
         const u32* in = words + t * CPD_LANES * width(cast);
         const u8* used = shifts + t * CPD_SHIFTS_OF_TILE(blocks);
-        const bool far = any_far(cast, blocks, used);
-        if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, blocks, used, in, tile, target);
-        for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
-            if (blocks)
-                sum_blocks<TABLE>(cast, blocks, used, in, lane, tile, CPD_TILE, target, CPD_TILE,
-                                  most);
-            else
-                sum_column<TABLE>(cast, *used, in, lane, tile, CPD_TILE, target, CPD_TILE);
+        sum_tile<TABLE>(cast, blocks, used, in, tile, target, most);
         pad_out.write(out + t * CPD_TILE, left);
     }
 }

@@ -98,8 +98,9 @@ CPD_FN void decode_block(const Cast& cast, u8 scale, const u8* codes, Body body)
 }
 
 // out = x + the decoded tile.
-CPD_FN void add_ocp_tile(const Cast& cast, const u8* scales, const u8* codes, const float* x,
-                         float* out) {
+CPD_TILE_FN void add_ocp_tile(const Cast& given, const u8* scales, const u8* codes, const float* x,
+                              float* out) {
+    const Cast cast = given;  // a copy, which no store can change
     for (int first = 0; first < CPD_TILE; first += CPD_LANES)
         decode_block(cast, scales[first / CPD_LANES], codes + first, [&](int i, F value) {
             store(out, first + i, CPD_TILE, add(load(x, first + i, CPD_TILE), value));
@@ -127,8 +128,9 @@ CPD_FN U fit_ocp_tile(const Cast& cast, const float* x, u8* scales) {
 
 // index: of the tile; value r of block b draws the random bits of element 32 r + b.
 template <int WAY, bool COUNT, int KNOWN>
-CPD_FN void encode_ocp_tile(const Cast& cast, const u8* scales, Key key, u64 index, const float* x,
-                            u8* codes, u32* counts, const float* ahead) {
+CPD_TILE_FN void encode_ocp_tile(const Cast& given, const u8* scales, Key key, u64 index,
+                                 const float* x, u8* codes, u32* counts, const float* ahead) {
+    const Cast cast = given;  // a copy, which no store can change
     Counts c = {};
     for (int b = 0; b < CPD_LANES; ++b) {
         const int first = b * CPD_LANES;
@@ -196,15 +198,15 @@ i64 decode_ocp(const Cast& given, const u32* words, const u8* scales, const floa
         if (x) {
             add_ocp_tile(cast, scales + block, came, pad.read(x + t * CPD_TILE, left), target);
         } else {
-            I count = {};
+            U most = lanes(0);
             for (int first = 0; first < CPD_TILE; first += CPD_LANES)
                 decode_block(cast, scales[block + first / CPD_LANES], came + first,
                              [&](int i, F value) {
-                                 count -= ~less(bits_of(value) & 0x7fffffffu, lanes(CPD_INF));
+                                 most = larger(most, bits_of(value) & 0x7fffffffu);
                                  store(target, first + i, CPD_TILE, value);
                              });
-            const u32 found = sum_lanes(count);
-            nonfinite += found && left < CPD_TILE ? nonfinite_in(target, left) : found;
+            if (perhaps(less(lanes(CPD_INF - 1), most)))
+                nonfinite += nonfinite_in(target, left < CPD_TILE ? left : CPD_TILE);
         }
         pad_out.write(out + t * CPD_TILE, left);
     }

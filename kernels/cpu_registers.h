@@ -10,6 +10,8 @@
 // Inlined by force: a call would pass these vectors through memory.
 #define CPD_INLINE __attribute__((always_inline))
 #define CPD_FN static inline CPD_INLINE
+// What is done tile by tile is a function of its own: loops that share it are compiled faster.
+#define CPD_TILE_FN static __attribute__((noinline))
 
 // Bytes of a register of the processor that is compiled for. cpu_v3.cpp and cpu_v4.cpp say 32,
 // which is AVX2, and 64, AVX-512; all processors have 16. g++ lowers comparisons of wider vectors
@@ -149,6 +151,8 @@ CPD_FN u32 signs(I v) {
 #endif
 }
 CPD_FN bool any(I mask) { return signs(mask) != 0; }
+// Of what is rare: whether any lane is set, which the GPU does not ask.
+CPD_FN bool perhaps(I mask) { return __builtin_expect(any(mask), 0); }
 
 #if CPD_REGISTER == 64  // g++ 12 does these by halves
 CPD_FN D widened(HalfF x) { return _mm512_maskz_cvtps_pd(0xff, x); }

@@ -190,19 +190,16 @@ CPD_FN U finish_code(const Cast& cast, U x_bits, U code, U overflow, Events& eve
     U a = x_bits & 0x7fffffffu;
     U sign = (x_bits & 0x80000000u) >> (32 - width(cast));
     I over = less(lanes(cast.max_code), code);
-    if (KNOWN != CPD_ANYTHING) {
-        events.saturated = KNOWN == CPD_SATURATES ? over : I{};
-        events.nonfinite = I{};
-        events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
-        if (KNOWN == CPD_SATURATES) code = smaller(code, lanes(cast.max_code));
-        return code | sign;
-    }
+    events.saturated = KNOWN == CPD_SATURATES ? over : I{};
+    events.nonfinite = I{};
+    events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
+    if (KNOWN == CPD_SATURATES) code = smaller(code, lanes(cast.max_code));
+    if (KNOWN != CPD_ANYTHING || !perhaps(over)) return code | sign;
     I finite = less(a, lanes(CPD_INF));
     U special = (finite ? overflow : lanes(cast.inf_code)) | sign;
     special = less(lanes(CPD_INF), a) ? lanes(cast.nan_code) : special;  // NaN has no sign
     events.saturated = over & finite;
     events.nonfinite = ~finite;
-    events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
     return over ? special : code | sign;
 }
 
