@@ -25,6 +25,7 @@ from cpdhpc.bench.harness import interleave, interleave_ranks
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.methods import MEMCPY
+from cpdhpc.ops import cpu
 from cpdhpc.study_data.study_file import load_study_file
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
@@ -147,7 +148,7 @@ def test_codec_writes_its_samples_without_mpi(
     path = tmp_path / "codec.h5"
     options = ["--mib", "0.1", "--formats", "e4m3,e3m0", "--repeats", "2", "--out", str(path)]
     assert main(["bench", "codec", "--threads", "1,2", *options]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2 + 2 + 10
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2 + 3 + 10
     memcpy, *others = load_study_file(path).points
     assert memcpy.factors["operation"] == "memcpy" and "format" not in memcpy.factors
     coded = [point.factors["format"] for point in others if "format" in point.factors]
@@ -156,6 +157,23 @@ def test_codec_writes_its_samples_without_mpi(
     assert all(len(point.times_s) == 2 for point in others)
     assert main(["report", str(path)]) == 0 and "scatter_add" in capsys.readouterr().out
     assert main(["bench", "codec", "--formats", "e9"]) == 2
+
+
+def test_codec_of_each_clone_and_of_microscaling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, path, before = cpu.clones(), tmp_path / "codec.h5", cpu.clone()
+    options = ["--mib", "0.1", "--formats", "mxfp8", "--repeats", "1", "--out", str(path)]
+    options += ["--clones", ",".join(names), "--operations"]
+    assert main(["bench", "codec", *options, "encode block32,hop block32"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[2] for row in rows if row[0] == "mxfp8"] == names and cpu.clone() == before
+    points = load_study_file(path).points
+    coded = [point.factors["clone"] for point in points if "format" in point.factors]
+    assert sorted(coded) == sorted(names * 2)
+    assert main(["bench", "codec", *options, "encode"]) == 2
+    assert "--operations encode: mxfp8 has those of block32" in capsys.readouterr().err
+    assert main(["bench", "codec", "--clones", "x86"]) == 2
 
 
 @pytest.mark.usefixtures("without_figures")
