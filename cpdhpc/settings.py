@@ -18,6 +18,10 @@ FILES = {  # key that no other file has at its top -> what the file is
     "kind": "a study, for the command study",
     "layer": "a job of the command autoencoder",
     "model": "a job of the command train",
+    "machine": "a machine's speeds, of bench fit",
+    **dict.fromkeys(
+        ("launcher", "partition", "cores_per_node", "modules"), "the profile of a site, for --site"
+    ),
 }
 
 
@@ -27,7 +31,7 @@ def read_file_of(path: Path | str, key: str) -> Raw:
     Raises ConfigError where it is another of these files, or as read_toml.
     """
     raw = read_toml(path)
-    other = next((each for each in FILES if each in raw and each != key), None)
+    other = next((each for each in FILES if each in raw and FILES[each] != FILES[key]), None)
     if other is not None and key not in raw:
         raise ConfigError(f"{path}: is {FILES[other]}: must be {FILES[key]}")
     return raw

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ..config import ConfigError, Section, read_toml, validate
+from ..config import ConfigError, Section, validate
 from ..formats import (
     INTEGERS,
     MICROSCALING,
@@ -40,6 +40,7 @@ from ..ops import placed
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from ..randomness import check_key
+from ..settings import read_file_of
 from ..whole_files import check_sealed
 from .expected import MOST_SUMMED, Sums, expected_error
 from .rank_program import ACCUMULATES, Plan
@@ -237,7 +238,7 @@ def read_machine(path: Path) -> MachineFile:
     Raises ConfigError, a ValueError, for anything else; StoreError, one too, where it is damaged.
     """
     check_sealed(path)
-    return validate(MachineFile, read_toml(path), str(path))
+    return validate(MachineFile, read_file_of(path, "machine"), str(path))
 
 
 def as_machine(machine: Machine | str | Path | None) -> Machine:
