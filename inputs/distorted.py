@@ -2,8 +2,8 @@
 
     python inputs/distorted.py FROM TO --seed 1
 
-FROM has MNIST's four files. Each image is turned, stretched, sheared and shifted by chance, and gets
-strokes cut out of two others, a gradient of brightness and noise.
+FROM has MNIST's four files. Each image is turned, stretched, sheared and shifted by chance, and
+gets strokes cut out of two others, a gradient of brightness and noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIDE = 28
 
 
 def warped(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return float64[n, 28, 28]: each image by an affine map of its own, in linear interpolation."""
+    """Return float64[n, 28, 28]: each image by an affine map of its own, linearly interpolated."""
     n = len(images)
     angle, shear = rng.uniform(-0.6, 0.6, n), rng.uniform(-0.4, 0.4, n)
     wide, high = np.exp(rng.uniform(-0.25, 0.35, (2, n)))

@@ -26,7 +26,9 @@ def datasets(
     tokens = torch.tensor([numbers.get(word, 0) for word in found])
     rows = tokens.unfold(0, context + 1, stride)
     start = len(rows) - round(len(rows) * test_share)
-    train, test = (TensorDataset(part[:, :-1], part[:, -1]) for part in (rows[:start], rows[start:]))
+    train, test = (
+        TensorDataset(part[:, :-1], part[:, -1]) for part in (rows[:start], rows[start:])
+    )
     train.classes = test.classes = words
     return train, test
 
