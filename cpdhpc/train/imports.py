@@ -164,6 +164,7 @@ class ImportedAggregator(Imported):
     of: ClassVar[str] = "gradient"
     has_momentum: ClassVar[bool] = False
     holds_back: ClassVar[bool] = False
+    most_momentum: ClassVar[float] = 0.0
 
     @property
     def aggregator(self) -> str:
