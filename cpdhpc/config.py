@@ -289,7 +289,10 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
         known = {*keys(model, problem["loc"]), *given}
         return of_key(said, known, f"{key}." if key else "") or (f"{key}: {said}" if key else said)
     if problem["type"] == "string_pattern_mismatch":  # of Name
-        said = "begin with a letter or digit, then have these, dots, underscores, plus and minus"
+        said = (
+            "begin with a letter or digit, then have these, dots, underscores, plus and minus, "
+            "100 in all at most"
+        )
     if problem["type"] == "value_error":
         said = WHOSE.sub("", said).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
         said = reason(said, given)

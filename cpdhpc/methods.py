@@ -33,7 +33,8 @@ _HELD = ("requantise", "float32", "kahan")
 ALGORITHMS = {  # of the all-reduce; collectives.schedules has their rounds
     "ring": _GROW,
     "biring": _GROW,
-    "rhd": _REQUANTISE,
+    "torus": _GROW,
+    "rhd": _GROW,
     "tree": _REQUANTISE,
     "dbtree": _REQUANTISE,
     "direct": Accumulation(_HELD, "float32", "float32"),
@@ -75,21 +76,26 @@ def nearest(word: object, known: Iterable[str], likeness: float = 0.6) -> list[s
     """Return the names that an unknown one may mean, the nearest first; capitals do not count.
 
     likeness: at least so much of difflib's ratio, 1 for the same letters
+    If none has it, those with the word as one of theirs, as size of size_bytes, or as their
+    initials, as lr of learning_rate.
     """
     by_case = {name.lower(): name for name in sorted(known)}
     lower = str(word).lower()
     found = (
         [lower] if lower in by_case else difflib.get_close_matches(lower, by_case, cutoff=likeness)
     )
+    for each in () if found else by_case:
+        words = each.split("_")
+        if len(words) > 1 and lower in (*words, "".join(part[:1] for part in words)):
+            found.append(each)
     return [by_case[each] for each in found]
 
 
 def suggest(word: object, known: Collection[str]) -> str:
     """Return what to say of an unknown name: the known ones near it, else all of them."""
-    close = nearest(word, known)
-    return (
-        f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known))}"
-    )
+    if close := nearest(word, known):
+        return f"did you mean {' or '.join(close)}?"
+    return f"known are {', '.join(repr(n) if ',' in n else n for n in sorted(known))}"
 
 
 def reason(said: object, value: object) -> str:

@@ -76,20 +76,15 @@ class Agreed:
 
 
 class _Wrong(Exception):
-    """A value that an option must not have: its keys, what came, what it should be."""
+    """A value that an option must not have; its words name the option."""
 
-    def __init__(self, path: tuple[str, ...], value: object, said: str) -> None:
-        self.path, self.value, self.said = path, value, said
 
-    def __str__(self) -> str:
-        return f"{'.'.join(self.path)}{self.shown}: should {self.said}"
-
-    @property
-    def shown(self) -> str:
-        """The value as a job file has it, but for quotes and spaces."""
-        if isinstance(self.value, bool):
-            return f"={str(self.value).lower()}"
-        return "" if isinstance(self.value, dict) else f"={self.value!r}"
+def _wrong(path: tuple[str, ...], value: object, said: str) -> _Wrong:
+    """Return the error of a value, which is shown as a job file has it, but for quotes."""
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return _Wrong(
+        f"{'.'.join(path)}{'' if isinstance(value, dict) else f'={shown}'}: should {said}"
+    )
 
 
 def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
@@ -97,21 +92,29 @@ def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
 
     Raises ConfigError, one line that begins with source, for unknown, missing and wrong options.
     """
+    try:
+        return _made(model, table, ())
+    except _Wrong as wrong:
+        raise ConfigError(f"{source}: {wrong}") from None
+
+
+def _made(model: type[T], table: Mapping[str, Any], path: tuple[str, ...]) -> T:
     known = {each.name: each for each in fields(model) if each.init}  # type: ignore[arg-type]
+    above = "".join(f"{key}." for key in path)
     for key in table:
         if key not in known:
-            raise ConfigError(f"{source}: unknown key {key}: {suggest(key, known)}")
+            raise _Wrong(f"unknown key {above}{key}: {suggest(key, known)}")
     for key, each in known.items():
         if key not in table and each.default is MISSING and each.default_factory is MISSING:
-            raise ConfigError(f"{source}: {key}: is missing")
-    values = _read_all(model, table, source)
+            raise _Wrong(f"{above}{key}: is missing")
+    values = _read_all(model, table, path)
     try:
         return type.__call__(model, **values)
     except ConfigError:
         raise
     except ValueError as error:
-        said = of_key(str(error), known, "") or str(error)
-        raise ConfigError(f"{source}: {said}") from None
+        said = str(error)
+        raise _Wrong(of_key(said, known, above) or said) from None
 
 
 def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> None:
@@ -119,15 +122,15 @@ def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> Non
 
     Fields of types that are not known here are their author's to check.
     """
-    _read_all(model, table, source)
-
-
-def _read_all(model: type[Any], table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    hints = _hints(cast(Any, model))
     try:
-        return {key: _read(hints.get(key), value, (key,)) for key, value in table.items()}
+        _read_all(model, table, ())
     except _Wrong as wrong:
         raise ConfigError(f"{source}: {wrong}") from None
+
+
+def _read_all(model: type[Any], table: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    hints = _hints(cast(Any, model))
+    return {key: _read(hints.get(key), value, (*path, key)) for key, value in table.items()}
 
 
 @cache
@@ -145,23 +148,23 @@ def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
         return _within(inner[0], inner[1:], value, path)
     if origin is Literal and not any(type(value) is type(each) and value == each for each in inner):
         *most, last = map(repr, inner)
-        raise _Wrong(path, value, f"be {', '.join(most)}{' or ' if most else ''}{last}")
+        raise _wrong(path, value, f"be {', '.join(most)}{' or ' if most else ''}{last}")
     if origin in (Union, UnionType):
         return _one_of(inner, value, path)
     if origin is tuple:
         return tuple(_each(inner, value, path))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            raise _Wrong(path, value, "be a table")
+            raise _wrong(path, value, "be a table")
         return {key: _read(inner[1], each, (*path, str(key))) for key, each in value.items()}
     if kind in KINDS:
         taken, said = KINDS[kind]
         if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
-            raise _Wrong(path, value, said)
+            raise _wrong(path, value, said)
         if kind is float and not math.isfinite(cast(float, value)):
-            raise _Wrong(path, value, "be a finite number")
+            raise _wrong(path, value, "be a finite number")
     elif is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
-        return made(kind, value, ".".join(path))
+        return _made(kind, value, path)
     return value
 
 
@@ -176,7 +179,7 @@ def _within(kind: Any, allowed: Iterable[Any], value: Any, path: tuple[str, ...]
             limit = getattr(each, key, None)
             if limit is not None and not holds(value, limit):
                 shown = repr(limit).removesuffix(".0")
-                raise _Wrong(path, value, f"be {said} {shown}")
+                raise _wrong(path, value, f"be {said} {shown}")
     return value
 
 
@@ -198,12 +201,12 @@ def _one_of(kinds: tuple[Any, ...], value: Any, path: tuple[str, ...]) -> Any:
             return _read(kind, value, path)
         except _Wrong as wrong:
             first = first or wrong
-    raise first or _Wrong(path, value, "be absent")
+    raise first or _wrong(path, value, "be absent")
 
 
 def _each(kinds: tuple[Any, ...], value: Any, path: tuple[str, ...]) -> Iterator[Any]:
     if not isinstance(value, list | tuple):
-        raise _Wrong(path, value, "be an array")
+        raise _wrong(path, value, "be an array")
     many = len(kinds) == 2 and kinds[1] is Ellipsis
     for i, each in enumerate(value):
         yield _read(kinds[0] if many else kinds[min(i, len(kinds) - 1)], each, (*path, str(i)))

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .ordinary import open_ordinary
 from .partition import split
 from .whole_files import StoreError as StoreError
 from .whole_files import open_own
@@ -125,7 +126,9 @@ Source = Path | str | io.BufferedReader  # a file by its name, or one that is op
 
 
 def _reader(source: Source) -> AbstractContextManager[io.BufferedReader]:
-    return nullcontext(source) if isinstance(source, io.BufferedReader) else Path(source).open("rb")
+    if isinstance(source, io.BufferedReader):
+        return nullcontext(source)
+    return open(source, "rb", opener=open_ordinary)
 
 
 @contextmanager
@@ -365,7 +368,7 @@ def append(
     arrays: by names with groups; without: groups that go. Raises StoreError as replacing.
     """
     with replacing(path) as file:
-        with Path(path).open("rb") as before:
+        with open(path, "rb", opener=open_ordinary) as before:
             copyfileobj(before, file, BLOCK)
         with _changed(file, "r+") as target:
             for group in without:

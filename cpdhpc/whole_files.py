@@ -17,11 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from . import ordinary
 from .errors import ConfigError, UserError
 
 ABANDONED_S = 86_400.0  # since the last write to a temporary file whose process is not known here
 NAME_BYTES = 150  # of a target's name in that of its temporary file; the system allows 255 in all
 ENDING = re.compile(r"(?P<place>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{16}\.tmp")
+
+
+NOT_OWN = "is a link, has a second name, or is no ordinary file"
 
 
 class StoreError(UserError):
@@ -42,11 +46,15 @@ def open_own(path: str | Path, flags: int) -> int:
     where others may write they could lead us to any file of ours. Directories may be links.
     """
     more = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: no pipe is waited for
-    descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
+    except OSError as error:  # a link, or a pipe that nobody reads: what fstat says of others
+        told = NOT_OWN if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
+        raise OSError(error.errno, told, str(path)) from None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            raise OSError(errno.EPERM, "is a link, or no ordinary file", str(path))
+            raise OSError(errno.EPERM, NOT_OWN, str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except OSError:
@@ -131,7 +139,7 @@ def sealed(text: str) -> str:
 def check_sealed(path: Path | str) -> None:
     """Raise StoreError where a file has a first line as of sealed, and holds something else."""
     try:
-        content = Path(path).read_bytes()
+        content = ordinary.content(path)
     except OSError:  # whoever reads it says why
         return
     head, _, rest = content.partition(b"\n")
@@ -145,13 +153,21 @@ def _head(content: bytes) -> bytes:
     return f"{HEAD}{hashlib.sha256(content).hexdigest()}".encode()
 
 
+def _read(path: Path | str) -> str:
+    """Return the text of an ordinary file, or of a pipe of the shell's, as <(...)."""
+    of_shell = str(path).startswith(("/dev/", "/proc/"))
+    opener = None if of_shell else ordinary.open_ordinary
+    with open(path, encoding="utf-8-sig", opener=opener) as file:
+        return file.read()
+
+
 def read_toml(path: Path | str) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
     Raises ConfigError where the file is missing, unreadable or not TOML.
     """
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(_read(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -163,9 +179,32 @@ def read_toml(path: Path | str) -> dict[str, Any]:
 def _line(path: Path | str, said: str) -> str:
     """Return the line of a file that an error names by its number, as of a key that is twice."""
     found = re.search(r"at line (\d+)", said)
-    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    lines = _read(path).splitlines()
     number = int(found[1]) if found else len(lines)
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
+
+
+FILES = {  # key that no other file has at its top -> what the file is
+    "kind": "a study, for the command study",
+    "layer": "a job of the command autoencoder",
+    "model": "a job of the command train",
+    "machine": "a machine's speeds, of bench fit",
+    **dict.fromkeys(
+        ("launcher", "partition", "cores_per_node", "modules"), "the profile of a site, for --site"
+    ),
+}
+
+
+def read_file_of(path: Path | str, key: str) -> dict[str, Any]:
+    """Return the tables of a TOML file, which is what FILES has for key, or says nothing of it.
+
+    Raises ConfigError where it is another of these files, or as read_toml.
+    """
+    raw = read_toml(path)
+    other = next((each for each in FILES if each in raw and FILES[each] != FILES[key]), None)
+    if other is not None and key not in raw:
+        raise ConfigError(f"{path}: is {FILES[other]}: must be {FILES[key]}")
+    return raw
 
 
 def put_figure(path: Path, figure: Any, dpi: int) -> None:

@@ -60,4 +60,62 @@ CPD_FN U take(Unpacker& p, int bits) {
     return code;
 }
 
+// Rows of a column: value i = row * CPD_LANES + lane, first <= i < stop. There are 16 at least, so
+// that the codes of all fill whole words.
+struct Rows {
+    int first, stop;
+};
+
+CPD_FN Rows all_rows(int lane) { return Rows{lane, CPD_TILE}; }
+
+// The rows of block b of a lane's column.
+CPD_FN Rows rows_of(int lane, int blocks, int b) {
+    int size = CPD_TILE / blocks;
+    return Rows{lane + b * size, (b + 1) * size};
+}
+
+// A word of the codes that code(i) gives of rows, each BITS wide, a divisor of 32; and back. The
+// compiler then knows where each code lies.
+template <int BITS, int AT = 0, class Code>
+CPD_FN U word_of(int i, Code code) {
+    U word = code(i) << AT;
+    if constexpr (AT + BITS < 32) word |= word_of<BITS, AT + BITS>(i + CPD_LANES, code);
+    return word;
+}
+template <int BITS, int AT = 0, class Body>
+CPD_FN void codes_of(U word, int i, Body body) {
+    body(i, word >> AT);
+    if constexpr (AT + BITS < 32) codes_of<BITS, AT + BITS>(word, i + CPD_LANES, body);
+}
+
+// Puts the codes of rows.
+template <int BITS, class Code>
+CPD_FN void put_words(Packer& p, Rows rows, Code code) {
+    for (int i = rows.first; i < rows.stop; i += 32 / BITS * CPD_LANES, p.words += p.step)
+        store(p.words, 0, 1, word_of<BITS>(i, code));
+}
+template <class Code>
+CPD_FN void put_each_of(Packer& p, int bits, Rows rows, Code code) {
+    for (int i = rows.first; i < rows.stop; i += CPD_LANES) put(p, code(i), bits);
+}
+template <class Code>
+CPD_FN void put_each(Packer& p, int bits, Rows rows, Code code) {
+    if (bits == 8) return put_words<8>(p, rows, code);
+    if (bits == 4) return put_words<4>(p, rows, code);
+    put_each_of(p, bits, rows, code);
+}
+
+// Calls body(i, code) for rows.
+template <int BITS, class Body>
+CPD_FN void take_words(Unpacker& p, Rows rows, Body body) {
+    for (int i = rows.first; i < rows.stop; i += 32 / BITS * CPD_LANES, p.words += p.step)
+        codes_of<BITS>(load(p.words, 0, 1), i, body);
+}
+template <class Body>
+CPD_FN void take_each(Unpacker& p, int bits, Rows rows, Body body) {
+    if (bits == 8) return take_words<8>(p, rows, body);
+    if (bits == 4) return take_words<4>(p, rows, body);
+    for (int i = rows.first; i < rows.stop; i += CPD_LANES) body(i, take(p, bits));
+}
+
 #endif

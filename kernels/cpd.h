@@ -1,5 +1,5 @@
-// The vocabulary of the kernels: one lane on the GPU, sixteen on the CPU, under the same names.
-// The only file, with cast.h, that asks which of the two it is compiled for.
+// The vocabulary of the kernels: one lane on the GPU, those of a register on the CPU, under the
+// same names. The only file, with cast.h, that asks which of the two it is compiled for.
 #ifndef CPD_H
 #define CPD_H
 
@@ -82,109 +82,16 @@ CPD_FN void store(u32* x, i64 i, i64 n, U value) {
     if (i < n) x[i] = value;
 }
 CPD_FN bool any(bool lane) { return lane; }
+CPD_FN bool perhaps(I) { return true; }
 CPD_FN U load_bytes(const u8* x) { return *x; }
 CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 
 #else
-
-#include <string.h>
-
-// Inlined by force: a call would pass these vectors through memory.
-#define CPD_FN static inline __attribute__((always_inline))
-#define CPD_GROUP 16
-typedef float F __attribute__((vector_size(64)));
-typedef u32 U __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-
-CPD_FN U bits_of(F x) { return (U)x; }
-CPD_FN F from_bits(U u) { return (F)u; }
-template <class N>
-CPD_FN N add(N a, N b) {
-    return a + b;
-}
-template <class N>
-CPD_FN N subtract(N a, N b) {
-    return a - b;
-}
-template <class N>
-CPD_FN N multiply(N a, N b) {
-    return a * b;
-}
-CPD_FN U truncate(F x) { return (U) __builtin_convertvector(x, I); }
-CPD_FN F to_float(U integer) { return __builtin_convertvector((I)integer, F); }
-typedef double W __attribute__((vector_size(128)));  // float64 in each lane
-CPD_FN W wide(F x) { return __builtin_convertvector(x, W); }
-CPD_FN W wide(U x) { return __builtin_convertvector(x, W); }
-CPD_FN I reaches(W a, W b) { return __builtin_convertvector(a >= b, I); }
-CPD_FN U gather(const int* table, U place) {
-#if defined(CPD_AVX512)
-    return (U)__builtin_ia32_gathersiv16si(I{}, table, (I)place, (short)-1, 4);
-#elif defined(CPD_AVX2)
-    typedef int Half __attribute__((vector_size(32)));
-    Half halves[2];
-    memcpy(halves, &place, sizeof halves);
-    for (Half& half : halves) half = __builtin_ia32_gathersiv8si(Half{}, table, half, ~Half{}, 4);
-    memcpy(&place, halves, sizeof halves);
-    return place;
-#else
-    U found;
-    for (int lane = 0; lane < CPD_GROUP; ++lane) found[lane] = (u32)table[place[lane]];
-    return found;
-#endif
-}
-CPD_FN I less(U a, U b) { return (I)a < (I)b; }
-CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
-CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-// Fetches the line of x into the cache while other work goes on; x may lie beyond the array.
-CPD_FN void expect(const float* x) { __builtin_prefetch(x); }
-// The loops pad incomplete tiles themselves, so n needs no look.
-CPD_FN I inside(i64, i64) { return ~I{}; }
-CPD_FN F load(const float* x, i64 i, i64) {
-    F value;
-    memcpy(&value, x + i, sizeof value);
-    return value;
-}
-CPD_FN void store(float* x, i64 i, i64, F value) { memcpy(x + i, &value, sizeof value); }
-CPD_FN U load(const u32* x, i64 i, i64) {
-    U value;
-    memcpy(&value, x + i, sizeof value);
-    return value;
-}
-CPD_FN void store(u32* x, i64 i, i64, U value) { memcpy(x + i, &value, sizeof value); }
-CPD_FN U lanes(U each) { return each; }
-CPD_FN bool any(bool all) { return all; }
-typedef u8 Bytes __attribute__((vector_size(16)));
-CPD_FN U load_bytes(const u8* x) {
-    Bytes value;
-    memcpy(&value, x, sizeof value);
-    return __builtin_convertvector(value, U);
-}
-CPD_FN void store_bytes(u8* x, U value) {
-    Bytes low = __builtin_convertvector(value, Bytes);
-    memcpy(x, &low, sizeof low);
-}
-// The signs of all lanes, the first lane's the lowest bit.
-CPD_FN u32 signs(I v) {
-#if defined(CPD_AVX512)
-    return (u32)__builtin_ia32_cvtd2mask512(v);
-#elif defined(CPD_AVX2)
-    typedef float Half __attribute__((vector_size(32)));
-    Half halves[2];
-    memcpy(halves, &v, sizeof halves);
-    return (u32)(__builtin_ia32_movmskps256(halves[0]) | __builtin_ia32_movmskps256(halves[1])
-                                                             << 8);
-#else
-    u32 bits = 0;
-    for (int lane = 0; lane < CPD_GROUP; ++lane) bits |= (u32)v[lane] >> 31 << lane;
-    return bits;
-#endif
-}
-CPD_FN bool any(I mask) { return signs(mask) != 0; }
-
+#include "cpu_registers.h"
 #endif
 
 CPD_FN U lanes(u32 value) { return U{} + value; }
-CPD_FN U larger(U a, U b) { return less(a, b) ? b : a; }
-CPD_FN U smaller(U a, U b) { return less(a, b) ? a : b; }
+CPD_FN U larger(U a, U b) { return (U)((I)a < (I)b ? (I)b : (I)a); }
+CPD_FN U smaller(U a, U b) { return (U)((I)a < (I)b ? (I)a : (I)b); }
 
 #endif

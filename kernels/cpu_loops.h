@@ -15,24 +15,23 @@ template <class T>
 struct Padded {
     alignas(64) T values[CPD_TILE];
 
-    __attribute__((always_inline)) const T* read(const T* x, i64 n) {
+    CPD_INLINE const T* read(const T* x, i64 n) {
         if (n >= CPD_TILE) return x;
         memset(values, 0, sizeof values);
         memcpy(values, x, (size_t)n * sizeof(T));
         return values;
     }
-    __attribute__((always_inline)) T* target(T* out, i64 n) { return n >= CPD_TILE ? out : values; }
-    __attribute__((always_inline)) void write(T* out, i64 n) {
+    CPD_INLINE T* target(T* out, i64 n) { return n >= CPD_TILE ? out : values; }
+    CPD_INLINE void write(T* out, i64 n) {
         if (n < CPD_TILE) memcpy(out, values, (size_t)n * sizeof(T));
     }
 };
 
 // The largest lane, by halves: its latency is on the way to every tile's shift.
+template <int STEP = CPD_GROUP / 2>
 CPD_FN u32 largest_lane(U v) {
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 8));
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 4));
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 2));
-    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 1));
+    v = larger(v, crossed<STEP>(v, EachLane{}));
+    if constexpr (STEP > 1) return largest_lane<STEP / 2>(v);
     return v[0];
 }
 
@@ -60,7 +59,10 @@ inline u32 nonfinite_in(const float* x, i64 n) {
 }
 
 CPD_FN u32 amax_tile(const float* x) {
-    return largest_lane(larger(amax_column(x, CPD_TILE, 0), amax_column(x, CPD_TILE, CPD_GROUP)));
+    U most = lanes(0);
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+        most = larger(most, amax_column(x, CPD_TILE, lane));
+    return largest_lane(most);
 }
 
 // Whether there are loops for values that are known to stay inside the format.
@@ -90,7 +92,8 @@ CPD_FN bool any_far(const Cast& cast, int blocks, const u8* shifts) {
     if (!blocks) return is_far(cast, *shifts);
     const u8 least = (u8)(cast.near_min + CPD_SHIFT_BIAS);
     const u8 span = (u8)(cast.near_max - cast.near_min);
-    typedef unsigned long long Halves __attribute__((vector_size(16)));
+    typedef u8 Bytes CPD_VECTOR(16);
+    typedef u64 Halves CPD_VECTOR(16);
     Halves found = {};
     for (int i = 0; i < CPD_LANES * blocks; i += (int)sizeof(Bytes)) {
         Bytes stored;
@@ -129,15 +132,14 @@ __attribute__((noinline, cold)) void move_near(const Cast& cast, int blocks, con
     });
 }
 
-// Moves a tile decoded with near shifts back; returns how many of its first n are not finite.
-__attribute__((noinline, cold)) u32 move_back(const Cast& cast, int blocks, const u8* shifts,
-                                              float* x, i64 n) {
+// Moves a tile decoded with near shifts back.
+__attribute__((noinline, cold)) void move_back(const Cast& cast, int blocks, const u8* shifts,
+                                               float* x) {
     u8 near[CPD_LANES * CPD_MOST_BLOCKS];
     each_shift(cast, blocks, shifts, near, [&](int first, int stride, int stop, int far) {
         for (int i = first; i < stop; i += stride)
             x[i] = moved_back(from_float(x[i]), normal_power(lanes(0u - (u32)far)))[0];
     });
-    return nonfinite_in(x, n < CPD_TILE ? n : CPD_TILE);
 }
 
 __attribute__((noinline, cold)) void near_shifts(const Cast& cast, int blocks, const u8* shifts,
@@ -146,8 +148,9 @@ __attribute__((noinline, cold)) void near_shifts(const Cast& cast, int blocks, c
 }
 
 template <int WAY, bool COUNT, bool INSIDE>
-CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, u32* words,
-                        u32* counts, const float* ahead) {
+CPD_TILE_FN void encode_tile(const Cast& given, u8 shift, Key key, u64 index, const float* x,
+                             u32* words, u32* counts, const float* ahead) {
+    const Cast cast = given;  // a copy, which no store can change
     Counts c = {};
     int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
@@ -200,24 +203,26 @@ void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* 
 
 // out = the decoded tile, n values; returns how many are not finite. blocks: 0 for one shift.
 template <bool TABLE>
-CPD_FN i64 decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words, float* out,
-                       i64 n) {
+CPD_TILE_FN i64 decode_tile(const Cast& given, int blocks, const u8* shifts, const u32* words,
+                            float* out, i64 n) {
+    const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad;
     float* target = pad.target(out, n);
-    I count = {};
+    U most = lanes(0);
     u8 near[CPD_LANES * CPD_MOST_BLOCKS];
     const u8* used = shifts;
     const bool far = any_far(cast, blocks, shifts);
     if (__builtin_expect(far, 0)) near_shifts(cast, blocks, shifts, near), used = near;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         if (blocks)
-            decode_blocks<TABLE>(cast, blocks, used, words, lane, target, CPD_TILE, count);
+            most = larger(most,
+                          decode_blocks<TABLE>(cast, blocks, used, words, lane, target, CPD_TILE));
         else
-            decode_column<TABLE>(cast, *used, words, lane, target, CPD_TILE, count);
-    u32 found = sum_lanes(count);
-    if (__builtin_expect(far, 0)) found = move_back(cast, blocks, shifts, target, n);
+            most = larger(most, decode_column<TABLE>(cast, *used, words, lane, target, CPD_TILE));
+    if (__builtin_expect(far, 0)) move_back(cast, blocks, shifts, target);
     pad.write(out, n);
-    return found && n < CPD_TILE ? nonfinite_in(out, n) : found;
+    if (!far && !perhaps(less(lanes(CPD_INF - 1), most))) return 0;
+    return nonfinite_in(target, n < CPD_TILE ? n : CPD_TILE);
 }
 
 // sum = x + a decoded tile whose shifts are far, a whole tile.
@@ -229,21 +234,44 @@ __attribute__((noinline, cold)) void sum_far(const Cast& cast, int blocks, const
     for (int i = 0; i < CPD_TILE; ++i) sum[i] = x[i] + decoded[i];
 }
 
-// sum = x + the decoded tile, n values and zeros; returns max|sum| as float32 bits.
+// The largest magnitudes of the blocks of a tile's columns as float32 bits; the first of each where
+// the tile has one shift.
+struct Most {
+    U of[CPD_LANES / CPD_GROUP][CPD_MOST_BLOCKS];
+};
+
+// sum = x + the decoded tile, a whole one.
 template <bool TABLE>
-CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n,
-                    float* sum) {
+CPD_TILE_FN void sum_tile(const Cast& given, int blocks, const u8* shifts, const u32* words,
+                          const float* x, float* sum, Most& most) {
+    const Cast cast = given;  // a copy, which no store can change
+    const bool far = any_far(cast, blocks, shifts);
+    if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, blocks, shifts, words, x, sum);
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP) {
+        U* column = most.of[lane / CPD_GROUP];
+        if (far)
+            amax_blocks(blocks ? blocks : 1, sum, CPD_TILE, lane, column);
+        else if (blocks)
+            sum_blocks<TABLE>(cast, blocks, shifts, words, lane, x, CPD_TILE, sum, CPD_TILE,
+                              column);
+        else
+            *column = sum_column<TABLE>(cast, *shifts, words, lane, x, CPD_TILE, sum, CPD_TILE);
+    }
+}
+
+// The same of n values, with zeros behind them, and one shift; returns max|sum| as float32 bits.
+template <bool TABLE>
+u32 sum_padded(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n, float* sum) {
     Padded<float> pad;
-    const float* tile = pad.read(x, n);
-    U most = lanes(0);
-    const bool far = is_far(cast, shift);
-    if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, 0, &shift, words, tile, sum);
-    for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
-        most = larger(most,
-                      sum_column<TABLE>(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
-    if (n >= CPD_TILE && !far) return largest_lane(most);
-    if (n < CPD_TILE) memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
-    return amax_tile(sum);  // what the padding of the words decodes to does not count
+    Most most;
+    sum_tile<TABLE>(cast, 0, &shift, words, pad.read(x, n), sum, most);
+    if (n < CPD_TILE) {  // what the padding of the words decodes to does not count
+        memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
+        return amax_tile(sum);
+    }
+    U all = lanes(0);
+    for (const U* column : most.of) all = larger(all, *column);
+    return largest_lane(all);
 }
 
 // Fetches a tile's words into the cache; they may lie beyond the array.
@@ -258,14 +286,14 @@ void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words
     alignas(64) float sums[2][CPD_TILE];
     const i64 stride = CPD_LANES * width(cast);
     constexpr bool table = WAY == CPD_BY_TABLE;
-    u32 next_amax = n > 0 ? sum_tile<table>(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
+    u32 next_amax = n > 0 ? sum_padded<table>(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         u32 amax = next_amax;
         i64 done = t * CPD_TILE, next = done + CPD_TILE;
         expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
         if (next < n)
-            next_amax = sum_tile<table>(cast, shifts_in[t + 1], words_in + (t + 1) * stride,
-                                        x + next, n - next, sums[(t + 1) % 2]);
+            next_amax = sum_padded<table>(cast, shifts_in[t + 1], words_in + (t + 1) * stride,
+                                          x + next, n - next, sums[(t + 1) % 2]);
         encode_fitting<WAY, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
                                    words + t * stride, shifts[t], counts + 3 * t,
                                    x + done + CPD_HOP_AHEAD * CPD_TILE);
@@ -273,9 +301,10 @@ void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words
 }
 
 template <int WAY, bool COUNT, bool INSIDE>
-CPD_FN void encode_tile_of_blocks(const Cast& cast, int blocks, const u8* shifts, Key key,
-                                  u64 index, const float* x, u32* words, u32* counts,
-                                  const float* ahead) {
+CPD_TILE_FN void encode_tile_of_blocks(const Cast& given, int blocks, const u8* shifts, Key key,
+                                       u64 index, const float* x, u32* words, u32* counts,
+                                       const float* ahead) {
+    const Cast cast = given;  // a copy, which no store can change
     Counts c = {};
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         encode_blocks<WAY, COUNT, INSIDE>(cast, blocks, shifts, x, CPD_TILE, words, lane, key,
@@ -296,31 +325,24 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         const i64 left = n - t * CPD_TILE, shift = t * CPD_LANES * blocks;
         const float *tile = pad.read(x + t * CPD_TILE, left), *ahead = x + (t + 1) * CPD_TILE;
-        U most[CPD_LANES / CPD_GROUP][CPD_MOST_BLOCKS], all = lanes(0);
-        bool know_most = words_in && left >= CPD_TILE;
+        Most most;
+        U all = lanes(0);
+        const bool know_most = words_in && left >= CPD_TILE;
         if (words_in) {
             expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
-            const bool far = any_far(cast, blocks, shifts_in + shift);
-            if (__builtin_expect(far, 0)) {
-                sum_far<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride,
-                                             tile, sum);
-                know_most = false;
-            }
-            for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
-                sum_blocks<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift,
-                                                words_in + t * stride, lane, tile, CPD_TILE, sum,
-                                                CPD_TILE, most[lane / CPD_GROUP]);
+            sum_tile<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride,
+                                          tile, sum, most);
             // What the padding of the words decodes to does not count.
             if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
             tile = sum;
         }
         for (int lane = 0; fit && lane < CPD_LANES; lane += CPD_GROUP) {
-            U* largest = most[lane / CPD_GROUP];
+            U* largest = most.of[lane / CPD_GROUP];
             if (!know_most) amax_blocks(blocks, tile, CPD_TILE, lane, largest);
             all = larger(all, fit_blocks(cast, blocks, largest, shifts + shift, lane));
         }
         const bool inside =
-            knows_inside(WAY) && fit && !cast.ocp && !any(less(lanes(largest_inside(cast)), all));
+            knows_inside(WAY) && fit && !any(less(lanes(largest_inside(cast)), all));
         auto encode = inside ? encode_tile_of_blocks<WAY, COUNT, knows_inside(WAY)>
                              : encode_tile_of_blocks<WAY, COUNT, false>;
         const u8* used = shifts + shift;
@@ -333,99 +355,11 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
     }
 }
 
-// Rows of 16 values become columns: blocks off the diagonal change places, from halves down.
-template <int STEP>
-CPD_FN void transpose(U* rows) {
-    const U lane = lane_numbers(), upper = (U)equal(lane & STEP, lanes(STEP));
-#pragma GCC unroll 16
-    for (int i = 0; i < CPD_GROUP; ++i) {
-        if (i & STEP) continue;
-        U one = rows[i], other = rows[i + STEP];
-        rows[i] = __builtin_shuffle(one, other, upper ? lane + (CPD_GROUP - STEP) : lane);
-        rows[i + STEP] = __builtin_shuffle(one, other, upper ? lane + CPD_GROUP : lane + STEP);
-    }
-    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
-}
+}  // namespace
 
-// out[l][r] = x[r][l] of a tile: neighbours become a lane's column.
-__attribute__((noinline)) void transpose_tile(const float* x, float* out) {
-    for (int block = 0; block < 4; ++block) {
-        const int row = block / 2 * CPD_GROUP, lane = block % 2 * CPD_GROUP;
-        U rows[CPD_GROUP];
-        for (int i = 0; i < CPD_GROUP; ++i)
-            rows[i] = bits_of(load(x, (row + i) * CPD_LANES + lane, 0));
-        transpose<CPD_GROUP / 2>(rows);
-        for (int i = 0; i < CPD_GROUP; ++i)
-            store(out, (lane + i) * CPD_LANES + row, 0, from_bits(rows[i]));
-    }
-}
+#include "cpu_ocp.h"
 
-// OCP's Microscaling: a block is 32 neighbours, whose codes are bits one after the other, and its
-// scale an E8M0 byte. In here they are a lane's column, its words and its shift.
-struct Turned {
-    alignas(64) float values[CPD_TILE];
-    alignas(64) u32 words[CPD_TILE];
-    alignas(64) u8 shifts[CPD_LANES];
-
-    void take_shifts(const u8* scales) {
-        for (int lane = 0; lane < CPD_LANES; ++lane) shifts[lane] = flipped_shift(scales[lane]);
-    }
-    // The tile that words and scales stand for, with neighbours in columns.
-    void decode(const Cast& cast, const u32* in, const u8* scales) {
-        const int bits = width(cast);
-        take_shifts(scales);
-        for (int lane = 0; lane < CPD_LANES; ++lane)
-            for (int w = 0; w < bits; ++w) words[w * CPD_LANES + lane] = in[lane * bits + w];
-        decode_tile<false>(cast, 1, shifts, words, values, CPD_TILE);
-    }
-};
-
-// As blocks_loop, of OCP's blocks.
-template <int WAY, bool COUNT>
-void ocp_loop(const Cast& given, int, bool fit, Key key, u64 offset, const u32* words_in,
-              const u8* scales_in, const float* x, i64 n, u32* words, u8* scales, u32* counts) {
-    const Cast cast = given;  // a copy, which no store can change
-    const int bits = width(cast);
-    Padded<float> pad;
-    Turned came, sent;
-    for (i64 t = 0; t * CPD_TILE < n; ++t) {
-        const i64 left = n - t * CPD_TILE, block = t * CPD_LANES;
-        transpose_tile(pad.read(x + t * CPD_TILE, left), sent.values);
-        if (words_in) {
-            came.decode(cast, words_in + block * bits, scales_in + block);
-            for (int i = 0; i < CPD_TILE; ++i) sent.values[i] += came.values[i];
-            for (i64 i = left; i < CPD_TILE; ++i)  // what the padding decodes to does not count
-                sent.values[i % CPD_LANES * CPD_LANES + i / CPD_LANES] = 0;
-        }
-        if (!fit) sent.take_shifts(scales + block);
-        blocks_loop<WAY, COUNT>(cast, 1, fit, key, offset + t * CPD_TILE, nullptr, nullptr,
-                                sent.values, CPD_TILE, sent.words, sent.shifts, counts + 3 * t);
-        for (int lane = 0; lane < CPD_LANES; ++lane)
-            for (int w = 0; w < bits; ++w)
-                words[(block + lane) * bits + w] = sent.words[w * CPD_LANES + lane];
-        for (int lane = 0; lane < CPD_LANES && fit; ++lane)
-            scales[block + lane] = flipped_shift(sent.shifts[lane]);
-    }
-}
-
-// out = the decoded blocks, or where x is given x plus them; returns how many are not finite.
-i64 decode_ocp(const Cast& given, const u32* words, const u8* scales, const float* x, float* out,
-               i64 n) {
-    const Cast cast = given;  // a copy, which no store can change
-    i64 nonfinite = 0;
-    Turned came;
-    alignas(64) float values[CPD_TILE];
-    for (i64 t = 0; t * CPD_TILE < n; ++t) {
-        const i64 left = n - t * CPD_TILE, count = left < CPD_TILE ? left : CPD_TILE;
-        float* target = out + t * CPD_TILE;
-        came.decode(cast, words + t * CPD_LANES * width(cast), scales + t * CPD_LANES);
-        transpose_tile(came.values, values);
-        if (!x) nonfinite += nonfinite_in(values, count);
-        if (!x) memcpy(target, values, (size_t)count * sizeof(float));
-        for (i64 i = 0; i < count && x; ++i) target[i] = x[t * CPD_TILE + i] + values[i];
-    }
-    return nonfinite;
-}
+namespace {
 
 template <int WAY, bool>
 void encode_values(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n,
@@ -468,7 +402,7 @@ void decode_values(const Cast& given, int k, const u32* codes, i64 n, float* out
         float* target = pad_out.target(out + t, n - t);
         for (int i = 0; i < CPD_TILE; i += CPD_GROUP)
             store(target, i, CPD_TILE, decode_code(cast, d, load(tile, i, CPD_TILE)));
-        if (far) move_back(cast, 0, &shift, target, CPD_TILE);
+        if (far) move_back(cast, 0, &shift, target);
         pad_out.write(out + t, n - t);
     }
 }
@@ -537,21 +471,14 @@ void add_loop(const Cast& given, int blocks, const u32* words, const u8* shifts,
               float* out, i64 n) {
     const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad, pad_out;
-    U most[CPD_MOST_BLOCKS];
+    Most most;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         i64 left = n - t * CPD_TILE;
         const float* tile = pad.read(x + t * CPD_TILE, left);
         float* target = pad_out.target(out + t * CPD_TILE, left);
         const u32* in = words + t * CPD_LANES * width(cast);
         const u8* used = shifts + t * CPD_SHIFTS_OF_TILE(blocks);
-        const bool far = any_far(cast, blocks, used);
-        if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, blocks, used, in, tile, target);
-        for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
-            if (blocks)
-                sum_blocks<TABLE>(cast, blocks, used, in, lane, tile, CPD_TILE, target, CPD_TILE,
-                                  most);
-            else
-                sum_column<TABLE>(cast, *used, in, lane, tile, CPD_TILE, target, CPD_TILE);
+        sum_tile<TABLE>(cast, blocks, used, in, tile, target, most);
         pad_out.write(out + t * CPD_TILE, left);
     }
 }
@@ -587,17 +514,10 @@ i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64
     return nonfinite;
 }
 
-#if defined(CPD_AVX512)
-#define CPD_LINE 64
-#elif defined(CPD_AVX2)
-#define CPD_LINE 32
-#else
-#define CPD_LINE 16
-#endif
-
 void copy(u8* out, const u8* x, i64 size) {
-    typedef u8 Line __attribute__((vector_size(CPD_LINE), aligned(1), may_alias));
-    for (; size >= 4 * CPD_LINE; size -= 4 * CPD_LINE, x += 4 * CPD_LINE, out += 4 * CPD_LINE) {
+    typedef u8 Line __attribute__((vector_size(CPD_REGISTER), aligned(1), may_alias));
+    for (; size >= 4 * CPD_REGISTER;
+         size -= 4 * CPD_REGISTER, x += 4 * CPD_REGISTER, out += 4 * CPD_REGISTER) {
         Line lines[4];
         for (int i = 0; i < 4; ++i) lines[i] = ((const Line*)x)[i];
         for (int i = 0; i < 4; ++i) ((Line*)out)[i] = lines[i];

@@ -4,7 +4,7 @@
 namespace {
 
 // Rows of a that go through a panel together: their sums do not wait for one another.
-#if defined(CPD_AVX512)
+#if CPD_REGISTER == 64
 const int ROWS = 8;
 #else
 const int ROWS = 4;
@@ -21,7 +21,7 @@ CPD_FN void store_row(N x, i64 columns, float* out) {
     memcpy(out, &bits, (size_t)columns * sizeof(float));
 }
 
-// Rows of a and so many columns of a panel of b, which has k rows of CPD_GROUP columns.
+// Rows of a and so many columns of a panel of b, which has k rows of CPD_PANEL columns.
 struct Part {
     const float *rows[ROWS], *panel;
     i64 k;
@@ -108,7 +108,7 @@ void sum_ascending(const Products& how, const Steps<N>& given, const Part& part,
         i64 stop = p.k - first < chunk ? p.k : first + chunk;
         for (i64 i = first; i < stop; ++i) {
             draws.step(p, PRODUCT, s.product, SUM, s.sum, KAHAN, (u64)i);
-            N b = read(p.panel + i * CPD_GROUP, N{});
+            N b = read(p.panel + i * CPD_PANEL, N{});
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 N product = multiply(each(p.rows[r] + i, N{}), b);
@@ -143,7 +143,7 @@ void sum_pairwise(const Products&, const Steps<N>& given, const Part& part, N* t
     u64 step = (u64)p.k;
     for (i64 i = 0; i < p.k; ++i) {
         draws.step(p, PRODUCT, s.product, SUM, s.sum, false, (u64)i);
-        N b = read(p.panel + i * CPD_GROUP, N{});
+        N b = read(p.panel + i * CPD_PANEL, N{});
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             Sum<N> one = {};
@@ -279,13 +279,13 @@ void multiply_columns(const Products& how, const Loop<N>* loops, const float* a,
                        out + c, index + (u64)c, outputs);
 }
 
-// A panel is k * CPD_GROUP floats to work in.
+// A panel is k * CPD_PANEL floats to work in.
 void matmul(const Products& how, const float* a, i64 m, i64 k, const float* b, i64 n, i64 column,
             float* panel, float* out, u64 index, u64 outputs) {
-    i64 columns = n - column < CPD_GROUP ? n - column : CPD_GROUP;
-    memset(panel, 0, (size_t)(k * CPD_GROUP) * sizeof(float));
+    i64 columns = n - column < CPD_PANEL ? n - column : CPD_PANEL;
+    memset(panel, 0, (size_t)(k * CPD_PANEL) * sizeof(float));
     for (i64 i = 0; i < k; ++i)
-        memcpy(panel + i * CPD_GROUP, b + i * n + column, (size_t)columns * sizeof(float));
+        memcpy(panel + i * CPD_PANEL, b + i * n + column, (size_t)columns * sizeof(float));
     if (how.arithmetic == CPD_FLOAT32 || how.arithmetic == CPD_FLOAT32_ODD)
         multiply_columns(how, LOOPS_S, a, m, k, panel, columns, n, out + column,
                          index + (u64)column, outputs);

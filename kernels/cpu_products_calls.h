@@ -3,7 +3,6 @@
 
 namespace {
 
-const i64 COLUMNS = 16;     // of a panel: CPD_GROUP of the loops
 const i64 MOST_ROWS = 256;  // of a that go through a panel before another is made
 
 int to_rounding(PyObject* object, void* target) {
@@ -16,7 +15,7 @@ int to_rounding(PyObject* object, void* target) {
 // The panels of a product of batch matrices, as tasks.
 struct Panels {
     i64 batch, m, k, n;
-    i64 across() const { return (n + COLUMNS - 1) / COLUMNS; }
+    i64 across() const { return (n + CPD_PANEL - 1) / CPD_PANEL; }
     i64 down() const { return (m + MOST_ROWS - 1) / MOST_ROWS; }
     i64 count() const { return batch * across() * down(); }
 };
@@ -41,9 +40,9 @@ PyObject* matmul(PyObject*, PyObject* args) {
     // A task counts as a block of values, by which threads share out a call.
     const i64 task = BLOCK_TILES * CPD_TILE;
     return in_blocks(threads, p.count() * task, [&](const Block& block) {
-        std::vector<float> panel((size_t)(p.k * COLUMNS));
+        std::vector<float> panel((size_t)(p.k * CPD_PANEL));
         for (i64 t = block.first / task; t < (block.first + block.n) / task; ++t) {
-            i64 each = t / (p.across() * p.down()), column = t / p.down() % p.across() * COLUMNS;
+            i64 each = t / (p.across() * p.down()), column = t / p.down() % p.across() * CPD_PANEL;
             i64 row = t % p.down() * MOST_ROWS;
             i64 rows = p.m - row < MOST_ROWS ? p.m - row : MOST_ROWS;
             i64 first = (each * p.m + row) * p.n;

@@ -13,9 +13,10 @@ void mark_above(u32 bits, const float* x, i64 n, u32* words) {
         const float* part = x + i;
         expect(part + AHEAD), expect(part + AHEAD + 16);
         if (n - i < 32) part = (const float*)memcpy(rest, x + i, (size_t)(n - i) * sizeof(float));
-        u32 low = signs(is_above(load(part, 0, 32), limit));
-        u32 high = signs(is_above(load(part, 16, 32), limit));
-        words[i / 32] = low | high << 16;
+        u32 word = 0;
+        for (int k = 0; k < 32; k += CPD_GROUP)
+            word |= signs(is_above(load(part, k, 32), limit)) << k;
+        words[i / 32] = word;
     }
 }
 

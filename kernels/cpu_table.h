@@ -46,8 +46,8 @@ struct Loops {
     // memcpy, but never by the processor's own string moves, which take 10 times as long on an AMD
     // Zen 4 where the target lies up to 16 bytes behind the source, but for whole pages.
     void (*copy)(u8* out, const u8* x, i64 size);
-    // CPD_GROUP columns from column on of out[m][n], by a[m][k] and b[k][n]; panel: room for k *
-    // CPD_GROUP floats; index: of out[0][0], of so many outputs.
+    // CPD_PANEL columns from column on of out[m][n], by a[m][k] and b[k][n]; panel: room for k *
+    // CPD_PANEL floats; index: of out[0][0], of so many outputs.
     void (*matmul)(const Products& how, const float* a, i64 m, i64 k, const float* b, i64 n,
                    i64 column, float* panel, float* out, u64 index, u64 outputs);
 };

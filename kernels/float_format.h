@@ -179,24 +179,27 @@ struct Events {
     I saturated, underflowed, nonfinite;
 };
 
+// What is known of all values: that they are finite and none overflows, or that they are finite and
+// what overflows becomes the largest number.
+enum Known { CPD_ANYTHING = 0, CPD_INSIDE = 1, CPD_SATURATES = 2 };
+
 // The code with its sign, special values and overflow settled.
-// INSIDE: x is known to be finite and not to overflow. overflow: what it becomes where it does.
-template <bool INSIDE>
+// overflow: what x becomes where it overflows.
+template <int KNOWN>
 CPD_FN U finish_code(const Cast& cast, U x_bits, U code, U overflow, Events& events) {
     U a = x_bits & 0x7fffffffu;
-    if (INSIDE) {
-        events.saturated = events.nonfinite = I{};
-        events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
-        return code | ((x_bits & 0x80000000u) >> (32 - width(cast)));
-    }
-    I over = less(lanes(cast.max_code), code);
-    I finite = less(a, lanes(CPD_INF));
     U sign = (x_bits & 0x80000000u) >> (32 - width(cast));
+    I over = less(lanes(cast.max_code), code);
+    events.saturated = KNOWN == CPD_SATURATES ? over : I{};
+    events.nonfinite = I{};
+    events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
+    if (KNOWN == CPD_SATURATES) code = smaller(code, lanes(cast.max_code));
+    if (KNOWN != CPD_ANYTHING || !perhaps(over)) return code | sign;
+    I finite = less(a, lanes(CPD_INF));
     U special = (finite ? overflow : lanes(cast.inf_code)) | sign;
     special = less(lanes(CPD_INF), a) ? lanes(cast.nan_code) : special;  // NaN has no sign
     events.saturated = over & finite;
     events.nonfinite = ~finite;
-    events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
     return over ? special : code | sign;
 }
 

@@ -21,28 +21,30 @@ CPD_FN auto make_encoder_of(const Cast& cast, V k) {
         return make_encoder(cast, k);
 }
 
-// WAY: of enum Way. COUNT: whether counts are kept. INSIDE: all values are finite and none
-// overflows; of no use by direction or table.
-template <int WAY, bool COUNT, bool INSIDE, class E>
-CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Counts& counts) {
+// WAY: of enum Way. COUNT: whether counts are kept. KNOWN: of the values; of no use by direction or
+// table. step: from a lane's place in the random stream to the next one's.
+template <int WAY, bool COUNT, int KNOWN, class E>
+CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Counts& counts,
+                      u32 step = 1) {
     U u = bits_of(x);
     U a = u & 0x7fffffffu;
     U code, overflow = lanes(cast.overflow_code);
     Events events;
     if constexpr (WAY == CPD_BY_TABLE) {
-        code = table_code(cast, e, x, key, index, events);
+        code = table_code(cast, e, x, key, index, step, events);
     } else {
         if constexpr (WAY == CPD_BY_NEAREST) {
             code = round_nearest(cast, e, a);
         } else if constexpr (WAY == CPD_BY_ADDING) {
-            U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) & cast.random_mask
-                                                       : lanes(0);
+            U random = cast.rounding == CPD_STOCHASTIC
+                           ? random31(key, index, step) & cast.random_mask
+                           : lanes(0);
             code = round_random(cast, e, a, random >> cast.man);
         } else {
             code = round_directed(cast, e, u);
             overflow = less(u, lanes(0)) ? lanes(cast.overflow_below) : overflow;
         }
-        code = finish_code<INSIDE>(cast, u, code, overflow, events);
+        code = finish_code<KNOWN>(cast, u, code, overflow, events);
     }
     if (COUNT) {
         counts.saturated -= events.saturated;
@@ -52,30 +54,19 @@ CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Cou
     return code;
 }
 
-// Rows of a column that share a shift: value i = row * CPD_LANES + lane, first <= i < stop.
-struct Rows {
-    int first, stop;
-};
-
-CPD_FN Rows all_rows(int lane) { return Rows{lane, CPD_TILE}; }
-
-// The rows of block b of a lane's column.
-CPD_FN Rows rows_of(int lane, int blocks, int b) {
-    int size = CPD_TILE / blocks;
-    return Rows{lane + b * size, (b + 1) * size};
-}
-
 // x: the tile's values, the first n of them real; index: of the tile's first value.
 // ahead: values that will be read soon.
 template <int WAY, bool COUNT, bool INSIDE, class E>
 CPD_FN void encode_rows(const Cast& cast, const E& e, Packer& packer, Rows rows, const float* x,
                         i64 n, Key key, u64 index, Counts& counts, const float* ahead) {
-    int bits = width(cast);
-    for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
-        U code = encode_value<WAY, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
-        put(packer, code, bits);
+    auto code = [&](int i) {
         expect(ahead + i);
-    }
+        return encode_value<WAY, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
+    };
+    if constexpr (WAY == CPD_BY_NEAREST && !COUNT)
+        put_each(packer, width(cast), rows, code);
+    else  // where more is done, the compiler's knowing the width saves little
+        put_each_of(packer, width(cast), rows, code);
 }
 
 // A whole column with the shift k.
@@ -134,37 +125,43 @@ CPD_FN auto scale_of_block(const Cast& cast, const u8* shifts, int lane, int b) 
 }
 
 template <class D, class M>
-CPD_FN F read(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker) {
-    F value = decode_code(cast, scale.decoder, take(unpacker, width(cast)));
+CPD_FN F number_of(const Cast& cast, const Scale<D, M>& scale, U code) {
+    F value = decode_code(cast, scale.decoder, code);
     return scale.marked ? from_bits(lanes(CPD_NAN)) : value;
 }
-
-// out = the decoded rows; nonfinite counts their values that are not finite.
 template <class D, class M>
-CPD_FN void decode_rows(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker, Rows rows,
-                        float* out, i64 n, I& nonfinite) {
-    for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
-        F value = read(cast, scale, unpacker);
-        I finite = less(bits_of(value) & 0x7fffffffu, lanes(CPD_INF));
-        nonfinite -= ~finite & inside(i, n);
+CPD_FN F read(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker) {
+    return number_of(cast, scale, take(unpacker, width(cast)));
+}
+
+// out = the decoded rows; returns max|out| as float32 bits.
+template <class D, class M>
+CPD_FN U decode_rows(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker, Rows rows,
+                     float* out, i64 n) {
+    U most = lanes(0);
+    take_each(unpacker, width(cast), rows, [&](int i, U code) {
+        F value = number_of(cast, scale, code);
+        most = larger(most, bits_of(value) & 0x7fffffffu);
         store(out, i, n, value);
-    }
+    });
+    return most;
 }
 
 template <bool TABLE>
-CPD_FN void decode_column(const Cast& cast, u8 shift, const u32* words, int lane, float* out, i64 n,
-                          I& nonfinite) {
+CPD_FN U decode_column(const Cast& cast, u8 shift, const u32* words, int lane, float* out, i64 n) {
     Unpacker unpacker = make_unpacker(words, lane);
-    decode_rows(cast, scale_of<TABLE>(cast, shift), unpacker, all_rows(lane), out, n, nonfinite);
+    return decode_rows(cast, scale_of<TABLE>(cast, shift), unpacker, all_rows(lane), out, n);
 }
 
 template <bool TABLE>
-CPD_FN void decode_blocks(const Cast& cast, int blocks, const u8* shifts, const u32* words,
-                          int lane, float* out, i64 n, I& nonfinite) {
+CPD_FN U decode_blocks(const Cast& cast, int blocks, const u8* shifts, const u32* words, int lane,
+                       float* out, i64 n) {
     Unpacker unpacker = make_unpacker(words, lane);
+    U most = lanes(0);
     for (int b = 0; b < blocks; ++b)
-        decode_rows(cast, scale_of_block<TABLE>(cast, shifts, lane, b), unpacker,
-                    rows_of(lane, blocks, b), out, n, nonfinite);
+        most = larger(most, decode_rows(cast, scale_of_block<TABLE>(cast, shifts, lane, b),
+                                        unpacker, rows_of(lane, blocks, b), out, n));
+    return most;
 }
 
 // out = x + the decoded rows, zero from value n on; returns max|out| as float32 bits.
@@ -173,12 +170,12 @@ template <class D, class M>
 CPD_FN U sum_rows(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker, Rows rows,
                   const float* x, i64 n, float* out, i64 room) {
     U most = lanes(0);
-    for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
-        F sum = add(load(x, i, n), read(cast, scale, unpacker));
+    take_each(unpacker, width(cast), rows, [&](int i, U code) {
+        F sum = add(load(x, i, n), number_of(cast, scale, code));
         sum = inside(i, n) ? sum : F{};
         most = larger(most, bits_of(sum) & 0x7fffffffu);
         store(out, i, room, sum);
-    }
+    });
     return most;
 }
 
@@ -231,14 +228,14 @@ CPD_FN U fit_blocks(const Cast& cast, int blocks, const U* most, u8* shifts, int
 // Pack codes, or unpack them.
 CPD_FN void pack_column(const u32* codes, i64 n, int bits, u32* words, int lane) {
     Packer packer = make_packer(words, lane);
-    for (int i = lane; i < CPD_TILE; i += CPD_LANES) put(packer, load(codes, i, n), bits);
+    put_each(packer, bits, all_rows(lane), [&](int i) { return load(codes, i, n); });
 }
 
 CPD_FN void unpack_column(const u32* words, int bits, u32* codes, i64 n, int lane) {
     Unpacker unpacker = make_unpacker(words, lane);
     u32 mask = bits == 32 ? ~0u : (1u << bits) - 1;
-    for (int i = lane; i < CPD_TILE; i += CPD_LANES)
-        store(codes, i, n, take(unpacker, bits) & mask);
+    take_each(unpacker, bits, all_rows(lane),
+              [&](int i, U code) { store(codes, i, n, code & mask); });
 }
 
 #endif

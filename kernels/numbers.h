@@ -55,20 +55,8 @@ CPD_FN i64 widened(u32 draw, double) { return (i64)draw; }
 
 #else
 
-#if defined(CPD_AVX512)
-#include <immintrin.h>
-#define CPD_REGISTER 64
-#elif defined(CPD_AVX2)
-#define CPD_REGISTER 32
-#else
-#define CPD_REGISTER 16
-#endif
-#define CPD_VECTOR(bytes) __attribute__((vector_size(bytes)))
-
-typedef float S CPD_VECTOR(CPD_REGISTER);
-typedef double D CPD_VECTOR(CPD_REGISTER);
+typedef F S;
 typedef int SBits CPD_VECTOR(CPD_REGISTER);
-typedef i64 DBits CPD_VECTOR(CPD_REGISTER);
 
 template <>
 struct Number<S> : Layout<4> {
@@ -80,8 +68,8 @@ struct Number<S> : Layout<4> {
 template <>
 struct Number<D> : Layout<8> {
     typedef DBits Bits;
-    typedef u32 Draws CPD_VECTOR(CPD_REGISTER / 2);
-    typedef float Floats CPD_VECTOR(CPD_REGISTER / 2);
+    typedef HalfU Draws;
+    typedef HalfF Floats;
     enum { lanes = CPD_REGISTER / 8, any_way = 1 };
 };
 
@@ -101,15 +89,8 @@ CPD_FN B pick(B which, B a, B b) {
 }
 CPD_FN S widened(Number<S>::Floats x, S) { return x; }
 CPD_FN SBits widened(Number<S>::Draws draw, S) { return (SBits)draw; }
-#if defined(CPD_AVX512)  // g++ 12 does these by halves
-CPD_FN D widened(Number<D>::Floats x, D) { return _mm512_maskz_cvtps_pd(0xff, x); }
-CPD_FN DBits widened(Number<D>::Draws draw, D) {
-    return (DBits)_mm512_maskz_cvtepu32_epi64(0xff, (__m256i)draw);
-}
-#else
-CPD_FN D widened(Number<D>::Floats x, D) { return __builtin_convertvector(x, D); }
-CPD_FN DBits widened(Number<D>::Draws draw, D) { return __builtin_convertvector(draw, DBits); }
-#endif
+CPD_FN D widened(HalfF x, D) { return widened(x); }
+CPD_FN DBits widened(HalfU draw, D) { return widened(draw); }
 template <class N>
 CPD_FN N read(const float* x, N) {
     typename Number<N>::Floats floats;
@@ -188,7 +169,7 @@ CPD_FN N sum_below(N a, N b) {
     return number(raw(total) + above(subtract(total, b), a));
 }
 
-#if defined(CPD_AVX512) && !defined(__CUDACC__)
+#if !defined(__CUDACC__) && CPD_REGISTER == 64
 // The same in fewer instructions; maskz: g++ 12 warns of the others.
 CPD_FN S larger(S a, S b) { return _mm512_maskz_max_ps(0xffff, a, b); }
 CPD_FN D larger(D a, D b) { return _mm512_maskz_max_pd(0xff, a, b); }

@@ -17,6 +17,8 @@ enum {
     CPD_ROUND_ODD = 4
 };
 
+#define CPD_PANEL 16  // columns that the CPU's loops take together
+
 // A Cast as rounding values, not codes, needs it; bits of float32.
 struct Rounding {
     int man, way;

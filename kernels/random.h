@@ -32,9 +32,9 @@ CPD_FN V random32(Key key, u64 index, V numbers, u32 count) {
     return hashed(x, second);
 }
 
-// 31 of them for elements index, index + 1, ... of the lanes.
-CPD_FN U random31(Key key, u64 index) {
-    return random32(key, index, lane_numbers(), CPD_GROUP) >> 1;
+// 31 of them for elements index, index + step, ... of the lanes.
+CPD_FN U random31(Key key, u64 index, u32 step) {
+    return random32(key, index, lane_numbers() * step, CPD_GROUP * step) >> 1;
 }
 
 #endif

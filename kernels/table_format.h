@@ -107,7 +107,7 @@ CPD_FN I rises(const Search& s, F x, U k, U place, U random) {
 }
 
 template <class V>
-CPD_FN U table_code(const Cast& cast, const TableEncoderOf<V>& e, F x, Key key, u64 index,
+CPD_FN U table_code(const Cast& cast, const TableEncoderOf<V>& e, F x, Key key, u64 index, u32 step,
                     Events& events) {
     const Search& s = e.search;
     U u = bits_of(x), a = u & 0x7fffffffu, k = lanes(e.k);
@@ -116,7 +116,7 @@ CPD_FN U table_code(const Cast& cast, const TableEncoderOf<V>& e, F x, Key key, 
     U signed_key = negative ? lanes(0) - magnitude : magnitude;
     U place = place_of(s, magnitude, signed_key);
     if (cast.rounding == CPD_STOCHASTIC)
-        place -= (U)rises(s, x, k, place, random31(key, index) & cast.random_mask);
+        place -= (U)rises(s, x, k, place, random31(key, index, step) & cast.random_mask);
     U code = s.code == ~0u ? gather(s.codes, place) : (place + s.code) & s.mask;
     I too_large = less(lanes(s.most), signed_key), too_small = less(signed_key, lanes(s.least));
     I finite = less(a, lanes(CPD_INF));

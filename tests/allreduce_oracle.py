@@ -53,7 +53,9 @@ class Oracle:
         self.number, self.piece = 0, (0, self.n)
         self.needed = self.piece  # what is quantised: the rest of an array may hold anything
         self.accumulate = accumulate
-        self.is_hier = algorithm == "hier"
+        self.algorithm = algorithm
+        if algorithm == "torus":
+            self.nodes = [[r] for r in range(self.p)]
         self.cast = None if wire == "raw" else Cast(parse_format(wire), **cast)
         self.stream = (seed, iteration)
         segments = segments or [("x", 0, self.n)]
@@ -86,9 +88,13 @@ class Oracle:
         """The same of a partial sum of so many terms, whose mantissa may have more bits."""
         if self.accumulate != "grow" or self.cast is None:
             return self.q(x, shifts, rank, phase)
-        hops = len(self.nodes) if self.is_hier else self.p
-        share, bits = Fraction(terms, self.p) ** 2 * hops, 0
-        while share > 3 * 4**bits:
+        if self.algorithm in ("ring", "biring"):
+            whole, bits = Fraction(terms, self.p) ** 2 * self.p / 3, 0
+        elif self.algorithm == "hier":
+            whole, bits = Fraction(terms, max(4, 2 * self.p // len(self.nodes))), 0
+        else:
+            whole, bits = Fraction(terms, 4), 0
+        while whole > 4**bits:
             bits += 1
         if not bits:
             return self.q(x, shifts, rank, phase)
@@ -192,15 +198,16 @@ class Oracle:
         def total(i):
             sums = [self.xs[(i - away) % self.p] for away in range(self.p)]
             phases = [count(2) for _ in sums]
-            added, before = [False] * self.p, self.p
+            terms, before = [1] * self.p, self.p
             while before > 1:
                 skip = (before + 1) // 2
                 for away in range(before - skip):
-                    rank, other = (i - away) % self.p, (i - away - skip) % self.p
-                    if added[away]:
+                    rank, other, far = (i - away) % self.p, (i - away - skip) % self.p, away + skip
+                    if terms[away] > 1 and self.accumulate != "grow":
                         sums[away] = self.q(sums[away], self.sent, rank, next(phases[away]))
-                    sums[away] = sums[away] + self.q(sums[away + skip], self.sent, other, 0)
-                    added[away] = True
+                    came = self.grown(sums[far], self.sent, other, 0, terms[far])
+                    sums[away] = sums[away] + came
+                    terms[away] += terms[far]
                 before = skip
             return sums[0]
 
@@ -269,30 +276,63 @@ class Oracle:
         total = self.held_sum(0, range(self.p), count(2))
         return total if self.accumulate == "float32" else self.q(total, self.result, 0, 1)
 
+    def groups(self):
+        """The nodes of each group: a divisor of their number near its root, or the root."""
+        count = len(self.nodes)
+        root = min(8, int(count**0.5))
+        fits = [d for d in range((root + 1) // 2, root + 1) if count % d == 0]
+        number = -(-count // (fits[-1] if fits else root))
+        ends = [sum(i % number < g for i in range(count)) for g in range(number + 1)]
+        return [list(range(a, b)) for a, b in pairwise(ends)]
+
+    def torus(self):
+        return self.hier()
+
     def hier(self):
-        """Chunk i is summed over nodes last + 1, last + 2, ..., last, by one rank of each."""
+        """Chunk i is summed over groups last + 1, last + 2, ..., last, by one rank of each.
+
+        Within a group over nodes, the one that owns the column last. Within a node as float32.
+        """
+        groups = self.groups()
+
+        def whole(ring, last, part, joined):
+            """The sum round a ring that ends at `last`, its rank, that one's phases, and terms.
+
+            joined: whether a part is a sum of several already: rounded before another is added
+            """
+            total, sender, phases, terms = part(ring[(last + 1) % len(ring)])
+            for j in range(2, len(ring) + 1):
+                own, rank, others, more = part(ring[(last + j) % len(ring)])
+                came = self.grown(total, self.result, sender, next(phases[0]), terms)
+                if joined(ring[(last + j) % len(ring)]) and self.accumulate != "grow":
+                    own = self.q(own, self.result, rank, next(others[1]))
+                total, sender, phases, terms = own + came, rank, others, terms + more
+            return total, sender, phases, terms
 
         def total(i):
-            lane, last = divmod(i, len(self.nodes))
-            total, sender, terms = None, None, 0
-            for members in self.nodes[last + 1 :] + self.nodes[: last + 1]:
-                owner, phase = members[lane % len(members)], count(2)
-                own = self.xs[owner]
-                if len(members) > 1:
-                    own = self.held_sum(owner, members, phase)
-                if sender is not None:
-                    own = own + self.grown(total, self.result, *sender, terms)
-                terms += len(members)
-                total, sender = own, (owner, next(phase) if len(members) > 1 else 0)
-            return total
+            strand, last = divmod(i, len(groups))
+            lane, column = divmod(strand, max(map(len, groups)))
 
-        return self.each_chunk(self.chunks("hier"), total)
+            def of_node(node):
+                """A rank alone sends with phase 0; roundings in between begin at 2."""
+                members = self.nodes[node]
+                owner, phase = members[lane % len(members)], count(2)
+                if len(members) == 1:
+                    return self.xs[owner], owner, (count(0), phase), 1
+                return self.held_sum(owner, members, phase), owner, (phase, phase), len(members)
+
+            def of_group(nodes):
+                return whole(nodes, column % len(nodes), of_node, lambda node: False)
+
+            return whole(groups, last, of_group, lambda nodes: len(nodes) > 1)[0]
+
+        return self.each_chunk(self.chunks(self.algorithm), total)
 
     def chunks(self, algorithm):
-        lanes = max(map(len, self.nodes))
-        many = dict.fromkeys(("ring", "biring", "rhd", "direct"), self.p)
-        many["hier"] = lanes * len(self.nodes)
-        return many.get(algorithm, 1)
+        if algorithm in ("hier", "torus"):
+            groups = self.groups()
+            return max(map(len, self.nodes)) * len(groups) * max(map(len, groups))
+        return self.p if algorithm in ("ring", "biring", "rhd", "direct") else 1
 
 
 def expected(xs, wire, algorithm, scaling, accumulate, piece=None, **options):

@@ -93,7 +93,7 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are put together but not painted: that takes most of their time."""
     for place in ("commands.report", "bench.accuracy", "bench.compress", "bench.throughput"):
         monkeypatch.setattr(
-            f"cpdhpc.{place}.image", lambda chart, kind: f"{kind}: {draw(chart)!r}".encode()
+            f"cpdhpc.lab.{place}.image", lambda chart, kind: f"{kind}: {draw(chart)!r}".encode()
         )
 
 

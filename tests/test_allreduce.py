@@ -99,16 +99,39 @@ def test_nodes(accumulate, nodes):
 
 
 @every("wire, scaling", [("raw", "none"), ("e4m3", "aps"), ("e3m0", "tile")])
-def test_hier_is_direct_in_one_node_and_ring_with_nodes_of_one_rank(wire, scaling):
-    xs = gradients(5, 7000)
+def test_hier_is_direct_in_one_node_and_torus_with_nodes_of_one_rank(wire, scaling):
+    xs = gradients(11, 12000)
     options = {"rounding": "stochastic", "seed": 3}
     for way in SCHEDULES["hier"].accumulates:
         inside = simulate(xs, wire, "hier", scaling, way, **options)
         alone = "float32" if way == "grow" else way
         assert_same_bits(inside, simulate(xs, wire, "direct", scaling, alone, **options))
     for way in ("requantise", "grow"):
-        between = simulate(xs, wire, "hier", scaling, way, nodes=range(5), **options)
-        assert_same_bits(between, simulate(xs, wire, "ring", scaling, way, **options))
+        between = simulate(xs, wire, "hier", scaling, way, nodes=range(11), **options)
+        assert_same_bits(between, simulate(xs, wire, "torus", scaling, way, **options))
+    ring, torus = (
+        simulate(xs[:5], wire, name, scaling, "requantise", **options) for name in ("ring", "torus")
+    )
+    assert_same_bits(ring, torus)  # 5 ranks are one ring
+
+
+@every("ranks", [6, 11, 12, 38])
+@every("algorithm", [name for name, way in WAYS if way == "grow"])
+def test_partial_sums_that_grow(algorithm, ranks):
+    """Of so many ranks that there are two levels of rings, even and uneven ones, and more bits."""
+    xs = gradients(ranks, 5000)
+    for wire, scaling, rounding in (
+        ("e2m1fn", "tile", "nearest"),
+        ("e4m3", "aps", "stochastic"),
+        ("e3m0", "block32", "nearest"),
+        ("raw", "none", "nearest"),
+    ):
+        options = {"rounding": rounding, "seed": 5}
+        if algorithm == "hier":
+            options["nodes"] = [min(rank // 2, 11) for rank in range(ranks)]
+        for accumulate in ("grow", "requantise"):
+            arguments = xs, wire, algorithm, scaling, accumulate
+            assert_same_bits(simulate(*arguments, **options), expected(*arguments, **options))
 
 
 @every("algorithm, accumulate", WAYS)
@@ -127,7 +150,8 @@ def test_pieces(algorithm, accumulate, monkeypatch):
 @every("algorithm", SCHEDULES)
 def test_default_accumulation(algorithm):
     xs = gradients(4, 1500)
-    default = "grow" if algorithm in ("ring", "biring", "hier") else "requantise"
+    grow = "ring", "biring", "torus", "rhd", "hier"
+    default = "grow" if algorithm in grow else "requantise"
     default = "float32" if algorithm == "direct" else default
     assert_same_bits(
         simulate(xs, "e5m2", algorithm), simulate(xs, "e5m2", algorithm, accumulate=default)

@@ -133,11 +133,11 @@ def test_bad_arrays(bad, kind, words):
         ({"algorithm": "rings"}, "did you mean ring"),
         (
             {"algorithm": "x"},
-            "auto, biring, dbtree, direct, gather, hier, mpi, rhd, ring, tree, usual",
+            "auto, biring, dbtree, direct, gather, hier, mpi, rhd, ring, torus, tree, usual",
         ),
         (
             {"algorithm": "x", "wire": "e4m3"},  # of which MPI knows nothing
-            "auto, biring, dbtree, direct, gather, hier, rhd, ring, tree, usual",
+            "auto, biring, dbtree, direct, gather, hier, rhd, ring, torus, tree, usual",
         ),
         ({"scaling": "layer"}, "aps, block16, block32, none, static:K, tile"),
         ({"scaling": "static:x"}, "integer"),
@@ -297,17 +297,18 @@ def test_a_scaling_is_named_as_it_was_given():
 
 
 @every(
-    "algorithm, ranks, error", [("ring", 24, "0.08"), ("ring", 300, "0.27"), ("biring", 96, "0.08")]
+    "algorithm, ranks, error",
+    [("ring", 24, r"0\.09"), ("ring", 200, r"0\.4[0-9]"), ("biring", 96, r"0\.14")],
 )
 def test_an_error_that_grows_with_ranks_is_said(algorithm, ranks, error):
     xs = [np.ones(1, np.float32)] * ranks
     options = {"wire": "e4m3", "algorithm": algorithm}
     with pytest.warns(
-        UserWarning, match=rf"{ranks} ranks in e4m3 has a relative error of {error} "
+        UserWarning, match=rf"{ranks} ranks in e4m3, .* is expected to .* of {error}"
     ):
         simulate(xs, accumulate="requantise", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        simulate(xs, **options)
-        simulate(xs[:23], accumulate="requantise", **options)
+        simulate(xs[:50], **options)
+        simulate(xs[:16], accumulate="requantise", **options)
         simulate(xs, wire="e4m3")

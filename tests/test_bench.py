@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from cpdhpc.lab.bench.harness import interleave, interleave_ranks
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.methods import MEMCPY
+from cpdhpc.ops import cpu
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
 
@@ -146,7 +148,7 @@ def test_codec_writes_its_samples_without_mpi(
     path = tmp_path / "codec.h5"
     options = ["--mib", "0.1", "--formats", "e4m3,e3m0", "--repeats", "2", "--out", str(path)]
     assert main(["bench", "codec", "--threads", "1,2", *options]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2 + 2 + 10
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2 + 3 + 10
     memcpy, *others = load_study_file(path).points
     assert memcpy.factors["operation"] == "memcpy" and "format" not in memcpy.factors
     coded = [point.factors["format"] for point in others if "format" in point.factors]
@@ -157,24 +159,63 @@ def test_codec_writes_its_samples_without_mpi(
     assert main(["bench", "codec", "--formats", "e9"]) == 2
 
 
+def test_codec_of_each_clone_and_of_microscaling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, path, before = cpu.clones(), tmp_path / "codec.h5", cpu.clone()
+    options = ["--mib", "0.1", "--formats", "mxfp8", "--repeats", "1", "--out", str(path)]
+    options += ["--clones", ",".join(names), "--operations"]
+    assert main(["bench", "codec", *options, "encode block32,hop block32"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[2] for row in rows if row[0] == "mxfp8"] == names and cpu.clone() == before
+    points = load_study_file(path).points
+    coded = [point.factors["clone"] for point in points if "format" in point.factors]
+    assert sorted(coded) == sorted(names * 2)
+    assert main(["bench", "codec", *options, "encode"]) == 2
+    assert "--operations encode: mxfp8 has those of block32" in capsys.readouterr().err
+    assert main(["bench", "codec", "--clones", "x86"]) == 2
+
+
 @pytest.mark.usefixtures("without_figures")
 def test_errors_of_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--ranks", "2,3", "--formats", "e4m3,e5m2", "--values", "1024", "--seeds", "1"]
-    assert main(["bench", "accuracy", *arguments, "--png", str(tmp_path / "a.png")]) == 0
+    arguments = ["--ranks", "1,3", "--formats", "e4m3,e5m2", "--values", "1024"]
+    written = tmp_path / "a.png", tmp_path / "a.csv"
+    arguments += ["--png", str(written[0]), "--csv", str(written[1])]
+    arguments += ["--ways", "all", "--scalings", "all", "--data", "spread"]
+    assert main(["bench", "accuracy", *arguments]) == 0
     shown = capsys.readouterr().out
-    assert (tmp_path / "a.png").read_text().startswith("png: <Figure size")
-    errors: dict[str, float] = {}
-    for line in shown.split("| e5m2")[0].splitlines():  # of e4m3, column aps, no headroom
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if "," in cells[0] and "ranks" not in cells[0]:
-            errors[cells[0]] = float(cells[3])
+    assert written[0].read_text().startswith("png: <Figure size")
+    rows = list(csv.DictReader(written[1].read_text().splitlines()))
+    errors = {
+        (row["algorithm"], row["accumulate"]): float(row["error"])
+        for row in rows
+        if (row["wire"], row["scaling"], row["ranks"]) == ("e4m3", "aps, no headroom", "3")
+    }
     # One rounding a contribution in both; float32 adds its own, which are much smaller.
-    assert errors["any, exact"] == pytest.approx(errors["gather, float32"], rel=0.05)
-    assert errors["any, exact"] < errors["ring, requantise"]
-    assert "any, exact" not in shown.split("| e5m2")[1]  # 33 bits for the sum of one rank already
+    exact = errors["ring", "exact"]
+    assert exact == pytest.approx(errors["gather", "float32"], rel=0.05)
+    assert exact < errors["ring", "requantise"]
+    assert not any(row["wire"] == "e5m2" and row["way"] == "ring:exact" for row in rows)  # 33 bits
+    one = next(row for row in rows if row["way"] == "ring:grow" and row["ranks"] == "3")
+    assert f"| {one['wire']} ring:grow | " in shown and f" {float(one['error']):.2g} |" in shown
+    assert float(one["bytes"]) == 1
+    gather = next(row for row in rows if row["way"] == "gather:kahan" and row["ranks"] == "3")
+    assert float(gather["bytes"]) == 1.5
 
 
-@every("wrong", [["--ranks", "x"], ["--formats", "e9m9"], ["--seeds", "0"]])
+@every(
+    "wrong",
+    [
+        ["--ranks", "x"],
+        ["--formats", "e9m9"],
+        ["--seeds", "0"],
+        ["--ways", "ring:kahan"],
+        ["--ways", "rings"],
+        ["--scalings", "aps,layer"],
+        ["--data", "none"],
+        ["--csv", "no/such/a.csv"],
+    ],
+)
 def test_accuracy_refuses(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "accuracy", *wrong]) == 2
     assert "cpdhpc: error: " in capsys.readouterr().err

@@ -16,8 +16,9 @@ from cpdhpc import store
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.sparse import allgather
-from cpdhpc.compress import COMPRESSORS, Context, Mean, NoCompression, TopK
+from cpdhpc.compress import COMPRESSORS, Context, Dgc, Mean, NoCompression, TopK
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.lab.bench.compress import method_of
 from cpdhpc.lab.bench.replay import PACKAGE, PHASES, Clock, Profile, of_digits, phase_of, replay
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.train import gradients
@@ -240,6 +241,22 @@ def test_the_command_prints_writes_and_draws(
     assert [row[5] for row in rows][:2] == ["1.00", "1.00"], "cosines of what none sends"
     assert "topk:density=0.5" in (tmp_path / "page.html").read_text()
     assert (out / "compress.png").read_text().startswith("png: <Figure size")
+
+
+def test_recommended_settings_by_one_word(
+    recorded: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert method_of("dgc") == Dgc() and method_of("dgc", "recommended") == Dgc(momentum=0.5)
+    for text in ("dgc:momentum=0.3", "powersgd:momentum=0.9", "topk", "none"):
+        assert method_of(text, "recommended") == method_of(text)  # below it, nothing waits, none
+    given = ["--methods", "none", "randomk", "topk", "--ranks", "2", "--settings", "recommended"]
+    out = tmp_path / "out"
+    assert main(["bench", "compress", "--gradients", *recorded, *given, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "# randomk: holds values back: train with momentum up to 0, see" in shown
+    assert "# topk: holds values back: train with momentum up to 0.5, see" in shown
+    assert "# none" not in shown
+    assert store.read(out / "compress.h5")[1]["settings"] == "recommended"
 
 
 @pytest.mark.parametrize(

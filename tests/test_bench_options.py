@@ -147,6 +147,28 @@ def test_auto_has_a_row_of_the_algorithm_that_it_takes(
         ("train inputs/study_smoke.toml", "study_smoke.toml: is a study, for the command study"),
         ("train inputs/cots_digits.toml", "is a job of the command autoencoder: must be a job of"),
         ("study plan inputs/train_digits.toml", "is a job of the command train: must be a study"),
+        (
+            "train slurm/sites/local.toml",
+            "is the profile of a site, for --site: must be a job",
+        ),
+        (
+            "study plan inputs/study_smoke.toml --site inputs/train_digits.toml",
+            "train_digits.toml: is a job of the command train: must be the profile of a site",
+        ),
+        (
+            "bench predict inputs/train_digits.toml --ranks 4",
+            "must be a machine's speeds, of",
+        ),
+        ("precision record inputs/train_digits.toml --tensors q", "--tensors q: record.tensors.0="),
+        (
+            "bench halo --ways q",
+            "cpdhpc, 'cpdhpc, copied', packed, subarray, 'subarray, persistent'",
+        ),
+        ("examples inputs/train_digits.toml", "inputs: cannot be written: Not a directory"),
+        (
+            "train inputs/train_digits.toml --set train.lr=1",
+            "did you mean learning_rate?",
+        ),
         ("autoencoder inputs/cots_digits.toml --set layer.maps=3", "is not a table, but several"),
         ("study plan inputs/study_smoke.toml --set name=a/b", "name='a/b': should begin with a l"),
         ("influence {} --test 0:3", "{}: has no records of runs"),
@@ -163,7 +185,7 @@ def test_wrong_inputs_are_one_line(
 
 def test_empty_words_and_negative_ones(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        (["train", "x.toml", "--out", ""], "argument --out: is empty: a variable of the shell"),
+        (["train", "x.toml", "--out", ""], "--out is empty: a variable of the shell"),
         (["darray", "show", "--shape", "-8,8"], "begins with - goes after =, as --option=-1"),
     ):
         with pytest.raises(SystemExit):

@@ -14,6 +14,7 @@ import pytest
 from every import every
 from training import environment, mpirun, write_idx, write_job
 
+import cpdhpc
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.autoencoder import job as autoencoder_job
@@ -53,7 +54,7 @@ def commands() -> Iterator[list[str]]:
 
 
 METAVARS = (  # of what may come from the command line
-    r"(FILE|RUN|STUDY|MACHINE|RUN\.checkpoint)?(\.(h5|toml|png|html|npy))?|DIR|FOLDER|NUMBER"
+    r"(FILE|RUN|STUDY|MACHINE|RUN\.checkpoint)?(\.(h5|toml|png|html|npy|csv))?|DIR|FOLDER|NUMBER"
     r"|(N|NAME|SIZE|GBIT|A:B|MODE|KIND|PATTERN|NAME=VALUE|RANGE:BITS)([,;]\.\.\.)?"
     r"|NAME\[:OPTION=VALUE,...\]|(data\.)?KEY=VALUE|SECONDS|MIB|RATE|TFLOPS|SHARE|POINTS|ACTION"
 )
@@ -106,13 +107,51 @@ def test_keys_that_help_shows_are_keys_of_the_job(
         load(path, [*keys, "train.no_such_key=3"])
 
 
-def test_unknown_arguments_show_their_commands_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["bench", "throughput"], ["info"], ["study", "status", "x"]):
+@every(
+    "line, said",
+    [
+        ("info --nope", "info: unknown option --nope: -h shows all"),
+        (
+            "bench throughput --metods=topk",
+            "unknown option --metods: did you mean --methods?",
+        ),
+        ("train x.toml --ste train.epochs=1", "train: unknown option --ste: did you mean --set?"),
+        ("study status x y", "study status: y: is one argument more than there are: -h shows all"),
+        ("bench allreduce --device tpu", "bench allreduce: --device tpu: did you mean gpu or cpu?"),
+        ("report x --tolerance y", "report: --tolerance y: must be a number"),
+        ("bench predict x --ranks y", "bench predict: --ranks y: must be an integer"),
+        ("precision replay x --ranks 2,y", "--ranks 2,y: must be integers, as 2,4"),
+        ("train x.toml --timeout -1", "train: --timeout -1: must be a number of seconds above 0"),
+        ("report x --png", "--png expected one argument: one that begins with - goes after ="),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_what_was_meant(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert said in shown and len(shown.splitlines()) == 1
+
+
+def test_what_is_missing_is_said_with_the_commands_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ([], ["bench"], ["bench", "predict"], ["train"]):
         with pytest.raises(SystemExit) as caught:
-            main([*command, "--nope"])
+            main(command)
         assert caught.value.code == 2
-        name, shown = " ".join(["cpdhpc", *command[:2]]), capsys.readouterr().err
-        assert shown.startswith(f"usage: {name}") and "unrecognized arguments: --nope" in shown
+        shown = capsys.readouterr().err
+        assert shown.startswith(" ".join(["usage: cpdhpc", *command]))
+        assert "the following arguments are required" in shown.splitlines()[-1]
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"cpdhpc {cpdhpc.__version__}\n"
 
 
 def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
@@ -148,7 +187,7 @@ def test_the_timeout_is_that_of_the_world(
     for wrong in ("0", "-1", "nan", "x"):
         with pytest.raises(SystemExit):
             main([*command.split(), "--timeout", wrong])
-        said = f"argument --timeout: {wrong}: must be a number of seconds above 0"
+        said = f"--timeout {wrong}: must be a number of seconds above 0"
         assert said in capsys.readouterr().err
 
 

@@ -391,6 +391,7 @@ PLAIN = ["optimizer.name=sgd", "optimizer.momentum=0"]
         ),
         ('Net"', [], "returned Net: must be a compress.Aggregator"),
         ('nothing"', [], "has no function nothing"),
+        ('Pushd"', [], "has no function Pushd: did you mean Pushed?"),
         ('fails"', [], '{m}:fails": RuntimeError: no such thing'),
         ('sparser"\nlayers = ["x"]', [], "gradient.exclude: no layer is called 'x'"),
         (

@@ -16,7 +16,7 @@ from cpdhpc.lab.train.job import load
 
 INPUTS = [
     path
-    for name in ("claim_*", "train_*")
+    for name in ("claim_*", "train_*", "mnist_waiting")
     for path in sorted((ROOT / "inputs").glob(f"{name}.toml"))
     if "kind" not in read_toml(path)
 ]
@@ -27,6 +27,7 @@ NARROW = {  # rows that differ in other things than sizes of layers and numbers 
     "claim_precision": ["model.hidden=[8]"],
     "claim_tracin": ["data.of.test_share=0.9", "train.batch=90"],
     "train_methods": ["model.hidden=[8, 8]"],
+    "train_text": ["data.stride=100", "model.width=4", "model.hidden=8"],
 }
 SMALL = (
     *("train.epochs=1", "train.seeds=[0]", "train.threads=1", "train.batch=700"),
@@ -48,7 +49,7 @@ def test_inputs_run(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         path = tmp_path / path.name
         path.write_text(rows)
     settings += NARROW.get(path.stem, [])
-    if path.stem == "train_mnist":
+    if "mnist" in path.stem:
         settings.append(f"data.dir={tmp_path}")
     arguments = [word for setting in settings for word in ("--set", setting)]
     assert main(["train", str(path), "--out", str(tmp_path / "out"), *arguments]) == 0
@@ -72,7 +73,7 @@ SHORT = {  # further settings, by study
     "bits_against_batch": (
         *("job.schedule.warmup_epochs=0", "sweep.seed=[0]"),
         "zip=[{train={batch=[512],virtual_ranks=[16],epochs=[1]}}]",
-        *('sweep.gradient.wire=["", "e3m0"]', 'sweep.gradient.accumulate=["", "requantise"]'),
+        *('sweep.gradient.wire=["", "e3m0"]', 'sweep.gradient.accumulate=["", "grow"]'),
     ),
     "claim_legw": (
         *("job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[256]"),

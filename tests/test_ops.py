@@ -247,6 +247,6 @@ def test_fitted_tiles_never_saturate(
     ops.encode_tiles(x, cast, b.words, b.shifts, fit=True, counts=b.counts)
     if b.shifts[0] > fmt.shift_min + SHIFT_BIAS:
         assert b.counts[0, 0] == 0
-    out = np.empty_like(x)
-    assert ops.decode_tiles(b.words, b.shifts, fmt, out) == 0
+    out = np.empty_like(x)  # beside the smallest shift 2**128 is too large
+    assert ops.decode_tiles(b.words, b.shifts, fmt, out) <= b.counts[0, 0]
     assert np.array_equal(np.signbit(out), np.signbit(x))

@@ -14,9 +14,12 @@ from training import ROWS, run_job, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError
-from cpdhpc.lab.commands.report import Outputs, load, report
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands.report import Outputs, load, report, report_tasks
 from cpdhpc.lab.report.figures import BOUND, draw
 from cpdhpc.lab.report.score import Score, Trained, pareto, score_charts
+from cpdhpc.lab.report.tables import numbers
+from cpdhpc.lab.report.tasks import Task, tasks_report
 from cpdhpc.lab.report.trainings import RunGroup, baseline, overview, run_groups, runs_report, table
 from cpdhpc.lab.train.setup import Files
 from cpdhpc.world.ranks import Loopback
@@ -167,6 +170,44 @@ def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:
     for name in ("float32", "tile", "aps", "left out:", "tile-s2.h5: interrupted"):
         assert name in shown
     assert "2 of 3" in text
+
+
+def test_tasks_show_methods_beside_their_own_float32(
+    directory: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A task's points are to its own float32, bytes the share of that; a method may be in one."""
+    other = tmp_path / "narrow"
+    other.mkdir()
+    for row in ("float32", "tile"):
+        job = small_job(name=row, gradient=ROWS[row], model={"hidden": [4]}, train={"seeds": [0]})
+        run_job(job, Loopback(2), other)
+    groups = {path: {g.name: g for g in groups_in(path)} for path in (directory, other)}
+    shown = tasks_report([Task(path.name, list(groups[path].values())) for path in groups])
+    rows = {row[0]: row[1:] for row in shown.sections[0].tables[0].rows}
+    assert rows["aps"][2:] == ["-", "-"] and rows["float32"][1] == rows["float32"][3] == "1.0000"
+    for at, (path, named) in enumerate(groups.items()):
+        base, tile = named["float32"], named["tile"]
+        points, share = numbers(rows["tile"][2 * at]), numbers(rows["tile"][2 * at + 1])
+        assert points["value"] == pytest.approx(tile.score - base.score, abs=1e-9)
+        assert share["value"] == tile.mean("wire_bytes") / base.mean("wire_bytes")
+        panel = shown.charts[0].panels[at]
+        assert panel.title.startswith(f"{path.name}: float32 ")  # type: ignore[union-attr]
+        drawn = {each.label: (list(each.x), list(each.y)) for each in panel.series}
+        assert drawn["tile"] == ([share["value"]], [tile.score - base.score])
+        assert drawn["float32"] == ([1.0], [0.0])
+    png = tmp_path / "tasks.png"
+    assert main(["report", str(directory), str(other), "--tasks", "--png", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG") and "tasks: " in capsys.readouterr().out
+
+
+def test_tasks_without_float32_are_refused(directory: Path, tmp_path: Path, capsys: Any) -> None:
+    run_job(
+        small_job(name="tile", gradient=ROWS["tile"], train={"seeds": [0]}), Loopback(2), tmp_path
+    )
+    with pytest.raises(UserError, match="no float32 all-reduce of several ranks among the runs"):
+        report_tasks([directory, tmp_path], WIDE)
+    assert main(["report", str(directory), "--tasks", "--x", "ranks"]) == 2
+    assert "--tasks: goes not with --compare" in capsys.readouterr().err
 
 
 def test_one_file_one_seed(directory: Path, capsys: Any) -> None:

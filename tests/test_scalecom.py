@@ -85,7 +85,7 @@ def test_neither_values_nor_bytes_grow_with_the_ranks() -> None:
 def test_sends_65_times_less_than_float32_all_in_all() -> None:
     shapes = (64, 32, 3, 3), (64,), (500, 576), (500,), (10, 500), (10,)
     bucket = Bucket(tuple(map(str, range(len(shapes)))), shapes)
-    sent, _ = bytes_and_values(ScaleCom(), 8, bucket)
+    sent, _ = bytes_and_values(ScaleCom(rate=100), 8, bucket)
     assert bytes_and_values(COMPRESSORS["none"](), 8, bucket)[0].mean() / sent.mean() >= 65
 
 

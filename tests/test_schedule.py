@@ -14,6 +14,7 @@ from cpdhpc.collectives.schedules import (
     Layout,
     Schedule,
     Step,
+    group_size,
     tree_children,
     tree_parent,
 )
@@ -271,6 +272,29 @@ def test_a_node_sends_no_more_than_a_ring_of_nodes(name):
     assert left == [2 * (count - 1) * lanes] * count
 
 
+def test_the_rings_of_a_torus():
+    """Groups alike if the number of ranks has a divisor that suits, and 2 (p - 1) / p of the data.
+
+    A rank then has one to send to in its group and one in the next group.
+    """
+    for ranks, size in ((1, 1), (5, 1), (6, 2), (9, 3), (60, 6), (64, 8), (100, 5), (1024, 8)):
+        assert group_size(ranks) == size
+    for ranks in (*SIZES, 11, 23, 38, 100, 256):
+        layout, size = one_node(ranks), group_size(ranks)
+        sent = [sent_chunks("torus", rank, layout) for rank in range(ranks)]
+        chunks = SCHEDULES["torus"].chunks(layout)
+        assert np.sum(sent, 0).tolist() == [chunks * (ranks - 1)] * 2
+        most = np.max(sent, 0)  # who owns two columns hands on both
+        assert most[0] <= chunks and most[1] <= 1.25 * chunks
+        if ranks % size == 0:
+            assert sent == [(ranks - 1, ranks - 1)] * ranks
+            steps = list(SCHEDULES["torus"].steps(ranks // 2, layout))
+            assert len({step.send_to for step in steps}) == min((size > 1) + (ranks > 1), ranks - 1)
+            assert len(steps) == 2 * (size - 1 + ranks // size - 1)
+    assert_proven(SCHEDULES["torus"], one_node(101))
+    assert [SCHEDULES["torus"].chunks(one_node(ranks)) for ranks in (101, 997)] == [104, 1000]
+
+
 def one_chunk(steps):
     return Schedule(steps, lambda layout: 1, ("requantise",), "requantise", "requantise")
 
@@ -341,20 +365,23 @@ def sent_bytes(name, wire, ranks, n, accumulate=None, scaling="tile"):
 
 
 @every("wire, tile_bytes", [("raw", 4096), ("e4m3", 1024 + 1), ("e2m1fn", 513)])
-@every("name", ["ring", "biring", "rhd", "direct", "hier"])
+@every("name", ["ring", "biring", "torus", "rhd", "direct", "hier"])
 def test_the_least_possible_bytes_are_sent(name, wire, tile_bytes):
     """2 (p - 1) / p of the data from each rank, headers included, where p divides the tiles."""
     for ranks in (1, 2, 3, 4, 7, 8):
         sent, messages = sent_bytes(name, wire, ranks, ranks * 3 * 1024, "requantise")
         assert (sent == 2 * (ranks - 1) * 3 * tile_bytes).all()
-        assert (messages == 2 * ((ranks - 1).bit_length() if name == "rhd" else ranks - 1)).all()
+        rounds = {"rhd": (ranks - 1).bit_length(), "torus": ranks // group_size(ranks)}
+        rounds["torus"] += group_size(ranks) - 2
+        assert (messages == 2 * rounds.get(name, ranks - 1)).all()
 
 
 @every("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2]])
 def test_bytes_of_nodes(nodes):
     layout, world = Layout(tuple(nodes)), Loopback(len(nodes), nodes=nodes)
     each = SCHEDULES["hier"].chunks(layout)
-    Allreduce("e4m3", "hier").run(world, [np.zeros(each * 1024, np.float32)] * len(nodes))
+    method = Allreduce("e4m3", "hier", accumulate="float32")
+    method.run(world, [np.zeros(each * 1024, np.float32)] * len(nodes))
     expected = [1025 * sum(sent_chunks("hier", rank, layout)) for rank in range(len(nodes))]
     assert world.bytes_sent.tolist() == expected
 

@@ -22,23 +22,28 @@ from cpdhpc.lab.study.slurm.site import load_site
 from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
-LIGHT = {
-    "table_formats",
-    "whole_files",
+LIGHT = {  # parts of the package; lab/study is study
+    "_version",
     "claim",
     "cli",
     "commands",
     "config",
-    "lazy",
-    "settings",
+    "errors",
     "formats",
     "kinds",
+    "lab",
+    "lazy",
     "methods",
+    "options",
+    "ordinary",
     "partition",
+    "settings",
     "signals",
     "store",
     "study",
     "study_data",
+    "table_formats",
+    "whole_files",
 }
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
@@ -267,7 +272,8 @@ def test_neither_a_plan_nor_a_submission_loads_what_measures(study: str, tmp_pat
         "import sys; from cpdhpc.lab.cli import main\n"
         f"status = max(main(['study', 'plan', path]) for path in {light!r})\n"
         "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"
-        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('cpdhpc.')}\n"
+        "ours = [name[7:] for name in sys.modules if name.startswith('cpdhpc.')]\n"
+        "rooms = {name.removeprefix('lab.').partition('.')[0] for name in ours}\n"
         f"assert rooms <= {LIGHT!r}, rooms\n"
         f"status = max([status, *(main(['study', 'plan', path]) for path in {with_job!r})])\n"
         "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"

@@ -131,6 +131,15 @@ def test_a_queue_that_is_full_takes_a_portion(fake_slurm: Slurm) -> None:
     assert [[*job.batches] for job in done.jobs] == [[2, 3, 4, 5, 6, 7], []] and not done.left
 
 
+def test_a_study_of_which_nothing_went_in_waits_for_room(fake_slurm: Slurm) -> None:
+    Path("full").write_text(FULL)
+    Path("room").write_text("0")
+    assert not submit(WIDE, FOLDER, Site(), print).jobs
+    standing = look(WIDE, FOLDER)
+    assert standing.counts == {"unsubmitted": 8}
+    assert standing.cases[0].detail == "study resume submits it"
+
+
 def test_the_collecting_job_goes_in_once_there_is_room(fake_slurm: Slurm) -> None:
     Path("full").write_text(FULL)
     Path("room").write_text("8")

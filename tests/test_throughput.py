@@ -48,7 +48,7 @@ def sent_bytes(name: str, bucket: Bucket, ranks: int) -> float:
     for time in range(2):
         world.bytes_sent[:] = 0
         context = Context(world, state, iteration=LATE + time, epoch=float(LATE))
-        method.aggregate(contributions(ranks, bucket.size, seed=time), bucket, context)
+        method.aggregate(contributions("spread", ranks, bucket.size, seed=time), bucket, context)
     return float(world.bytes_sent.mean())
 
 

@@ -115,7 +115,27 @@ def steps(aggregator: str, build: Any) -> list[str]:
     return [str(each.message) for each in said]
 
 
-@every("name", ["randomk", "topk", "onebit", "scalecom"])
+def test_random_places_and_those_of_one_rank_go_with_no_momentum() -> None:
+    most = {name: COMPRESSORS[name]().most_momentum for name in WAITING}
+    assert [name for name, momentum in most.items() if not momentum] == ["randomk", "scalecom"]
+    assert {momentum for momentum in most.values() if momentum} == {0.5}
+
+
+@every("name", ["topk", "onebit", "oktopk"])
+def test_a_torch_loop_may_have_some_momentum_where_ranks_choose_the_largest(name: str) -> None:
+    says = f"GradientReducer: aggregator {name} holds values back: momentum 0.9 loses accuracy: "
+    for nesterov in (False, True):
+        more = {"momentum": 0.9, "nesterov": nesterov}
+        given = steps(name, lambda p, more=more: torch.optim.SGD(p, lr=0.05, **more))
+        assert given == [says + "give SGD momentum=0.5 and lr=0.25"]
+    damped = steps(name, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.9))
+    assert damped == [says + "give SGD momentum=0.5, dampening=0 and lr=0.025"]
+    adam = steps(name, lambda p: torch.optim.Adam(p, lr=0.05))
+    assert adam == [says + "give Adam betas=(0.5, 0.999)"]
+    assert not steps(name, lambda p: torch.optim.SGD(p, lr=0.25, momentum=0.5))
+
+
+@every("name", ["randomk", "scalecom"])
 def test_a_torch_loop_warns_once_of_momentum(name: str) -> None:
     says = f"GradientReducer: aggregator {name} holds values back: momentum 0.9 loses accuracy: "
     sgd = steps(name, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
@@ -183,13 +203,15 @@ def test_settings_change_only_what_waits() -> None:
         assert (job.optimizer.kept_share, job.train.learning_rate) == (0.9, 0.05)
         assert not job.advice(job.aggregator())
     adam = small_job(gradient={"aggregator": "topk"}, optimizer={"name": "adam"}, **recommended)
-    assert adam.optimizer.kept_share == 0 and adam.train.learning_rate == 0.05
+    assert adam.optimizer.kept_share == 0.5 and adam.train.learning_rate == 0.05
+    less = small_job(gradient={"aggregator": "topk"}, optimizer={"momentum": 0.4}, **recommended)
+    assert (less.optimizer.kept_share, less.train.learning_rate) == (0.4, 0.05)
     own = small_job(gradient={"aggregator": "dgc"}, train={"learning_rate": 0.05})
     says = own.advice(own.aggregator())
-    assert says.endswith("write gradient.momentum = 0.0 and train.learning_rate = 0.5")
+    assert says.endswith("write gradient.momentum = 0.5 and train.learning_rate = 0.25")
     own = small_job(gradient={"aggregator": "dgc"}, **recommended)
-    assert own.gradient == Dgc(momentum=0.0) and own.optimizer.kept_share == 0
-    assert own.train.learning_rate == 0.5 and "recommended" in own.advice(own.aggregator())
+    assert own.gradient == Dgc(momentum=0.5) and own.optimizer.kept_share == 0
+    assert own.train.learning_rate == 0.25 and "recommended" in own.advice(own.aggregator())
     with pytest.raises(ConfigError, match="has momentum, and so have the means"):
         small_job(gradient={"aggregator": "dgc"}, optimizer={"momentum": 0.9}, **recommended)
     with pytest.raises(ConfigError, match=r"settings='best'"):

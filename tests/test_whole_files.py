@@ -16,17 +16,24 @@ import numpy as np
 import pytest
 from every import every
 from matplotlib.figure import Figure
+from PIL import Image
 from test_store import WRITERS, save_together
 
 from cpdhpc import store, whole_files
 from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.config import UserError
 from cpdhpc.darray import DistArray, Layout
+from cpdhpc.lab.autoencoder import job as autoencoder_job
+from cpdhpc.lab.autoencoder.job import Source
 from cpdhpc.lab.bench.machine import write as write_machine
 from cpdhpc.lab.claim import Claim, ClaimError, alone, read_claim
+from cpdhpc.lab.report import named
+from cpdhpc.lab.study.cases import load_study
 from cpdhpc.lab.study.folder import Folder, Job, record, recorded
 from cpdhpc.lab.study.slurm.site import Site, load_site
+from cpdhpc.lab.study.slurm.status import tail
 from cpdhpc.store import StoreError
+from cpdhpc.world import files
 from cpdhpc.world.ranks import Loopback
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +148,7 @@ def test_locks_and_logs_are_files_of_that_name_alone(tmp_path: Path, kind: str) 
     victim.write_text("mine")
     OTHERS[kind](folder / "own", victim)
     with (
-        pytest.raises(ClaimError, match="cannot be written"),
+        pytest.raises(ClaimError, match="own: cannot be written: is a link, has a second name"),
         alone(folder / "own", "study submit", print),
     ):
         pass
@@ -299,3 +306,84 @@ def test_the_users_mask_decides_who_may_read(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+def frozen(path: Path) -> Callable[[], Any]:
+    study = load_study(ROOT / "inputs/study_smoke.toml")
+    Folder(path).freeze(study)
+    return lambda: Folder(path).study().name
+
+
+def images(path: Path) -> Callable[[], Any]:
+    Image.new("L", (4, 4)).save(path / "x.png")
+    source = Source(name="folder", path=str(path), size=4)
+    return lambda: len(autoencoder_job.LOADERS["folder"](source)[0])
+
+
+def text_file(read: Callable[[Path], Any]) -> Callable[[Path], Callable[[], Any]]:
+    def make(path: Path) -> Callable[[], Any]:
+        (path / "x.txt").write_text("text")
+        return lambda: read(path / "x.txt")
+
+    return make
+
+
+def hdf5(read: Callable[[Path], Any]) -> Callable[[Path], Callable[[], Any]]:
+    def make(path: Path) -> Callable[[], Any]:
+        store.write(path / "x.h5", {}, {"kind": "x"})
+        return lambda: read(path / "x.h5")
+
+    return make
+
+
+def of_all(path: Path) -> str:
+    with files.opened(Loopback(), path) as (_, checksum):
+        return checksum
+
+
+READERS: dict[str, Callable[[Path], Callable[[], Any]]] = {
+    **{kind: make for kind, make in SEALED.items() if kind != "starts"},
+    "frozen study": frozen,
+    "images": images,
+    "log": text_file(tail),
+    "named": text_file(named.of_file),
+    "hdf5": hdf5(store.read),
+    "hdf5 of all processes": hdf5(of_all),
+    "is hdf5": hdf5(named.is_hdf5),
+}
+
+
+def asleep(*_: Any) -> None:
+    raise AssertionError("waits")
+
+
+@every("kind", READERS)
+def test_a_pipe_or_a_device_of_a_files_name_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    """Nor is /dev/zero read to its end: it is an error, or what a missing file is."""
+    (tmp_path / kind).mkdir()
+    read = READERS[kind](tmp_path / kind)
+    [path] = (tmp_path / kind).iterdir()
+    good = read()
+    assert good
+    before = signal.signal(signal.SIGALRM, asleep)
+    try:
+        for plant in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+            path.unlink()
+            plant(path)
+            signal.alarm(20)
+            try:
+                found = read()
+            except (UserError, OSError) as error:
+                assert "no ordinary file" in str(error)
+            else:
+                assert found is None or "no ordinary file" in str(found)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_pipe_of_the_shell_is_read() -> None:
+    code = "from cpdhpc.config import read_toml; print(read_toml('/dev/stdin'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input="a = 1", capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "{'a': 1}\n", done.stderr

@@ -271,11 +271,14 @@ class Allreduce(Method):
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
         """Return this with the algorithm that "usual" or "auto" stands for, of arrays like xs."""
         if self.algorithm == USUAL:
-            return named(self, self.usual(world.nodes))
+            name = self.usual(world.nodes)
+            world.chosen.add(name)
+            return named(self, name)
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
         size = getattr(x, "size", 0)  # what is no array is refused later
         found = choose(self, world.nodes, size if isinstance(size, int) else 0)
         assert isinstance(found, Allreduce)  # as self is
+        world.chosen.add(found.algorithm)
         return found
 
     def check(
@@ -321,7 +324,7 @@ class Allreduce(Method):
         what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
-        line = self.stagnation(world.ranks) if self.algorithm in SCHEDULES else None
+        line = self.stagnation(world.nodes) if self.algorithm in SCHEDULES else None
         if line and world.rank == 0:
             warnings.warn(line, stacklevel=2)
         return parts
@@ -411,22 +414,24 @@ def allreduce(
         two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
         "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are OCP's: blocks of 32
         neighbours, by its rule and in its bytes
-    algorithm: a name from SCHEDULES ("ring", "biring", "rhd", "tree", "dbtree", "direct", "hier",
-        "gather"), or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes.
-        "usual" is ring for wire "raw". For other wires it is one whose error does not grow with
-        ranks: hier if there are several nodes of several ranks, else rhd. "auto" is the one that is
-        predicted to be fastest for x on machine. Another algorithm adds in another order, so the
-        bits of "usual" depend on ranks and nodes, those of "auto" on size and machine, too
+    algorithm: a name from SCHEDULES ("ring", "biring", "torus", "rhd", "tree", "dbtree", "direct",
+        "hier", "gather"), or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first:
+        world.nodes. "usual" is ring for wire "raw". For other wires it is one whose error does not
+        grow with ranks: hier if there are several nodes of several ranks, else rhd. "auto" is the
+        one that is predicted to be fastest for x on machine, of those whose error is expected to be
+        below three times that of one rounding. Another algorithm adds in another order, so the bits
+        of "usual" depend on ranks and nodes, those of "auto" on size and machine, too
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them), "block32" or
         "block16" (a shift for each 32 or 16 values). Wire "raw" is not scaled and ignores it.
         Default: "tile", for exact sums "aps"; integers know only "aps".
     accumulate: "requantise" (round to the wire after each addition), "grow" (partial sums travel
         with the mantissa bits that they need, and are then rounded by chance), "float32" or
-        "kahan"; None for the algorithm's own: grow for ring, biring and hier, float32 for direct,
-        requantise for the others and for formats given by a table in ring and biring. hier rounds
-        between nodes whatever happens inside them; for wire "raw" all these are the same. Many
-        ranks with "requantise" in rank order are a UserWarning that says the error to expect.
+        "kahan"; None for the algorithm's own: grow for ring, biring, torus, rhd and hier, float32
+        for direct, requantise for the others and for formats given by a table, in hier float32.
+        hier rounds between nodes whatever happens inside them; for wire "raw" all these are the
+        same. Sums whose error is expected to be three times that of one rounding or more, as of
+        many ranks with "requantise" in rank order, are a UserWarning that says it.
         "exact", in all algorithms but "mpi" and wires but "raw": contributions are rounded to one
         grid for all ranks; their integer sums travel unrounded and become float32 at the end: no
         order changes a bit of the result. Integers know only this, float formats where scaling is

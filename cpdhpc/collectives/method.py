@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -35,13 +36,14 @@ from ..formats import (
 )
 from ..methods import EXACT, GROW, SCALINGS, USUAL, check_integer, said_by, suggest
 from ..ops import placed
-from ..ops.payloads import Exact, Growth, Packed, Raw, Wire, parse_wire
+from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from ..options import made
 from ..randomness import check_key
-from ..whole_files import check_sealed, read_toml
+from ..whole_files import check_sealed, read_file_of
+from .expected import MOST_SUMMED, Sums, expected_error
 from .rank_program import ACCUMULATES, Plan
-from .schedules import SCHEDULES, Layout
+from .schedules import SCHEDULES, Layout, group_size
 
 Array = npt.NDArray[Any]
 
@@ -236,7 +238,7 @@ def read_machine(path: Path) -> MachineFile:
     Raises ConfigError, a ValueError, for anything else; StoreError, one too, where it is damaged.
     """
     check_sealed(path)
-    return made(MachineFile, read_toml(path), str(path))
+    return made(MachineFile, read_file_of(path, "machine"), str(path))
 
 
 def as_machine(machine: Machine | str | Path | None) -> Machine:
@@ -258,6 +260,7 @@ Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
 WORSE = 3  # times the error of one rounding, from which on a sum's error is said
+LONG = 5  # terms of a sum below which its error is not looked at
 CHOSEN = (AUTO, USUAL)  # when the ranks and their nodes are known
 
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
@@ -389,25 +392,50 @@ class Method:
         free = self.exact or self.accumulate is None
         return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
 
-    def stagnation(self, ranks: int) -> str | None:
+    def stagnation(self, nodes: tuple[int, ...]) -> str | None:
         """Return a line that says what error to expect, if that grows with so many ranks.
 
-        A rounding has a relative error of e = 0.212 / 2**man, if mantissas are spread as logarithms
-        are. Partial sums of 1, 2, ... ranks that agree, each rounded, add e**2 * ranks / 3 to the
-        squared error, two arcs of half of them a quarter of that.
+        nodes: the node of each rank
+        That is so if sums of more than a few terms are rounded before each addition, and in rings
+        also if they grow.
         """
-        arcs = {"ring": 3, "direct": 3, "hier": 3, "gather": 3, "biring": 12}.get(self.algorithm)
-        if not isinstance(self.fmt, FloatFormat) or self.accumulating != "requantise":
+        sums, wire = self._rounded_sums(nodes), self.payloads
+        if sums is None or sums.longest < LONG or not isinstance(wire, Packed):
             return None
-        if arcs is None or 1 + ranks / arcs < WORSE**2:
+        if self.accumulating == GROW:
+            few = Layout(nodes[:MOST_SUMMED])
+            wire = replace(wire, growth=SCHEDULES[self.algorithm].growth(few))
+        whole, once, kind = expected_error(wire, sums)
+        if whole < WORSE * once:
             return None
-        once = 0.212 / 2**self.fmt.man
-        whole = once * math.sqrt(1 + ranks / arcs)
+        assert self.fmt is not None, "it is packed"
         return (
-            f"allreduce: algorithm={self.algorithm!r}, accumulate='requantise': the sum of {ranks} "
-            f"ranks in {self.fmt.name} has a relative error of {whole:.2g} or more, one rounding "
-            f"{once:.2g}: algorithm='usual' or accumulate='grow' avoids that"
+            f"allreduce: algorithm={self.algorithm!r}, accumulate={self.accumulating!r}: the sum "
+            f"of {len(nodes)} ranks in {self.fmt.name}, {kind}, is expected to have a relative "
+            f"error of {whole:.2g}, one rounding {once:.2g}: algorithm='usual' avoids that"
         )
+
+    def _rounded_sums(self, nodes: tuple[int, ...]) -> Sums | None:
+        """Return what sums are rounded before each addition, None if their error is bounded.
+
+        Of kahan, whose roundings are made up for, those between nodes.
+        """
+        ranks, way = len(nodes), self.accumulating
+        rings = {"ring": (ranks,), "biring": (1 + ranks // 2, 2)}
+        if self.fmt is None or way == EXACT or (way == GROW and self.algorithm not in rings):
+            return None
+        if self.algorithm == "hier":
+            sizes = Counter(nodes).values()
+            most, count = max(sizes), len(sizes)
+            between = (group_size(count), count // group_size(count))
+            return Sums((most, *between)) if way == "requantise" else Sums(between, held=most)
+        chains = rings | {
+            "torus": (group_size(ranks), ranks // group_size(ranks)),
+            "direct": (ranks,),
+            "gather": (ranks,),
+        }
+        rounds = way in ("requantise", GROW) and self.algorithm in chains
+        return Sums(chains[self.algorithm]) if rounds else None
 
     @cached_property
     def description(self) -> str:
@@ -510,7 +538,7 @@ class Method:
         """
         schedule, wire = SCHEDULES[self.algorithm], self.payloads
         if isinstance(wire, Packed) and self.accumulating == GROW:
-            wire = replace(wire, growth=Growth(len(nodes), schedule.hops(Layout(nodes))))
+            wire = replace(wire, growth=schedule.growth(Layout(nodes)))
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent = shift_bytes(shifts[0], segments, x.size, x) if outside else None
         result = shift_bytes(shifts[1], segments, x.size, x) if outside else None

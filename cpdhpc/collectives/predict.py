@@ -448,6 +448,7 @@ def fastest(times_s: Mapping[str, float]) -> str:
 def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
     """Return a method of algorithm "auto" with the algorithm that is predicted to be fastest.
 
+    Of those whose error does not grow with ranks, as Method.stagnation finds it, if there are any.
     A function of its arguments alone, so the same on all ranks.
     """
     machine = as_machine(method.machine)
@@ -457,5 +458,7 @@ def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
             found[name] = replace(method, algorithm=name)
     if method.algorithm != AUTO or not found:
         raise ValueError(f"choose: {method}: nothing to choose from")
+    good = {name: each for name, each in found.items() if each.stagnation(nodes) is None}
+    found = good or found
     times_s = {name: predict(machine, each, nodes, n).time_s for name, each in found.items()}
     return found[fastest(times_s)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count, repeat
@@ -182,15 +182,34 @@ def _pieces(schedule: Schedule, nodes: tuple[int, ...], n: int, of: tuple[int, i
 @lru_cache(maxsize=64)
 def _rounds(
     schedule: Schedule, nodes: tuple[int, ...], rank: int, piece: Piece
-) -> tuple[Sequence[tuple[int, int]], Sequence[Step]]:
-    """Return the (start, stop) of a piece's chunks, and a rank's steps."""
+) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, Step]]]:
+    """Return the (start, stop) of a piece's chunks, and a rank's steps by number.
+
+    Steps are without chunks that are empty, and there are none of such chunks alone.
+    """
     layout, n = Layout(nodes, piece.number), piece.stop - piece.start
-    found = []
-    for i in range(schedule.chunks(layout)):
-        start, stop = chunk(n, schedule.chunks(layout), i)
+    found, chunks = [], schedule.chunks(layout)
+    for i in range(chunks):
+        start, stop = chunk(n, chunks, i)
         first, last = chunk(stop - start, piece.parts, piece.part)
         found.append((piece.start + start + first, piece.start + start + last))
-    return found, list(schedule.steps(rank, layout))
+    steps = enumerate(schedule.steps(rank, layout))
+    full = {i for i, (start, stop) in enumerate(found) if start < stop}
+    if len(full) == chunks:
+        return found, list(steps)
+    shorter = ((number, _only(step, full)) for number, step in steps)
+    return found, [row for row in shorter if row[1].send_chunks or row[1].recv_chunks]
+
+
+def _only(step: Step, full: Set[int]) -> Step:
+    """Return a step with these chunks alone."""
+    out = [row for row in zip(step.send_chunks, step.send_terms, strict=True) if row[0] in full]
+    into = [row for row in zip(step.recv_chunks, step.recv_terms, strict=True) if row[0] in full]
+    return Step(
+        step.kind,
+        step.send_to if out else None, [i for i, _ in out], [terms for _, terms in out],
+        step.recv_from if into else None, [i for i, _ in into], [terms for _, terms in into],
+    )  # fmt: skip
 
 
 def spans(plan: Plan, piece: Piece) -> Sequence[tuple[int, int]]:
@@ -490,8 +509,12 @@ def program(
     """
     where, steps = _rounds(plan.schedule, plan.nodes, rank, piece)
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
-    chunks = [kind(plan, rank, i, span, x, out, take) for i, span in enumerate(where)]
-    for number, step in enumerate(steps):
+    chunks = {
+        i: kind(plan, rank, i, (start, stop), x, out, take)
+        for i, (start, stop) in enumerate(where)
+        if start < stop
+    }
+    for number, step in steps:
         into = [chunks[i] for i in step.recv_chunks]
         sizes = _sizes(into, step.recv_terms)
         received = yield Exchange(
@@ -508,7 +531,7 @@ def program(
             parts = _parts(plan, received, sizes, take)
             for each, part, terms in zip(into, parts, step.recv_terms, strict=True):
                 each.incoming(step.kind, step.recv_from, part, terms)
-    return sum(each.write() for each in chunks)
+    return sum(each.write() for each in chunks.values())
 
 
 def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
@@ -516,7 +539,7 @@ def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
     return [each.plan.wire.size_bytes(each.n, m) for each, m in zip(chunks, terms, strict=True)]
 
 
-def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
+def _message(chunks: Mapping[int, Chunk], step: Step, take: Take) -> Array:
     """Return the payloads of the chunks that a step sends, one after another."""
     gone = [chunks[i] for i in step.send_chunks]
     if len(gone) == 1:

@@ -150,11 +150,16 @@ class Aggregator(metaclass=Checked):
 
     @property
     def holds_back(self) -> bool:
-        """Whether values wait on a rank, so that an optimiser's momentum loses accuracy.
+        """Whether values wait on a rank, so that momentum above most_momentum loses accuracy.
 
         See "When a method that waits may have momentum" in docs/compression.md.
         """
         return False
+
+    @property
+    def most_momentum(self) -> float:
+        """The most momentum that goes with values that wait, the optimiser's or the method's."""
+        return 0.5
 
     @abstractmethod
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:

@@ -62,7 +62,7 @@ class OkTopk(SparseMessages):
     aggregator: Literal["oktopk"] = "oktopk"
     density: Density = 0.01
     warmup: Warmup = ()
-    estimate_every: Period = 32
+    estimate_every: Period = 8
     rebalance_every: Period = 64
     wire: str = "raw"
 

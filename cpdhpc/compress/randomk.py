@@ -52,6 +52,11 @@ class RandomK(DenseMessages):
         """See Aggregator.holds_back."""
         return self.error_feedback and self.density < 1
 
+    @property
+    def most_momentum(self) -> float:
+        """See Aggregator.most_momentum: the values that wait are no smaller than those sent."""
+        return 0.0
+
     def check_layers(self, names: Collection[str]) -> None:
         """See Aggregator.check_layers."""
         check_known("RandomK.exclude", self.exclude, names)

@@ -43,7 +43,7 @@ class ScaleCom(DenseMessages):
     columns: ClassVar[Mapping[str, Column]] = SparseMessages.columns
 
     aggregator: Literal["scalecom"] = "scalecom"
-    rate: Annotated[int, Allowed(ge=1)] = 100
+    rate: Annotated[int, Allowed(ge=1)] = 50
     per_chunk: Annotated[int, Allowed(ge=1)] = 1
     rates: Mapping[str, Annotated[int, Allowed(ge=1)]] = field(default_factory=dict, hash=False)
     costs: Mapping[str, Annotated[float, Allowed(ge=0)]] = field(default_factory=dict, hash=False)
@@ -66,6 +66,11 @@ class ScaleCom(DenseMessages):
     def holds_back(self) -> bool:
         """See Aggregator.holds_back."""
         return True
+
+    @property
+    def most_momentum(self) -> float:
+        """See Aggregator.most_momentum: most ranks send what another one has chosen."""
+        return 0.0
 
     def check_layers(self, names: Collection[str]) -> None:
         """See Aggregator.check_layers."""

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+from .. import ordinary
 from ..config import UserError
 from ..whole_files import open_own, put, sealed_json, unsealed_json
 
@@ -86,7 +87,7 @@ class Claim:
 def read_claim(path: Path) -> Claim | None:
     """Return a claim, None where there is none or it cannot be read."""
     try:
-        return Claim(**unsealed_json(path.read_text(encoding="utf-8")))
+        return Claim(**unsealed_json(ordinary.text(path)))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -119,7 +120,7 @@ def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
     try:
         file = _take(path, what, say)
     except OSError as error:
-        raise ClaimError(f"{path.parent}: cannot be written: {error.strerror}") from None
+        raise ClaimError(f"{path}: cannot be written: {error.strerror}") from None
     with file:
         try:
             yield

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .. import __version__
 from ..lazy import to_install
-from ..methods import suggest
+from ..methods import nearest, suggest
 
 if TYPE_CHECKING:
     from ..world.mpi import World
@@ -39,6 +42,14 @@ def seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
     return value
+
+
+def number(kind: Callable[[str], Any], what: str, text: str) -> Any:
+    """Return what text is as kind; ArgumentTypeError for anything else."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be {what}") from None
 
 
 def path_of(text: str) -> Path:
@@ -353,7 +364,7 @@ def started_by_mpirun() -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what a command does not know with that command's usage, not with the top-level one.
+    """Says in one line what is wrong; with the command's usage if something is missing.
 
     Under mpirun that is a line, which main shows once.
     """
@@ -361,20 +372,37 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.register("type", Path, path_of)
+        self.register("type", int, partial(number, int, "an integer"))
+        self.register("type", float, partial(number, float, "a number"))
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument ([^:]+):", r"\1", message)
         if message.endswith("expected one argument"):
             message += ": one that begins with - goes after =, as --option=-1"
-        if started_by_mpirun() == 1:
-            super().error(message)
-        from ..config import UserError
+        said = f"{self.prog.removeprefix('cpdhpc').strip()}: {message}".removeprefix(": ")
+        if started_by_mpirun() > 1:
+            from ..config import UserError
 
-        raise UserError(f"{self.prog.removeprefix('cpdhpc ')}: {message}: -h shows all options")
+            raise UserError(said)
+        if "are required" in message:
+            self.print_usage(sys.stderr)
+        self.exit(_refuse(said))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(each) for each in action.choices]
+            raise argparse.ArgumentError(action, f"{value}: {suggest(value, known)}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        for each in unknown:
+            name = each.partition("=")[0]
+            if not name.startswith("-"):
+                self.error(f"{each}: is one argument more than there are: -h shows all")
+            known = {each.lstrip("-"): each for each in self._option_string_actions}
+            meant = " or ".join(known[each] for each in nearest(name.lstrip("-"), known))
+            said = f"did you mean {meant}?" if meant else "-h shows all"
+            self.error(f"unknown option {name}: {said}")
         return found, []
 
 
@@ -383,6 +411,7 @@ def parser(argv: list[str]) -> Parser:
     top = Parser(
         prog="cpdhpc", description="Distributed deep learning over MPI with gradients of few bits."
     )
+    top.add_argument("--version", action="version", version=f"cpdhpc {__version__}")
     _add_commands(top, COMMANDS, argv, "COMMAND")
     return top
 
@@ -459,6 +488,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         let_interrupt_end()
     is_program = argv is None
+    if is_program:  # what a command is warned of is one line, not a place in the source
+        warnings.formatwarning = lambda message, *_: f"cpdhpc: warning: {message}\n"
     argv = sys.argv[1:] if argv is None else argv
     world, wrong, timeout_s = None, None, TIMEOUT_S
     try:

@@ -9,28 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import ConfigError, Raw, merge, read_toml
+from ..config import ConfigError, Raw, merge
 
 T = TypeVar("T")
-
-
-FILES = {  # key that no other file has at its top -> what the file is
-    "kind": "a study, for the command study",
-    "layer": "a job of the command autoencoder",
-    "model": "a job of the command train",
-}
-
-
-def read_file_of(path: Path | str, key: str) -> Raw:
-    """Return the tables of a TOML file, which is what FILES has for key, or says nothing of it.
-
-    Raises ConfigError where it is another of these files, or as read_toml.
-    """
-    raw = read_toml(path)
-    other = next((each for each in FILES if each in raw and each != key), None)
-    if other is not None and key not in raw:
-        raise ConfigError(f"{path}: is {FILES[other]}: must be {FILES[key]}")
-    return raw
 
 
 def override(

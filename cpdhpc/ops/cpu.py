@@ -40,6 +40,7 @@ __all__ = [
     "amax_tiles",
     "clear",
     "clone",
+    "clones",
     "column_products",
     "copy",
     "count_bits",
@@ -78,6 +79,7 @@ __all__ = [
     "unpack_bitmap",
     "unpack_stream",
     "unpack_trits",
+    "use_clone",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -120,6 +122,19 @@ def _check(name: str, array: Array, dtype: type[np.generic]) -> None:
 def clone() -> str:
     """Return for which generation of processors the loops in use were compiled."""
     return str(_cpu.clone())
+
+
+def clones() -> list[str]:
+    """Return for which generations this processor runs loops, the slowest first."""
+    return list(_cpu.clones())
+
+
+def use_clone(name: str) -> None:
+    """Use the loops of one of clones() from now on: the bits are the same.
+
+    Raises ValueError for another name.
+    """
+    _cpu.use_clone(name)
 
 
 def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int = 0) -> Array:

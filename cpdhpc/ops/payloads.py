@@ -169,23 +169,32 @@ class Raw:
 class Growth(NamedTuple):
     """By how many bits the partial sums of an all-reduce grow.
 
-    ranks: whose contributions make the whole sum; hops: roundings of a partial sum on its way
+    ranks: whose contributions make the whole sum
+    hops: 0, or roundings of a partial sum on its way round a ring of all ranks
+    free: up to how many contributions there are none, where hops is 0
     """
 
     ranks: int
-    hops: int
+    hops: int = 0
+    free: int = 1
 
     def bits(self, terms: int) -> int:
         """Return the mantissa bits that the partial sum of so many contributions has more.
 
-        They are the fewest, g, with (terms / ranks)**2 * hops <= 3 * 4**g. If the format rounds to
-        nearest with a relative error e, by chance with e * sqrt(2), then a partial sum is rounded
-        with e * sqrt(2) / 2**g. Of the whole sum of ranks that agree it is terms / ranks. So all
-        hops add 6 e**2 at most to the squared error, however many there are, and about half of
-        that as g is whole: with the last rounding the error is about 2 e.
+        They are the fewest, g, with terms <= free * 4**g, as by this rule a byte more saves as
+        much of the squared error wherever it is spent, if contributions are noise, and with
+        contributions that agree the error is less still; docs/accuracy.md derives it.
+        Round one ring of all ranks that would be too many bits: there they are the fewest with
+        (terms / ranks)**2 * hops <= 3 * 4**g, the same for contributions that agree. If the format
+        rounds to nearest with a relative error e, by chance with e * sqrt(2), then a partial sum is
+        rounded with e * sqrt(2) / 2**g. Of the whole sum it is terms / ranks. So all hops add
+        6 e**2 at most to the squared error, however many there are, and about half of that as g is
+        whole: with the last rounding the error is about 2 e.
         """
         if terms >= self.ranks:  # the result
             return 0
+        if self.hops == 0:
+            return next(g for g in count() if terms <= self.free * 4**g)
         return next(g for g in count() if self.hops * terms**2 <= 3 * 4**g * self.ranks**2)
 
     @property

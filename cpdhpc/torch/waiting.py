@@ -1,18 +1,29 @@
-"""What an optimiser should be beside a method that holds values back: one without momentum.
+"""What an optimiser should be beside a method that holds values back: one of little momentum.
 
 docs/compression.md has why, below "When a method that waits may have momentum".
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from ..compress.base import Aggregator
 
+SettingsOf = Literal["given", "recommended"]
 
-def rate_without(rate: float, momentum: float) -> float:
-    """Return the learning rate whose steps are without momentum as long as with it."""
-    return float(f"{rate / (1 - momentum):.12g}")  # 0.05 and 0.9: 0.5, as one would write it
+
+def recommended(aggregator: Aggregator) -> Aggregator:
+    """Return an aggregator as settings = "recommended" has it: its momentum is not too much."""
+    most = aggregator.most_momentum
+    if aggregator.holds_back and getattr(aggregator, "momentum", 0.0) > most:
+        return replace(aggregator, momentum=most)  # type: ignore[call-arg]  # it is a field
+    return aggregator
+
+
+def rate_with(rate: float, momentum: float, most: float) -> float:
+    """Return the learning rate whose steps are as long with the momentum most."""
+    return float(f"{rate / (1 - momentum) * (1 - most):.12g}")  # as one would write it: 0.25
 
 
 def told(aggregator: Aggregator, says: str) -> str:
@@ -28,18 +39,19 @@ def loses(momentum: float, write: str) -> str:
 
 def advice_for_loop(aggregator: Aggregator, optimizer: str, group: dict[str, Any]) -> str:
     """Return the line about a parameter group of a torch optimiser; "" if it may stay as it is."""
+    most = aggregator.most_momentum
     if not aggregator.holds_back or aggregator.has_momentum:
         return ""
-    if group.get("momentum"):
+    if (group.get("momentum") or 0) > most:
         momentum = float(group["momentum"])
         sent = 1 - float(group.get("dampening", 0))  # of a gradient that enters the momentum
-        rate = rate_without(float(group["lr"]) * sent, momentum)
-        more = ", nesterov=False" if group.get("nesterov") else ""
-        return told(
-            aggregator, loses(momentum, f"give {optimizer} momentum=0{more} and lr={rate:g}")
-        )
-    if "betas" in group and group["betas"][0]:
+        rate = rate_with(float(group["lr"]) * sent, momentum, most)
+        more = ", dampening=0" if sent < 1 else ""
+        more += ", nesterov=False" if group.get("nesterov") and not most else ""
+        given = f"momentum={most:g}{more} and lr={rate:g}"
+        return told(aggregator, loses(momentum, f"give {optimizer} {given}"))
+    if "betas" in group and group["betas"][0] > most:
         first, *others = map(float, group["betas"])
-        betas = ", ".join(["0", *(f"{each:g}" for each in others)])
+        betas = ", ".join(f"{each:g}" for each in (most, *others))
         return told(aggregator, loses(first, f"give {optimizer} betas=({betas})"))
     return ""

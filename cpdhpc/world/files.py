@@ -16,6 +16,7 @@ import numpy as np
 from .. import store
 from ..errors import UserError
 from ..methods import check_whole
+from ..ordinary import open_ordinary
 from ..whole_files import open_own
 from .ranks import Array, Ranks
 
@@ -81,7 +82,7 @@ def opened(world: Ranks, path: Path) -> Iterator[tuple[io.BufferedReader, str]]:
 def _checked(world: Ranks, path: Path, kept: ExitStack) -> tuple[io.BufferedReader, str]:
     try:
         for _ in range(TRIES):
-            file, begin = world.agreed(partial(_begin, path, kept, None), "check", OSError)
+            file, begin = world.agreed(partial(_begin, path, kept, open_ordinary), "check", OSError)
             if len(set(world.gather(begin, "check"))) == 1:  # which has the checksum of all else
                 break
         else:
@@ -97,7 +98,7 @@ def _checked(world: Ranks, path: Path, kept: ExitStack) -> tuple[io.BufferedRead
 
 
 def _begin(
-    path: Path, kept: ExitStack, opener: Callable[[str, int], int] | None
+    path: Path, kept: ExitStack, opener: Callable[[str, int], int]
 ) -> tuple[io.BufferedReader, bytes]:
     """Return an open file, which kept will close, and its first bytes."""
     file = kept.enter_context(open(path, "rb", opener=opener))  # noqa: SIM115 - kept closes it

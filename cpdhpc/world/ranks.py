@@ -133,6 +133,7 @@ class Ranks(ABC):
     bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
         those of the same process included
     collective_bytes: what this process handed to MPI's own collectives; 0 where it is alone
+    chosen: the algorithms that "usual" and "auto" have stood for in all-reduces
     cache: what callers keep from one call to the next: buffers, recordings, carriers of GPU arrays
     timeout_s: the longest that a wait takes
     gpu_direct: whether GPU arrays may be given to MPI as they are
@@ -174,6 +175,7 @@ class Ranks(ABC):
         self.bytes_sent = np.zeros(virtual_ranks, np.int64)
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0
+        self.chosen: set[str] = set()
         self.cache = Cache()
         self._streams = 0
 

@@ -56,7 +56,7 @@ def test_real_is_simulated(world, algorithm, accumulate, scaling):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("algorithm", ["ring", "biring", "hier"])
+@pytest.mark.parametrize("algorithm", ["ring", "biring", "torus", "rhd", "hier"])
 def test_partial_sums_that_grow(world, algorithm, rounding, monkeypatch):
     """With more bits than so few ranks would take; called, recorded, run again, and prepared."""
     monkeypatch.setattr(

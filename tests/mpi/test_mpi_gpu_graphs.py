@@ -15,6 +15,7 @@ from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
 from cpdhpc.collectives.simulate import simulate
 from cpdhpc.lab.bench.allreduce import add_latency, run_latency
+from cpdhpc.ops.payloads import Growth
 
 pytestmark = pytest.mark.mpi
 
@@ -34,7 +35,8 @@ def check(gpu, method, n=N, **options):
             got = prepared.run().arrays[0].copy()
             wanted = simulate(
                 [np.float32(factor) * each for each in xs], method.wire, method.algorithm,
-                method.scaling, method.accumulate, method.op, nodes=world.nodes, **options,
+                method.scaling, method.accumulate, method.op, nodes=world.nodes,
+                rounding=method.rounding, **options,
             )  # fmt: skip
             assert same(got, wanted), (method, factor)
 
@@ -43,6 +45,23 @@ def check(gpu, method, n=N, **options):
 def test_bits_are_those_of_the_cpu(gpu, algorithm, accumulate):
     for wire, scaling in WIRES:
         check(gpu, Allreduce(wire, algorithm, scaling, accumulate))
+
+
+@pytest.mark.parametrize("algorithm", [name for name, way in WAYS if way == "grow"])
+def test_partial_sums_that_grow(gpu, algorithm, monkeypatch):
+    """With more bits than so few ranks would take, already in contributions that are not held."""
+    least = 2 if algorithm == "hier" else 1
+    monkeypatch.setattr(
+        Growth, "bits", lambda self, terms: terms % 3 + 1 if least <= terms < self.ranks else 0
+    )
+    for wire, scaling in (
+        ("e4m3", "tile"),
+        ("e2m1fn", "aps"),
+        ("bf16", "none"),
+        ("e4m3", "block32"),
+    ):
+        for rounding in ("nearest", "zero"):
+            check(gpu, Allreduce(wire, algorithm, scaling, "grow", rounding=rounding))
 
 
 @pytest.mark.two_ranks

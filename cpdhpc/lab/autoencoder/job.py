@@ -30,8 +30,10 @@ from ...config import (
     validate,
 )
 from ...darray.layout import balanced_grid
+from ...ordinary import open_ordinary
+from ...whole_files import read_file_of
 from ...world.ranks import Ranks
-from ..settings import blaming, override, read_file_of
+from ..settings import blaming, override
 from ..train.data import DataError
 from ..train.datasets import find, read_digits, read_idx
 
@@ -211,7 +213,7 @@ def _folder(source: Source) -> Loaded:
         if path.suffix.lower() not in SUFFIXES:
             continue
         try:
-            with Image.open(path) as image:
+            with open(path, "rb", opener=open_ordinary) as file, Image.open(file) as image:
                 pixels = np.asarray(image.convert("L" if source.channels == 1 else "RGB"))
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"{path}: cannot be read: {error}") from None

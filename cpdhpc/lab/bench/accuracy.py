@@ -1,13 +1,16 @@
-"""Error of sums: every algorithm, accumulation and scaling, simulated on one process.
+"""Error of sums: algorithms, accumulations and scalings over ranks, simulated on one process.
 
-Contributions are g_i = s (m + n_i) with m ~ N(0, 0.3) shared, n_i ~ N(0, 1) and s log-normal
-(sigma 1.5) times 1e-3, so that magnitudes spread over many binades as gradients' do. The error
-is ||result - sum|| / ||sum||, the norms and the sum in float64.
+What ranks contribute is one of DATA. The error is ||result - sum|| / ||sum||, the norms and the sum
+in float64; the bytes are those of all ranks over the least of one rounding format: 2 (p - 1) / p of
+the data from each rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -17,9 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import store
-from ...config import UserError
+from ...collectives.allreduce import Allreduce
+from ...collectives.schedules import SCHEDULES
+from ...config import UserError, among
 from ...formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
+from ...methods import ACCUMULATES, EXACT, USUAL
 from ...ops import cpu
+from ...world.ranks import Loopback
+from ..outputs import check_file
 from ..precision import measures
 from ..report.figures import Axis, Chart, Panel, Series, image, styles
 from .harness import check_options, parse_counts, parse_names
@@ -32,104 +40,204 @@ SCALINGS = {  # label: (scaling, headroom)
     "block32": ("block32", "n"),
     "block16": ("block16", "n"),
 }
+WAYS = "usual,direct,torus,biring,ring,ring:requantise"
+
+Draw = Callable[[np.random.Generator, int, int], Iterator[npt.NDArray[np.float64]]]
+
+
+def _agreeing(rng: np.random.Generator, ranks: int, n: int) -> Iterator[npt.NDArray[np.float64]]:
+    shared = rng.standard_normal(n)
+    return (shared + 3 * rng.standard_normal(n) for _ in range(ranks))
+
+
+def _noise(rng: np.random.Generator, ranks: int, n: int) -> Iterator[npt.NDArray[np.float64]]:
+    return (rng.standard_normal(n) for _ in range(ranks))
+
+
+def _spread(rng: np.random.Generator, ranks: int, n: int) -> Iterator[npt.NDArray[np.float64]]:
+    scale = 1e-3 * rng.lognormal(sigma=1.5, size=n)
+    shared = rng.normal(0, 0.3, n)
+    return (scale * (shared + rng.normal(size=n)) for _ in range(ranks))
+
+
+DATA: dict[str, Draw] = {
+    "agreeing": _agreeing,  # a direction that all share plus three times as much noise
+    "noise": _noise,  # nothing that they share
+    "spread": _spread,  # as agreeing, of magnitudes over many binades, log-normal with sigma 1.5
+}
 
 
 class AccuracyCase(NamedTuple):
-    """How a sum was formed, and its relative error, the median over seeds."""
+    """How a sum was formed, its relative error, the median over seeds, and its bytes by the least.
 
+    algorithm, accumulate: what "usual" and the defaults stood for; way: as asked for
+    """
+
+    data: str
     ranks: int
     wire: str
+    way: str
     algorithm: str
     accumulate: str
     scaling: str
     error: float
-
-    @property
-    def method(self) -> str:
-        """Algorithm and accumulation."""
-        return f"{self.algorithm}, {self.accumulate}"
+    bytes: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--ranks", default="8,32,256", metavar="N,...", help="numbers of ranks")
-    parser.add_argument("--formats", default="e5m2,e4m3,e2m1fn", metavar="NAME,...", help="formats")
-    parser.add_argument("--values", type=int, default=8192, metavar="N", help="of each rank")
+    few = "e4m3,e3m2fn,e2m1fn,e1m1fn"
+    parser.add_argument("--ranks", default="2,8,32,128,512,1024", metavar="N,...", help="of sums")
+    parser.add_argument("--formats", default=few, metavar="NAME,...", help="formats")
     parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="errors are medians over so many"
+        "--ways",
+        default=WAYS,
+        metavar="NAME,...",
+        help=f"algorithms, with a way to accumulate as ring:requantise, or all: of {USUAL},"
+        f"{','.join(SCHEDULES)}, of {','.join(ACCUMULATES)},{EXACT}",
     )
+    parser.add_argument(
+        "--scalings",
+        default="tile",
+        metavar="NAME,...",
+        help=f"or all: of {','.join(SCALINGS).replace(', ', ' ')}",
+    )
+    parser.add_argument(
+        "--data", default="agreeing,noise", metavar="NAME,...", help=f"of {','.join(DATA)}"
+    )
+    parser.add_argument("--values", type=int, default=2048, metavar="N", help="of each rank")
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="errors are medians over so many"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="write all errors and bytes")
     parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the errors")
 
 
-def contributions(ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]]:
+def contributions(data: str, ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]]:
     """Return what each rank adds, float32[n]."""
     rng = np.random.default_rng(seed)
-    scale = 1e-3 * rng.lognormal(sigma=1.5, size=n)
-    shared = rng.normal(0, 0.3, n)
-    return [(scale * (shared + rng.normal(size=n))).astype(np.float32) for _ in range(ranks)]
+    return [x.astype(np.float32) for x in DATA[data](rng, ranks, n)]
 
 
-def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[AccuracyCase]:
-    """Yield every way of summing that fits the format, with its error."""
-    inputs = [contributions(ranks, n, seed) for seed in range(seeds)]
-    for way in measures.WAYS:
-        for label, (scaling, headroom) in SCALINGS.items():
-            # so that sums without headroom have an error too
-            how: dict[str, Any] = {"headroom": headroom, "overflow": "saturate"}
-            try:
-                found = [measures.sum_error(xs, wire, way, scaling, **how) for xs in inputs]
-            except ValueError:  # exact sums: not with tile scaling, nor of too wide a range
-                continue
-            middle = float(np.median([each.relative for each in found]))
-            yield AccuracyCase(ranks, wire, *way, label, middle)
+def parse_way(name: str) -> tuple[str, str | None]:
+    """Return the algorithm and the way to accumulate, None for its own. Raises UserError."""
+    algorithm, colon, accumulate = name.partition(":")
+    try:
+        Allreduce("e4m3", algorithm, "none" if accumulate == EXACT else None, accumulate or None)
+    except ValueError as error:
+        raise UserError(f"--ways {name}: {str(error).removeprefix('allreduce: ')}") from None
+    return algorithm, accumulate if colon else None
 
 
-def table(found: list[AccuracyCase]) -> str:
-    """Return a Markdown table for one number of ranks and one format: methods by scaling."""
-    errors = {(case.method, case.scaling): case.error for case in found}
+def cases(
+    data: str,
+    ranks: int,
+    wire: str,
+    ways: Sequence[str],
+    scalings: Sequence[str],
+    n: int,
+    seeds: int,
+) -> Iterator[AccuracyCase]:
+    """Yield the ways that fit the format, each with its error."""
+    inputs = [contributions(data, ranks, n, seed) for seed in range(seeds)]
+    exact = [np.asarray(np.sum(xs, axis=0, dtype=np.float64)) for xs in inputs]
+    for name, label in product(ways, scalings):
+        (algorithm, accumulate), (scaling, headroom) = parse_way(name), SCALINGS[label]
+        # so that sums without headroom have an error too
+        how: dict[str, Any] = {"headroom": headroom, "overflow": "saturate"}
+        try:
+            method = Allreduce(wire, algorithm, scaling, accumulate, **how)
+            world = Loopback(ranks)
+            done = [method.run(world, xs) for xs in inputs]
+        except ValueError:  # exact sums: not with tile scaling, nor of too wide a range
+            continue
+        taken = Allreduce(wire, done[0].algorithm, scaling, accumulate, **how)
+        errors = [
+            measures.error(each.arrays[0], of).relative
+            for each, of in zip(done, exact, strict=True)
+        ]
+        least = (
+            2 * (ranks - 1) * seeds * Allreduce(wire, "rhd", scaling, **how).payloads.size_bytes(n)
+        )
+        sent = float(world.bytes_sent.sum()) / least if least and not taken.exact else np.nan
+        how_summed = taken.algorithm, taken.accumulating
+        yield AccuracyCase(
+            data, ranks, wire, name, *how_summed, label, float(np.median(errors)), sent
+        )
+
+
+def table(found: Sequence[AccuracyCase], data: str, scaling: str) -> list[str]:
+    """Return a Markdown table of one kind of data: ways of each format by ranks."""
+    of_table = [case for case in found if (case.data, case.scaling) == (data, scaling)]
+    shown = {
+        (case.wire, case.way, case.ranks): f"{case.error:.2g}"
+        + (f", {case.bytes:.2f}" if case.bytes >= 1.005 else "")
+        for case in of_table
+    }
+    ranks = sorted({case.ranks for case in of_table})
     lines = [
-        f"| {found[0].wire}, {found[0].ranks} ranks | " + " | ".join(SCALINGS) + " |",
-        "|---" * (1 + len(SCALINGS)) + "|",
+        f"| {data}, {scaling} | " + " | ".join(map(str, ranks)) + " |",
+        "|---" * (1 + len(ranks)) + "|",
     ]
-    for method in dict.fromkeys(case.method for case in found):
-        cells = [errors.get((method, label)) for label in SCALINGS]
-        shown = ["" if cell is None else f"{cell:.2g}" for cell in cells]
-        lines.append(f"| {method} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+    for wire, way in dict.fromkeys((case.wire, case.way) for case in of_table):
+        cells = [shown.get((wire, way, count), "") for count in ranks]
+        lines.append(f"| {wire} {way} | " + " | ".join(cells) + " |")
+    return lines
 
 
-def chart(found: list[AccuracyCase]) -> Chart:
-    """Return the error against ranks, a panel for each format and each of two scalings."""
+def written(found: Sequence[AccuracyCase]) -> str:
+    """Return all cases as CSV."""
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(AccuracyCase._fields)
+    rows.writerows(found)
+    return out.getvalue()
+
+
+def chart(found: Sequence[AccuracyCase], scaling: str) -> Chart:
+    """Return the error against ranks, a panel for each kind of data and each format."""
     wires = list(dict.fromkeys(case.wire for case in found))
-    looks = styles(case.method for case in found)
+    looks = styles(case.way for case in found)
     x = Axis("ranks", "log2", ticks=sorted({case.ranks for case in found}))
     panels = []
-    for scaling, wire in product(("aps", "tile"), wires):
-        of_panel = [case for case in found if (case.wire, case.scaling) == (wire, scaling)]
+    for data, wire in product(dict.fromkeys(case.data for case in found), wires):
+        of_panel = [c for c in found if (c.data, c.scaling, c.wire) == (data, scaling, wire)]
         series = []
-        for method in dict.fromkeys(case.method for case in of_panel):
-            points = {case.ranks: case.error for case in of_panel if case.method == method}
-            series.append(Series(method, looks[method], [*points], [*points.values()]))
+        for way in dict.fromkeys(case.way for case in of_panel):
+            points = {case.ranks: case.error for case in of_panel if case.way == way}
+            series.append(Series(way, looks[way], [*points], [*points.values()]))
         y = Axis("relative error of the sum", "log")
-        panels.append(Panel(f"{wire}, scaling {scaling}", x, y, series))
-    title, note = "Error of sums over ranks", "Algorithm, and how partial sums are kept."
+        panels.append(Panel(f"{wire}, {data}", x, y, series))
+    title, note = "Error of sums over ranks", f"By algorithm, scaling {scaling}."
     return Chart("accuracy", title, [note], "", panels, len(wires), most=len(panels))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Simulate all cases, print a table for each number of ranks and format, and draw them."""
+    """Simulate all cases, print a table for each kind of data and scaling, and draw the errors."""
     check_options(args, 1, "values", "seeds")
+    if args.csv is not None:
+        check_file(args.csv, "--csv")
     ranks = parse_counts("--ranks", args.ranks)
     wires = parse_names("--formats", args.formats, parse_format)
+    every = [f"{name}:{way}" for name, row in SCHEDULES.items() for way in row.accumulates]
+    every.append(f"ring:{EXACT}")  # the same in all
+    ways = every if args.ways == "all" else parse_names("--ways", args.ways, parse_way)
+    labels = {label.replace(", ", " "): label for label in SCALINGS}
+    asked = ",".join(labels) if args.scalings == "all" else args.scalings
+    scalings = [labels[name] for name in parse_names("--scalings", asked, among(tuple(labels)))]
+    data = parse_names("--data", args.data, among(tuple(DATA)))
     found: list[AccuracyCase] = []
-    for wire in wires:
-        for count in ranks:
-            one = list(cases(count, wire, args.values, args.seeds))
-            print(table(one), flush=True)
-            print()
-            found += one
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "allreduce: ")  # of errors: they are what is asked for
+        for one, wire, count in product(data, wires, ranks):
+            found += cases(one, count, wire, ways, scalings, args.values, args.seeds)
+    for one, scaling in product(data, scalings):
+        print("\n".join(table(found, one, scaling)), end="\n\n", flush=True)
+    if args.csv is not None:
+        store.put(args.csv, written(found).encode())
+        print(f"wrote {args.csv}")
     if args.png is not None:
-        store.put(args.png, image(chart(found), args.png.suffix[1:] or "png"))
+        store.put(args.png, image(chart(found, scalings[0]), args.png.suffix[1:] or "png"))
         print(f"wrote {args.png}")
 
 

@@ -122,7 +122,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         "--algorithms",
         default="ring,tree,direct",
         metavar="NAME,...",
-        help=f"of {','.join(SCHEDULES)},{AUTO}",
+        help=f"of {','.join(SCHEDULES)},{AUTO}: the fastest whose error stays as ranks grow",
     )
     parser.add_argument(
         "--wires", default="raw,e4m3", metavar="NAME,...", help="raw, formats, mxfp4"

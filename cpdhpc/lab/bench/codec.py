@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 
 from ...compress.payload import decode_sparse, encode_sparse
 from ...config import UserError, among
-from ...formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
+from ...formats import (
+    MICROSCALING,
+    SHARED,
+    Cast,
+    Format,
+    Microscaling,
+    packed_bytes,
+    parse_format,
+    shift_count,
+    tiles,
+)
 from ...methods import CODEC_OPERATIONS, MEMCPY
 from ...ops import backend_of, cpu, reference, set_kernel_threads, to_host
 from ...world.ranks import Loopback
@@ -40,6 +50,7 @@ from .harness import (
 )
 
 Array = Any  # NumPy's, or CuPy's
+Way = tuple[str, int]  # which loops, on how many threads
 
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
 DEFAULT_OPERATIONS = "encode,encode tile,stochastic,decode,decode_add,hop,hop tile"
@@ -61,7 +72,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(CODEC_OPERATIONS)}",
     )
     parser.add_argument("--threads", default="1", metavar="N,...", help="of the CPU")
+    parser.add_argument(
+        "--clones",
+        metavar="NAME,...",
+        help=f"loops of the CPU, of {', '.join(cpu.clones())}; without: {cpu.clone()}",
+    )
     add_samples(parser, 9, calls="calls of each case")
+
+
+def format_of(name: str) -> Format:
+    """Return the format of a name; those of Microscaling too. Raises ValueError for another."""
+    return MICROSCALING.get(name) or parse_format(name)
+
+
+def scalings_of(fmt: Format) -> dict[str, int]:
+    """Return the scalings that a format goes with, of SHARED."""
+    return {"block32": SHARED["block32"]} if isinstance(fmt, Microscaling) else SHARED
 
 
 def check_against_reference(x: Array, cast: Cast) -> None:
@@ -69,7 +95,7 @@ def check_against_reference(x: Array, cast: Cast) -> None:
 
     x: NumPy's, or CuPy's for the operations on GPUs
     """
-    for scaling, shared in SHARED.items():
+    for scaling, shared in scalings_of(cast.fmt).items():
         results = []
         for ops, head in ((backend_of(x), x[:5000]), (reference, to_host(x[:5000]))):
             words = zeros(head, packed_bytes(head.size, cast.fmt.bits))
@@ -93,24 +119,36 @@ def operations(x: Array, cast: Cast) -> dict[str, Callable[[], object]]:
 
     decode_add goes into its accumulator.
     """
+    out, total, hop_words = (
+        np.zeros_like(x),
+        np.zeros_like(x),
+        zeros(x, packed_bytes(x.size, cast.fmt.bits)),
+    )
+    found: dict[str, Callable[[], object]] = {MEMCPY: lambda: np.copyto(out, x)}
+    if not isinstance(cast.fmt, Microscaling):
+        found |= _given(x, cast, hop_words, out, total)
+    for scaling, shared in scalings_of(cast.fmt).items():
+        found |= _fitted(scaling, shared, x, cast, hop_words, total)
+    return {name: whole(found[name], x) for name in (MEMCPY, *CODEC_OPERATIONS) if name in found}
+
+
+def _given(
+    x: Array, cast: Cast, hop_words: Array, out: Array, total: Array
+) -> dict[str, Callable[[], object]]:
+    """The operations with shifts that are given."""
     fmt, ops = cast.fmt, backend_of(x)
     words, shifts = zeros(x, packed_bytes(x.size, fmt.bits)), zeros(x, tiles(x.size))
     shifts[...] = 127
-    hop_words, fixed = np.zeros_like(words), shifts.copy()
-    out, total = np.zeros_like(x), np.zeros_like(x)
+    fixed = shifts.copy()
     stochastic = Cast(fmt, "stochastic")
     ops.encode_tiles(x, cast, words, shifts)
-    found: dict[str, Callable[[], object]] = {
-        MEMCPY: lambda: np.copyto(out, x),
+    return {
         "encode": lambda: ops.encode_tiles(x, cast, words, fixed),
         "stochastic": lambda: ops.encode_tiles(x, stochastic, hop_words, fixed),
         "decode": lambda: ops.decode_tiles(words, shifts, fmt, out),
         "decode_add": lambda: ops.decode_add_tiles(words, shifts, fmt, total, total),
         "hop": lambda: ops.decode_add_encode_tiles(words, shifts, cast, x, hop_words, fixed),
     }
-    for scaling, shared in SHARED.items():
-        found |= _fitted(scaling, shared, x, cast, hop_words, total)
-    return {name: whole(found[name], x) for name in (MEMCPY, *CODEC_OPERATIONS)}
 
 
 def _fitted(
@@ -169,28 +207,40 @@ def run(args: argparse.Namespace) -> Measured:
     if not 0 < args.density <= 1:
         raise UserError(f"--density {args.density:g}: must be above 0 and at most 1")
     check_out(args.out, Loopback())
-    names = parse_names("--formats", args.formats, parse_format)
+    names = parse_names("--formats", args.formats, format_of)
     chosen = parse_names("--operations", args.operations, among(CODEC_OPERATIONS))
+    for name in MICROSCALING.keys() & set(names):
+        if strange := [each for each in chosen if not each.endswith(" block32")]:
+            raise UserError(f"--operations {strange[0]}: {name} has those of block32")
     counts = parse_counts("--threads", args.threads)
+    clones = parse_names("--clones", args.clones or cpu.clone(), among(cpu.clones()))
     if max(counts) > MOST_THREADS:
         raise UserError(f"--threads {args.threads}: must be up to {MOST_THREADS}")
     if args.device == "gpu" and counts != [1]:
         raise UserError(f"--threads {args.threads}: is of the CPU: must be 1 with --device gpu")
+    if args.device == "gpu" and args.clones:
+        raise UserError(f"--clones {args.clones}: is of the CPU: not with --device gpu")
     n = max(1, int(args.mib * 2**20 / 4))
     where = take_device(args, Loopback())
     if where:
         print(where)
     normal = np.random.default_rng(0).standard_normal(n).astype(np.float32)
     x = on_device(normal, args.device)
-    print(f"codec on {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
+    print(f"codec on {processor()}, {os.cpu_count()} cores")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
-    found = _codecs(x, names, chosen, counts, args.repeats)
-    if args.device == "cpu":
-        found |= _selections(x, args, counts)
+    ways, before = [(clone, count) for clone in clones for count in counts], cpu.clone()
+    try:
+        found = _codecs(x, names, chosen, ways, args.repeats)
+        if args.device == "cpu":
+            found |= _selections(x, args, ways)
+    finally:
+        cpu.use_clone(before)
     points = []
-    for (name, operation, count), times in found.items():
+    for (name, operation, (clone, count)), times in found.items():
         factors: dict[str, int | str] = {"size_bytes": 4 * n, "operation": operation}
         factors["threads"] = count
+        if args.clones:
+            factors["clone"] = clone
         if name and operation != MEMCPY:
             factors["format"] = name
         if operation != MEMCPY or name == names[0]:  # it is measured beside each format
@@ -199,59 +249,68 @@ def run(args: argparse.Namespace) -> Measured:
 
 
 def _codecs(
-    x: Array, names: Sequence[str], chosen: Sequence[str], counts: Sequence[int], repeats: int
-) -> dict[tuple[str, str, int], Times]:
-    """Time the codec for each format and number of threads, and print a row of each."""
-    heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
+    x: Array, names: Sequence[str], chosen: Sequence[str], ways: Sequence[Way], repeats: int
+) -> dict[tuple[str, str, Way], Times]:
+    """Time the codec for each format and way, and print a row of each."""
+    heads = f"{'format':>8} {'bits':>4} {'clone':>9} {'threads':>7} {'memcpy':>11} "
     print(heads + " ".join(f"{c:>{max(11, len(c))}}" for c in chosen))
-    found: dict[tuple[str, str, int], Times] = {}
+    found: dict[tuple[str, str, Way], Times] = {}
     for name in names:
-        cast = Cast(parse_format(name))
-        check_against_reference(x, cast)
+        cast = Cast(format_of(name))
+        for clone, _ in ways:
+            cpu.use_clone(clone)
+            check_against_reference(x, cast)
         runs = operations(x, cast)
-        samples = _samples({each: runs[each] for each in (MEMCPY, *chosen)}, counts, repeats)
-        for count in counts:
-            cells = " ".join(_cells(samples, [MEMCPY, *chosen], count, x.nbytes))
-            print(f"{name:>8} {cast.fmt.bits:>4} {count:>7} {cells}")
+        samples = _samples({each: runs[each] for each in (MEMCPY, *chosen)}, ways, repeats)
+        for way in ways:
+            cells = " ".join(_cells(samples, [MEMCPY, *chosen], way, x.nbytes))
+            print(f"{name:>8} {cast.fmt.bits:>4} {way[0]:>9} {way[1]:>7} {cells}")
         found |= {(name, *case): times for case, times in samples.items()}
     return found
 
 
 def _selections(
-    x: NDArray[np.float32], args: argparse.Namespace, counts: Sequence[int]
-) -> dict[tuple[str, str, int], Times]:
-    """Time the sparse operations for each number of threads, and print a row of each operation."""
+    x: NDArray[np.float32], args: argparse.Namespace, ways: Sequence[Way]
+) -> dict[tuple[str, str, Way], Times]:
+    """Time the sparse operations for each way, and print a row of each operation."""
     cases = sparse_operations(x, args.density)
-    samples = _samples(cases, counts, args.repeats)
+    samples = _samples(cases, ways, args.repeats)
     print(f"the largest values, a share of {args.density:g}: GB/s of all of them")
-    print(f"{'threads':>16} " + " ".join(f"{count:>11}" for count in counts))
+    print(f"{'clone':>16} " + " ".join(f"{clone:>11}" for clone, _ in ways))
+    print(f"{'threads':>16} " + " ".join(f"{count:>11}" for _, count in ways))
     for name in cases:
-        cells = (_cells(samples, [name], count, x.nbytes)[0].strip() for count in counts)
+        cells = (_cells(samples, [name], way, x.nbytes)[0].strip() for way in ways)
         print(f"{name:>16} " + " ".join(f"{cell:>11}" for cell in cells))
     return {("", *case): times for case, times in samples.items()}
 
 
 def _samples(
-    cases: dict[str, Callable[[], object]], counts: Sequence[int], repeats: int
-) -> dict[tuple[str, int], Times]:
-    """The times of each case on each number of threads, all taking turns; memcpy on one alone."""
+    cases: dict[str, Callable[[], object]], ways: Sequence[Way], repeats: int
+) -> dict[tuple[str, Way], Times]:
+    """The times of each case in each way, all taking turns; memcpy, which has none, once."""
     runs = {
-        (name, count): run
-        for count in counts
+        (name, way): run
+        for way in ways
         for name, run in cases.items()
-        if name != MEMCPY or count == counts[0]
+        if name != MEMCPY or way == ways[0]
     }
-    return interleave(runs, repeats, WARMUP, lambda case: set_kernel_threads(case[1]))
+
+    def prepare(case: tuple[str, Way]) -> None:
+        clone, count = case[1]
+        cpu.use_clone(clone)
+        set_kernel_threads(count)
+
+    return interleave(runs, repeats, WARMUP, prepare)
 
 
 def _cells(
-    samples: dict[tuple[str, int], Times], names: Sequence[str], count: int, size_bytes: int
+    samples: dict[tuple[str, Way], Times], names: Sequence[str], way: Way, size_bytes: int
 ) -> list[str]:
-    """Return the rate of each operation on so many threads, with its ratio to memcpy's on one."""
+    """Return the rate of each operation in a way, with its ratio to memcpy's."""
     rates = {
         case: size_bytes / float(np.median(times[WARMUP:])) / 1e9
-        for (case, threads), times in samples.items()
-        if threads == count or case == MEMCPY
+        for (case, taken), times in samples.items()
+        if taken == way or case == MEMCPY
     }
     ratios = {c: "" if c == MEMCPY else f" {rates[c] / rates[MEMCPY]:.2f}x" for c in names}
     return [f"{f'{rates[c]:.1f}{ratios[c]}':>{max(11, len(c))}}" for c in names]

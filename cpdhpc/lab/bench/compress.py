@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from ...compress.base import Aggregator
 from ...config import ConfigError, UserError, validate
 from ...methods import suggest
 from ...store import Variable
+from ...torch.waiting import SettingsOf, recommended
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
@@ -52,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:OPTION=VALUE,...]",
         help="compressors, apart by spaces or commas, as lowbit:wire=e3m0 (default: all)",
     )
+    parser.add_argument(
+        "--settings",
+        choices=get_args(SettingsOf),
+        default="given",
+        help="recommended: methods as a job's train.settings has them (default: given)",
+    )
     add_device(parser)
     parser.add_argument(
         "--ranks", metavar="N,...", help="numbers of ranks (default: 2,4,... up to those recorded)"
@@ -74,7 +82,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     """Average the gradients by each method on each number of ranks; print, write, draw."""
     where = take_device(arguments, world)
     names = parse_methods(arguments.methods)
-    methods = world.agreed(lambda: {text: method_of(text) for text in names})
+    methods = world.agreed(lambda: {text: method_of(text, arguments.settings) for text in names})
     recorded, ranks = world.agreed(lambda: _inputs(arguments, world.processes))
     world.agreed(lambda: _check_out(arguments.out))
     worlds = [
@@ -91,15 +99,25 @@ def run(arguments: argparse.Namespace, world: World) -> None:
             f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
         )
         print("\n".join([*table(points, size, world.processes), *growth(points), *left_out]))
+        if arguments.settings == "recommended":
+            for text, method in methods.items():
+                if method.holds_back:
+                    print(
+                        f"# {text}: holds values back: train with momentum up to "
+                        f"{method.most_momentum:g}, see docs/compression.md"
+                    )
     if arguments.out is not None:
-        notes = {"device": arguments.device, **attributes(world)}
+        notes = {"device": arguments.device, "settings": arguments.settings, **attributes(world)}
         world.on_first(lambda: _write(arguments.out, points, recorded, notes))
     for each in worlds:
         each.free()
 
 
-def method_of(text: str) -> Aggregator:
-    """Return the method of "NAME" or "NAME:OPTION=VALUE,...". Raises UserError."""
+def method_of(text: str, settings: SettingsOf = "given") -> Aggregator:
+    """Return the method of "NAME" or "NAME:OPTION=VALUE,...". Raises UserError.
+
+    settings: see waiting.recommended
+    """
     name, _, given = text.partition(":")
     if name not in COMPRESSORS:
         raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}")
@@ -107,7 +125,8 @@ def method_of(text: str) -> Aggregator:
     if any("=" not in each for each in options):
         raise UserError(f"--methods {text}: the form is NAME:OPTION=VALUE,OPTION=VALUE")
     table = override({}, options)
-    return validate(COMPRESSORS[name], table, f"--methods {text}")
+    method = validate(COMPRESSORS[name], table, f"--methods {text}")
+    return recommended(method) if settings == "recommended" else method
 
 
 def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradients], list[int]]:

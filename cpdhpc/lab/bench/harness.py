@@ -321,6 +321,7 @@ FURTHER = {  # factors of benchmarks that studies have not: long name
     "chosen": "algorithm that auto has chosen",
     "call": "plain, prepared, or shared: prepared, with arrays that the node shares",
     "threads": "threads that share an operation; memcpy takes one",
+    "clone": "processors that the loops were compiled for",
     "setting": "name of a plan",
     "shape": "cells of the domain along each axis",
     "procs": "ranks along each axis",

@@ -163,7 +163,7 @@ def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[
     state = State(world.hosted, ranks)
     for step in range(WARMUP + 1):
         world.calls.clear()
-        flats = contributions(ranks, bucket.size, seed=step)
+        flats = contributions("spread", ranks, bucket.size, seed=step)
         context = Context(world, state, iteration=LATE + step, epoch=float(LATE))
         method.aggregate(flats, bucket, context)
     world.close()

@@ -33,7 +33,8 @@ def run_examples(arguments: argparse.Namespace) -> None:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(folder(name), target, ignore=ignored, copy_function=_copy)
         except (OSError, shutil.Error, StoreError) as error:
-            raise UserError(f"examples: {target}: cannot be written: {error}") from None
+            said = getattr(error, "strerror", None) or error
+            raise UserError(f"examples: {target}: cannot be written: {said}") from None
         print(target)
 
 

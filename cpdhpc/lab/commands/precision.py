@@ -25,7 +25,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in _names(text))
+    try:
+        return tuple(int(each) for each in _names(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be integers, as 2,4") from None
 
 
 def add_record(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +78,14 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
     from ..train.output import Files
     from ..train.setup import agreed
 
-    given = {name: getattr(arguments, name) for name in OPTIONS}
-    settings = [
-        f"record.{dump_toml({name: value}).strip()}"
-        for name, value in given.items()
-        if value is not None
-    ]
+    settings = list(given := _settings(arguments))
     if arguments.every is None and arguments.iterations is None:
         settings.append("record.every=1")
     if arguments.out is not None:
         settings.append(f"record.{dump_toml({'file': str(arguments.out)}).strip()}")
     settings += settings_of(arguments)
     directory = arguments.results or Path("results") / arguments.file.stem
-    jobs = agreed(world, lambda: _recording(arguments.file, settings))
+    jobs = agreed(world, lambda: _recording(arguments.file, settings, given))
     _, diverged = train(world, arguments.file, settings, directory, arguments.resume)
     if world.process == 0:
         for path in [Files.of(directory, job).recording(job) for job in jobs]:
@@ -98,11 +96,32 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
     return 0
 
 
-def _recording(file: Path, settings: list[str]) -> list[Job]:
-    """Return the runs of a job file. Raises ConfigError where one would record no iteration."""
+def _settings(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return what the options are as settings of the job, and how they were given."""
+    found = {}
+    for name in OPTIONS:
+        if (value := getattr(arguments, name)) is not None:
+            # rich arrays of several lines are for files: a setting is one line
+            setting = " ".join(f"record.{dump_toml({name: value})}".split())
+            given = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            found[setting] = f"--{name.replace('_', '-')} {given}"
+    return found
+
+
+def _recording(file: Path, settings: list[str], given: dict[str, str]) -> list[Job]:
+    """Return the runs of a job file; given: see _settings.
+
+    Raises ConfigError where one would record no iteration, or an option is wrong.
+    """
     from ..train.job import load
 
-    jobs = load(file, settings)
+    try:
+        jobs = load(file, settings)
+    except ConfigError as error:
+        setting = str(error).removeprefix("--set ").partition(": ")[0]
+        if setting not in given:
+            raise
+        raise ConfigError(str(error).replace(f"--set {setting}", given[setting], 1)) from None
     for job in jobs:
         if not job.record.number:
             raise ConfigError(

@@ -24,6 +24,7 @@ from ..report.figures import Chart, image
 from ..report.replayed import KIND as REPLAY
 from ..report.replayed import replay_report
 from ..report.tables import Listed, Report, Section, Table, counted, slug
+from ..report.tasks import Task, tasks_report
 from ..report.trainings import Run, load_run, overview, run_groups, runs_report
 from ..study.folder import Folder
 from ..study.report import BENCHMARK, compress_report, study_report
@@ -252,6 +253,22 @@ def report(
     return outputs.give(shown, loaded.unreadable, png=png)
 
 
+def report_tasks(paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | None = None) -> int:
+    """Print how far methods are from float32 in several tasks, a folder of runs each, and draw it.
+
+    Returns the exit status. Raises UserError as report does, and where a task has no float32.
+    """
+    outputs.check()
+    check_place(png)
+    found = [(path, load([path])) for path in paths]
+    tasks = [Task(path.name, run_groups(loaded.runs)) for path, loaded in found]
+    shown = tasks_report(tasks)
+    if png is not None:
+        store.put(png, image(shown.charts[0], "png"))
+    unreadable = [error for _, loaded in found for error in loaded.unreadable]
+    return outputs.give([shown], unreadable, png=png)
+
+
 def compare_files(
     after: Path,
     before: Path,
@@ -363,6 +380,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
     parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
     parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw training runs")
+    parser.add_argument(
+        "--tasks",
+        action="store_true",
+        help="each path has the runs of a task: methods beside its float32, a panel for each",
+    )
     parser.add_argument("--quiet", action="store_true", help="print no table")
     _add_choice(parser)
     _add_compare(parser)
@@ -419,6 +441,10 @@ def run(arguments: argparse.Namespace) -> int:
     of = arguments
     outputs = Outputs(of.html, of.figures, of.csv, of.latex, of.quiet)
     choice = Choice(of.x, of.y, tuple(of.by), tuple(of.panel), tuple(of.where))
+    if of.tasks:
+        if of.compare or choice != ALL:
+            raise UserError("--tasks: goes not with --compare, --where, --x, --y, --by, --panel")
+        return report_tasks(of.files, outputs, of.png)
     if of.compare is None:
         for name in ("fail_on_slower", "tolerance"):
             if getattr(of, name):

@@ -108,7 +108,8 @@ def _kept(folder: Folder, cases: Sequence[Case]) -> str:
     there = {case.id for case in expand(folder.study()).cases}
     new = sum(case.id not in there for case in cases)
     more = f": study extend adds {new} case(s)" if new else ""
-    return f"folder: {folder.path}, which has {len(cases) - new} of these cases{more}"
+    old = len(cases) - new
+    return f"folder: {folder.path}, whose study has {old} of these cases{more}"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ... import store
+from ... import ordinary, store
 from ...config import IMPORT, Raw, UserError, merge
 from ...whole_files import sealed_json, unsealed_json
 from ..study_data.factors import (
@@ -182,7 +182,7 @@ class _Training(Measuring):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if iteration and path.exists():
-                before = unsealed_json(path.read_text(encoding="utf-8"))
+                before = unsealed_json(ordinary.text(path))
             if wrong := difference(before):
                 raise UserError(
                     f"{self.directory}: was trained so far with {wrong}: go on there, or delete it"

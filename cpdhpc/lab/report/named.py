@@ -6,7 +6,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-from ... import store
+from ... import ordinary, store
 from . import units
 
 KINDS = {  # attribute "kind" of HDF5 files: what it is; what to do with it
@@ -73,7 +73,7 @@ FOLDERS = {
 
 def is_hdf5(path: Path) -> bool:
     """Return whether a file begins as HDF5 of cpdhpc or of others does."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=ordinary.open_ordinary) as file:
         return file.read(len(store.MAGIC)).startswith((store.MAGIC, store.SIGNATURE))
 
 
@@ -85,7 +85,7 @@ def of_file(path: Path) -> str:
     if path.suffix in ENDINGS:
         return ENDINGS[path.suffix]
     try:
-        text = path.read_bytes()[: 1 << 20].decode()
+        text = ordinary.content(path)[: 1 << 20].decode()
         keys = tomllib.loads(text) if path.suffix == ".toml" else {}
     except (UnicodeDecodeError, tomllib.TOMLDecodeError):
         raise store.StoreError(f"{path}: is no file that cpdhpc writes") from None

@@ -25,8 +25,9 @@ from ...config import (
     value_at,
 )
 from ...methods import reason
+from ...whole_files import read_file_of
 from ..kinds import KINDS
-from ..settings import blaming, override, read_file_of
+from ..settings import blaming, override
 from ..study_data.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ... import store
+from ... import ordinary, store
 from ...config import (
     ConfigError,
     Raw,
@@ -98,7 +98,7 @@ class Folder:
     def failure(self, case: Case) -> str:
         """Return why a case failed; "" where nothing is told."""
         try:
-            return self.failure_file(case).read_text(encoding="utf-8").strip()
+            return ordinary.text(self.failure_file(case), "replace").strip()
         except OSError:
             return ""
 
@@ -166,7 +166,10 @@ class Folder:
         Folders of older versions have none, and are taken as they are. Raises FolderError for what
         is no TOML and has no digest: nobody knows then which study it was.
         """
-        head = self.study_toml.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        try:
+            head = ordinary.text(self.study_toml, "replace").partition("\n")[0]
+        except OSError as error:
+            raise FolderError(f"{self.study_toml}: cannot be read: {error.strerror}") from None
         known = head.removeprefix(FROZEN).strip() if head.startswith(FROZEN) else ""
         try:
             return "" if known == _digest(read_toml(self.study_toml)) else known
@@ -192,11 +195,13 @@ class Folder:
             for directory in (self.path, self.cases, self.logs, self.scripts):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+            raise FolderError(
+                f"{error.filename or self.path}: cannot be written: {error.strerror}"
+            ) from None
         self.freeze(study)
 
     def _check_same(self, study: Study) -> None:
-        there = self.study_toml.read_text(encoding="utf-8")
+        there = ordinary.text(self.study_toml)
         kind = value_of(there, "kind")
         if kind != study.kind:
             raise FolderError(
@@ -272,8 +277,7 @@ def recorded(folder: Folder) -> list[Job]:
     """
     path = folder.path / RECORD
     try:
-        text = path.read_text(encoding="utf-8")
-        return validate(_Record, unsealed_json(text), str(path)).jobs
+        return validate(_Record, unsealed_json(ordinary.text(path)), str(path)).jobs
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -18,6 +18,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ... import ordinary
 from ...config import UserError
 from ...whole_files import open_own
 from ..claim import read_claim
@@ -207,7 +208,7 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: C
 
 def _last_words(log: Path, start: int) -> list[str]:
     """Return a batch's last error, or where it has none its last lines, from a place in its log."""
-    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    lines = ordinary.content(log)[start:].decode(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("cpdhpc: error:")]
     return errors[-1:] or [line for line in lines if line.strip()][-LOG_LINES:]
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from ...compress.base import Aggregator
 from ...config import ConfigError, Section, told, validate
+from ...methods import nearest
 from .data import Data, Source
 from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
@@ -60,10 +61,14 @@ class Imported(Section):
         sys.path.insert(0, self.import_from)
         try:
             with told(self.where):
-                found = getattr(importlib.import_module(module), self.function, None)
+                there = importlib.import_module(module)
+                found = getattr(there, self.function, None)
                 if not callable(found):
+                    names = [name for name, value in vars(there).items() if callable(value)]
+                    meant = nearest(self.function, names)
+                    said = f": did you mean {' or '.join(meant)}?" if meant else ""
                     raise ConfigError(
-                        f"{self.where}: module {module} has no function {self.function}"
+                        f"{self.where}: module {module} has no function {self.function}{said}"
                     )
                 yield found
         finally:
@@ -159,6 +164,7 @@ class ImportedAggregator(Imported):
     of: ClassVar[str] = "gradient"
     has_momentum: ClassVar[bool] = False
     holds_back: ClassVar[bool] = False
+    most_momentum: ClassVar[float] = 0.0
 
     @property
     def aggregator(self) -> str:

@@ -40,9 +40,10 @@ from ...torch.controllers import (
 )
 from ...torch.precision.policy import PRESETS, Policy
 from ...torch.precision.recording import Recording
-from ...torch.waiting import loses, rate_without, told
+from ...torch.waiting import loses, rate_with, told
+from ...whole_files import read_file_of
 from ...world.ranks import Loopback, Ranks
-from ..settings import blaming, override, read_file_of
+from ..settings import blaming, override
 from .data import Data
 from .datasets import DATA, Augment, Digits
 from .imports import ImportedAggregator, ImportedData, ImportedLoss, ImportedMetric, ImportedModel
@@ -206,9 +207,9 @@ class Job(Section):
     def _recommended(self) -> Job:
         """Set what train.settings="recommended" stands for; once more, it changes nothing."""
         is_asked = self.train.settings == "recommended"
-        if not (is_asked and self._waits(self.gradient) and self._kept_share(self.gradient)):
+        if not (is_asked and self._has_too_much(self.gradient)):
             return self
-        table, changes, rate = self._without_momentum(self.gradient)
+        table, changes, rate = self._with_less_momentum(self.gradient)
         if table == "gradient":
             of = cast(Aggregator, self.gradient)
             object.__setattr__(self, "gradient", replace(of, **changes))
@@ -231,16 +232,21 @@ class Job(Section):
         own: float = getattr(gradient, "momentum", 0.0) if gradient.has_momentum else 0.0
         return own or self.optimizer.kept_share
 
-    def _without_momentum(
+    def _has_too_much(self, gradient: Aggregator | ImportedAggregator) -> bool:
+        """Return whether gradients wait, and momentum is above what goes with that."""
+        return self._waits(gradient) and self._kept_share(gradient) > gradient.most_momentum
+
+    def _with_less_momentum(
         self, gradient: Aggregator | ImportedAggregator
     ) -> tuple[str, Raw, float]:
-        """Return a table, its keys without momentum, and the learning rate that goes with them."""
+        """Return a table, its keys of most_momentum at most, and the learning rate with them."""
         rate, share = self.train.learning_rate, self._kept_share(gradient)
+        most = min(share, gradient.most_momentum)
         if self.has_rate:
-            rate = rate_without(rate, share)
+            rate = rate_with(rate, share, most)
         if gradient.has_momentum:
-            return "gradient", {"momentum": 0.0}, rate
-        return "optimizer", self.optimizer.without_momentum(), rate
+            return "gradient", {"momentum": most}, rate
+        return "optimizer", self.optimizer.with_share(most), rate
 
     @property
     def has_rate(self) -> bool:
@@ -251,13 +257,13 @@ class Job(Section):
         """Return the line about momentum beside a gradient's method; "" where there is none."""
         if not self._waits(gradient):
             return ""
-        table, changes, rate = self._without_momentum(gradient)
+        table, changes, rate = self._with_less_momentum(gradient)
         lines = [f"{table}.{line}" for line in dump_toml(changes).splitlines()]
         if self.has_rate:
             lines.append(f"{RATE} = {rate:g}")
         write = " and ".join(lines)
-        if momentum := self._kept_share(gradient):
-            return told(gradient, loses(momentum, f"write {write}"))
+        if self._has_too_much(gradient):
+            return told(gradient, loses(self._kept_share(gradient), f"write {write}"))
         is_asked = self.train.settings == "recommended"
         return told(gradient, f'train.settings = "recommended": {write}') if is_asked else ""
 

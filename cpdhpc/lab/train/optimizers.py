@@ -41,11 +41,12 @@ class Optimizer(Section):
         share: float = self.betas[0] if hasattr(self, "betas") else getattr(self, "momentum", 0.0)
         return share
 
-    def without_momentum(self) -> dict[str, Any]:
-        """Return the keys that take that share away, with their values then."""
+    def with_share(self, share: float) -> dict[str, Any]:
+        """Return the keys that make it that share, with their values then."""
         if hasattr(self, "betas"):
-            return {"betas": (0.0, self.betas[1])}
-        return {"momentum": 0.0} | ({"nesterov": False} if getattr(self, "nesterov", 0) else {})
+            return {"betas": (share, self.betas[1])}
+        without = {"nesterov": False} if getattr(self, "nesterov", False) and not share else {}
+        return {"momentum": share} | without
 
     @abstractmethod
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:

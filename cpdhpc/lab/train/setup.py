@@ -250,6 +250,7 @@ class Training(Given):
             "seed": self.job.seed,
             "toml": self.job.toml(),
             "parameters": sum(p.numel() for p in self.reducer.parameters),
+            "algorithms": ", ".join(sorted(self.world.chosen)),
             **self.provenance,
             "status": status,
         }

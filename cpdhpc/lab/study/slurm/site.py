@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from ....config import Section, Whole, dump_toml, one_of, read_toml, validate
-from ....whole_files import check_sealed
+from ....config import Section, Whole, dump_toml, one_of, validate
+from ....whole_files import check_sealed, read_file_of
 from ..cases import Batch
 from ..spec import Study
 
@@ -222,7 +222,7 @@ def load_site(path: Path | None) -> Site:
     if path is None:
         return Site()
     check_sealed(path)
-    return validate(Site, {"name": path.stem} | read_toml(path), str(path))
+    return validate(Site, {"name": path.stem} | read_file_of(path, "launcher"), str(path))
 
 
 MORE_TO_DO = 85  # exit status of ranks that USR1 stopped and that wrote a checkpoint

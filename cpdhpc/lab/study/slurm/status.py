@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ....config import UserError
+from ....ordinary import open_ordinary
 from ...claim import Claim, JobAlive, read_claim, unknown
 from ...study_data.factors import Case
 from ..cases import batches, expand
@@ -77,9 +78,10 @@ def look(study: Study, folder: Folder) -> Standing:
     """Return where a study stands, by its files and by Slurm as far as that answers."""
     jobs = recorded(folder)
     found = states(study, folder)
+    if jobs or (folder.path / SITE).exists():  # which is written before the first job goes in
+        found = with_submission(found, study, folder, jobs)
     if not jobs:
         return Standing(found)
-    found = with_submission(found, study, folder, jobs)
     slurm, last = "answers", newest(jobs)
     open_ones = {each.batch for each in found if each.state != "finished"} & last.keys()
     places = [(last[batch].number, last[batch].batches[batch]) for batch in open_ones]
@@ -211,7 +213,7 @@ def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:
 def tail(path: Path) -> list[str]:
     """Return the last lines of a log that are not empty."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_ordinary) as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
