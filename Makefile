@@ -5,6 +5,7 @@
 #                   and kernels under compute-sanitizer
 # make test-gpu-emulated   the CUDA kernels themselves on the CPU, bit for bit; needs no GPU
 # make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
+# make test-install the wheel alone and with each extra, in clean environments
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
 # make soak         random all-reduces against the simulator for MINUTES=30
@@ -50,11 +51,11 @@ COUNTED = $(patsubst %,tests/mpi/test_mpi_%.py,allreduce darray exact methods sp
 # Of MPICH, whose ranks spin, only these: the rest of our code is that of the other MPI.
 THREE = $(if $(filter mpich,$(MPI)),$(SPLIT) $(COUNTED) tests/mpi/test_mpi_reducer.py, \
     tests/mpi $(patsubst %,--ignore=%,$(SPLIT)))
-SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited slurm/install slurm/up slurm/down) \
+SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited install_extras slurm/install slurm/up slurm/down) \
     $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-gpu-emulated \
+.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-gpu-emulated test-install \
     test-slurm lint bench-codec soak kill-study install clean
 
 quickstart: install
@@ -106,6 +107,10 @@ test-gpu-emulated: $(VENV)/.installed-test
 # tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.
 test-slurm: $(VENV)/.installed-test
 	$(ACTIVATE) $(SPARING) $(LIMITED) python $(PYTEST) tests/slurm -m slurm -rs
+
+# The wheel alone, and with each extra, in clean environments.
+test-install:
+	tests/install_extras $(PYTHON)
 
 lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .
