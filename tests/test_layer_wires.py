@@ -69,8 +69,9 @@ def test_each_group_has_the_bits_of_the_specification(rounding: Any) -> None:
         given = [part.flatten([BUCKET.views(x)[i] for i in layers]) for x in xs]
         way = 0 if wire == "e4m3" else 1 + ["e5m2", "e3m0"].index(wire) if wire != "raw" else 0
         low, high = random_key(7, crc32(b"layers"), way) if way else (7, 0)
+        algorithm, accumulate = ("ring", "requantise") if wire == "raw" else ("rhd", "grow")
         total = expected(
-            given, wire, "ring" if wire == "raw" else "rhd", scaling, "requantise",
+            given, wire, algorithm, scaling, accumulate,
             segments=part.segments, seed=low | high << 32, iteration=5, rounding=rounding,
         )  # fmt: skip
         for i, found in zip(layers, part.views(total / np.float32(RANKS)), strict=True):
