@@ -26,8 +26,8 @@ CPD_FN Eights apart(Eights v, int bits) {
 }
 
 // The codes of a tile that lie close together elsewhere; codes of a byte each may stay there. Eight
-// bytes are moved of which so many count as a code has bits, but of the last ones: a tile of
-// another thread may begin beyond.
+// bytes are moved of which so many count as a code has bits, from 4 on; of the last ones only
+// those, as a tile of another thread may begin beyond.
 struct Codes {
     alignas(64) u8 bytes[CPD_TILE + 8];
 
@@ -198,6 +198,7 @@ i64 decode_ocp(const Cast& given, const u32* words, const u8* scales, const floa
         if (x) {
             add_ocp_tile(cast, scales + block, came, pad.read(x + t * CPD_TILE, left), target);
         } else {
+            expect_target(out + (t + CPD_AHEAD) * CPD_TILE);
             U most = lanes(0);
             for (int first = 0; first < CPD_TILE; first += CPD_LANES)
                 decode_block(cast, scales[block + first / CPD_LANES], came + first,
