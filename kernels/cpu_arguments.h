@@ -133,8 +133,9 @@ bool has_blocks(const Cast& cast, const Buffer& words, const Buffer& shifts, i64
     const i64 tiles = tiles_of(n);
     if (cast.ocp) {
         *blocks = 1;
-        if (bits > 8) {  // which codes of a byte hold
-            PyErr_Format(PyExc_ValueError, "cast: OCP's elements of %lld bits", bits);
+        if (bits < 4 || bits > 8) {  // see Codes of cpu_ocp.h
+            PyErr_Format(PyExc_ValueError, "cast: OCP's elements have %lld bits: 4 to 8 allowed",
+                         bits);
             return false;
         }
         return has_length(shifts, "shifts", tiles * CPD_LANES) &&

@@ -26,8 +26,8 @@ CPD_FN Eights apart(Eights v, int bits) {
 }
 
 // The codes of a tile that lie close together elsewhere; codes of a byte each may stay there. Eight
-// bytes are moved of which so many count as a code has bits, but of the last ones: a tile of
-// another thread may begin beyond.
+// bytes are moved of which so many count as a code has bits, from 4 on; of the last ones only
+// those, as a tile of another thread may begin beyond.
 struct Codes {
     alignas(64) u8 bytes[CPD_TILE + 8];
 

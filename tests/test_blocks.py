@@ -31,6 +31,7 @@ from cpdhpc.formats import (
     SHIFT_NONFINITE,
     TILE,
     Cast,
+    Microscaling,
     packed_bytes,
     parse_format,
     shift_count,
@@ -167,6 +168,37 @@ def test_all_clones_give_the_bits_of_the_reference(clone: str, rows: int) -> Non
             results = (everything(ops, x, y, cast, rows) for ops in (cpu, reference))
             for got, wanted in zip(*results, strict=True):
                 assert np.array_equal(got, wanted), (n, name, rounding)
+
+
+@every("wire", MICROSCALING)
+def test_all_clones_give_the_bits_of_ocp(clone: str, wire: str) -> None:
+    """Scales next to the ends of float32 too, and a block with NaN."""
+    turn = cycle(("nearest", "stochastic", "up"))
+    for n in (0, 1, 33, 1024, 1025, 2500):
+        for values, exponent in ((spread_out, 0), (oracles.awkward, 0), (spread_out, 105),
+                                 (spread_out, -125)):  # fmt: skip
+            cast = Cast(MICROSCALING[wire], next(turn))
+            x, y = (np.ldexp(values(n, seed), exponent).astype(np.float32) for seed in (1, 2))
+            if n > 1024:
+                x[40] = np.nan
+            results = (everything(ops, x, y, cast, 32) for ops in (cpu, reference))
+            for got, wanted in zip(*results, strict=True):
+                assert np.array_equal(got, wanted), (n, cast, values, exponent)
+
+
+def test_no_byte_beside_ocp_elements_is_written(clone: str) -> None:
+    """Of the last tile, which another thread's may follow."""
+    for fmt in MICROSCALING.values():
+        size, x = packed_bytes(2048, fmt.bits), spread_out(2048, 4)
+        room, shifts = np.full(size + 64, 0xA5, np.uint8), np.zeros(64, np.uint8)
+        cpu.encode_tiles(x, Cast(fmt), room[:size], shifts, fit=True)
+        assert (room[size:] == 0xA5).all() and not (room[size - 64 : size] == 0xA5).all()
+
+
+def test_ocp_elements_have_4_bits_at_least(clone: str) -> None:
+    fmt = Microscaling(1, 1, "none")
+    with pytest.raises(ValueError, match="OCP's elements have 3 bits: 4 to 8 allowed"):
+        encoded(cpu, spread_out(1024, 4), Cast(fmt), 32)
 
 
 @pytest.mark.gpu

@@ -46,7 +46,8 @@ class OkTopk(SparseMessages):
 
     density: share of a bucket's values that all ranks get, one at least
     warmup: density of the first epochs, one for each
-    estimate_every: iterations after which both thresholds are estimated anew
+    estimate_every: iterations after which both thresholds are estimated anew; of more than about
+        8 a network's first steps may not recover
     rebalance_every: iterations after which the ranks' regions are made anew
     wire: of the values that are sent: "raw" or a format
     What is not among the largest sums stays with each rank and is added to its next gradient, as is
