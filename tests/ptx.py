@@ -287,6 +287,8 @@ class Run:
             operand = [flushed(each) for each in operand]
         if name in ("abs", "neg"):
             return np.abs(operand[0]) if name == "abs" else -operand[0]
+        if name == "copysign":  # the sign of the first in the value of the second
+            return np.copysign(operand[1], operand[0])
         if name not in ("add", "sub", "mul", "div") or way not in (["rn"], ["rn", "ftz"], ["ftz"]):
             raise Fault("an instruction that is not known")
         found = ARITHMETIC[name](*operand)
