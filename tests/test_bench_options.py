@@ -89,6 +89,7 @@ def test_ranges(command: str, words: str) -> None:
         (["--scalings", "layer"], "--scalings layer"),
         (["--accumulate", "kahn"], "--accumulate kahn"),
         (["--algorithms", "ring", "--wires", "e4m3", "--accumulate", "kahan"], "nothing to do"),
+        (["--wires", "int8"], "nothing to do: scaling='tile': wire='int8' needs shifts that all"),
         (["--wires", ","], "nothing to do: no names are given"),
         (["--baselines", "nccl"], "--baselines nccl"),
         (["--repeats", "0"], "--repeats 0: must be 1 or more"),
@@ -108,6 +109,8 @@ def test_what_the_user_can_mend(
         argv = ["bench", "allreduce", "--baselines", "mpi", *arguments]
         run(parser(argv).parse_args(argv), Loopback(1))
     assert words in str(caught.value)
+    reasons = str(caught.value).split("; ")
+    assert len(reasons) == len({each.rpartition("to do: ")[2] for each in reasons})
 
 
 def test_auto_has_a_row_of_the_algorithm_that_it_takes(

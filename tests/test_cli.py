@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_page import commands, parser_of
 from every import every
 from training import environment, mpirun, write_idx, write_job
 
@@ -18,7 +18,7 @@ import cpdhpc
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.autoencoder import job as autoencoder_job
-from cpdhpc.lab.cli import COMMANDS, Command, Group, main, parser
+from cpdhpc.lab.cli import COMMANDS, main
 from cpdhpc.lab.train import job as train_job
 from cpdhpc.world.mpi import World
 
@@ -44,15 +44,6 @@ def test_help_tells_what_there_is(command: list[str], capsys: pytest.CaptureFixt
     assert len(shown.splitlines()) >= 5
 
 
-def commands() -> Iterator[list[str]]:
-    """Every command, and every action of one."""
-    for name, row in COMMANDS.items():
-        if isinstance(row, Command) or row.default:
-            yield [name]
-        if isinstance(row, Group):
-            yield from ([name, action] for action in row.actions)
-
-
 METAVARS = (  # of what may come from the command line
     r"(FILE|RUN|STUDY|MACHINE|RUN\.checkpoint)?(\.(h5|toml|png|html|npy|csv))?|DIR|FOLDER|NUMBER"
     r"|(N|NAME|SIZE|GBIT|A:B|MODE|KIND|PATTERN|NAME=VALUE|RANGE:BITS)([,;]\.\.\.)?"
@@ -63,10 +54,7 @@ METAVARS = (  # of what may come from the command line
 @every("command", list(commands()))
 def test_options_say_what_they_take_and_their_defaults(command: list[str]) -> None:
     """No option's value is called as the option, and each default is in the text, once."""
-    here = parser(command)
-    for name in command:
-        (actions,) = [a for a in here._actions if isinstance(a, argparse._SubParsersAction)]
-        here = actions.choices[name]
+    here = parser_of(command)
     shown = here._get_formatter()
     for action in here._actions:
         if action.nargs == 0:

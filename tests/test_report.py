@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from rich.console import Console
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.commands.report import Outputs, load, report, report_tasks
+from cpdhpc.lab.commands.report import Outputs, _print_table, load, report, report_tasks
 from cpdhpc.lab.report.figures import BOUND, draw
 from cpdhpc.lab.report.score import Score, Trained, pareto, score_charts
-from cpdhpc.lab.report.tables import numbers
+from cpdhpc.lab.report.tables import Column, Table, numbers
 from cpdhpc.lab.report.tasks import Task, tasks_report
 from cpdhpc.lab.report.trainings import RunGroup, baseline, overview, run_groups, runs_report, table
 from cpdhpc.lab.train.setup import Files
@@ -157,6 +159,16 @@ def test_a_closer_look_is_at_two_or_more(second: float, panels: int) -> None:
 def test_pareto_front() -> None:
     assert pareto([3.0, 1.0, 2.0, 2.0, 4.0], [5.0, 1.0, 3.0, 2.0, 5.0]) == [1, 2, 0]
     assert pareto([1.0, 1.0], [2.0, 3.0]) == [1]
+
+
+def test_a_narrow_terminal_cuts_no_word() -> None:
+    headings = [Column("algorithm", str, False), Column("speed-up"), Column("base", str, False)]
+    rows = [("ring", f"{n}.00", f"{n} ranks, 17.9 µs") for n in (1, 2)]
+    for width in (10, 27, 40, 80):
+        console = Console(width=width, file=StringIO())
+        _print_table(console, Table("Scaling", headings, rows).rich())
+        shown = console.file.getvalue()
+        assert all(word in shown for word in ("algorithm", "speed-up", "ranks,", "17.9")), shown
 
 
 def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:

@@ -94,12 +94,14 @@ class Description:
     def __str__(self) -> str:
         """Return a line for each rank, and what they have in common."""
         head = ("rank", "owned", "window", "interior", "to", "from", "bytes out", "bytes in")
-        lines = [" ".join(f"{text:>10}" for text in head)]
+        rows: list[tuple[str, ...]] = [head]
         for each in self.ranks:
             numbers = (each.rank, each.owned_cells, each.window_cells, each.interior_cells,
                        len(each.sends_to), len(each.recvs_from), each.sent_bytes,
                        each.received_bytes)  # fmt: skip
-            lines.append(" ".join(f"{number:>10}" for number in numbers))
+            rows.append(tuple(map(str, numbers)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         return "\n".join(
             [
                 f"plan {self.name!r}: {len(self.ranks)} ranks, a cell is {self.cell}",

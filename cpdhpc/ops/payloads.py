@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -233,8 +233,18 @@ class Packed:
 
     def of(self, terms: int) -> Packed:
         """Return the wire of sums of so many contributions."""
-        bits = 0 if self.growth is None else self.growth.bits(terms)
-        return replace(self, cast=grown(self.cast, bits), growth=None) if bits else self
+        if self.growth is None:
+            return self
+        if terms not in self._grown:
+            bits = self.growth.bits(terms)
+            wider = replace(self, cast=grown(self.cast, bits), growth=None)
+            self._grown[terms] = wider if bits else None
+        return self._grown[terms] or self
+
+    @cached_property
+    def _grown(self) -> dict[int, Packed | None]:
+        """The wires of partial sums by their terms; None for this one, so as to make no circle."""
+        return {}
 
     def size_bytes(self, n: int, terms: int | None = None) -> int:
         """Bytes of n values, sums of so many contributions: whole tiles."""

@@ -134,7 +134,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         "--accumulate",
         default="default",
         metavar="NAME,...",
-        help=f"of {','.join(ACCUMULATES)},default: the algorithm's own",
+        help=f"of {','.join(ACCUMULATES)}, or default, the algorithm's own",
     )
 
 
@@ -159,7 +159,8 @@ def parse_methods(
         except ValueError as error:
             skipped.append(str(error).removeprefix("allreduce: "))
     if not methods:
-        raise UserError(f"bench: nothing to do: {'; '.join(skipped) or 'no names are given'}")
+        why = "; ".join(dict.fromkeys(skipped)) or "no names are given"
+        raise UserError(f"bench: nothing to do: {why}")
     return list(methods), skipped
 
 

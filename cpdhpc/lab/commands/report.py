@@ -404,7 +404,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--y",
         default="",
         metavar="NAME",
-        help="time (default), speedup, efficiency, of studies of throughput that; an outcome",
+        help="time (default), speedup, efficiency, throughput in its studies, or an outcome",
     )
     for name, text in (("by", "a series"), ("panel", "a panel")):
         for_figures.add_argument(

@@ -57,12 +57,13 @@ class Table:
             caption_justify="left",
         )
         for at, column in enumerate(self.columns):
+            lines = [*column.heading.split("\n"), *(row[at] for row in self.rows[:SHOWN])]
             if column.numbers:
-                lines = [*column.heading.split("\n"), *(row[at] for row in self.rows[:SHOWN])]
                 whole = max(map(len, lines))
                 result.add_column(column.heading, justify="right", no_wrap=True, min_width=whole)
-            else:
-                result.add_column(column.heading)
+            else:  # rich cuts words if another column can be narrower
+                word = max(len(word) for line in lines for word in line.split() or [""])
+                result.add_column(column.heading, min_width=word)
         for row in self.rows[:SHOWN]:
             result.add_row(*(Text(cell) for cell in row))
         return result

@@ -1,0 +1,78 @@
+"""docs/commands.md from the command line; `python tests/command_page.py` writes it anew."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import fill
+
+from cpdhpc.lab.cli import COMMANDS, Command, Group, parser
+
+PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+HEAD = """# Commands and their options
+
+Made of the command line's parsers, by `python tests/command_page.py`; a test compares. It is what
+`python -m cpdhpc COMMAND --help` shows. Every command has `--help`; `python -m cpdhpc --version`
+shows the version.
+"""
+
+
+def commands() -> Iterator[list[str]]:
+    """Every command, and every action of one."""
+    for name, row in COMMANDS.items():
+        if isinstance(row, Command) or row.default:
+            yield [name]
+        if isinstance(row, Group):
+            yield from ([name, action] for action in row.actions)
+
+
+def parser_of(command: list[str]) -> argparse.ArgumentParser:
+    """The parser of a command's arguments."""
+    here: argparse.ArgumentParser = parser(command)
+    for name in command:
+        (actions,) = [a for a in here._actions if isinstance(a, argparse._SubParsersAction)]
+        here = actions.choices[name]
+    return here
+
+
+def shown(action: argparse.Action) -> str:
+    """An argument as it is given."""
+    value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
+    if not action.option_strings:
+        return str(value)
+    several = " ..." if action.nargs in ("+", "*") else ""
+    given = value if action.nargs != "?" else f"[{value}]"
+    return (
+        f"{action.option_strings[-1]} {given}{several}"
+        if action.nargs != 0
+        else (action.option_strings[-1])
+    )
+
+
+def rows(of: argparse.ArgumentParser) -> Iterator[str]:
+    """The table of a command's arguments."""
+    yield from ("| argument | what it is |", "|---|---|")
+    for action in of._actions:
+        if not isinstance(action, argparse._HelpAction):
+            text = of._get_formatter()._expand_help(action).replace("|", r"\|")
+            needed = " (needed)" if action.required and action.option_strings else ""
+            yield f"| `{shown(action)}` | {' '.join(text.split())}{needed} |"
+
+
+def page() -> str:
+    """The page, whole."""
+    lines = [HEAD]
+    for command in commands():
+        of = parser_of(command)
+        parts = inspect.cleandoc(of.description or "").split("\n\n")
+        lines += [f"## {' '.join(command)}", ""]
+        lines += ["\n\n".join(fill(part, 100, break_on_hyphens=False) for part in parts), ""]
+        if len(of._actions) > 1:
+            lines += [*rows(of), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
