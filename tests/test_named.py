@@ -71,6 +71,7 @@ def test_text_is_named_by_what_it_says(tmp_path: Path, capsys: pytest.CaptureFix
         "other.toml": ("a = 1\n", "is no TOML file that cpdhpc takes"),
         "a.html": ("<p>", "a page"),
         "soak.log": ("soak: no difference\n", "text, maybe the log"),
+        "batch-0.json": ("{}", "what a job of a study has noted: `study status` shows it"),
         "a.bin": ("\x00", "text"),
     }
     for name, (text, says) in files.items():

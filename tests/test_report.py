@@ -222,6 +222,22 @@ def test_tasks_without_float32_are_refused(directory: Path, tmp_path: Path, caps
     assert "--tasks: goes not with --compare" in capsys.readouterr().err
 
 
+def test_a_picture_is_what_its_name_says(directory: Path, tmp_path: Path) -> None:
+    for ending, begin in (("pdf", b"%PDF"), ("SVG", b"<?xml"), ("jpg", b"\xff\xd8")):
+        report([directory], WIDE, tmp_path / f"a.{ending}")
+        assert (tmp_path / f"a.{ending}").read_bytes().startswith(begin)
+
+
+def test_seeds_that_record_and_others_are_one_row(tmp_path: Path, capsys: Any) -> None:
+    """As those of precision search."""
+    for seed, record in ((0, {"tensors": ["weights"], "every": 1, "count": 1}), (1, {})):
+        train = {"seeds": [seed], "record_gradients": [0] * (seed == 0)}
+        job = small_job(name="kept", train=train, record=record)
+        run_job(job, Loopback(2), tmp_path)
+    assert report([tmp_path / "kept-s0.h5", tmp_path / "kept-s1.h5"], WIDE) == 0
+    assert re.search(r"kept +2 ", capsys.readouterr().out)
+
+
 def test_one_file_one_seed(directory: Path, capsys: Any) -> None:
     report([directory / "aps-s1.h5"], WIDE)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" aps ")]

@@ -248,7 +248,7 @@ def report(
             raise ReportError(
                 f"--png {png}: is of training runs; --figures DIR writes those of studies"
             )
-        store.put(png, image(overview(of_runs.charts), "png"))
+        store.put(png, image(overview(of_runs.charts), png.suffix[1:].lower() or "png"))
     shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
     return outputs.give(shown, loaded.unreadable, png=png)
 

@@ -490,7 +490,7 @@ def _add_legend(figure: Figure, panels: Sequence[Panel | Map]) -> float:
 
 
 def image(chart: Chart, kind: str) -> bytes:
-    """Return the figure as a file's content. kind: "png", "svg" or "webp"."""
+    """Return the figure as a file's content. kind: as "png" or "svg", of matplotlib."""
     from matplotlib import rc_context
 
     buffer = BytesIO()

@@ -61,6 +61,7 @@ ENDINGS = {
     ".svg": "a picture",
     ".csv": "a table of `report --csv`",
     ".tex": "a table of `report --latex`",
+    ".json": "what a job of a study has noted: `study status` shows it",
     ".sbatch": "a job script: `sbatch` takes it",
     ".lock": "the claim of who is at work on files",
 }

@@ -152,7 +152,7 @@ def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
     """Return the runs grouped by name, in the order in which the names come.
 
     Names without a complete run are left out. Raises ReportError where runs of one name differ
-    in more than the seed.
+    in more than the seed and what they record.
     """
     by_name: dict[str, list[Run]] = {}
     for run in runs:
@@ -170,7 +170,9 @@ def _check_alike(runs: list[Run]) -> None:
     first = runs[0]
     for run in runs[1:]:
         texts = first.attributes["toml"], run.attributes["toml"]
-        key = difference(*texts, ignored=["train.seeds"])
+        recorded = {key for text in texts for key in keys_of(text, "record")}
+        recorded |= {"train.record_gradients", "train.seeds"}
+        key = difference(*texts, ignored=recorded)
         if key is not None:
             raise ReportError(
                 f"{run.path} and {first.path} are both {run.name}, but differ in {key}"
