@@ -22,9 +22,9 @@ SIDE = 28
 def warped(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return float64[n, 28, 28]: each image by an affine map of its own, linearly interpolated."""
     n = len(images)
-    angle, shear = rng.uniform(-0.6, 0.6, n), rng.uniform(-0.4, 0.4, n)
-    wide, high = np.exp(rng.uniform(-0.25, 0.35, (2, n)))
-    shift = rng.uniform(-4, 4, (2, n, 1, 1))
+    angle, shear = rng.uniform(-0.4, 0.4, n), rng.uniform(-0.3, 0.3, n)
+    wide, high = np.exp(rng.uniform(-0.2, 0.3, (2, n)))
+    shift = rng.uniform(-2, 2, (2, n, 1, 1))
     turned = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     stretched = np.array([[wide, wide * shear], [np.zeros(n), high]])
     maps = np.einsum("abn,bcn->acn", turned, stretched)[..., None, None]
@@ -44,7 +44,7 @@ def warped(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def distorted(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return uint8[n, 28, 28]. images: of the same shape and type."""
-    n, size = len(images), 9
+    n, size = len(images), 6
     out = warped(images / 255, rng)
     for _ in range(2):  # strokes of other images, somewhere
         others = images[rng.permutation(n)] / 255
@@ -54,7 +54,7 @@ def distorted(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         patch = others[rows, from_y + y, from_x + x]
         out[rows, to_y + y, to_x + x] = np.maximum(out[rows, to_y + y, to_x + x], patch)
     tilt = rng.uniform(-0.3, 0.3, (2, n, 1, 1)) * (np.mgrid[:SIDE, :SIDE] / SIDE)[:, None]
-    out = rng.uniform(0.5, 1.0, (n, 1, 1)) * out + tilt.sum(0) + rng.normal(0, 0.2, out.shape)
+    out = rng.uniform(0.5, 1.0, (n, 1, 1)) * out + tilt.sum(0) + rng.normal(0, 0.1, out.shape)
     return (255 * np.clip(out, 0, 1)).round().astype(np.uint8)
 
 
