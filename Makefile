@@ -91,9 +91,9 @@ test-gpu: $(VENV)/.installed-test
 	    $(EMULATED) $(ACTIVATE) $(LIMITED) compute-sanitizer --tool $$tool --error-exitcode 1 \
 	        python $(PYTEST) -p unpooled_cupy -m "gpu and not slow" $(SANITIZED) || exit 1; done
 
-# The CUDA kernels themselves, compiled for the CPU (tests/emulated_gpu.py), and the PTX that NVRTC
+# The CUDA kernels themselves, compiled for the CPU (tests/helpers/emulated_gpu.py), and the PTX that NVRTC
 # makes of the codec for each architecture.
-EMULATED = PYTHONPATH=tests
+EMULATED = PYTHONPATH=tests/helpers
 test-gpu-emulated: $(VENV)/.installed-test
 	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu -m "gpu and not slow" \
 	    -n $(WORKERS) --dist loadfile
@@ -149,10 +149,10 @@ $(VENV)/.installed-lint: $(VENV)/.installed-test
 
 # Random all-reduces on 4 ranks against the simulator, bit for bit.
 soak: $(VENV)/.installed-test
-	$(MPIRUN) 4 python -m mpi4py tests/soak.py --minutes $(MINUTES)
+	$(MPIRUN) 4 python -m mpi4py tests/helpers/soak.py --minutes $(MINUTES)
 
 kill-study: $(VENV)/.installed-test
-	$(ACTIVATE) python tests/kill_study.py --kills $(KILLS)
+	$(ACTIVATE) python tests/helpers/kill_study.py --kills $(KILLS)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-mpich build *.egg-info results .mypy_cache .ruff_cache

@@ -7,11 +7,51 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Something that the user can mend; the message is one line, and no traceback is shown."""
+    """Something that the user can mend; the message is one line, and no traceback is shown.
+
+    key: the argument, option or dotted key of a file that is wrong, "" if it is not one
+    """
+
+    def __init__(self, message: str = "", *, key: str = "") -> None:
+        self.key = key
+        super().__init__(message)
 
 
 class ConfigError(UserError):
     """A configuration that cannot be used."""
+
+
+class Refused(Exception):
+    """An error about one value. The message is "function: argument=value: allowed".
+
+    function: the function or class that was given the value
+    argument: its name there
+    value: what came
+    allowed: what may be given, for example "must be an int, 1 or more"
+    shown: the text to show for a value whose repr is too long, such as an array's
+    """
+
+    def __init__(
+        self, function: str, argument: str, value: object, allowed: str, shown: str | None = None
+    ) -> None:
+        self.function = function
+        self.argument = argument
+        self.value = value
+        self.allowed = allowed
+        self.shown = repr(value) if shown is None else shown
+        super().__init__(f"{function}: {argument}={self.shown}: {allowed}")
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[object, ...]]:
+        """Return how to make it anew, as in another process."""
+        return type(self), (self.function, self.argument, self.value, self.allowed, self.shown)
+
+
+class ArgumentError(Refused, ValueError):
+    """A value that an argument must not have."""
+
+
+class ArgumentTypeError(Refused, TypeError):
+    """A value whose type an argument must not have."""
 
 
 @contextmanager

@@ -36,7 +36,9 @@ def directives(text: str) -> list[str]:
 
 @every("name", NAMES)
 def test_scripts_are_the_golden_ones(name: str) -> None:
-    assert (ROOT / name).read_text() == TEXTS[ROOT / name], "python tests/rendering.py, and look"
+    assert (ROOT / name).read_text() == TEXTS[ROOT / name], (
+        "python tests/helpers/rendering.py, and look"
+    )
 
 
 def test_no_golden_file_is_left_over() -> None:

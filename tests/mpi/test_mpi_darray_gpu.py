@@ -1,6 +1,6 @@
 """Windows of GPU arrays: the bits of the CPU, over real messages and however late the GPU is.
 
-The same tests run on a GPU (-m gpu) and on tests/simulated_gpu.py.
+The same tests run on a GPU (-m gpu) and on tests/helpers/simulated_gpu.py.
 """
 
 from __future__ import annotations

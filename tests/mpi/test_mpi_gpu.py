@@ -1,6 +1,6 @@
 """GPU arrays through real messages: the bits of the CPU, whatever is late.
 
-The same tests run on a GPU (-m gpu) and on tests/simulated_gpu.py, whose work is done as late and
+The same tests run on a GPU (-m gpu) and on simulated ones, whose work is done as late and
 in as odd an order as CUDA allows.
 """
 

@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 def built(code: bytes, key: str, *flags: str) -> Path:
     """Return C++ as a library, which is kept in build/ while code, key and flags stay the same."""
     content = b"\0".join([code, *(each.encode() for each in (key, *flags))])
-    made = HERE.parent / "build" / "emulated" / f"{hashlib.sha256(content).hexdigest()[:20]}.so"
+    made = HERE.parents[1] / "build" / "emulated" / f"{hashlib.sha256(content).hexdigest()[:20]}.so"
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as work:

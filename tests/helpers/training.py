@@ -25,7 +25,7 @@ from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.world.ranks import Ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 IDX = Idx(dir="")
 SMALL = {
     "name": "small",

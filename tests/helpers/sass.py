@@ -1,6 +1,6 @@
 """Instructions that the codec's kernels take on GPUs, and the copy speed that they allow.
 
-python tests/sass.py prints both, from the SASS of NVRTC. No GPU is needed.
+python tests/helpers/sass.py prints both, from the SASS of NVRTC. No GPU is needed.
 """
 
 from __future__ import annotations

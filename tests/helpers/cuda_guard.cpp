@@ -1,5 +1,5 @@
 // What a torch that was built without CUDA lacks to have tensors on cuda:0: who knows the current
-// device and its streams, and that the device is there. tests/emulated_torch.py does the rest.
+// device and its streams, and that the device is there. tests/helpers/emulated_torch.py does the rest.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

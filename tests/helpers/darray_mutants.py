@@ -1,6 +1,6 @@
 """Faults put into exchanges and accumulations, by slices and compiled, to see that they are found.
 
-python -m mpi4py tests/darray_mutants.py prints how many of 200 random plans verify refuses.
+python -m mpi4py tests/helpers/darray_mutants.py prints how many of 200 random plans verify refuses.
 """
 
 from __future__ import annotations

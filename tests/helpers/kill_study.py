@@ -1,4 +1,4 @@
-"""Kill a study by SIGKILL at random moments: python tests/kill_study.py --kills 100.
+"""Kill a study by SIGKILL at random moments: python tests/helpers/kill_study.py --kills 100.
 
 Launcher, ranks and all die at once. No finished case may be lost or change, and whatever has the
 name of a case's file must be whole. Studies that are through are begun anew.

@@ -1,4 +1,4 @@
-"""GPUs for tests over real messages: the machine's, or tests/simulated_gpu.py in its place."""
+"""GPUs for tests over real messages: the machine's, or simulated ones."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """Ranks that are threads of this process: call lists in memory that all of them really share.
 
-    python tests/rank_threads.py MODULE.so
+    python tests/helpers/rank_threads.py MODULE.so
 
 runs all-reduces with that build of the compiled module in place of the package's own: of a
 sanitiser, which sees what two threads do to the same memory but nothing of two processes.

@@ -4,7 +4,7 @@ Each is compiled into the kernels, and the tests of emulated_gpu run until one f
 GPU arrays those of MPI, on one rank. Those of graphs and of memory are planted in a copy of the
 package, those of graphs tested on two ranks.
 
-    python tests/gpu_faults.py [kernels] [moves] [graphs] [memory]
+    python tests/helpers/gpu_faults.py [kernels] [moves] [graphs] [memory]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from training import environment
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]  # the tests
 TESTS = [
     HERE / f"test_{name}.py"
     for name in (

@@ -1,4 +1,4 @@
-"""Slurm scripts as golden files hold them; `python tests/rendering.py` writes them anew."""
+"""Slurm scripts as golden files hold them; `python tests/helpers/rendering.py` writes them anew."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpdhpc.lab.study.slurm.site import (
 )
 from cpdhpc.lab.study.spec import Study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "slurm"
 FOLDER = Path("results/demo")
 STUDY = validate(
