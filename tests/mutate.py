@@ -225,7 +225,7 @@ def in_child(scratch: Path, tests: list[str]) -> None:
         for stream in range(3):
             os.dup2(null, stream)
         os.environ["PYTHONPATH"] = str(scratch)  # of processes that tests start
-        sys.path[:] = [str(scratch), *(str(scratch / each) for each in ("tests", "tests/helpers")), *sys.path]
+        sys.path[:] = [*(str(scratch / each) for each in ("", "tests", "tests/helpers")), *sys.path]
         sys.dont_write_bytecode = True
         paths = [f"tests/test_{name}.py" for name in tests]
         run: Callable[[list[str]], int] = importlib.import_module("pytest").main
