@@ -17,7 +17,7 @@ import cpdhpc
 PACKAGE = Path(cpdhpc.__file__).parent
 ORDER = (  # parts of the package: each may import itself and those before it
     # the library: numbers, ranks, all-reduces, methods, arrays; NumPy and mpi4py only
-    *("_cpu", "kernels", "_version", "lazy", "methods", "errors", "shipped", "table_formats"),
+    *("_cpu", "kernels", "_version", "lazy", "errors", "methods", "shipped", "table_formats"),
     *("formats", "randomness", "partition", "ordinary", "whole_files", "options", "store"),
     *("ops", "arrays", "world", "collectives", "compress", "darray"),
     # its side for torch
