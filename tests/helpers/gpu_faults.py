@@ -46,7 +46,7 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "u32 saturated = lane_of_thread() ? warp_sum(c.saturated) : c.saturated;",
     ),
     "every lane writes the tile's shift, before it is known": (
-        "if (how.blocks || lane == 0) shifts[",
+        "if (how.blocks || lane == 0)\n            shifts[",
         "shifts[",
     ),
     "a block's tiles are counted once": (
@@ -71,12 +71,12 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "return CPD_TILE;",
     ),
     "a row too many of the last tile": (
-        "return r * CPD_LANES < n - lane_of_thread();",
-        "return r * CPD_LANES <= n - lane_of_thread();",
+        "return r * how.value_step() < n - how.first_value();",
+        "return r * how.value_step() <= n - how.first_value();",
     ),
     "all lanes are taken to stay inside where one does": (
-        "largest_inside(how.cast)) == ALL_LANES;",
-        "largest_inside(how.cast)) != 0;",
+        "return __ballot_sync(ALL_LANES, inside) == ALL_LANES;",
+        "return __ballot_sync(ALL_LANES, inside) != 0;",
     ),
     "the largest magnitude of half its size": (
         "most >>= 1;",
