@@ -105,10 +105,16 @@ def reason(said: object, value: object) -> str:
     return re.sub(rf"^([\w.]+: )?(\w+=)?{re.escape(repr(value))}: ", "", str(said))
 
 
+def _named(what: str) -> tuple[str, str]:
+    """Return FUNCTION and ARGUMENT of "FUNCTION: ARGUMENT"."""
+    function, _, argument = what.partition(": ")
+    return function, argument
+
+
 def check_integer(what: str, value: object) -> None:
     """Raise TypeError unless value is an integer; what: "FUNCTION: ARGUMENT"."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ArgumentTypeError(*what.split(": ", 1), value, "must be an integer")
+        raise ArgumentTypeError(*_named(what), value, "must be an integer")
 
 
 def check_whole(what: str, value: object, least: int, below: int = 2**63) -> None:
@@ -118,15 +124,15 @@ def check_whole(what: str, value: object, least: int, below: int = 2**63) -> Non
     """
     check_integer(what, value)
     if value < least:  # type: ignore[operator]
-        raise ArgumentError(*what.split(": ", 1), value, f"must be {least} or more", str(value))
+        raise ArgumentError(*_named(what), value, f"must be {least} or more", str(value))
     if value >= below:  # type: ignore[operator]
-        raise ArgumentError(*what.split(": ", 1), value, f"must be below {below}", str(value))
+        raise ArgumentError(*_named(what), value, f"must be below {below}", str(value))
 
 
 def check_bool(what: str, value: object) -> None:
     """Raise TypeError unless value is True or False; what: "FUNCTION: ARGUMENT"."""
     if not isinstance(value, bool):
-        raise ArgumentTypeError(*what.split(": ", 1), value, "must be True or False")
+        raise ArgumentTypeError(*_named(what), value, "must be True or False")
 
 
 def said_by(function: str, error: Exception, words: str | None = None) -> Exception:
