@@ -12,8 +12,8 @@ import ptx
 import pytest
 import simulated_cupy
 import simulated_kernels
-from nvrtc import VERSIONS, ptx_of
-from on_gpu import OnGpu
+from gpus import OnGpu
+from sass import VERSIONS, ptx_of
 
 from cpdhpc.formats import Cast, parse_format, shift_count, tiles
 from cpdhpc.ops import reference

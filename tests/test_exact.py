@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from allreduce_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
 from every import every
-from exact_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
 
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from allreduce_oracle import format_of
 from every import every
-from exact_oracle import format_of
 
 from cpdhpc.collectives.allreduce import allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from networks import MODELS, NETWORKS, batch
 from torch import nn
-from torch_models import MODELS, NETWORKS, batch
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS
