@@ -80,7 +80,7 @@ test-slow: $(VENV)/.installed-test
 	$(LIMITED_MPIRUN) 2 $(MPI_TESTS) tests/mpi -m slow
 
 # Kernels by compute-sanitizer: those of the codec and of sparse methods.
-SANITIZED = $(patsubst %,tests/test_%.py,cuda_codec blocks selection products integers trits)
+SANITIZED = $(patsubst %,tests/test_%.py,cuda_codec blocks selection products integers packing)
 test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[lab,gpu12]"
 	$(SERIAL_TESTS) -m gpu

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import oracles
 import pytest
+from allreduce_oracle import float32_of, format_of
 from every import every
 
 from cpdhpc.formats import (
     INTEGERS,
     SHIFT_BIAS,
     TILE,
+    TRIT_BYTES,
     Cast,
     FloatFormat,
     packed_bytes,
-    parse_format,
     sum_bits,
     tiles,
 )
@@ -27,10 +28,6 @@ from cpdhpc.ops import cpu, reference
 GOLDEN = Path(__file__).parent / "golden"
 N = 2100
 EXACT = ["int2", "int3", "int8", "int16", "ternary", "e4m3", "e2m1fn", "e3m0", "e4m3fn", "e4m7"]
-
-
-def format_of(name: str) -> FloatFormat:
-    return INTEGERS[name] if name in INTEGERS else parse_format(name)
 
 
 def packed_integers(integers: Any, bits: int) -> np.ndarray:
@@ -179,19 +176,6 @@ def test_the_hop_is_encode_and_add(ops: Any, name: str, rounding: Any) -> None:
             assert counts is None or np.array_equal(counts, own_counts)
 
 
-def float32_of(number: Fraction) -> float:
-    """The nearest float32, ties to even, by Python integers; infinity from 2**128 on."""
-    if number == 0:
-        return 0.0
-    exponent = -149
-    while abs(number) / Fraction(2) ** exponent >= 2**24:
-        exponent += 1
-    nearest = round(number / Fraction(2) ** exponent) * Fraction(2) ** exponent
-    return (
-        float(nearest) if abs(nearest) < Fraction(2) ** 128 else float(np.inf) * (number > 0 or -1)
-    )
-
-
 @pytest.mark.parametrize("name", ["int2", "int16", "e4m3", "e4m7"])
 def test_decoding_rounds_once(ops: Any, name: str) -> None:
     """For the least and the largest shift too, where results are subnormal or overflow."""
@@ -249,3 +233,27 @@ def test_wrong_lengths_are_errors() -> None:
     ):
         with pytest.raises(ValueError, match=r"bytes given|bits: 33"):
             call()
+
+
+@every("name", ["int7", "e4m3"])
+def test_clones_give_the_same_bits(clone: str, name: str) -> None:
+    fmt, x = format_of(name), values(N, 5)
+    cast, bits, shifts = Cast(fmt, "stochastic"), sum_bits(format_of(name), 2), shifts_of(0, N)
+    assert cpu.clone() == clone
+    results = []
+    for ops in (cpu, reference):
+        codes, words = np.zeros(packed_bytes(N, fmt.bits), np.uint8), None
+        ops.encode_tiles(x, cast, codes, shifts, key=(1, 2))
+        words = np.zeros(packed_bytes(N, bits), np.uint8)
+        ops.add_encode_integers_tiles(codes, 0, cast, x, shifts, words, bits, key=(3, 4))
+        wide = np.zeros(packed_bytes(N, bits + 1), np.uint8)
+        ops.add_integers_tiles(words, bits, codes, 0, fmt, wide, bits + 1)
+        out = np.empty(N, np.float32)
+        ops.decode_integers_tiles(wide, bits + 1, shifts, fmt, out)
+        ternary = np.resize(codes, 256 * tiles(N))
+        trits, back = np.zeros(TRIT_BYTES * tiles(N), np.uint8), np.zeros_like(ternary)
+        ops.pack_trits(ternary, trits)
+        ops.unpack_trits(trits, back)
+        results.append((codes, words, wide, out.view(np.uint32), trits, back))
+    for got, expected in zip(*results, strict=True):
+        assert np.array_equal(got, expected)

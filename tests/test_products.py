@@ -167,25 +167,6 @@ def test_float32_is_enough_for_common_formats(clones: Any) -> None:
             assert same_bits(got, expected), (clone, name, how)
 
 
-MPFR = {
-    "nearest": gmpy2.RoundToNearest,
-    "zero": gmpy2.RoundToZero,
-    "up": gmpy2.RoundUp,
-    "down": gmpy2.RoundDown,
-}
-
-
-def mpfr(fmt: FloatFormat, rounding: str = "nearest") -> gmpy2.context:
-    """Arithmetic that rounds each result to a format of IEEE style."""
-    return gmpy2.context(
-        precision=fmt.man + 1,
-        emax=fmt.bias + 1,
-        emin=2 - fmt.bias - fmt.man,
-        subnormalize=True,
-        round=MPFR[rounding],
-    )
-
-
 @every("name", ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"])
 @every("kahan", [False, True])
 def test_each_operation_is_rounded_as_mpfr_does(name: str, kahan: bool) -> None:
@@ -195,7 +176,7 @@ def test_each_operation_is_rounded_as_mpfr_does(name: str, kahan: bool) -> None:
     a, b = numbers(rng, fmt, (12, 13)), numbers(rng, fmt, (13, 11))
     a[~np.isfinite(a)], b[~np.isfinite(b)] = 1, 1
     got = matmul(a, b, inputs=fmt, accumulate=fmt, kahan=kahan)
-    with mpfr(fmt) as context:
+    with oracles.mpfr(fmt) as context:
         for i in range(12):
             for j in range(11):
                 total, rest = gmpy2.mpfr(0), gmpy2.mpfr(0)
@@ -216,7 +197,7 @@ def test_directed_roundings_are_those_of_mpfr(rounding: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"])
-@pytest.mark.parametrize("rounding", MPFR)
+@pytest.mark.parametrize("rounding", oracles.MPFR)
 def test_a_hundred_thousand_products_are_those_of_mpfr(name: str, rounding: Any) -> None:
     sums_by_mpfr(name, rounding, (50, 40, 50))
 
@@ -229,7 +210,7 @@ def sums_by_mpfr(name: str, rounding: Any, shape: tuple[int, int, int]) -> None:
     a, b = numbers(rng, fmt, (m, k)), numbers(rng, fmt, (k, n))
     a[~np.isfinite(a)], b[~np.isfinite(b)] = 1, 1
     got = matmul(a, b, inputs=fmt, accumulate=fmt, rounding=rounding)
-    with mpfr(fmt, rounding) as context:
+    with oracles.mpfr(fmt, rounding) as context:
         exact = [[[gmpy2.mpfr(v) for v in row] for row in x] for x in (a.tolist(), b.T.tolist())]
         for i, row in enumerate(exact[0]):
             for j, column in enumerate(exact[1]):

@@ -29,7 +29,7 @@ TESTS = [
         "gpu_methods",
         "products",
         "integers",
-        "trits",
+        "packing",
     )
 ]
 FAULTS = {  # what is wrong: the code, and what it becomes
