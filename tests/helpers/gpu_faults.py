@@ -281,10 +281,8 @@ ON_TWO = [
     *(HERE.parent / "slurm" / "mpirun-local", "2", sys.executable, "-m", "mpi4py"),
     *("-m", "pytest", *OPTIONS, "--with-mpi", "-m", "not gpu and not slow"),
 ]
-OF_MPI = {
-    each: HERE / "mpi" / f"test_mpi_{each}.py" for each in ("gpu_graphs", "darray_gpu", "streams")
-}
-GRAPHS_ON_TWO = [[*RUN, HERE / "test_gpu_graphs.py"], [*ON_TWO, OF_MPI["gpu_graphs"]]]
+OF_MPI = {each: HERE / "mpi" / f"test_mpi_{each}.py" for each in ("gpu", "darray_gpu", "streams")}
+GRAPHS_ON_TWO = [[*RUN, HERE / "test_gpu_graphs.py"], [*ON_TWO, OF_MPI["gpu"]]]
 MEMORY = [
     [*RUN, HERE / "test_gpu_memory.py"],
     [*RUN, "-p", "emulated_gpu", "-m", "gpu", HERE / "test_gpu_training.py"],
