@@ -15,6 +15,7 @@ from allreduce_oracle import expected
 from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outcomes import differing, of_tiles
 from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
@@ -136,26 +137,6 @@ def test_golden_bytes(ops: Any, rows: int, name: str) -> None:
     assert words.tobytes() + shifts.tobytes() == golden
 
 
-def everything(ops: Any, x: Array, y: Array, cast: Cast, rows: int) -> list[Array]:
-    """What all operations write, for x, which is sent, and y, which is added."""
-    n, options = x.size, {"key": (3, 4), "offset": 2**32 - 512}
-    counts, counted = np.zeros((2, tiles(n), 3), np.uint32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        words, shifts = encoded(ops, x, cast, rows, counts=counts, **options)
-        given = np.zeros_like(words)  # the same shifts, given
-        ops.encode_tiles(x, cast, given, shifts, **options)
-        out, total, result = np.zeros((3, n), np.float32)
-        lost = ops.decode_tiles(words, shifts, cast.fmt, out)
-        ops.decode_add_tiles(words, shifts, cast.fmt, y, total)
-        gone, chosen = np.zeros_like(words), np.zeros_like(shifts)
-        arrays = words, shifts, cast, y, gone, chosen
-        found = ops.decode_add_encode_tiles(
-            *arrays, fit=True, counts=counted, out=result, **options
-        )
-    floats = [each.view(np.uint32) for each in (out, total, result)]
-    return [words, shifts, given, counts, gone, chosen, counted, *floats, np.array([lost, found])]
-
-
 @every("rows", ROWS)
 def test_all_clones_give_the_bits_of_the_reference(clone: str, rows: int) -> None:
     turn = cycle(product(("e2m1fn", "e4m3fn", "e3m0", "e5m2", "bf16"), ("nearest", "stochastic")))
@@ -165,9 +146,8 @@ def test_all_clones_give_the_bits_of_the_reference(clone: str, rows: int) -> Non
             x, y, cast = values(n, 1), values(n, 2), Cast(parse_format(name), rounding)
             if n > 1024:
                 x[40] = np.nan
-            results = (everything(ops, x, y, cast, rows) for ops in (cpu, reference))
-            for got, wanted in zip(*results, strict=True):
-                assert np.array_equal(got, wanted), (n, name, rounding)
+            got, wanted = (of_tiles(ops, x, y, cast, rows) for ops in (cpu, reference))
+            assert not differing(got, wanted), (n, name, rounding)
 
 
 @every("wire", MICROSCALING)
@@ -181,9 +161,8 @@ def test_all_clones_give_the_bits_of_ocp(clone: str, wire: str) -> None:
             x, y = (np.ldexp(values(n, seed), exponent).astype(np.float32) for seed in (1, 2))
             if n > 1024:
                 x[40] = np.nan
-            results = (everything(ops, x, y, cast, 32) for ops in (cpu, reference))
-            for got, wanted in zip(*results, strict=True):
-                assert np.array_equal(got, wanted), (n, cast, values, exponent)
+            got, wanted = (of_tiles(ops, x, y, cast, 32) for ops in (cpu, reference))
+            assert not differing(got, wanted), (n, cast, values, exponent)
 
 
 def test_no_byte_beside_ocp_elements_is_written(clone: str) -> None:
@@ -205,9 +184,8 @@ def test_ocp_elements_have_4_bits_at_least(clone: str) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_gpu_gives_the_bits_of_the_reference(fast_ops: Any, rows: int) -> None:
     x, y, cast = spread_out(2500, 1), spread_out(2500, 2), Cast(parse_format("e4m3fn"))
-    results = (everything(ops, x, y, cast, rows) for ops in (fast_ops, reference))
-    for got, wanted in zip(*results, strict=True):
-        assert np.array_equal(got, wanted)
+    got, wanted = (of_tiles(ops, x, y, cast, rows) for ops in (fast_ops, reference))
+    assert not differing(got, wanted)
 
 
 def test_only_the_block_with_nan_is_nan(ops: Any) -> None:
