@@ -35,6 +35,12 @@ def run(xs, wire, algorithm="ring", scaling=None, **options):
     return simulate(xs, wire, algorithm, scaling, "exact", **options)
 
 
+def check(xs, wire, expected, scaling=None, algorithms=SCHEDULES, **options):
+    """Every algorithm gives what is expected."""
+    for algorithm in algorithms:
+        assert_same_bits(run(xs, wire, algorithm, scaling, **options), expected)
+
+
 def assert_same_bits(a, b):
     assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
     np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
@@ -51,8 +57,8 @@ def test_every_algorithm_gives_the_exact_sum(wire, rounding):
     expected = exact_sum(xs, wire, **options)
     assert rounding == "zero" or (expected[:900].any() and expected[2048:].any())
     turn = WIRES.index(wire) + ROUNDINGS.index(rounding)
-    for algorithm in [*SCHEDULES][turn % 3 :: 3]:  # all with each wire, and with each rounding
-        assert_same_bits(run(xs, wire, algorithm, **options), expected)
+    some = [*SCHEDULES][turn % 3 :: 3]  # all with each wire, and with each rounding
+    check(xs, wire, expected, algorithms=some, **options)
 
 
 @every("wire", INTEGER_WIRES)
@@ -60,8 +66,7 @@ def test_fractions_give_the_same(wire):
     xs = gradients(7, 80)
     expected = sum_by_fractions(xs, wire)
     assert_same_bits(exact_sum(xs, wire), expected)
-    for algorithm in SCHEDULES:
-        assert_same_bits(run(xs, wire, algorithm), expected)
+    check(xs, wire, expected)
 
 
 @every("scaling", ["none", "static:3", "static:-2"])
@@ -70,28 +75,29 @@ def test_shifts_from_outside(wire, scaling):
     """Here values saturate."""
     xs = gradients(4, 1100)
     shift = int(scaling[7:] or 0)
-    expected = exact_sum(xs, wire, shift=shift)
-    for algorithm in SCHEDULES:
-        assert_same_bits(run(xs, wire, algorithm, scaling), expected)
+    check(xs, wire, exact_sum(xs, wire, shift=shift), scaling)
 
 
 @every("ranks", [1, 2, 3, 4, 6, 9])
 def test_every_number_of_ranks(ranks):
     for n, wire in ((0, "int4"), (1, "ternary"), (1025, "int7"), (3000, "ternary"), (3000, "e4m3")):
         xs = gradients(ranks, n)
-        expected = exact_sum(xs, wire)
-        for algorithm in SCHEDULES:
-            assert_same_bits(run(xs, wire, algorithm), expected)
+        check(xs, wire, exact_sum(xs, wire))
 
 
 @every("wire", ["int6", "ternary", "e4m3"])
 @every("algorithm", SCHEDULES)
-def test_no_order_of_ranks_matters(algorithm, wire):
-    xs = gradients(5, 1500)
+def test_no_order_of_ranks_matters_nor_ranks_with_zeros(algorithm, wire):
+    """The sum is that of the contributions, however many ranks there are to carry them."""
+    xs, zero = gradients(3, 1500), np.zeros(1500, np.float32)
     expected = run(xs, wire, algorithm)
-    for seed in range(3):
-        order = np.random.default_rng(seed).permutation(5)
-        assert_same_bits(run([xs[i] for i in order], wire, algorithm), expected)
+    more = ([*xs, zero], [zero, xs[2], zero, xs[0], zero, xs[1], zero], [*xs, *[zero] * 10])
+    for given in (xs[::-1], [xs[1], xs[2], xs[0]], *more):
+        assert_same_bits(run(given, wire, algorithm), expected)
+    five = gradients(5, 1500)
+    assert_same_bits(
+        run([five[i] for i in (3, 0, 4, 2, 1)], wire, algorithm), run(five, wire, algorithm)
+    )
 
 
 @every("rounding", ["nearest", "stochastic"])
@@ -101,18 +107,7 @@ def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
     whole = run(xs, wire, rounding=rounding)
     for piece in (1024, 5 * 1024):
         monkeypatch.setattr(rank_program, "PIECE_VALUES", (piece, piece))
-        for algorithm in SCHEDULES:
-            assert_same_bits(run(xs, wire, algorithm, rounding=rounding), whole)
-
-
-@every("wire", ["int6", "ternary", "e4m3"])
-@every("algorithm", SCHEDULES)
-def test_ranks_with_zeros_change_nothing(algorithm, wire):
-    """The sum is that of the contributions, however many ranks there are to carry them."""
-    xs, zero = gradients(3, 1500), np.zeros(1500, np.float32)
-    expected = run(xs, wire, algorithm)
-    for more in ([*xs, zero], [zero, xs[2], zero, xs[0], zero, xs[1], zero], [*xs, *[zero] * 10]):
-        assert_same_bits(run(more, wire, algorithm), expected)
+        check(xs, wire, whole, rounding=rounding)
 
 
 def test_ternary_is_int2_in_fewer_bytes():
@@ -146,9 +141,7 @@ def test_sums_wider_than_float32_round_once(wire, ranks):
     shift = shared_shift(xs, wire)
     sums = sum(integers_of(x, wire, shift) for x in xs)
     assert (sums.astype(np.float32).astype(np.int64) != sums).mean() > 0.25
-    expected = exact_sum(xs, wire)
-    for algorithm in ("tree", "dbtree"):
-        assert_same_bits(run(list(xs), wire, algorithm), expected)
+    check(list(xs), wire, exact_sum(xs, wire), algorithms=("tree", "dbtree"))
 
 
 @every("k", [-40, 60])
