@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
 from typing import Any, get_args
 
 import gmpy2
@@ -200,7 +200,7 @@ def sums_by_mpfr(
     got = matmul(a, b, inputs=fmt, accumulate=fmt, rounding=rounding, kahan=kahan)
     with oracles.mpfr(fmt, rounding) as context:
         exact = [[[gmpy2.mpfr(v) for v in row] for row in x] for x in (a.tolist(), b.T.tolist())]
-        for (i, row), (j, column) in product(*map(enumerate, exact)):
+        for (i, row), (j, column) in itertools.product(*map(enumerate, exact)):
             total = rest = gmpy2.mpfr(0)
             for x, y in zip(row, column, strict=True):
                 own = context.mul(x, y)
