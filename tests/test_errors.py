@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from refusing import refused
 
-from cpdhpc.errors import ArgumentError, ArgumentTypeError, ConfigError, reworded
+from cpdhpc.errors import ArgumentError, ArgumentTypeError, ConfigError, reworded, told
 from cpdhpc.methods import said_by
 from cpdhpc.world.ranks import of_rank, portable
 
@@ -22,6 +22,15 @@ def test_fields_outlive_other_words_and_another_process(kind: Any, value: Any) -
         raise error
     assert type(error) is kind and str(error) == "other words" and caught.value.allowed[-1] == "4"
     assert caught.value.value == (3 if value == 3 else repr(value))
+
+
+def test_messages() -> None:
+    assert str(ArgumentError("f", "a", 3, "must be 4")) == "f: a=3: must be 4"
+    assert str(ArgumentTypeError("f", "a", [], "must be 4", "a list")) == "f: a=a list: must be 4"
+    for error, said in ((KeyError("x"), "here: KeyError: 'x'"), (ConfigError("as it is"),) * 2):
+        with pytest.raises(ConfigError) as caught, told("here"):
+            raise error
+        assert str(caught.value) == str(said)
 
 
 def test_errors_of_others_keep_their_type_and_words() -> None:
