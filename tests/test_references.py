@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from test_layers import PACKAGE, sources
+from test_layers import PACKAGE, name_of, sources
 
 from cpdhpc.config import keys_inside
 from cpdhpc.lab.autoencoder.job import Autoencoder
@@ -74,36 +74,25 @@ def lost_files(text: str) -> list[str]:
     ]
 
 
-def module(path: str) -> str:
-    """cpdhpc/ops/__init__.py -> cpdhpc.ops."""
-    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Module, such as "cpdhpc.ops" -> its syntax tree."""
+    return {f"cpdhpc.{name_of(path)}".replace("/", "."): tree for path, tree in sources().items()}
 
 
 @cache
-def modules() -> dict[str, list[str]]:
-    """The last part of the name of each module -> the modules that have it."""
-    found: dict[str, list[str]] = {}
-    for path in sources():
-        name = module(f"cpdhpc/{path}")
-        found.setdefault(name.rpartition(".")[2], []).append(name)
-    return found
-
-
-def room(name: str) -> str:
-    """The package that a module is in; a package itself."""
-    is_package = f"{name.removeprefix('cpdhpc.').replace('.', '/')}/__init__.py" in sources()
-    return name if is_package else name.rpartition(".")[0]
+def called(last: str) -> list[str]:
+    """The modules whose names end with a word."""
+    return [name for name in modules() if name.rpartition(".")[2] == last]
 
 
 @cache
-def members(package: str) -> set[str]:
+def members(start: str) -> set[str]:
     """What may follow the name of an object that is called as its module: reducer.epoch."""
-    inside = [name for names in modules().values() for name in names]
+    package = start if (ROOT / start.replace(".", "/")).is_dir() else start.rpartition(".")[0]
     found = set[str]()
-    for name in inside:
+    for name, tree in modules().items() if package != "cpdhpc" else ():
         if name == package or name.startswith(f"{package}."):
-            path = name.removeprefix("cpdhpc.").replace(".", "/")
-            tree = sources().get(f"{path}.py") or sources()[f"{path}/__init__.py"]
             found |= names_of(name)
             found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     return found
@@ -121,15 +110,11 @@ def is_there(name: str) -> bool:
     first, second, *more = name.removeprefix("cpdhpc.").split(".")
     if f"{first}.{second}" in job_keys() | OTHERS:
         return True
-    for start in modules()[first]:
-        here, left = start, [second, *more]
-        while left and f"{here}.{left[0]}" in {n for names in modules().values() for n in names}:
+    for here in called(first):
+        left, whole = [second, *more], here
+        while left and f"{here}.{left[0]}" in modules():
             here = f"{here}.{left.pop(0)}"
-        if (
-            not left
-            or left[0] in names_of(here)
-            or (not more and room(start) != "cpdhpc" and second in members(room(start)))
-        ):
+        if not left or left[0] in names_of(here) or (not more and second in members(whole)):
             return True
     return False
 
@@ -141,7 +126,7 @@ def lost_names(text: str) -> list[str]:
     return [
         name
         for name in ours
-        if name.removeprefix("cpdhpc.").partition(".")[0] in modules()
+        if called(name.removeprefix("cpdhpc.").partition(".")[0])
         and not name.startswith("torch.")  # of torch itself
         and name not in OTHERS
         and not is_there(name)
@@ -197,10 +182,8 @@ def identifiers(text: str) -> set[str]:
 @cache
 def names_of(module: str) -> set[str]:
     """What a module of the package defines or imports, and the modules in it."""
-    path = PACKAGE.parent / module.replace(".", "/")
+    path, tree = ROOT / module.replace(".", "/"), modules().get(module)
     names = {part.stem for part in path.glob("*")} if path.is_dir() else set()
-    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    tree = sources().get(source.relative_to(PACKAGE).as_posix())
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
