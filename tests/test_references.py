@@ -77,7 +77,8 @@ def lost_files(text: str) -> list[str]:
 @cache
 def modules() -> dict[str, ast.Module]:
     """Module, such as "cpdhpc.ops" -> its syntax tree."""
-    return {f"cpdhpc.{name_of(path)}".replace("/", "."): tree for path, tree in sources().items()}
+    dotted = {f"cpdhpc.{name_of(p)}".replace("/", "."): tree for p, tree in sources().items()}
+    return dotted | {"cpdhpc": dotted["cpdhpc.__init__"]}
 
 
 @cache
