@@ -27,7 +27,8 @@ DOTTED = re.compile(r"(?<![\w.@/<-])([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 ENDINGS = {"cfg", "cpp", "cu", "h", "h5", "html", "md", "png", "py", "so", "toml"}
 OTHERS = {  # what is not ours, or an example of a user's
     "cpdhpc/FILE.py", "mine.py", "cpdhpc/compress/mine.py", "plan.interior.parts", "nets.py",
-    "ddp.register_comm_hook", "data.of", "data.KEY", "layers.coded.size", "formats.NAME", "malloc.h",
+    "ddp.register_comm_hook", "data.of",
+    "data.KEY", "layers.coded.size", "formats.NAME", "malloc.h",
 }  # fmt: skip
 
 
