@@ -80,7 +80,7 @@ test-slow: $(VENV)/.installed-test
 	$(LIMITED_MPIRUN) 2 $(MPI_TESTS) tests/mpi -m slow
 
 # Kernels by compute-sanitizer: those of the codec and of sparse methods.
-SANITIZED = $(patsubst %,tests/test_%.py,cuda_codec blocks selection products integers trits)
+SANITIZED = $(patsubst %,tests/test_%.py,cuda_codec blocks selection products integers packing)
 test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[lab,gpu12]"
 	$(SERIAL_TESTS) -m gpu
@@ -100,7 +100,7 @@ test-gpu-emulated: $(VENV)/.installed-test
 	$(SERIAL) tests/test_cuda_codec.py -m slow -n $(WORKERS)
 	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" \
-	    $(patsubst %,tests/mpi/test_mpi_%.py,gpu gpu_graphs darray_gpu)
+	    $(patsubst %,tests/mpi/test_mpi_%.py,gpu darray_gpu)
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m gpu \
 	    tests/mpi/test_mpi_gpu_training.py tests/mpi/test_mpi_gpu_spatial.py
 

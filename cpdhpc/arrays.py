@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .errors import ArgumentError
 from .formats import Cast, Format, Overflow, Rounding, named, packed_bytes, parse_format
 from .methods import check_integer, said_by
 from .ops import backend_of, misread, type_name
@@ -118,7 +119,7 @@ def unpack(packed: Any, bits: int, n: int) -> Any:
     flat, restore = _flat("unpack", "packed", packed, ("uint8",))
     check_integer("unpack: n", n)
     if n < 0:
-        raise ValueError(f"unpack: n={n}: a number of codes, 0 or more, is allowed")
+        raise ArgumentError("unpack", "n", n, "a number of codes, 0 or more, is allowed")
     if flat.size != packed_bytes(n, bits):
         raise ValueError(
             f"unpack: packed has {flat.size} bytes: "
@@ -144,9 +145,8 @@ def _cast(
     check_integer(f"{function}: shift", shift)
     low, high = cast.fmt.shift_min, cast.fmt.shift_max
     if not low <= shift <= high:
-        raise ValueError(
-            f"{function}: shift={shift}: {named(fmt)} allows {low}..{high}, where it is exact"
-        )
+        allowed = f"{named(fmt)} allows {low}..{high}, where it is exact"
+        raise ArgumentError(function, "shift", shift, allowed)
     return cast
 
 
@@ -168,7 +168,7 @@ def _code_dtype(bits: int) -> type[np.unsignedinteger[Any]]:
 def _check_bits(function: str, bits: int) -> None:
     check_integer(f"{function}: bits", bits)
     if not 1 <= bits <= 32:
-        raise ValueError(f"{function}: bits={bits}: 1..32 is allowed")
+        raise ArgumentError(function, "bits", bits, "1..32 is allowed")
 
 
 def _checked_codes(function: str, codes: Any, bits: int) -> Any:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=Exception)
 
 
 class UserError(ValueError):
@@ -41,9 +45,10 @@ class Refused(Exception):
         self.shown = repr(value) if shown is None else shown
         super().__init__(f"{function}: {argument}={self.shown}: {allowed}")
 
-    def __reduce__(self) -> tuple[type[Refused], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[Refused], tuple[object, ...], dict[str, object]]:
         """Return how to make it anew, as in another process."""
-        return type(self), (self.function, self.argument, self.value, self.allowed, self.shown)
+        fields = (self.function, self.argument, self.value, self.allowed, self.shown)
+        return type(self), fields, {**vars(self), "args": self.args}
 
 
 class ArgumentError(Refused, ValueError):
@@ -52,6 +57,16 @@ class ArgumentError(Refused, ValueError):
 
 class ArgumentTypeError(Refused, TypeError):
     """A value whose type an argument must not have."""
+
+
+def reworded(error: Error, words: str) -> Error:
+    """Return an error like this one, with its fields, that has other words.
+
+    Raises TypeError for one that is not made of its words.
+    """
+    other = copy.copy(error)
+    other.args = (words,)
+    return other if str(other) == words else type(error)(words)  # OSError shows its number
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from .errors import ArgumentError
 from .methods import check_integer, suggest
 from .table_formats import FAMILIES, TableFormat, spelled_out, table_format
 
@@ -60,9 +61,8 @@ class FloatFormat:
                 f"FloatFormat: exp={self.exp}, man={self.man}: exp is 1..8 and man is 0..23"
             )
         if self.special not in get_args(Special):
-            raise ValueError(
-                f"FloatFormat: special={self.special!r}: {suggest(self.special, get_args(Special))}"
-            )
+            known = suggest(self.special, get_args(Special))
+            raise ArgumentError("FloatFormat", "special", self.special, known)
         if self.exp == 8 and self.special != "ieee":
             raise ValueError(f"FloatFormat: {self.name}: numbers above float32's range")
         if self.max_code < 1:
@@ -408,32 +408,29 @@ class Cast:
 
     def __post_init__(self) -> None:
         if self.rounding not in get_args(Rounding):
-            raise ValueError(
-                f"Cast: rounding={self.rounding!r}: {suggest(self.rounding, get_args(Rounding))}"
-            )
+            known = suggest(self.rounding, get_args(Rounding))
+            raise ArgumentError("Cast", "rounding", self.rounding, known)
         if self.overflow is None:
             shows = overflow_shows(self.fmt)
             object.__setattr__(self, "overflow", "inf" if shows else "saturate")
         if self.overflow not in get_args(Overflow):
-            raise ValueError(
-                f"Cast: overflow={self.overflow!r}: {suggest(self.overflow, get_args(Overflow))}"
-            )
+            known = suggest(self.overflow, get_args(Overflow))
+            raise ArgumentError("Cast", "overflow", self.overflow, known)
         if self.overflow == "inf" and not overflow_shows(self.fmt):
             why = "has neither infinity nor NaN for it"
             if isinstance(self.fmt, TableFormat):
                 why = "has no infinity and no minus infinity"
             if isinstance(self.fmt, Microscaling):
                 why = "saturates by OCP's rule"
-            raise ValueError(
-                f"Cast: overflow='inf': {self.fmt.name} {why}: must be 'saturate', or not given"
-            )
+            allowed = f"{self.fmt.name} {why}: must be 'saturate', or not given"
+            raise ArgumentError("Cast", "overflow", "inf", allowed)
         check_integer("Cast: random_bits", self.random_bits)
         most = RANDOM_BITS - (self.fmt.man if isinstance(self.fmt, FloatFormat) else 0)
         if not 0 <= self.random_bits <= (most if self.rounding == "stochastic" else 0):
-            raise ValueError(
-                f"Cast: random_bits={self.random_bits}: {self.fmt.name} allows 0..{most} with "
-                f"rounding='stochastic', and 0 with others"
+            allowed = (
+                f"{self.fmt.name} allows 0..{most} with rounding='stochastic', and 0 with others"
             )
+            raise ArgumentError("Cast", "random_bits", self.random_bits, allowed)
 
     @property
     def float_format(self) -> FloatFormat:

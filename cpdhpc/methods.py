@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable
 from numbers import Integral
 from typing import NamedTuple
 
+from .errors import ArgumentError, ArgumentTypeError, Refused, reworded
+
 GROW = "grow"  # partial sums take the bits that they need
 ACCUMULATES = ("requantise", "float32", "kahan", GROW)
 USUAL = "usual"  # algorithm: one whose error does not grow with ranks
@@ -103,10 +105,16 @@ def reason(said: object, value: object) -> str:
     return re.sub(rf"^([\w.]+: )?(\w+=)?{re.escape(repr(value))}: ", "", str(said))
 
 
+def _named(what: str) -> tuple[str, str]:
+    """Return FUNCTION and ARGUMENT of "FUNCTION: ARGUMENT"."""
+    function, _, argument = what.partition(": ")
+    return function, argument
+
+
 def check_integer(what: str, value: object) -> None:
     """Raise TypeError unless value is an integer; what: "FUNCTION: ARGUMENT"."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{what}={value!r}: must be an integer")
+        raise ArgumentTypeError(*_named(what), value, "must be an integer")
 
 
 def check_whole(what: str, value: object, least: int, below: int = 2**63) -> None:
@@ -116,22 +124,24 @@ def check_whole(what: str, value: object, least: int, below: int = 2**63) -> Non
     """
     check_integer(what, value)
     if value < least:  # type: ignore[operator]
-        raise ValueError(f"{what}={value}: must be {least} or more")
+        raise ArgumentError(*_named(what), value, f"must be {least} or more", str(value))
     if value >= below:  # type: ignore[operator]
-        raise ValueError(f"{what}={value}: must be below {below}")
+        raise ArgumentError(*_named(what), value, f"must be below {below}", str(value))
 
 
 def check_bool(what: str, value: object) -> None:
     """Raise TypeError unless value is True or False; what: "FUNCTION: ARGUMENT"."""
     if not isinstance(value, bool):
-        raise TypeError(f"{what}={value!r}: must be True or False")
+        raise ArgumentTypeError(*_named(what), value, "must be True or False")
 
 
 def said_by(function: str, error: Exception, words: str | None = None) -> Exception:
     """Return an error whose words begin with the function that was called, not with another."""
+    said = str(error) if words is None else words
     try:
-        return type(error)(
-            re.sub(r"^[\w.]+(?=: )", function, str(error) if words is None else words)
-        )
+        other = reworded(error, re.sub(r"^[\w.]+(?=: )", function, said))
     except TypeError:  # it takes other arguments
         return error
+    if isinstance(other, Refused):
+        other.function = function
+    return other

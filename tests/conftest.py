@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from on_gpu import OnGpu
+from gpus import OnGpu
 from stand_ins import Slurm
 
 from cpdhpc import _cpu

@@ -12,17 +12,17 @@ import ptx
 import pytest
 import simulated_cupy
 import simulated_kernels
-from nvrtc import VERSIONS, ptx_of
-from on_gpu import OnGpu
+from gpus import OnGpu
+from outcomes import differing, of_tiles
+from sass import VERSIONS, ptx_of
 
-from cpdhpc.formats import Cast, parse_format, shift_count, tiles
+from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference
 from cpdhpc.ops.cuda_source import OPTIONS
 
 ARCHITECTURES = (75, 90, 100, 120)
 ALL = [(version, architecture) for version in VERSIONS for architecture in ARCHITECTURES]
 N = 5 * 1024 + 517  # the last tile is not a whole one
-OFFSET = 2**32 - 2048  # within it the low word of a random number's index wraps round
 
 
 def module(version: int, architecture: int, change: Callable[[str], str] = str) -> type:
@@ -95,35 +95,12 @@ class Case(NamedTuple):
     counted: bool
 
 
-def outcome(ops: Any, case: Case) -> list[np.ndarray]:
-    """Return all that encoding, a hop and decoding write."""
-    cast, shared, fit, counted = case
-    x, fmt = directed(cast.fmt), cast.fmt
-    bits, own = 128 * tiles(N) * fmt.bits, np.full(shift_count(N, shared), 127, np.uint8)
-    words, sums = np.zeros(bits, np.uint8), np.zeros(bits, np.uint8)
-    shifts, counts = own.copy(), np.zeros((2, tiles(N), 3), np.uint32)
-    out, after, added = (np.zeros(N, np.float32) for _ in range(3))
-    given: Any = {"fit": fit, "key": (7, 2**32 - 1), "offset": OFFSET}
-    first, second = ({"counts": c} if counted else {} for c in counts)
-    ops.encode_tiles(x, cast, words, shifts, **given, **first)
-    lost = np.asarray(ops.decode_tiles(words, shifts, fmt, out), np.uint64)
-    ops.decode_add_tiles(words, shifts, fmt, x[::-1].copy(), added)
-    hop = ops.decode_add_encode_tiles(
-        words, shifts, cast, x[::-1].copy(), sums, own, **given, **second, out=after
-    )
-    found = [words, shifts, counts, out, added, sums, own, after]
-    return [*found, lost, np.asarray(hop, np.uint64)]
-
-
 def differences(ops: Any, case: Case) -> list[int]:
     """Return which results are not those of the specification; a NaN is as good as another."""
-    ours, theirs = (outcome(each, case) for each in (ops, reference))
-    return [
-        place
-        for place, (a, b) in enumerate(zip(ours, theirs, strict=True))
-        if not np.array_equal(a, b, equal_nan=a.dtype == np.float32)
-        or (a.dtype == np.float32 and (np.signbit(a) != np.signbit(b))[~np.isnan(a)].any())
-    ]
+    x, (cast, shared, *how) = directed(case.cast.fmt), case
+    options = dict(zip(("fit", "counted"), how, strict=True))
+    found = (of_tiles(o, x, x[::-1].copy(), cast, shared, **options) for o in (ops, reference))
+    return differing(*found, any_nan=True)
 
 
 CASES = {

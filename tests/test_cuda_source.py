@@ -6,7 +6,7 @@ import re
 
 import pytest
 import sass
-from nvrtc import VERSIONS, compiled, ptx_of
+from sass import VERSIONS, compiled, ptx_of
 
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, OPTIONS, cuda_source
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from darray_cases import draw, draw_layout
-from darray_checks import check_case
+from darray_cases import check_case, draw, draw_layout
 from every import every
 
 from cpdhpc.darray import describe

@@ -39,10 +39,7 @@ def test_what_should_raise_and_does_not_fails() -> None:
 
 @every("name", ["EVERY_A", "EVERY_B"])
 def test_rows_are_apart(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not {"EVERY_A", "EVERY_B"} & {*os.environ} and not list(tmp_path.iterdir())
     monkeypatch.setenv(name, "1")

@@ -1,16 +1,17 @@
-"""Exact sums: the bits of the oracle, whatever the algorithm, order, pieces and ranks."""
+"""Exact sums: the bits of the oracle in any algorithm, order, pieces and ranks; refusals."""
 
 import numpy as np
 import pytest
+from allreduce_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
 from every import every
-from exact_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
 
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.collectives.simulate import simulate
-from cpdhpc.formats import INTEGERS, packed_bytes, tiles
+from cpdhpc.formats import INTEGERS, packed_bytes, sum_bits, tiles
 from cpdhpc.world.ranks import Loopback
 
 INTEGER_WIRES = ["int2", "int3", "int5", "int8", "int16", "ternary"]
@@ -34,6 +35,12 @@ def run(xs, wire, algorithm="ring", scaling=None, **options):
     return simulate(xs, wire, algorithm, scaling, "exact", **options)
 
 
+def check(xs, wire, expected, scaling=None, algorithms=SCHEDULES, **options):
+    """Every algorithm gives what is expected."""
+    for algorithm in algorithms:
+        assert_same_bits(run(xs, wire, algorithm, scaling, **options), expected)
+
+
 def assert_same_bits(a, b):
     assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
     np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
@@ -50,8 +57,8 @@ def test_every_algorithm_gives_the_exact_sum(wire, rounding):
     expected = exact_sum(xs, wire, **options)
     assert rounding == "zero" or (expected[:900].any() and expected[2048:].any())
     turn = WIRES.index(wire) + ROUNDINGS.index(rounding)
-    for algorithm in [*SCHEDULES][turn % 3 :: 3]:  # all with each wire, and with each rounding
-        assert_same_bits(run(xs, wire, algorithm, **options), expected)
+    some = [*SCHEDULES][turn % 3 :: 3]  # all with each wire, and with each rounding
+    check(xs, wire, expected, algorithms=some, **options)
 
 
 @every("wire", INTEGER_WIRES)
@@ -59,8 +66,7 @@ def test_fractions_give_the_same(wire):
     xs = gradients(7, 80)
     expected = sum_by_fractions(xs, wire)
     assert_same_bits(exact_sum(xs, wire), expected)
-    for algorithm in SCHEDULES:
-        assert_same_bits(run(xs, wire, algorithm), expected)
+    check(xs, wire, expected)
 
 
 @every("scaling", ["none", "static:3", "static:-2"])
@@ -69,28 +75,29 @@ def test_shifts_from_outside(wire, scaling):
     """Here values saturate."""
     xs = gradients(4, 1100)
     shift = int(scaling[7:] or 0)
-    expected = exact_sum(xs, wire, shift=shift)
-    for algorithm in SCHEDULES:
-        assert_same_bits(run(xs, wire, algorithm, scaling), expected)
+    check(xs, wire, exact_sum(xs, wire, shift=shift), scaling)
 
 
 @every("ranks", [1, 2, 3, 4, 6, 9])
 def test_every_number_of_ranks(ranks):
     for n, wire in ((0, "int4"), (1, "ternary"), (1025, "int7"), (3000, "ternary"), (3000, "e4m3")):
         xs = gradients(ranks, n)
-        expected = exact_sum(xs, wire)
-        for algorithm in SCHEDULES:
-            assert_same_bits(run(xs, wire, algorithm), expected)
+        check(xs, wire, exact_sum(xs, wire))
 
 
 @every("wire", ["int6", "ternary", "e4m3"])
 @every("algorithm", SCHEDULES)
-def test_no_order_of_ranks_matters(algorithm, wire):
-    xs = gradients(5, 1500)
+def test_no_order_of_ranks_matters_nor_ranks_with_zeros(algorithm, wire):
+    """The sum is that of the contributions, however many ranks there are to carry them."""
+    xs, zero = gradients(3, 1500), np.zeros(1500, np.float32)
     expected = run(xs, wire, algorithm)
-    for seed in range(3):
-        order = np.random.default_rng(seed).permutation(5)
-        assert_same_bits(run([xs[i] for i in order], wire, algorithm), expected)
+    more = ([*xs, zero], [zero, xs[2], zero, xs[0], zero, xs[1], zero], [*xs, *[zero] * 10])
+    for given in (xs[::-1], [xs[1], xs[2], xs[0]], *more):
+        assert_same_bits(run(given, wire, algorithm), expected)
+    five = gradients(5, 1500)
+    assert_same_bits(
+        run([five[i] for i in (3, 0, 4, 2, 1)], wire, algorithm), run(five, wire, algorithm)
+    )
 
 
 @every("rounding", ["nearest", "stochastic"])
@@ -100,18 +107,7 @@ def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
     whole = run(xs, wire, rounding=rounding)
     for piece in (1024, 5 * 1024):
         monkeypatch.setattr(rank_program, "PIECE_VALUES", (piece, piece))
-        for algorithm in SCHEDULES:
-            assert_same_bits(run(xs, wire, algorithm, rounding=rounding), whole)
-
-
-@every("wire", ["int6", "ternary", "e4m3"])
-@every("algorithm", SCHEDULES)
-def test_ranks_with_zeros_change_nothing(algorithm, wire):
-    """The sum is that of the contributions, however many ranks there are to carry them."""
-    xs, zero = gradients(3, 1500), np.zeros(1500, np.float32)
-    expected = run(xs, wire, algorithm)
-    for more in ([*xs, zero], [zero, xs[2], zero, xs[0], zero, xs[1], zero], [*xs, *[zero] * 10]):
-        assert_same_bits(run(more, wire, algorithm), expected)
+        check(xs, wire, whole, rounding=rounding)
 
 
 def test_ternary_is_int2_in_fewer_bytes():
@@ -145,9 +141,7 @@ def test_sums_wider_than_float32_round_once(wire, ranks):
     shift = shared_shift(xs, wire)
     sums = sum(integers_of(x, wire, shift) for x in xs)
     assert (sums.astype(np.float32).astype(np.int64) != sums).mean() > 0.25
-    expected = exact_sum(xs, wire)
-    for algorithm in ("tree", "dbtree"):
-        assert_same_bits(run(list(xs), wire, algorithm), expected)
+    check(list(xs), wire, exact_sum(xs, wire), algorithms=("tree", "dbtree"))
 
 
 @every("k", [-40, 60])
@@ -212,3 +206,57 @@ def test_shifts_are_those_of_the_grid(wire):
     assert fmt.max / 2 < scaled <= fmt.max or (wire not in INTEGERS and scaled <= fmt.max)
     if wire == "ternary":
         assert fmt.smallest * 2.0 ** -reduced.sent_shifts[0] == 2  # 1.3 rounded up
+
+
+@every("value", [np.nan, np.inf])
+@every(
+    "wire, scaling",
+    [("int8", None), ("ternary", "aps"), ("e4m3", "aps"), ("e4m3", "none"), ("e3m0", "static:1")],
+)
+def test_nonfinite_values_raise_before_data_moves(wire, scaling, value):
+    for algorithm in SCHEDULES:
+        xs, world = list(np.ones((3, 2300), np.float32)), Loopback(3)
+        xs[1][2200] = value
+        with pytest.raises(NonFiniteGradient) as caught:
+            allreduce(world, xs, wire, algorithm, scaling, "exact", segments=SEGMENTS)
+        assert caught.value.segments == ("b",) and caught.value.ranks == (1,)
+        assert world.messages_sent.sum() == 0
+
+
+def test_a_sum_beyond_float32_has_no_rank():
+    for algorithm in SCHEDULES:
+        with pytest.raises(NonFiniteGradient, match="the sum"):
+            xs = [np.full(9, 3e38, np.float32)] * 2
+            simulate(xs, "e4m12", algorithm, accumulate="exact")
+
+
+@every(
+    "options, words",
+    [
+        ({"wire": "int8", "scaling": "tile"}, "wire='int8' needs shifts .*: known are aps$"),
+        ({"wire": "ternary", "scaling": "none"}, "known are aps$"),
+        ({"wire": "int4", "scaling": "static:1"}, "known are aps$"),
+        ({"wire": "e4m3", "accumulate": "exact", "scaling": "tile"}, "none, static:K, aps$"),
+        ({"wire": "int8", "accumulate": "requantise"}, "known are exact$"),
+        ({"wire": "ternary", "accumulate": "float32", "algorithm": "direct"}, "known are exact$"),
+        ({"wire": "int8", "algorithm": "mpi"}, "must be 'raw'"),
+        ({"wire": "int8", "overflow": "inf"}, "must be .saturate., or not given"),
+        ({"wire": "raw", "accumulate": "exact"}, "float32, requantise"),
+        ({"wire": "e5m2", "accumulate": "exact"}, "sums of 3 ranks take 35 bits: .* 32 or fewer"),
+        ({"wire": "bf16", "accumulate": "exact", "scaling": "none"}, "take 2.. bits"),
+        ({"wire": "int1"}, "int2, int3, .*, int16, ternary"),
+        ({"wire": "int17"}, "ternary"),
+    ],
+)
+def test_what_is_refused(options, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        simulate([np.ones(9, np.float32)] * 3, **options)
+    assert str(caught.value).startswith(("allreduce", "parse_format"))
+
+
+def test_the_width_decides_how_many_ranks_may_sum():
+    fmt = format_of("e4m3")  # 2**31 - 1 divided by 240 * 512
+    assert sum_bits(fmt, 17476) == 32 and sum_bits(fmt, 17477) == 33
+    x = np.ones((), np.float32)
+    with pytest.raises(ValueError, match="sums of 17477 ranks take 33 bits"):
+        allreduce(Loopback(17477), [x] * 17477, "e4m3", "tree", accumulate="exact")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from cards import DEVICE, card
+from gpus import card
 from simulated_gpu import Gpu
 from test_models import TINY
 from training import ROWS, SMALL, model_bytes, run_job, small_job
@@ -35,6 +35,8 @@ from cpdhpc.torch.ddp import ddp_hook
 from cpdhpc.torch.loss_scaling import LossScaler
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback, Ranks
+
+DEVICE = torch.device("cuda", 0)
 
 pytestmark = pytest.mark.gpu
 WAYS: list[tuple[str, dict[str, Any]]] = [

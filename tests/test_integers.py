@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import oracles
 import pytest
+from allreduce_oracle import float32_of, format_of
 from every import every
+from outcomes import differing, of_sums
 
 from cpdhpc.formats import (
     INTEGERS,
@@ -18,7 +20,6 @@ from cpdhpc.formats import (
     Cast,
     FloatFormat,
     packed_bytes,
-    parse_format,
     sum_bits,
     tiles,
 )
@@ -27,10 +28,6 @@ from cpdhpc.ops import cpu, reference
 GOLDEN = Path(__file__).parent / "golden"
 N = 2100
 EXACT = ["int2", "int3", "int8", "int16", "ternary", "e4m3", "e2m1fn", "e3m0", "e4m3fn", "e4m7"]
-
-
-def format_of(name: str) -> FloatFormat:
-    return INTEGERS[name] if name in INTEGERS else parse_format(name)
 
 
 def packed_integers(integers: Any, bits: int) -> np.ndarray:
@@ -179,19 +176,6 @@ def test_the_hop_is_encode_and_add(ops: Any, name: str, rounding: Any) -> None:
             assert counts is None or np.array_equal(counts, own_counts)
 
 
-def float32_of(number: Fraction) -> float:
-    """The nearest float32, ties to even, by Python integers; infinity from 2**128 on."""
-    if number == 0:
-        return 0.0
-    exponent = -149
-    while abs(number) / Fraction(2) ** exponent >= 2**24:
-        exponent += 1
-    nearest = round(number / Fraction(2) ** exponent) * Fraction(2) ** exponent
-    return (
-        float(nearest) if abs(nearest) < Fraction(2) ** 128 else float(np.inf) * (number > 0 or -1)
-    )
-
-
 @pytest.mark.parametrize("name", ["int2", "int16", "e4m3", "e4m7"])
 def test_decoding_rounds_once(ops: Any, name: str) -> None:
     """For the least and the largest shift too, where results are subnormal or overflow."""
@@ -249,3 +233,10 @@ def test_wrong_lengths_are_errors() -> None:
     ):
         with pytest.raises(ValueError, match=r"bytes given|bits: 33"):
             call()
+
+
+@every("name", ["int7", "e4m3"])
+def test_clones_give_the_same_bits(clone: str, name: str) -> None:
+    assert cpu.clone() == clone
+    x, fmt = values(N, 5), format_of(name)
+    assert not differing(*(of_sums(ops, x, fmt, "stochastic") for ops in (cpu, reference)))

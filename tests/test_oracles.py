@@ -158,47 +158,38 @@ def test_overflow_codes() -> None:
             assert cast.overflow_code == expected, (name, rounding, overflow)
 
 
-def encoded(ops: Any, values: list[float], name: str) -> list[float]:
-    """What the values are after encoding and decoding, by rounding to nearest."""
-    x, cast = np.array(values, np.float32), Cast(parse_format(name))
-    back: list[float] = ops.decode(ops.encode(x, cast), cast.fmt).tolist()
-    return back
+BELOW, LAST, STICKY = (
+    float(np.nextafter(np.float32(61440), np.float32(0))),
+    float(np.nextafter(np.float32(65536), np.float32(0))),
+    float.fromhex("0x1.000002p-17"),
+)
 
 
-def test_overflow_is_tested_after_rounding(ops: Any) -> None:
-    """CPD (float_kernel.cu) gives 65536 for [61440, 65536) in e5m2."""
-    below = float(np.nextafter(np.float32(61440), np.float32(0)))
-    last = float(np.nextafter(np.float32(65536), np.float32(0)))
-    assert encoded(ops, [below, 61440, -61440, last], "e5m2") == [57344, np.inf, -np.inf, np.inf]
-    assert encoded(ops, [247.9, 248, 255.9], "e4m3") == [240, np.inf, np.inf]
-    assert encoded(ops, [15.74, 15.75, -15.99], "e3m4") == [15.5, np.inf, -np.inf]
-
-
-def test_sticky_bits_of_subnormals_count(ops: Any) -> None:
-    """CPD shifts the bits below a tie away and gives 0 for 0x1.000002p-17 in e5m2."""
-    just_above = float.fromhex("0x1.000002p-17")
-    assert encoded(ops, [just_above, 2.0**-17, -just_above], "e5m2") == [2.0**-16, 0, -(2.0**-16)]
-
-
-def test_minus_zero_and_tiny_numbers_keep_their_sign(ops: Any) -> None:
-    x = [-0.0, 0.0, -(2.0**-149), 2.0**-149, -(2.0**-127)]
-    for name in ("e5m2", "e4m3fn", "e2m1fn", "e3m0", "e1m3"):
-        back = encoded(ops, x, name)
-        assert back == [0.0] * 5
-        assert np.signbit(back).tolist() == [True, False, True, False, True]
-
-
-def test_float32_subnormals_survive(ops: Any) -> None:
-    """CPD makes +0 of them, also with eight exponent bits."""
-    x = [2.0**-133, -(2.0**-130), 2.0**-127, 2.0**-134, 3 * 2.0**-134]
-    assert encoded(ops, x, "bf16") == [2.0**-133, -(2.0**-130), 2.0**-127, 0.0, 2.0**-132]
-
-
-def test_ties_without_mantissa_go_up(ops: Any) -> None:
-    """All significands are 1, so odd; to zero only below the smallest number (0.25 in e3m0)."""
-    x = [0.125, 0.126, 0.375, 0.75, -1.5, 3, 6, 11.9, 12]
-    expected = [0, 0.25, 0.5, 1, -2, 4, 8, 8, np.inf]
-    assert encoded(ops, x, "e3m0") == expected
+@every(
+    "name, x, back",
+    [
+        # Overflow is tested after rounding; CPD (float_kernel.cu) gives 65536 from 61440 on.
+        ("e5m2", [BELOW, 61440, -61440, LAST], [57344, np.inf, -np.inf, np.inf]),
+        ("e4m3", [247.9, 248, 255.9], [240, np.inf, np.inf]),
+        ("e3m4", [15.74, 15.75, -15.99], [15.5, np.inf, -np.inf]),
+        # Sticky bits of subnormal numbers count; CPD shifts the bits below a tie away, and gives 0.
+        ("e5m2", [STICKY, 2.0**-17, -STICKY], [2.0**-16, 0, -(2.0**-16)]),
+        # Subnormal numbers of float32 survive; CPD makes +0 of them, even with 8 exponent bits.
+        ("bf16", [2.0**-133, -(2.0**-130), 2.0**-127], [2.0**-133, -(2.0**-130), 2.0**-127]),
+        ("bf16", [2.0**-134, 3 * 2.0**-134], [0, 2.0**-132]),
+        # Ties without mantissa go up, as all significands are odd; to zero only below 0.25.
+        ("e3m0", [0.125, 0.126, 0.375, 0.75, -1.5], [0, 0.25, 0.5, 1, -2]),
+        ("e3m0", [3, 6, 11.9, 12], [4, 8, 8, np.inf]),
+        *(
+            (name, [-0.0, 0.0, -(2.0**-149), 2.0**-149, -(2.0**-127)], [-0.0, 0, -0.0, 0, -0.0])
+            for name in ("e5m2", "e4m3fn", "e2m1fn", "e3m0", "e1m3")
+        ),
+    ],
+)
+def test_known_values(ops: Any, name: str, x: list[float], back: list[float]) -> None:
+    cast = Cast(parse_format(name))
+    found = ops.decode(ops.encode(np.array(x, np.float32), cast), cast.fmt)
+    assert found.tobytes() == np.array(back, np.float32).tobytes()
 
 
 def test_fp32_is_the_identity(ops: Any) -> None:

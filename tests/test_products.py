@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -27,6 +28,7 @@ NAMES = [
     *("e5m10", "e4m3", "e5m2", "e3m0", "e8m7", "e8m23", "e4m3fn"),
     *("e2m1fn", "e6m9", "e8m10", "e7m15", "e1m3", "e5m0", "e2m3fn"),
 ]
+IEEE = ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"]
 
 
 def floats(name: str) -> FloatFormat:
@@ -167,45 +169,11 @@ def test_float32_is_enough_for_common_formats(clones: Any) -> None:
             assert same_bits(got, expected), (clone, name, how)
 
 
-MPFR = {
-    "nearest": gmpy2.RoundToNearest,
-    "zero": gmpy2.RoundToZero,
-    "up": gmpy2.RoundUp,
-    "down": gmpy2.RoundDown,
-}
-
-
-def mpfr(fmt: FloatFormat, rounding: str = "nearest") -> gmpy2.context:
-    """Arithmetic that rounds each result to a format of IEEE style."""
-    return gmpy2.context(
-        precision=fmt.man + 1,
-        emax=fmt.bias + 1,
-        emin=2 - fmt.bias - fmt.man,
-        subnormalize=True,
-        round=MPFR[rounding],
-    )
-
-
-@every("name", ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"])
+@every("name", IEEE)
 @every("kahan", [False, True])
 def test_each_operation_is_rounded_as_mpfr_does(name: str, kahan: bool) -> None:
-    """Sums of 13 terms; MPFR rounds each product, each sum and each step of the compensation."""
-    rng = np.random.default_rng(3)
-    fmt = floats(name)
-    a, b = numbers(rng, fmt, (12, 13)), numbers(rng, fmt, (13, 11))
-    a[~np.isfinite(a)], b[~np.isfinite(b)] = 1, 1
-    got = matmul(a, b, inputs=fmt, accumulate=fmt, kahan=kahan)
-    with mpfr(fmt) as context:
-        for i in range(12):
-            for j in range(11):
-                total, rest = gmpy2.mpfr(0), gmpy2.mpfr(0)
-                for x, y in zip(a[i].tolist(), b[:, j].tolist(), strict=True):
-                    own = context.mul(gmpy2.mpfr(x), gmpy2.mpfr(y))
-                    own = context.sub(own, rest) if kahan else own
-                    new = context.add(total, own)
-                    rest = context.sub(context.sub(new, total), own)
-                    total = new
-                assert np.array_equal(got[i, j], np.float32(total), equal_nan=True), (i, j)
+    """MPFR rounds each product, each sum and each step of the compensation."""
+    sums_by_mpfr(name, "nearest", (12, 13, 11), kahan)
 
 
 @every("rounding", ["zero", "up", "down"])
@@ -215,28 +183,32 @@ def test_directed_roundings_are_those_of_mpfr(rounding: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"])
-@pytest.mark.parametrize("rounding", MPFR)
+@pytest.mark.parametrize("name", IEEE)
+@pytest.mark.parametrize("rounding", oracles.MPFR)
 def test_a_hundred_thousand_products_are_those_of_mpfr(name: str, rounding: Any) -> None:
     sums_by_mpfr(name, rounding, (50, 40, 50))
 
 
-def sums_by_mpfr(name: str, rounding: Any, shape: tuple[int, int, int]) -> None:
-    """m k n products, each rounded, as each of their sums."""
+def sums_by_mpfr(
+    name: str, rounding: Any, shape: tuple[int, int, int], kahan: bool = False
+) -> None:
     m, k, n = shape
     rng = np.random.default_rng(k)
     fmt = floats(name)
     a, b = numbers(rng, fmt, (m, k)), numbers(rng, fmt, (k, n))
     a[~np.isfinite(a)], b[~np.isfinite(b)] = 1, 1
-    got = matmul(a, b, inputs=fmt, accumulate=fmt, rounding=rounding)
-    with mpfr(fmt, rounding) as context:
+    got = matmul(a, b, inputs=fmt, accumulate=fmt, rounding=rounding, kahan=kahan)
+    with oracles.mpfr(fmt, rounding) as context:
         exact = [[[gmpy2.mpfr(v) for v in row] for row in x] for x in (a.tolist(), b.T.tolist())]
-        for i, row in enumerate(exact[0]):
-            for j, column in enumerate(exact[1]):
-                total = gmpy2.mpfr(0)
-                for x, y in zip(row, column, strict=True):
-                    total = context.add(total, context.mul(x, y))
-                assert np.array_equal(got[i, j], np.float32(total), equal_nan=True), (i, j)
+        for (i, row), (j, column) in itertools.product(*map(enumerate, exact)):
+            total = rest = gmpy2.mpfr(0)
+            for x, y in zip(row, column, strict=True):
+                own = context.mul(x, y)
+                own = context.sub(own, rest) if kahan else own
+                new = context.add(total, own)
+                rest = context.sub(context.sub(new, total), own)
+                total = new
+            assert np.array_equal(got[i, j], np.float32(total), equal_nan=True), (i, j)
 
 
 @every("bits", [1, 4, 20])

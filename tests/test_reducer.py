@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from every import every
+from networks import MODELS, batch
 from reducing import backward, gradients, model_of
 from torch import nn
-from torch_models import MODELS, batch
 
 import cpdhpc
 from cpdhpc.collectives.checks import NonFiniteGradient

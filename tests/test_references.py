@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from test_layers import PACKAGE, names_of, sources
+from test_layers import PACKAGE, name_of, sources
 
 from cpdhpc.config import keys_inside
 from cpdhpc.lab.autoencoder.job import Autoencoder
@@ -20,14 +20,15 @@ from cpdhpc.lab.train.job import Job
 ROOT = PACKAGE.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 CODE = re.compile(r"`([^`\n]+)`")
-FENCED = re.compile(r"^ *```.*?^ *```|^(?: {4}.*\n)+", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^ *```.*?^ *```|^(?: {4}[^\n]*\n)+", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?<![\w./<-])([\w/]+\.(?:py|cu|cpp|h))\b")
 CONSTANT_OF = re.compile(r"\b([A-Z][A-Z_]{2,}) (?:of|in) `?([\w/]+\.py)\b")
 DOTTED = re.compile(r"(?<![\w.@/<-])([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 ENDINGS = {"cfg", "cpp", "cu", "h", "h5", "html", "md", "png", "py", "so", "toml"}
 OTHERS = {  # what is not ours, or an example of a user's
-    "cpdhpc/FILE.py", "cpdhpc/compress/mine.py", "nets.py", "ddp.register_comm_hook",
-    "data.of", "data.KEY", "layers.coded.size", "formats.NAME", "malloc.h",
+    "cpdhpc/FILE.py", "mine.py", "cpdhpc/compress/mine.py", "plan.interior.parts", "nets.py",
+    "ddp.register_comm_hook", "data.of",
+    "data.KEY", "layers.coded.size", "formats.NAME", "malloc.h",
 }  # fmt: skip
 
 
@@ -74,36 +75,26 @@ def lost_files(text: str) -> list[str]:
     ]
 
 
-def module(path: str) -> str:
-    """cpdhpc/ops/__init__.py -> cpdhpc.ops."""
-    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Module, such as "cpdhpc.ops" -> its syntax tree."""
+    dotted = {f"cpdhpc.{name_of(p)}".replace("/", "."): tree for p, tree in sources().items()}
+    return dotted | {"cpdhpc": dotted["cpdhpc.__init__"]}
 
 
 @cache
-def modules() -> dict[str, list[str]]:
-    """The last part of the name of each module -> the modules that have it."""
-    found: dict[str, list[str]] = {}
-    for path in sources():
-        name = module(f"cpdhpc/{path}")
-        found.setdefault(name.rpartition(".")[2], []).append(name)
-    return found
-
-
-def room(name: str) -> str:
-    """The package that a module is in; a package itself."""
-    is_package = f"{name.removeprefix('cpdhpc.').replace('.', '/')}/__init__.py" in sources()
-    return name if is_package else name.rpartition(".")[0]
+def called(last: str) -> list[str]:
+    """The modules whose names end with a word."""
+    return [name for name in modules() if name.rpartition(".")[2] == last]
 
 
 @cache
-def members(package: str) -> set[str]:
+def members(start: str) -> set[str]:
     """What may follow the name of an object that is called as its module: reducer.epoch."""
-    inside = [name for names in modules().values() for name in names]
+    package = start if (ROOT / start.replace(".", "/")).is_dir() else start.rpartition(".")[0]
     found = set[str]()
-    for name in inside:
+    for name, tree in modules().items() if package != "cpdhpc" else ():
         if name == package or name.startswith(f"{package}."):
-            path = name.removeprefix("cpdhpc.").replace(".", "/")
-            tree = sources().get(f"{path}.py") or sources()[f"{path}/__init__.py"]
             found |= names_of(name)
             found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     return found
@@ -121,15 +112,11 @@ def is_there(name: str) -> bool:
     first, second, *more = name.removeprefix("cpdhpc.").split(".")
     if f"{first}.{second}" in job_keys() | OTHERS:
         return True
-    for start in modules()[first]:
-        here, left = start, [second, *more]
-        while left and f"{here}.{left[0]}" in {n for names in modules().values() for n in names}:
+    for here in called(first):
+        left, whole = [second, *more], here
+        while left and f"{here}.{left[0]}" in modules():
             here = f"{here}.{left.pop(0)}"
-        if (
-            not left
-            or left[0] in names_of(here)
-            or (not more and room(start) != "cpdhpc" and second in members(room(start)))
-        ):
+        if not left or left[0] in names_of(here) or (not more and second in members(whole)):
             return True
     return False
 
@@ -141,7 +128,7 @@ def lost_names(text: str) -> list[str]:
     return [
         name
         for name in ours
-        if name.removeprefix("cpdhpc.").partition(".")[0] in modules()
+        if called(name.removeprefix("cpdhpc.").partition(".")[0])
         and not name.startswith("torch.")  # of torch itself
         and name not in OTHERS
         and not is_there(name)
@@ -171,7 +158,8 @@ def test_names_that_texts_point_at_are_there() -> None:
 def test_identifiers_in_pages_are_in_the_code() -> None:
     """Of backquoted words those that look like names: with an underscore, or all capitals."""
     known = {"ompi_info", "gradient_as_bucket_view", "static_graph", "CUDA_VISIBLE_DEVICES"}
-    known |= {"MPI_THREAD_SERIALIZED"}
+    known |= {"MPI_THREAD_SERIALIZED", "adversarial_running_mean"}
+    known |= {"accumulate_grad_batches", "gradient_clip_val", "skip_synchronize"}  # of others
     for path in files():
         if (ROOT / path).suffix in (".py", ".pyi", ".h", ".cu", ".cpp", ".toml", ".j2", ""):
             known |= set(re.findall(r"\w+", text_of(ROOT / path)))
@@ -192,3 +180,75 @@ def text_of(path: Path) -> str:
 def identifiers(text: str) -> set[str]:
     found = re.findall(r"`(\w+)(?:\(\))?`", text)
     return {n for n in found if n[:1].isalpha() and ("_" in n or (n.isupper() and len(n) > 3))}
+
+
+@cache
+def names_of(module: str) -> set[str]:
+    """What a module of the package defines or imports, and the modules in it."""
+    path, tree = ROOT / module.replace(".", "/"), modules().get(module)
+    names = {part.stem for part in path.glob("*")} if path.is_dir() else set()
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names | {"__version__"}
+
+
+# With what follows in brackets; also in programs that tests start, which are strings there.
+IMPORTED = re.compile(r"^ *(from cpdhpc[\w.]* import (?:\([^)]*\)|[^(\n;\\]*))", re.MULTILINE)
+
+
+def missing(text: str) -> list[str]:
+    """Names that a text imports from the package and that are not there."""
+    found = (ast.parse(statement).body[0] for statement in IMPORTED.findall(text))
+    return [
+        f"{node.module}.{alias.name}"
+        for node in found
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "cpdhpc._cpu"
+        for alias in node.names
+        if alias.name not in names_of(node.module)
+    ]
+
+
+def test_what_tests_import_exists() -> None:
+    """The MPI tests are not collected in the serial run: a name lost there shows here."""
+    wrong = {
+        path.name: names
+        for path in Path(__file__).parent.rglob("*.py")
+        if (names := missing(path.read_text()))
+    }
+    assert not wrong
+    text = "    from cpdhpc.store import (\n        read as here,  # of it\n        gone,\n    )\n"
+    assert missing(text + "from cpdhpc import lost") == ["cpdhpc.store.gone", "cpdhpc.lost"]
+
+
+ROW = re.compile(r"^\| (?:a|an) .*\| \d+ \|$", re.MULTILINE)  # of the table of changes
+TABLE = re.compile(r"`([A-Z][A-Z_]+)`")
+
+
+def lost(row: str) -> list[str]:
+    """Paths that a row of the page names and that are not there, and tables in none of them."""
+    root, files, wrong = PACKAGE.parent, list[Path](), list[str]()
+    place = root
+    for name in re.findall(r"`([\w/]+(?:\.py)?)`", row):
+        if "/" not in name and not name.endswith(".py"):
+            continue
+        path = root / name if "/" in name else place / name
+        place = path if path.is_dir() else path.parent
+        files += path.rglob("*.py") if path.is_dir() else [path] * path.exists()
+        wrong += [] if path.exists() else [name]
+    texts = [path.read_text() for path in files]
+    tables = TABLE.findall(row)
+    there = [any(re.search(rf"^{n}\b.* = ", text, re.MULTILINE) for text in texts) for n in tables]
+    return wrong + [name for name, is_there in zip(tables, there, strict=True) if not is_there]
+
+
+def test_the_page_of_changes_names_what_is_there() -> None:
+    rows = ROW.findall((PACKAGE.parent / "CONTRIBUTING.md").read_text())
+    assert len(rows) > 10
+    assert {row: names for row in rows if (names := lost(row))} == {}
+    row = "| a thing | a row of `ROWS` in `cpdhpc/methods.py` or `gone.py` | 1 |"
+    assert lost(row) == ["gone.py", "ROWS"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cards import DEVICE, card
+from gpus import card
 from simulated_cupy import simulated
 
 X = np.arange(100, dtype=np.float32)
@@ -80,14 +80,16 @@ def test_tensors_are_freed_as_arrays_are() -> None:
         pytest.skip("of the emulated GPU, not of a real one")
     import torch
 
+    device = torch.device("cuda", 0)
+
     def read(seed: int, waits: bool) -> bool:
         with card(place=seed) as gpu:
             import cupy
 
             assert gpu is not None
-            x: Any = torch.arange(100.0, device=DEVICE)
+            x: Any = torch.arange(100.0, device=device)
             array = cupy.from_dlpack(x)
-            torch.cuda.current_stream(DEVICE).synchronize()  # x is written
+            torch.cuda.current_stream(device).synchronize()  # x is written
             with cupy.cuda.Stream(non_blocking=True) as stream:
                 y = array + np.float32(1)
                 event = cupy.cuda.Event(disable_timing=True)
@@ -95,8 +97,8 @@ def test_tensors_are_freed_as_arrays_are() -> None:
                 del x, array
                 gc.collect()
                 if waits:
-                    torch.cuda.current_stream(DEVICE).wait_event(event)
-                z = torch.ones(1, device=DEVICE) + 1  # takes memory; the second waits for the first
+                    torch.cuda.current_stream(device).wait_event(event)
+                z = torch.ones(1, device=device) + 1  # takes memory; the second waits for the first
                 assert float(z.cpu()) == 2
                 stream.synchronize()
                 return y.get().tolist() == (X + 1).tolist()

@@ -11,8 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from studies import fill, no_numbers, small_study, some_result
-from synthetic_points import GRADIENTS
-from synthetic_study import write_study
+from synthetic_study import GRADIENTS, write_study
 from training import run_job
 
 from cpdhpc.config import dump_toml

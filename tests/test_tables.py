@@ -12,11 +12,12 @@ import oracles
 import pytest
 from allreduce_oracle import expected
 from every import every
+from outcomes import differing, of_tiles
 
 import cpdhpc
 from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, dump_toml
-from cpdhpc.formats import Cast, Rounding, TableFormat, parse_format, shift_count
+from cpdhpc.formats import Cast, Rounding, TableFormat, parse_format
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.train.job import load
 from cpdhpc.ops import reference
@@ -245,31 +246,16 @@ def test_tiles_equal_the_reference(fast_ops: Any, fmt: TableFormat, shared: int)
     n, rng = 2100, np.random.default_rng(shared)
     odd = oracles.awkward(n, 3)
     odd[5], odd[1500], odd[1600] = np.nan, np.inf, 1e-42
-    inputs = [(rng.standard_normal(n) * 2.0**-9).astype(np.float32), odd]
+    plain = (rng.standard_normal(n) * 2.0**-9).astype(np.float32)
     for number, rounding in enumerate(get_args(Rounding)):
         overflow: Any = oracles.overflows(fmt)[number % 2 - 1]
         cast, fit = Cast(fmt, rounding, overflow), number % 3 > 0
-        results = []
-        for backend in (reference, fast_ops):
-            made: list[np.ndarray] = []
-            for x in inputs:
-                words = np.zeros(3 * 128 * fmt.bits, np.uint8)
-                shifts = np.full(shift_count(n, shared), 130, np.uint8)
-                counts, out = np.zeros((3, 3), np.uint32), np.zeros(n, np.float32)
-                how: dict[str, Any] = {"fit": fit, "key": (8, 9), "offset": 2**32 - 512}
-                backend.encode_tiles(x, cast, words, shifts, counts=counts, **how)
-                lost = backend.decode_tiles(words, shifts, fmt, out)
-                hop = [np.zeros_like(each) for each in (words, shifts, counts, out)]
-                hop[1][:] = 130
-                with np.errstate(all="ignore"):
-                    again = backend.decode_add_encode_tiles(
-                        words, shifts, cast, inputs[0], hop[0], hop[1], counts=hop[2], out=hop[3],
-                        **how,
-                    )  # fmt: skip
-                made += [words, shifts, counts, out, *hop, np.array([lost, again])]
-            results.append(made)
-        for want, got in zip(*results, strict=True):
-            assert np.array_equal(got, want, equal_nan=got.dtype == np.float32), rounding
+        for x in (plain, odd):
+            got, want = (
+                of_tiles(ops, x, plain, cast, shared, fit=fit, shift=130)
+                for ops in (fast_ops, reference)
+            )
+            assert not differing(got, want, any_nan=True), rounding
 
 
 @every(("algorithm", "accumulate"), [("ring", "requantise"),

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from every import every
+from outcomes import of_codes, of_sums, of_tiles
+from refusing import refused
 
 from cpdhpc.config import UserError
-from cpdhpc.formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, parse_format, tiles
+from cpdhpc.formats import TILE, Cast, FloatFormat, parse_format
 from cpdhpc.ops import cpu, kernel_threads, omp_num_threads, set_kernel_threads, threads
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.ranks import Loopback
@@ -39,67 +41,13 @@ def values(n: int) -> np.ndarray:
     return x
 
 
-def floats(x: np.ndarray, fmt: FloatFormat, rounding: Any, fit: bool) -> list[Any]:
-    """What the operations on packed floats write and return, all of them."""
-    n, cast, how = x.size, Cast(fmt, rounding), {"key": (3, 4), "offset": 2**32 - 5 * TILE}
-    words, hop = (np.zeros(packed_bytes(n, fmt.bits), np.uint8) for _ in range(2))
-    shifts, hop_shifts = (np.full(tiles(n), 120, np.uint8) for _ in range(2))
-    counts, hop_counts = (np.zeros((tiles(n), 3), np.uint32) for _ in range(2))
-    out, total, in_place = np.zeros_like(x), np.zeros_like(x), x.copy()
-    cpu.encode_tiles(x, cast, words, shifts, fit=fit, counts=counts, **how)
-    lost = cpu.decode_tiles(words, shifts, fmt, out)
-    cpu.decode_add_tiles(words, shifts, fmt, x, total)
-    cpu.decode_add_tiles(words, shifts, fmt, in_place, in_place)
-    cpu.decode_add_encode_tiles(
-        words, shifts, cast, x, hop, hop_shifts, fit=fit, counts=hop_counts, **how
-    )
-    same, same_shifts, written = np.zeros_like(hop), shifts.copy(), np.zeros_like(x)
-    lost += cpu.decode_add_encode_tiles(
-        words, shifts, cast, x, same, same_shifts, fit=fit, out=written, **how
-    )
-    codes = cpu.encode(x, cast, shift=2, **how)
-    packed = cpu.pack(codes, fmt.bits)
-    found = [words, shifts, counts, out, lost, total, in_place, hop, hop_shifts, hop_counts, codes]
-    found += [
-        same,
-        same_shifts,
-        written,
-        packed,
-        cpu.unpack(packed, fmt.bits, n),
-        cpu.decode(codes, fmt, 2),
-        cpu.amax_tiles(x),
-    ]
-    return found
-
-
-def integers(x: np.ndarray, fmt: FloatFormat, rounding: Any) -> list[Any]:
-    """What the operations on exact sums write and return, all of them."""
-    n, cast, shifts = x.size, Cast(fmt, rounding), np.full(tiles(x.size), 125, np.uint8)
-    codes = np.zeros(packed_bytes(n, fmt.bits), np.uint8)
-    words, wide = (np.zeros(packed_bytes(n, bits), np.uint8) for bits in (18, 19))
-    counts, out = np.zeros((tiles(n), 3), np.uint32), np.zeros_like(x)
-    cpu.encode_tiles(x, cast, codes, shifts)
-    cpu.add_encode_integers_tiles(
-        codes, 0, cast, x, shifts, words, 18, key=(5, 6), offset=7 * TILE, counts=counts
-    )
-    cpu.add_integers_tiles(words, 18, codes, 0, fmt, wide, 19)
-    lost = cpu.decode_integers_tiles(wide, 19, shifts, fmt, out)
-    ternary = np.resize(codes, 256 * tiles(n))
-    trits, back = np.zeros(TRIT_BYTES * tiles(n), np.uint8), np.zeros_like(ternary)
-    cpu.pack_trits(ternary, trits)
-    cpu.unpack_trits(trits, back)
-    return [words, counts, wide, lost, out, trits, back]
-
-
 def everything(x: np.ndarray, rounding: str) -> list[bytes]:
     finite = np.nan_to_num(x, nan=0, posinf=0)  # an integer is neither
-    found = [
-        *floats(x, parse_format("e4m3"), rounding, fit=True),
-        *floats(x, parse_format("e6m9"), rounding, fit=False),
-        *floats(finite, parse_format("e2m1fn"), rounding, fit=True),
-        *integers(finite, FloatFormat(1, 6, "none"), rounding),
-    ]
-    return [np.asarray(each).tobytes() for each in found]
+    found = of_sums(cpu, finite, FloatFormat(1, 6, "none"), rounding, 125)
+    for name, fit, given in (("e4m3", True, x), ("e6m9", False, x), ("e2m1fn", True, finite)):
+        cast: Any = Cast(parse_format(name), rounding)  # type: ignore[arg-type]
+        found += of_tiles(cpu, given, given, cast, fit=fit, shift=120) + of_codes(cpu, given, cast)
+    return [each.tobytes() for each in found]
 
 
 @every("rounding", ["nearest", "zero", "stochastic"])
@@ -172,7 +120,7 @@ def test_the_number_is_given_or_of_openmp_or_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert kernel_threads() == 1 and omp_num_threads() is None
     for wrong in (0, -1, 1.5, "2", None):
-        with pytest.raises(ValueError, match="set_kernel_threads: count="):
+        with refused("set_kernel_threads", "count"):
             set_kernel_threads(wrong)  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.method import CHOSEN, Machine, Reduced, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
+from ..errors import reworded
 from ..formats import (
     SHARED,
     SHIFT_BIAS,
@@ -116,7 +117,7 @@ class LowBit(Aggregator):
             try:
                 rounding = self._allreduce(way, 0).rounding
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{where}{error}") from None
+                raise reworded(error, f"{where}{error}") from None
             if self.error_feedback and rounding != "nearest":
                 raise ValueError(
                     f"{where or 'LowBit: '}rounding={rounding!r}: error_feedback=true needs "

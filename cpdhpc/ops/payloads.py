@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import (
     NAMED,
     NAMED_WIRES,
@@ -315,16 +316,16 @@ def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
     if isinstance(wire, FloatFormat | TableFormat):
         return wire
     if not isinstance(wire, str):
-        raise TypeError(f"{name}: wire={wire!r}: must be 'raw', a format or its name")
+        raise ArgumentTypeError(name, "wire", wire, "must be 'raw', a format or its name")
     try:
         return wire_format(wire)
     except ValueError as error:
         said = suggest(wire, ("raw", *NAMED_WIRES, *NAMED))
         if said.startswith("did") and not wire.startswith("int"):
-            raise ValueError(f"{name}: wire={wire!r}: {said}") from None
+            raise ArgumentError(name, "wire", wire, said) from None
         said = re.sub(r"^\w+: ", "", str(error)).removeprefix(f"{wire!r}: ")
         also = "" if said.endswith("?") else f"; wires are also raw, {', '.join(NAMED_WIRES)}"
-        raise ValueError(f"{name}: wire={wire!r}: {said}{also}") from None
+        raise ArgumentError(name, "wire", wire, said + also) from None
 
 
 def packed_wire(wire: str | Format, name: str) -> Packed | None:

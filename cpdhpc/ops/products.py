@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..formats import Cast, FloatFormat, Format, TableFormat
 from ..methods import check_integer, suggest
 
@@ -49,17 +50,18 @@ class Products:
 
     def __post_init__(self) -> None:
         if self.order not in get_args(Order):
-            raise ValueError(
-                f"Products: order={self.order!r}: {suggest(self.order, get_args(Order))}"
+            raise ArgumentError(
+                "Products", "order", self.order, suggest(self.order, get_args(Order))
             )
         check_integer("Products: chunk", self.chunk)
         kahan: object = self.kahan
         if not isinstance(kahan, bool):
             check_integer("Products: kahan", kahan)
         if self.chunk < 0:
-            raise ValueError(f"Products: chunk={self.chunk}: should be 0 or more")
+            raise ArgumentError("Products", "chunk", self.chunk, "should be 0 or more")
         if self.order == "pairwise" and (self.chunk or self.kahan):
-            raise ValueError("Products: order='pairwise': goes with chunk=0 and kahan=False")
+            allowed = "goes with chunk=0 and kahan=False"
+            raise ArgumentError("Products", "order", self.order, allowed)
 
     @property
     def casts(self) -> tuple[Cast | None, Cast, Cast]:

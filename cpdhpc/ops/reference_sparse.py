@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..formats import TILE, tiles
 
 __all__ = [
@@ -43,8 +44,7 @@ def kth_magnitude(x: Array, k: int) -> int:
 
     x: float32[n]. Raises ValueError unless k is 1..n.
     """
-    if not 1 <= k <= x.size:
-        raise ValueError(f"kth_magnitude: k={k}: must be 1..{x.size}, the number of values")
+    check_rank("kth_magnitude", k, x.size, 1)
     return int(np.sort(x.view(np.uint32) & MAGNITUDE)[x.size - k])
 
 
@@ -53,8 +53,7 @@ def select_magnitude(x: Array, k: int) -> Array:
 
     x: float32[n]; returns uint32[k], ascending. Raises ValueError unless k is 0..n.
     """
-    if not 0 <= k <= x.size:
-        raise ValueError(f"select_magnitude: k={k}: must be 0..{x.size}, the number of values")
+    check_rank("select_magnitude", k, x.size, 0)
     magnitude = (x.view(np.uint32) & MAGNITUDE).astype(np.int64)
     return np.sort(np.argsort(-magnitude, kind="stable")[:k]).astype(np.uint32)
 
@@ -75,7 +74,7 @@ def threshold_bits(threshold: float) -> int:
     numbers.
     """
     if not threshold >= 0:
-        raise ValueError(f"select_above: threshold={threshold}: must be 0 or more")
+        raise ArgumentError("select_above", "threshold", threshold, "must be 0 or more")
     with np.errstate(over="ignore"):
         nearest = np.float32(threshold)
     if float(nearest) > threshold:
@@ -211,7 +210,7 @@ PASSES = ((20, 2048), (10, 1024), (0, 1024))  # shift and buckets: 11, 10 and 10
 def check_rank(name: str, k: int, n: int, least: int) -> None:
     """Raise ValueError unless k is least..n, and n values have indices of 32 bits."""
     if not least <= k <= n:
-        raise ValueError(f"{name}: k={k}: must be {least}..{n}, the number of values")
+        raise ArgumentError(name, "k", k, f"must be {least}..{n}, the number of values")
     check_size(name, n)
 
 

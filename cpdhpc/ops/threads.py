@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from .. import _cpu
-from ..errors import UserError
+from ..errors import ArgumentError, UserError
 
 _chosen: list[int] = []  # what set_kernel_threads was given, or what OMP_NUM_THREADS said
 
@@ -28,7 +28,7 @@ def set_kernel_threads(count: int) -> None:
     sleep while there is nothing to do. Raises ValueError for anything but an int from 1 on.
     """
     if not isinstance(count, int) or count < 1:
-        raise ValueError(f"set_kernel_threads: count={count!r}: must be an int, 1 or more")
+        raise ArgumentError("set_kernel_threads", "count", count, "must be an int, 1 or more")
     _chosen[:] = [count]
 
 

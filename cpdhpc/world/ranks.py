@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UserError
+from ..errors import Refused, UserError, reworded
 from ..methods import check_whole
 from ..whole_files import open_own
 
@@ -374,7 +374,7 @@ def of_rank(rank: int, error: Exception) -> Exception:
     """Return an error of the same type, with the rank in front of its words, if none is yet."""
     text = str(error) if str(error).startswith("rank ") else f"rank {rank} | {error}"
     try:
-        return type(error)(text)
+        return reworded(error, text)
     except TypeError:  # it takes other arguments
         return RuntimeError(f"rank {rank} | {type(error).__name__}: {error}")
 
@@ -402,13 +402,20 @@ def named(errors: Sequence[Exception | None], virtual_ranks: int) -> Exception:
 
 
 def portable(error: Exception | None) -> bytes | None:
-    """Return an error pickled; what cannot be becomes a RuntimeError with the same words."""
+    """Return an error pickled; what cannot be becomes a RuntimeError with the same words.
+
+    A value that cannot be pickled becomes its text.
+    """
     if error is None:
         return None
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
     except Exception:
+        if isinstance(error, Refused) and error.value is not error.shown:
+            error = reworded(error, str(error))
+            error.value = error.shown
+            return portable(error)
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return data
 

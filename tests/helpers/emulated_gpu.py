@@ -43,7 +43,7 @@ INSTRUCTIONS = {  # PTX -> C++ of the operands
     "cvt.rn.f16.f32": "cuda::same_bits<unsigned short>((_Float16)({1}))",
 }
 TRUNCATIONS = {  # what C++ leaves open where the value is too large
-    "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);",
+    "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);"
 }
 SEED = 1
 SLOTS = 32  # for what a kernel of the codec is compiled for

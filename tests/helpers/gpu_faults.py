@@ -29,7 +29,7 @@ TESTS = [
         "gpu_methods",
         "products",
         "integers",
-        "trits",
+        "packing",
     )
 ]
 FAULTS = {  # what is wrong: the code, and what it becomes
@@ -46,7 +46,7 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "u32 saturated = lane_of_thread() ? warp_sum(c.saturated) : c.saturated;",
     ),
     "every lane writes the tile's shift, before it is known": (
-        "if (how.blocks || lane == 0) shifts[",
+        "if (how.blocks || lane == 0)\n            shifts[",
         "shifts[",
     ),
     "a block's tiles are counted once": (
@@ -71,25 +71,16 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "return CPD_TILE;",
     ),
     "a row too many of the last tile": (
-        "return r * CPD_LANES < n - lane_of_thread();",
-        "return r * CPD_LANES <= n - lane_of_thread();",
+        "return r * how.value_step() < n - how.first_value();",
+        "return r * how.value_step() <= n - how.first_value();",
     ),
     "all lanes are taken to stay inside where one does": (
-        "largest_inside(how.cast)) == ALL_LANES;",
-        "largest_inside(how.cast)) != 0;",
+        "return __ballot_sync(ALL_LANES, inside) == ALL_LANES;",
+        "return __ballot_sync(ALL_LANES, inside) != 0;",
     ),
-    "the largest magnitude of half its size": (
-        "most >>= 1;",
-        "most >>= 2;",
-    ),
-    "the second block is decoded over the first": (
-        "body(b * rows + r, read(",
-        "body(r, read(",
-    ),
-    "shifts of the first lane for all blocks": (
-        "if (how.blocks) shifts += lane_of_thread();",
-        "",
-    ),
+    "the largest magnitude of half its size": ("most >>= 1;", "most >>= 2;"),
+    "the second block is decoded over the first": ("body(b * rows + r, read(", "body(r, read("),
+    "shifts of the first lane for all blocks": ("if (how.blocks) shifts += lane_of_thread();", ""),
     "no barrier before shared memory is read": (
         "        __syncthreads();\n        for (int t = 0; t < CPD_SIDE",
         "        for (int t = 0; t < CPD_SIDE",
@@ -110,28 +101,19 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         'asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));',
         "sum = a + b; if (sum < 1.17549435e-38f && sum > -1.17549435e-38f) sum = 0.0f;",
     ),
-    "the lanes before this one include it": (
-        "return sum - value;",
-        "return sum;",
-    ),
+    "the lanes before this one include it": ("return sum - value;", "return sum;"),
 }
 FAULTS_OF_MOVES = {  # of the kernel that moves windows
     "the first unit of a box is taken for the last of the one before": (
         "if (boxes[middle + 1].first > i)",
         "if (boxes[middle + 1].first >= i)",
     ),
-    "a partial sum replaces the total": (
-        "part = value, several = true;",
-        "part = value;",
-    ),
+    "a partial sum replaces the total": ("part = value, several = true;", "part = value;"),
     "the mark of a partial sum is taken for a part of the base": (
         "const char* at = arrays.from(term.base % CPD_BEGINS) + term.offset;",
         "const char* at = arrays.from(term.base) + term.offset;",
     ),
-    "half of a wide unit is copied": (
-        "return move_copies<Wide>(",
-        "return move_copies<u64>(",
-    ),
+    "half of a wide unit is copied": ("return move_copies<Wide>(", "return move_copies<u64>("),
     "sources lie as targets do": (
         "*(const T*)(from + ahead_of(place, term.strides));",
         "*(const T*)(from + ahead_of(place, box.strides));",
@@ -190,21 +172,13 @@ FAULTS_OF_GRAPHS = {  # the file as well
         "self._all(np.empty_like(out), None)",
         "self._all(out, None)",
     ),
-    "a graph of nothing": (
-        GRAPHS,
-        "graph if self._kernels.count else None",
-        "graph",
-    ),
+    "a graph of nothing": (GRAPHS, "graph if self._kernels.count else None", "graph"),
     "the shifts of the first run for ever": (
         GRAPHS,
         "place[:] = shift_bytes(each, segments, self.x.size, self.x)",
         "pass",
     ),
-    "random numbers of the first run for ever": (
-        GRAPHS,
-        "if method.is_random:",
-        "if False:",
-    ),
+    "random numbers of the first run for ever": (GRAPHS, "if method.is_random:", "if False:"),
 }
 MESSAGES, CHANNEL = "cpdhpc/world/gpu_messages.py", "cpdhpc/darray/device_channel.py"
 FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI has still to read it
@@ -307,10 +281,8 @@ ON_TWO = [
     *(HERE.parent / "slurm" / "mpirun-local", "2", sys.executable, "-m", "mpi4py"),
     *("-m", "pytest", *OPTIONS, "--with-mpi", "-m", "not gpu and not slow"),
 ]
-OF_MPI = {
-    each: HERE / "mpi" / f"test_mpi_{each}.py" for each in ("gpu_graphs", "darray_gpu", "streams")
-}
-GRAPHS_ON_TWO = [[*RUN, HERE / "test_gpu_graphs.py"], [*ON_TWO, OF_MPI["gpu_graphs"]]]
+OF_MPI = {each: HERE / "mpi" / f"test_mpi_{each}.py" for each in ("gpu", "darray_gpu", "streams")}
+GRAPHS_ON_TWO = [[*RUN, HERE / "test_gpu_graphs.py"], [*ON_TWO, OF_MPI["gpu"]]]
 MEMORY = [
     [*RUN, HERE / "test_gpu_memory.py"],
     [*RUN, "-p", "emulated_gpu", "-m", "gpu", HERE / "test_gpu_training.py"],

@@ -1,14 +1,70 @@
-"""GPUs for tests over real messages: the machine's, or simulated ones."""
+"""GPUs for tests: the machine's, or simulated and emulated ones in their place."""
 
-from contextlib import ExitStack
-from types import SimpleNamespace
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from simulated_cupy import simulated
+from simulated_gpu import Gpu
 
 from cpdhpc.world import gpu_messages
 from cpdhpc.world.mpi import World
+
+
+class OnGpu:
+    """ops.gpu for NumPy arrays: moves the arguments over, and what was written back."""
+
+    def __init__(self, ops: ModuleType, cupy: ModuleType) -> None:
+        self._ops, self._cupy = ops, cupy
+
+    def __getattr__(self, name: str) -> Any:
+        function, cupy = getattr(self._ops, name), self._cupy
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            moved: dict[int, Any] = {}
+
+            def move(value: Any) -> Any:
+                if not isinstance(value, np.ndarray):
+                    return value
+                return moved.setdefault(id(value), cupy.asarray(value))
+
+            result = function(*map(move, args), **{k: move(v) for k, v in kwargs.items()})
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, np.ndarray) and value.flags.writeable:
+                    value[...] = cupy.asnumpy(moved[id(value)])
+            return cupy.asnumpy(result) if isinstance(result, cupy.ndarray) else result
+
+        return call
+
+
+@contextmanager
+def card(direct: bool = False, place: int = 0) -> Iterator[Gpu | None]:
+    """Let there be a GPU in the block; yield the simulated one, None for the machine's.
+
+    direct: whether MPI takes the memory of the simulated one; place: of that on the bus
+    """
+    import torch
+
+    emulated = sys.modules.get("emulated_torch")
+    if emulated is None:
+        if not torch.cuda.is_available() or find_spec("cupy") is None:
+            pytest.skip("no GPU that torch and CuPy see, and no -p emulated_gpu")
+        yield None
+        return
+    with simulated(place) as (gpu, _), emulated.cuda(gpu):
+        gpu.aware, gpu.first = direct, place
+        answer = gpu_messages.Answer(direct, "simulated")
+        with patch.object(gpu_messages, "query", lambda: answer):
+            yield gpu
+
 
 TIMEOUT_S = 600.0
 N = 2500

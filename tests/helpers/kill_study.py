@@ -22,10 +22,7 @@ from cpdhpc.lab.study_data.study_file import read_result
 
 REPEATS = 60
 CHANGES = {
-    "sweep": {
-        "size_bytes": [1024 * k for k in (1, 4, 16)],
-        "algorithm": ["ring", "tree", "mpi"],
-    },
+    "sweep": {"size_bytes": [1024 * k for k in (1, 4, 16)], "algorithm": ["ring", "tree", "mpi"]},
     "measure": {"interleave": 3, "min_repeats": REPEATS, "max_repeats": REPEATS},
 }
 START_S = 600.0  # a study that has begun nothing by then is broken

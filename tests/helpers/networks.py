@@ -1,7 +1,10 @@
-"""Networks as users of torch write them, with forwards of their own."""
+"""Networks as users of torch write them, and small ones that a GradientReducer must live with."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -89,3 +92,70 @@ class UNet(nn.Module):
         x = self.dec1(torch.cat([two, self.up1(three)], dim=1))
         x = self.dec2(torch.cat([one, self.up2(x)], 1))
         return self.out(self.drop(x * self.attention(x)))
+
+
+class Scaled(ResNet20):
+    """ResNet-20 with fewer channels, and with a parameter of no dimension, as many models have."""
+
+    def __init__(self) -> None:
+        super().__init__(width=2, classes=4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+class TiedLstm(nn.Module):
+    """A language model whose output layer has the weights of the embedding."""
+
+    def __init__(self, words: int = 11, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.decoder = nn.Linear(width, words)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.lstm(self.embedding(x))[0]).transpose(1, 2)
+
+
+class Transformer(nn.Module):
+    """Encoder layers with a causal mask as a buffer, and a layer that forward does not use."""
+
+    mask: torch.Tensor
+
+    def __init__(self, words: int = 11, width: int = 8, length: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.place = nn.Parameter(torch.zeros(length, width))
+        layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("mask", torch.ones(length, length).triu(1).bool())
+        self.head = nn.Linear(width, words)
+        self.pooler = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.encoder(self.embedding(x) + self.place, mask=self.mask)
+        return self.head(y).transpose(1, 2)
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "resnet20": Scaled,
+    "lstm": TiedLstm,
+    "transformer": Transformer,
+}
+# The large one on two ranks only: what depends on their number, smaller models show.
+NETWORKS = [
+    pytest.param(name, marks=pytest.mark.two_ranks) if name == "resnet20" else name
+    for name in MODELS
+]
+
+
+def batch(name: str, seed: int, size: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets for a model of MODELS."""
+    generator: Any = torch.Generator().manual_seed(seed)
+    if name == "resnet20":
+        x = torch.randn(size, 3, 8, 8, generator=generator)
+        return x, torch.randint(4, (size,), generator=generator)
+    words = torch.randint(11, (size, 6), generator=generator)
+    return words[:, :-1], words[:, 1:]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+import gmpy2
 import numpy as np
 from gfloat import Domain, FormatInfo, RoundMode, round_ndarray
 
@@ -177,3 +178,22 @@ def assert_same_values(got: np.ndarray, expected: np.ndarray, x: np.ndarray) -> 
     wrong &= ~(np.isnan(got) & np.isnan(expected))
     first = np.flatnonzero(wrong)[:4]
     assert not first.size, (wrong.sum(), x[first], got[first], expected[first])
+
+
+MPFR = {
+    "nearest": gmpy2.RoundToNearest,
+    "zero": gmpy2.RoundToZero,
+    "up": gmpy2.RoundUp,
+    "down": gmpy2.RoundDown,
+}
+
+
+def mpfr(fmt: FloatFormat, rounding: str = "nearest") -> gmpy2.context:
+    """Arithmetic that rounds each result to a format of IEEE style."""
+    return gmpy2.context(
+        precision=fmt.man + 1,
+        emax=fmt.bias + 1,
+        emin=2 - fmt.bias - fmt.man,
+        subnormalize=True,
+        round=MPFR[rounding],
+    )

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from darray_cases import PADS, Case, draw, draw_layout, draw_window, shown
-from darray_checks import check_case
+from darray_cases import PADS, Case, check_case, draw, draw_layout, draw_window, shown
 
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.windows import Constant

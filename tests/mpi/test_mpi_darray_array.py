@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from darray_arrays import any_bits
-from darray_cases import draw, draw_layout, own
+from darray_cases import any_bits, draw, draw_layout, own
 
 from cpdhpc.darray.array import DistArray, redistribute
 from cpdhpc.darray.layout import Box, Layout

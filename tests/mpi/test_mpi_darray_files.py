@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xarray
-from darray_arrays import any_bits
-from darray_cases import draw_layout
+from darray_cases import any_bits, draw_layout
 
 from cpdhpc import store
 from cpdhpc.config import UserError

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from darray_arrays import any_bits
-from darray_cases import Case, draw, own, shown
-from darray_checks import wanted_sums
+from darray_cases import Case, any_bits, draw, own, shown, wanted_sums
 
 from cpdhpc.darray.array import DistArray
 from cpdhpc.darray.by_slices import CUPY, array_backend

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from networks import MODELS, NETWORKS, batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_models import MODELS, NETWORKS, batch
 
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.torch import GradientReducer, ddp_hook

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cards import DEVICE, card
+from gpus import card
 from torch import nn
 from training import small_data, small_job
 
@@ -28,6 +28,8 @@ from cpdhpc.ops.tensors import CPU, values_of
 from cpdhpc.torch.autograd import accumulate, exchange
 from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
+
+DEVICE = torch.device("cuda", 0)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 TIMEOUT_S = 600.0

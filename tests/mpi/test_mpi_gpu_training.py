@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cards import DEVICE, card
+from gpus import card
 from test_gpu_training import WAYS, network, steps
 from torch import distributed
 from training import model_bytes
@@ -32,6 +32,8 @@ from cpdhpc.ops.tensors import CPU
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.gpu_messages import use_gpu
 from cpdhpc.world.mpi import World
+
+DEVICE = torch.device("cuda", 0)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 TIMEOUT_S = 600.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from readme import BATCHES, block, commands, diff, lay_out
+from test_readme import BATCHES, block, commands, diff, lay_out
 from training import ROOT
 
 from cpdhpc.lab.cli import main
