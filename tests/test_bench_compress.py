@@ -246,7 +246,7 @@ def test_the_command_prints_writes_and_draws(
 def test_recommended_settings_by_one_word(
     recorded: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert method_of("dgc") == Dgc() and method_of("dgc", "recommended") == Dgc(momentum=0.5)
+    assert method_of("dgc") == Dgc() and method_of("dgc", "recommended") == Dgc(momentum=0.7)
     for text in ("dgc:momentum=0.3", "powersgd:momentum=0.9", "topk", "none"):
         assert method_of(text, "recommended") == method_of(text)  # below it, nothing waits, none
     given = ["--methods", "none", "randomk", "topk", "--ranks", "2", "--settings", "recommended"]

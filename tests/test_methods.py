@@ -83,7 +83,7 @@ def test_the_mean_of_many_draws_is_the_gradient(method: Aggregator) -> None:
 
 def test_terngrad_has_2n_plus_1_levels_of_the_largest_clipped_value() -> None:
     flats = gradients(whole(5000))
-    found, _ = aggregate(TernGrad(), flats, whole(5000))
+    found, _ = aggregate(TernGrad(clip=2.5), flats, whole(5000))
     limits = [2.5 * flat.std(dtype=np.float64) for flat in flats]
     scaler = np.float32(
         max(np.abs(np.clip(x, -m, m)).max() for x, m in zip(flats, limits, strict=True))
@@ -106,7 +106,7 @@ def test_terngrad_does_not_cut_a_layer_all_of_which_is_beyond_its_deviations(
     x = np.array(values, np.float32)
     bucket = Bucket(("alike", "normal"), ((x.size,), (500,)))
     flats = [bucket.flatten([x, each]) for each in gradients(whole(500))]
-    cut, _ = aggregate(TernGrad(share=share), flats, bucket)
+    cut, _ = aggregate(TernGrad(clip=2.5, share=share), flats, bucket)
     uncut, _ = aggregate(TernGrad(clip=0, share=share), flats, bucket)
     assert cut[: x.size].tobytes() == uncut[: x.size].tobytes()
     assert cut[x.size :].tobytes() != uncut[x.size :].tobytes(), "the other layer has outliers"
@@ -116,7 +116,7 @@ def test_terngrad_does_not_cut_a_layer_all_of_which_is_beyond_its_deviations(
 
 def test_terngrad_cuts_all_but_the_zeros_of_a_layer() -> None:
     x = np.array([5.0] * 99 + [0.0], np.float32)  # deviation 0.4975
-    found, _ = aggregate(TernGrad(), [x], whole(100))
+    found, _ = aggregate(TernGrad(clip=2.5), [x], whole(100))
     limit = np.float32(2.5 * x.std(dtype=np.float64))
     assert set(found.tolist()) == {0.0, limit}
 

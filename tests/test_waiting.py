@@ -20,6 +20,7 @@ from cpdhpc.compress import (
     Aggregator,
     Dgc,
     GradientFlow,
+    Lgc,
     NoCompression,
     OkTopk,
     OneBit,
@@ -40,7 +41,7 @@ from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 WAITING = ["topk", "randomk", "dgc", "strom", "adacomp", "scalecom", "oktopk", "gradientflow"]
-WAITING += ["onebit"]
+WAITING += ["onebit", "lgc"]
 SHAPE = (10, 20)
 BUCKET = Bucket(("w",), (SHAPE,))
 
@@ -96,7 +97,12 @@ def test_the_methods_that_wait_are_these() -> None:
     assert [name for name, row in COMPRESSORS.items() if row().holds_back] == sorted(
         WAITING, key=list(COMPRESSORS).index
     )
-    for given in (TopK(error_feedback=False), RandomK(density=1.0), OneBit(error_feedback=False)):
+    for given in (
+        TopK(error_feedback=False),
+        RandomK(density=1.0),
+        OneBit(error_feedback=False),
+        Lgc(density=1),
+    ):
         assert not given.holds_back  # nothing waits then
 
 
@@ -115,10 +121,11 @@ def steps(aggregator: str, build: Any) -> list[str]:
     return [str(each.message) for each in said]
 
 
-def test_random_places_and_those_of_one_rank_go_with_no_momentum() -> None:
+def test_how_much_momentum_goes_with_a_method_depends_on_what_waits_and_when() -> None:
     most = {name: COMPRESSORS[name]().most_momentum for name in WAITING}
-    assert [name for name, momentum in most.items() if not momentum] == ["randomk", "scalecom"]
-    assert {momentum for momentum in most.values() if momentum} == {0.5}
+    assert [name for name, momentum in most.items() if momentum == 0] == ["randomk", "scalecom"]
+    assert [name for name, momentum in most.items() if momentum == 0.7] == ["dgc", "lgc"]
+    assert set(most.values()) == {0, 0.5, 0.7}
 
 
 @every("name", ["topk", "onebit", "oktopk"])
@@ -208,17 +215,17 @@ def test_settings_change_only_what_waits() -> None:
     assert (less.optimizer.kept_share, less.train.learning_rate) == (0.4, 0.05)
     own = small_job(gradient={"aggregator": "dgc"}, train={"learning_rate": 0.05})
     says = own.advice(own.aggregator())
-    assert says.endswith("write gradient.momentum = 0.5 and train.learning_rate = 0.25")
+    assert says.endswith("write gradient.momentum = 0.7 and train.learning_rate = 0.15")
     own = small_job(gradient={"aggregator": "dgc"}, **recommended)
-    assert own.gradient == Dgc(momentum=0.5) and own.optimizer.kept_share == 0
-    assert own.train.learning_rate == 0.25 and "recommended" in own.advice(own.aggregator())
+    assert own.gradient == Dgc(momentum=0.7) and own.optimizer.kept_share == 0
+    assert own.train.learning_rate == 0.15 and "recommended" in own.advice(own.aggregator())
     with pytest.raises(ConfigError, match="has momentum, and so have the means"):
         small_job(gradient={"aggregator": "dgc"}, optimizer={"momentum": 0.9}, **recommended)
     with pytest.raises(ConfigError, match=r"settings='best'"):
         small_job(train={"settings": "best"})
 
 
-@every("name", [name for name in WAITING if name != "dgc"])
+@every("name", [name for name in WAITING if name not in ("dgc", "lgc")])
 def test_until_dense_epochs_the_mean_is_that_of_float32(name: str) -> None:
     rng = np.random.default_rng(1)
     gradients = rng.normal(size=(2, 200)).astype(np.float32)

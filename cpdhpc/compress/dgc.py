@@ -42,6 +42,11 @@ class Dgc(LargestValues):
         """See Aggregator.has_momentum."""
         return self.momentum > 0
 
+    @property
+    def most_momentum(self) -> float:
+        """See Aggregator.most_momentum: little waits in the first epochs, as warmup lasts."""
+        return 0.7
+
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)

@@ -55,7 +55,8 @@ class Lgc(DenseMessages):
         all train the same autoencoder
     exchange: "ring": the mean of all ranks' codes is decoded; "server": the leader's code is, for
         each rank by a decoder of its own, which also sees that rank's innovation
-    density: share of a layer's values that are chosen, one at least
+    density: share of a layer's values that are chosen, one at least; small networks want 0.1, as
+        most ranks send values that another one has chosen
     innovation: share of a rank's chosen values, its largest ones, that it sends where exchange is
         "server"
     learning_rate: of Adam, which trains the autoencoder
@@ -82,6 +83,16 @@ class Lgc(DenseMessages):
     learning_rate: Annotated[float, Allowed(gt=0, le=1)] = 1e-3
     exclude: Layers = ()
     plain: Layers = ()
+
+    @property
+    def holds_back(self) -> bool:
+        """See Aggregator.holds_back."""
+        return self.density < 1
+
+    @property
+    def most_momentum(self) -> float:
+        """See Aggregator.most_momentum: nothing waits in the first steps, as dense_steps lasts."""
+        return 0.7
 
     def check_layers(self, names: Collection[str]) -> None:
         """See Aggregator.check_layers."""

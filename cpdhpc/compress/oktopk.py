@@ -44,7 +44,8 @@ Period = Annotated[int, Allowed(ge=1)]  # an option: iterations
 class OkTopk(SparseMessages):
     """The mean of the values that are among the largest of a rank and of the sum over all ranks.
 
-    density: share of a bucket's values that all ranks get, one at least
+    density: share of a bucket's values that all ranks get, one at least; of all ranks together,
+        so more than topk's of each rank
     warmup: density of the first epochs, one for each
     estimate_every: iterations after which both thresholds are estimated anew; of more than about
         8 a network's first steps may not recover
@@ -61,7 +62,7 @@ class OkTopk(SparseMessages):
     }
 
     aggregator: Literal["oktopk"] = "oktopk"
-    density: Density = 0.01
+    density: Density = 0.02
     warmup: Warmup = ()
     estimate_every: Period = 8
     rebalance_every: Period = 64

@@ -32,7 +32,7 @@ class ScaleCom(DenseMessages):
         weight: the rate is 25 from 196 on, 50 from 128 on, and else 400
     beta: share of what is not sent that goes into a rank's memory, a low-pass filter; 1: all of it,
         as is usual; the paper takes less for learning rates of large batches. Nothing is lost: what
-        was sent and memory / beta add up to the gradients
+        was sent and memory / beta add up to the gradients; but it waits 1 / beta times as long
     dense_epochs: until then everything is sent
     exclude: layers that travel in float32, as the paper's first one; those of one dimension do
     wire, algorithm, scaling: of the all-reduce of what is sent
@@ -47,7 +47,7 @@ class ScaleCom(DenseMessages):
     per_chunk: Annotated[int, Allowed(ge=1)] = 1
     rates: Mapping[str, Annotated[int, Allowed(ge=1)]] = field(default_factory=dict, hash=False)
     costs: Mapping[str, Annotated[float, Allowed(ge=0)]] = field(default_factory=dict, hash=False)
-    beta: Annotated[float, Allowed(gt=0, le=1)] = 0.3
+    beta: Annotated[float, Allowed(gt=0, le=1)] = 1.0
     dense_epochs: Epochs = 0.0
     exclude: Layers = ()
 

@@ -44,7 +44,8 @@ class TernGrad(Aggregator):
     """The mean of gradients whose values become -s, 0 or s by chance, without bias but for clip.
 
     clip: values beyond so many standard deviations of their layer are cut to them, unless all
-        its values are beyond: alike ones, or a layer of one value, have no outliers; 0: none are
+        its values are beyond: alike ones, or a layer of one value, have no outliers; 0: none are.
+        The paper's 2.5 cuts many values of gradients with heavy tails, in each step
     bucket_values: so many values of a layer have an s of their own; 0: a layer has one
     share: the s of all ranks is the largest, so that integers are summed: 2 ranks + 1 levels;
         else each rank keeps its own, and gets the values of all others
@@ -54,7 +55,7 @@ class TernGrad(Aggregator):
     """
 
     aggregator: Literal["terngrad"] = "terngrad"
-    clip: Annotated[float, Allowed(ge=0, le=1e6)] = 2.5
+    clip: Annotated[float, Allowed(ge=0, le=1e6)] = 6.0
     bucket_values: Annotated[int, Allowed(ge=0)] = 0
     share: bool = True
     exclude: Layers = ()

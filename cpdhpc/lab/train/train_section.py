@@ -18,7 +18,7 @@ class Train(Section):
 
     epochs: times that all training samples are seen; learning_rate: before the schedule's factor
     settings: "recommended": where [gradient] holds values back, momentum is at most what goes with
-        that, 0.5 or 0; steps stay as long, by another learning_rate, where momentum adds up
+        that, 0.7, 0.5 or 0; steps stay as long, by another learning_rate, where momentum adds up
     seeds: of weights, order and chance; a run for each; seed = S is seeds = [S]
     virtual_ranks: ranks that each process plays; bits are those of so many processes
     batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
