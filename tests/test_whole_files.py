@@ -30,8 +30,8 @@ from cpdhpc.lab.claim import Claim, ClaimError, alone, read_claim
 from cpdhpc.lab.report import named
 from cpdhpc.lab.study.cases import load_study
 from cpdhpc.lab.study.folder import Folder, Job, record, recorded
-from cpdhpc.lab.study.slurm.site import Site, load_site
-from cpdhpc.lab.study.slurm.status import tail
+from cpdhpc.lab.study.site import Site, load_site
+from cpdhpc.lab.study.status import tail
 from cpdhpc.store import StoreError
 from cpdhpc.world import files
 from cpdhpc.world.ranks import Loopback

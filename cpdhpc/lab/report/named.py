@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from ... import ordinary, store
+from ..schedulers import SCHEDULERS
 from . import units
 
 KINDS = {  # attribute "kind" of HDF5 files: what it is; what to do with it
@@ -62,7 +63,7 @@ ENDINGS = {
     ".csv": "a table of `report --csv`",
     ".tex": "a table of `report --latex`",
     ".json": "what a job of a study has noted: `study status` shows it",
-    ".sbatch": "a job script: `sbatch` takes it",
+    **{s.SUFFIX: f"a job script: `{s.SUFFIX[1:]}` takes it" for s in SCHEDULERS.values()},
     ".lock": "the claim of who is at work on files",
 }
 FOLDERS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ from ..claim import Claim, read_claim
 from ..kinds.base import Calls, Measuring
 from ..kinds.place import Place
 from ..provenance import difference
+from ..schedulers import around
 from ..signals import Caught, Interrupted, catching
 from ..study_data.factors import Array, Case, Outcomes, Result, over_ranks
 from ..study_data.statistics import is_enough
@@ -45,7 +45,7 @@ class PlacementError(UserError):
 def prove(world: World, nodes: int, ppn: int) -> None:
     """Raise PlacementError unless world is nodes times ppn processes. Collective.
 
-    MPI is asked, not the scheduler: SLURM_PROCID and its like are wrong under mpirun.
+    MPI is asked, not the scheduler, whose variables are wrong under mpirun.
     """
     asked = f"asked for were {nodes * ppn} (nodes x ranks per node: {nodes} x {ppn})"
     if world.processes != nodes * ppn:
@@ -55,10 +55,10 @@ def prove(world: World, nodes: int, ppn: int) -> None:
         raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{advice}")
     counts = Counter(world.nodes)
     if len(counts) != nodes or set(counts.values()) != {ppn}:
-        found = " + ".join(map(str, counts.values()))
+        found, by = " + ".join(map(str, counts.values())), around()
         raise PlacementError(
-            f"batch: MPI has {found} processes, by nodes; {asked}: ask Slurm for "
-            f"--nodes={nodes} --ntasks-per-node={ppn}, not for --ntasks alone"
+            f"batch: MPI has {found} processes, by nodes; {asked}: ask "
+            f"{by.TITLE} for {by.shape(nodes, ppn)}"
         )
 
 
@@ -324,7 +324,7 @@ class _Runner:
         def write() -> None:
             assert result is not None, "process 0 measures all cases"
             extra: dict[str, int | str] = {
-                "job_id": os.environ.get("SLURM_JOB_ID", ""),
+                "job_id": around().own_job(),
                 "restarts": self.restarts,
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
             }
