@@ -81,7 +81,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "torch/controllers/base.py": ["training_oracle", "train", "update_rules"],
     "torch/controllers/adaptive.py": ["controllers"],
     "torch/controllers/autowu.py": ["controllers"],
-    "lab/report/critical.py": ["critical"],
+    "lab/report/fits.py": ["critical", "laws", "losses", "report"],
     "lab/train/optimizers.py": [
         "optimizers",
         "controllers",

@@ -23,7 +23,7 @@ from cpdhpc.lab.study.site import Site
 from cpdhpc.lab.study.spec import Study
 from cpdhpc.lab.study.status import State, endings, look, states, tail, with_jobs
 from cpdhpc.lab.study.submit import cancel, submit
-from cpdhpc.lab.study_data.factors import Case
+from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip

@@ -18,7 +18,7 @@ from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
 from ..study.folder import Folder, recorded
 from ..study.site import Site, load_site
 from ..study.spec import Study
-from ..study_data.factors import SHAPE, Case
+from ..study_data import SHAPE, Case
 
 if TYPE_CHECKING:
     from ...world.mpi import World

@@ -20,7 +20,7 @@ from ...world.mpi import World
 from ..bench.harness import ping_pong
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
 from ..schedulers import SCHEDULERS
-from ..study_data.factors import Factors, Outcomes
+from ..study_data import Factors, Outcomes
 
 POWERCAP = Path("/sys/class/powercap")
 LOOK_S = 60.0  # a counter of RAPL begins anew after 2**18 J or so, 9 minutes at 500 W

@@ -23,7 +23,7 @@ from ...config import (
 )
 from ...whole_files import sealed_json, unsealed_json
 from ..schedulers import SCHEDULERS
-from ..study_data.factors import Case
+from ..study_data import Case
 from ..study_data.study_file import read_result
 from .cases import load_study
 from .spec import Study

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...ordinary import open_ordinary
 from ..claim import Claim, JobAlive, read_claim, unknown
 from ..schedulers.base import SchedulerError, States
-from ..study_data.factors import Case
+from ..study_data import Case
 from .cases import batches, expand
 from .folder import Folder, Job, recorded
 from .site import Site
