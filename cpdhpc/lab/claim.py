@@ -1,4 +1,8 @@
-"""Who is at work on files: claims that tell it, and locks that end with their process."""
+"""Who is at work on files: claims that tell it, and locks that end with their process.
+
+The package filelock takes the same lock, but it accepts a lock file that has a second name, keeps
+no claim in it, treats ENOSYS alone as a file system without locks, and leaves the file at the end.
+"""
 
 from __future__ import annotations
 

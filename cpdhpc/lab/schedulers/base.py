@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +91,7 @@ class Scheduler(Protocol):
 
     TITLE: str
     SUFFIX: str
-    LAUNCHERS: Mapping[str, Launcher]
+    LAUNCHERS: dict[str, Launcher]
 
     def own_job(self) -> str:
         """Return the id of the job that this process is in, "" if it is in none."""
