@@ -18,7 +18,7 @@ from cpdhpc.config import OneOf, Section
 from cpdhpc.lab.autoencoder.job import Autoencoder, Layer
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.study.spec import Study
-from cpdhpc.lab.study_data.factors import ABSENT, SHAPE, Factor
+from cpdhpc.lab.study_data import ABSENT, SHAPE, Factor
 from cpdhpc.lab.train.job import Job
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.torch.controllers import BATCH_SCALINGS, DECAYS

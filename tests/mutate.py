@@ -81,7 +81,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "torch/controllers/base.py": ["training_oracle", "train", "update_rules"],
     "torch/controllers/adaptive.py": ["controllers"],
     "torch/controllers/autowu.py": ["controllers"],
-    "lab/report/critical.py": ["critical"],
+    "lab/report/fits.py": ["critical", "laws", "losses", "report"],
     "lab/train/optimizers.py": [
         "optimizers",
         "controllers",
@@ -116,9 +116,9 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "lab/study/folder.py": ["study_folder", "submit", "study_spec", "slurm_commands"],
     "lab/study_data/study_file.py": ["report_page", "studyfile", "study_report", "study_folder"],
     "lab/study/collect.py": ["study_folder", "study_report", "studyfile"],
-    "lab/study/slurm/queue.py": ["submit", "slurm_commands"],
-    "lab/study/slurm/status.py": ["study_folder", "submit", "slurm_commands"],
-    "lab/study/slurm/submit.py": ["study_folder", "submit", "slurm_commands"],
+    "lab/schedulers/slurm.py": ["submit", "slurm_commands"],
+    "lab/study/status.py": ["study_folder", "submit", "slurm_commands"],
+    "lab/study/submit.py": ["study_folder", "submit", "slurm_commands"],
     "lab/study/batch.py": ["study_repeats", "inputs", "study_run"],
     "lab/study/run_here.py": ["study_folder", "study_run"],
 }

@@ -13,8 +13,8 @@ from training import ROOT
 
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.kinds.train import _measure
-from cpdhpc.lab.report.bits import bits_by_batch, needed
-from cpdhpc.lab.report.score import Score
+from cpdhpc.lab.report.fits import Score
+from cpdhpc.lab.report.trainings import bits_by_batch, needed
 from cpdhpc.lab.study.cases import expand, load_study
 
 INPUT = ROOT / "inputs" / "bits_against_batch.toml"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.lab.report.critical import critical, critical_batch, crossing, fit
 from cpdhpc.lab.report.figures import draw
+from cpdhpc.lab.report.fits import critical, critical_batch, crossing, tradeoff
 from cpdhpc.lab.report.points import SeedGroup
 
 BATCHES = np.array([8.0, 16, 32, 64, 128, 256, 512])
@@ -26,7 +26,7 @@ def invented(least_steps: float, least_samples: float, batches: Any, error: floa
 @pytest.mark.parametrize("error", [0.0, 0.05])
 def test_the_fit_recovers_what_steps_were_made_of(error: float) -> None:
     """200 steps, 10,000 samples: a critical batch of 50. 21 points of 5 %: some 3 % remain."""
-    found = fit(*invented(200, 10000, BATCHES, error), 0.95)
+    found = tradeoff(*invented(200, 10000, BATCHES, error), 0.95)
     assert not found.refusal
     for estimate, true in ((found.steps, 200), (found.samples, 1e4), (found.batch, 50)):
         assert estimate.value == pytest.approx(true, rel=1e-5 if not error else 0.08)
@@ -45,7 +45,7 @@ def test_the_fit_recovers_what_steps_were_made_of(error: float) -> None:
 def test_what_the_steps_do_not_determine_is_refused(
     batches: list[float], samples: float, error: float
 ) -> None:
-    found = fit(*invented(200, samples, np.array(batches), error), 0.95)
+    found = tradeoff(*invented(200, samples, np.array(batches), error), 0.95)
     assert found.refusal and np.isnan(found.batch.value)
 
 

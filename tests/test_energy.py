@@ -12,7 +12,7 @@ from cpdhpc import store
 from cpdhpc.lab.kinds import place
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
-from cpdhpc.lab.study_data.factors import Result
+from cpdhpc.lab.study_data import Result
 from cpdhpc.lab.study_data.study_file import write_result
 
 WRAPS_UJ = 1000 * 10**6

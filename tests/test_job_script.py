@@ -13,8 +13,8 @@ import pytest
 from every import every
 from rendering import STUDY, array_of
 
-from cpdhpc.lab.study.slurm import site as standalone
-from cpdhpc.lab.study.slurm.site import Site
+from cpdhpc.lab.study import site as standalone
+from cpdhpc.lab.study.site import Site
 
 pytestmark = pytest.mark.mpi_skip
 

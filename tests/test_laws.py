@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from synthetic_study import write_study
 
-from cpdhpc.lab.report.laws import LAWS, LEVELS, isoefficiency, serial_share, work_for
+from cpdhpc.lab.report.fits import LAWS, LEVELS, isoefficiency, serial_share, work_for
 from cpdhpc.lab.report.points import seed_groups
 from cpdhpc.lab.study.report import study_report
 from cpdhpc.lab.study_data.study_file import load_study_file

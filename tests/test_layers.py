@@ -24,7 +24,8 @@ ORDER = (  # parts of the package: each may import itself and those before it
     *("torch/split_images", "torch/__init__", "__init__"),
     *("train", "precision", "quantized", "split_images"),  # former names
     # the laboratory
-    *("lab/__init__", "lab/signals", "lab/settings", "lab/claim", "lab/outputs"),
+    *("lab/__init__", "lab/signals", "lab/settings", "lab/outputs"),
+    *("lab/schedulers", "lab/claim"),
     *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
     *("lab/study_data", "lab/report", "lab/precision", "lab/bench", "lab/kinds", "lab/study"),
     *("lab/commands", "lab/cli", "__main__"),

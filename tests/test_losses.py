@@ -14,7 +14,7 @@ from training import SMALL, small_data, small_job
 from cpdhpc import store
 from cpdhpc.config import ConfigError, dump_toml, validate
 from cpdhpc.lab.report.figures import styles
-from cpdhpc.lab.report.score import Score, Trained, score_charts
+from cpdhpc.lab.report.fits import Score, Trained, score_charts
 from cpdhpc.lab.report.trainings import load_run, run_groups, table
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train.job import Job, load

@@ -19,7 +19,7 @@ from cpdhpc import store
 from cpdhpc.lab.autoencoder.training import COLUMNS
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.report import OF_KIND, Outputs, report
-from cpdhpc.lab.report import named
+from cpdhpc.lab.report import other_files
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.store import Variable
 from cpdhpc.world.ranks import Loopback
@@ -42,16 +42,16 @@ def test_every_kind_of_file_is_known() -> None:
     sources = (path.read_text() for path in (ROOT / "cpdhpc").rglob("*.py"))
     written = {kind for text in sources for kind in pattern.findall(text)}
     assert {"run", "case", "checkpoint", "influence", "gradients", "replay", "weights"} <= written
-    assert written <= {*named.KINDS, *OF_KIND}
+    assert written <= {*other_files.KINDS, *OF_KIND}
 
 
-@every("kind", [*named.KINDS, ""])
+@every("kind", [*other_files.KINDS, ""])
 def test_a_file_that_is_not_drawn_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     path = tmp_path / "a.h5"
     store.write(path, {}, {"kind": kind} if kind else {})
-    what = named.KINDS.get(kind, named.ARRAYS)
+    what = other_files.KINDS.get(kind, other_files.ARRAYS)
     status, said = told(capsys, path)
     if kind == "run":  # one that lacks all
         assert status == 2 and "is not the file of a run" in said

@@ -10,9 +10,9 @@ from every import every
 from rendering import GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
 
 from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.schedulers.slurm import LAUNCHERS
 from cpdhpc.lab.study.cases import Batch
-from cpdhpc.lab.study.slurm.site import (
-    LAUNCHERS,
+from cpdhpc.lab.study.site import (
     Site,
     array_script,
     arrays,
@@ -79,7 +79,7 @@ def test_options_of_a_launcher(launcher: str, study: Study) -> None:
     )
     assert (" --distribution=block:block --cpu-bind=cores " in text) == (not to_the_script)
     assert {"--requeue", "--open-mode=append", "--array=2-3%8", "--nodes=2"} <= set(given)
-    assert f"{launch(launcher, '4', '2', near_gpus=True)} python -m cpdhpc batch" in text
+    assert f"{launch(LAUNCHERS[launcher], '4', '2', near_gpus=True)} python -m cpdhpc batch" in text
 
 
 def words(command: str, **environment: str) -> list[str]:
@@ -92,8 +92,8 @@ def words(command: str, **environment: str) -> list[str]:
 def test_cores_a_rank_are_those_that_the_job_was_given() -> None:
     """By the script's --cpus-per-task or by sbatch's, which wins; none: as the launcher does."""
     many = {"SLURM_CPUS_PER_TASK": "16"}
-    mpirun, mpiexec = launch("mpirun", "8", "4", ["--mca", "a b"]), launch("mpiexec", "8", "4")
-    srun = launch("srun-pmix", "8", "4")
+    mpirun = launch(LAUNCHERS["mpirun"], "8", "4", ["--mca", "a b"])
+    mpiexec, srun = (launch(LAUNCHERS[name], "8", "4") for name in ("mpiexec", "srun-pmix"))
     assert words(mpirun, **many) == [
         "mpirun",
         "-n",
@@ -108,7 +108,7 @@ def test_cores_a_rank_are_those_that_the_job_was_given() -> None:
     assert words(mpiexec) == ["mpiexec", "-n", "8", "-ppn", "4"]
     assert "--cpus-per-task=16" in words(srun, **many) and "--cpus-per-task=1" in words(srun)
     for site in (Site(), Site(cpus_per_rank=16)):
-        assert f"{launch('mpirun', '4', '2')} python" in array_of(site)
+        assert f"{launch(LAUNCHERS['mpirun'], '4', '2')} python" in array_of(site)
 
 
 def test_names_that_need_quotes() -> None:

@@ -23,7 +23,7 @@ from cpdhpc.lab.cli import main, parser
 from cpdhpc.lab.precision.measures import error, rounded
 from cpdhpc.lab.precision.replay import OUTPUTS, PRODUCTS, Question, _Layer, _patches, replay
 from cpdhpc.lab.report.figures import NO_VALUE, SETTINGS, Map, draw
-from cpdhpc.lab.report.replayed import NORMAL, replay_report
+from cpdhpc.lab.report.other_files import NORMAL, replay_report
 from cpdhpc.lab.report.tables import Report
 from cpdhpc.torch.precision.recorder import GEOMETRY, Recorder
 from cpdhpc.torch.precision.recording import load

@@ -19,10 +19,18 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.report import Outputs, _print_table, load, report, report_tasks
 from cpdhpc.lab.report.figures import BOUND, draw
-from cpdhpc.lab.report.score import Score, Trained, pareto, score_charts
+from cpdhpc.lab.report.fits import Score, Trained, pareto, score_charts
 from cpdhpc.lab.report.tables import Column, Table, numbers
-from cpdhpc.lab.report.tasks import Task, tasks_report
-from cpdhpc.lab.report.trainings import RunGroup, baseline, overview, run_groups, runs_report, table
+from cpdhpc.lab.report.trainings import (
+    RunGroup,
+    Task,
+    baseline,
+    overview,
+    run_groups,
+    runs_report,
+    table,
+    tasks_report,
+)
 from cpdhpc.lab.train.setup import Files
 from cpdhpc.world.ranks import Loopback
 

@@ -25,9 +25,9 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.report import ROWS as FIRST
 from cpdhpc.lab.commands.report import Outputs, page, report, show
-from cpdhpc.lab.report.choice import Choice
 from cpdhpc.lab.report.figures import draw
 from cpdhpc.lab.report.points import seed_groups
+from cpdhpc.lab.report.scaling import Choice
 from cpdhpc.lab.report.tables import Column, Report, Section, tabulate
 from cpdhpc.lab.study.report import study_report
 from cpdhpc.lab.study_data.study_file import ReportError, StudyFile, load_study_file

@@ -10,7 +10,7 @@ from every import every
 from training import ROOT
 
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.study.slurm.site import Site, load_site
+from cpdhpc.lab.study.site import Site, load_site
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.mpi_skip
     ("text", "words"),
     [
         ("partion = 'x'", "unknown key partion: did you mean partition"),
+        ("scheduler = 'slrum'", "scheduler='slrum': did you mean slurm"),
         ("launcher = 'srun'", "launcher='srun': did you mean srun-pm"),
         ("launcher = 'sbatch'", "known are mpiexec, mpirun, srun-cray, srun-pmi2, srun-pmix"),
         ("modules = 'gcc'", "modules='gcc': should be a list"),

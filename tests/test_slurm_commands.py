@@ -18,7 +18,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands import study as commands
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.study.folder import Folder, recorded
-from cpdhpc.lab.study.slurm.site import load_site
+from cpdhpc.lab.study.site import load_site
 from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
@@ -37,6 +37,7 @@ LIGHT = {  # parts of the package; lab/study is study
     "options",
     "ordinary",
     "partition",
+    "schedulers",
     "settings",
     "signals",
     "store",

@@ -22,10 +22,10 @@ from cpdhpc.lab.claim import Claim, read_claim
 from cpdhpc.lab.cli import COMMANDS, main
 from cpdhpc.lab.study.cases import batches, expand, load_study
 from cpdhpc.lab.study.collect import collect, find
-from cpdhpc.lab.study.folder import Folder, FolderError, Job, extend, record, recorded
+from cpdhpc.lab.study.folder import Folder, FolderError, Job, record, recorded
 from cpdhpc.lab.study.run_here import measure
-from cpdhpc.lab.study.slurm.status import states
-from cpdhpc.lab.study.slurm.submit import unfinished
+from cpdhpc.lab.study.status import states
+from cpdhpc.lab.study.submit import extend, unfinished
 from cpdhpc.lab.study_data.study_file import read_result, write_result
 
 

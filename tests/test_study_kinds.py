@@ -18,7 +18,7 @@ from cpdhpc.config import OneOf
 from cpdhpc.formats import NAMED, NAMED_WIRES
 from cpdhpc.lab.bench.allreduce_cases import BASELINES as REAL_BASELINES
 from cpdhpc.lab.kinds import KINDS
-from cpdhpc.lab.study_data.factors import ABSENT
+from cpdhpc.lab.study_data import ABSENT
 from cpdhpc.lab.train.job import Job
 from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MEMCPY
 from cpdhpc.world.ranks import Loopback

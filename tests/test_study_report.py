@@ -17,9 +17,9 @@ from training import run_job
 from cpdhpc.config import dump_toml
 from cpdhpc.lab.commands.report import Outputs, page, report
 from cpdhpc.lab.kinds.train import TRAIN
-from cpdhpc.lab.report.choice import Choice
 from cpdhpc.lab.report.compare import compare
 from cpdhpc.lab.report.figures import draw
+from cpdhpc.lab.report.scaling import Choice
 from cpdhpc.lab.report.tables import Report, Table
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.collect import collect

@@ -19,7 +19,7 @@ from cpdhpc.lab.kinds.base import Call, Measure
 from cpdhpc.lab.study.batch import TimedCalls
 from cpdhpc.lab.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.lab.study.folder import Folder
-from cpdhpc.lab.study.slurm.site import Site, array_script, arrays, minutes
+from cpdhpc.lab.study.site import Site, array_script, arrays, minutes
 from cpdhpc.lab.study.spec import Constraint, Run, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))

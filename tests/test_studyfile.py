@@ -19,7 +19,7 @@ from cpdhpc.lab.study.collect import SUMMARY, Base, collect, find, write_study
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study.report import study_report
 from cpdhpc.lab.study.spec import Study
-from cpdhpc.lab.study_data.factors import Result
+from cpdhpc.lab.study_data import Result
 from cpdhpc.lab.study_data.study_file import (
     OUTCOMES,
     WHERE_KNOWN,

@@ -15,15 +15,15 @@ from studies import some_result
 
 from cpdhpc.config import UserError, validate
 from cpdhpc.lab.claim import ClaimError
+from cpdhpc.lab.schedulers import slurm as queue
+from cpdhpc.lab.schedulers.base import NoAnswer, SchedulerError
+from cpdhpc.lab.study import submit as module
 from cpdhpc.lab.study.folder import Folder, FolderError, Job, record, recorded
-from cpdhpc.lab.study.slurm import queue
-from cpdhpc.lab.study.slurm import submit as module
-from cpdhpc.lab.study.slurm.queue import JobState
-from cpdhpc.lab.study.slurm.site import Site
-from cpdhpc.lab.study.slurm.status import State, endings, look, states, tail, with_slurm
-from cpdhpc.lab.study.slurm.submit import cancel, submit
+from cpdhpc.lab.study.site import Site
 from cpdhpc.lab.study.spec import Study
-from cpdhpc.lab.study_data.factors import Case
+from cpdhpc.lab.study.status import State, endings, look, states, tail, with_jobs
+from cpdhpc.lab.study.submit import cancel, submit
+from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
@@ -191,7 +191,7 @@ def test_a_controller_that_never_answers(
 ) -> None:
     monkeypatch.setattr(module, "PAUSES_S", (0.0, 0.0))
     Path("answers").write_text("ok\n" + "lost\n" * 2)
-    with pytest.raises(queue.NoAnswer, match="study resume results/demo looks whether it went in"):
+    with pytest.raises(NoAnswer, match="study resume results/demo looks whether it went in"):
         submitted()
     assert [job.number for job in recorded(FOLDER)] == [10]
     fake_slurm.knows(10, "demo-1x2", {0: WAITS, 1: WAITS})
@@ -301,7 +301,7 @@ def status() -> list[State]:
     """Where the cases stand, in the order of their batches."""
     jobs = recorded(FOLDER)
     said = queue.states(job.number for job in jobs)
-    return with_slurm(states(STUDY, FOLDER), FOLDER, jobs, said)
+    return with_jobs(states(STUDY, FOLDER), FOLDER, jobs, said, "Slurm")
 
 
 def told() -> list[tuple[str, str]]:
@@ -435,7 +435,7 @@ def test_tail_of_a_long_log(tmp_path: Path) -> None:
 
 def test_slurm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(queue.SlurmError, match=r"squeue is not on PATH: .*study run needs none"):
+    with pytest.raises(SchedulerError, match=r"squeue is not on PATH: .*study run needs none"):
         queue.states([1])
     assert queue.states([]) == {}
 
@@ -444,15 +444,15 @@ def test_slurm_that_does_not_answer(fake_slurm: Slurm, monkeypatch: pytest.Monke
     for name in ("squeue", "sbatch"):
         (fake_slurm.directory / "bin" / name).write_text("#!/bin/bash\nexec sleep 60\n")
     monkeypatch.setattr(queue, "TIMEOUT_S", 0.2)
-    with pytest.raises(queue.SlurmError, match=r"squeue has not answered in 0\.2 s"):
+    with pytest.raises(SchedulerError, match=r"squeue has not answered in 0\.2 s"):
         queue.states([1])
     (fake_slurm.directory / "bin" / "squeue").write_text("#!/bin/bash\necho down >&2\nexit 1\n")
-    with pytest.raises(queue.SlurmError, match="squeue does not answer: down"):
+    with pytest.raises(SchedulerError, match="squeue does not answer: down"):
         queue.states([1])
-    with pytest.raises(queue.SlurmError, match="sbatch has not answered"):
+    with pytest.raises(SchedulerError, match="sbatch has not answered"):
         queue.submit(Path("x"))
     (fake_slurm.directory / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
-    with pytest.raises(queue.SlurmError, match="x: sbatch refuses it: it ends with status 3"):
+    with pytest.raises(SchedulerError, match="x: sbatch refuses it: it ends with status 3"):
         queue.submit(Path("x"))
 
 
@@ -482,9 +482,7 @@ def test_a_file_system_without_locks(fake_slurm: Slurm, monkeypatch: pytest.Monk
 
 
 def test_what_ends_a_job() -> None:
-    assert JobState("n", "REQUEUED", None, "").live
-    assert JobState("n", "COMPLETING", None, "").live
-    assert not JobState("n", "NODE_FAIL", None, "").live
+    assert queue.live("REQUEUED") and queue.live("COMPLETING") and not queue.live("NODE_FAIL")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"jobs": [1]}', '{"jobs": [{"number": 1}]}'])

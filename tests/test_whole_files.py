@@ -27,11 +27,11 @@ from cpdhpc.lab.autoencoder import job as autoencoder_job
 from cpdhpc.lab.autoencoder.job import Source
 from cpdhpc.lab.bench.machine import write as write_machine
 from cpdhpc.lab.claim import Claim, ClaimError, alone, read_claim
-from cpdhpc.lab.report import named
+from cpdhpc.lab.report import other_files
 from cpdhpc.lab.study.cases import load_study
 from cpdhpc.lab.study.folder import Folder, Job, record, recorded
-from cpdhpc.lab.study.slurm.site import Site, load_site
-from cpdhpc.lab.study.slurm.status import tail
+from cpdhpc.lab.study.site import Site, load_site
+from cpdhpc.lab.study.status import tail
 from cpdhpc.store import StoreError
 from cpdhpc.world import files
 from cpdhpc.world.ranks import Loopback
@@ -346,10 +346,10 @@ READERS: dict[str, Callable[[Path], Callable[[], Any]]] = {
     "frozen study": frozen,
     "images": images,
     "log": text_file(tail),
-    "named": text_file(named.of_file),
+    "named": text_file(other_files.of_file),
     "hdf5": hdf5(store.read),
     "hdf5 of all processes": hdf5(of_all),
-    "is hdf5": hdf5(named.is_hdf5),
+    "is hdf5": hdf5(other_files.is_hdf5),
 }
 
 

@@ -1,4 +1,8 @@
-"""Who is at work on files: claims that tell it, and locks that end with their process."""
+"""Who is at work on files: claims that tell it, and locks that end with their process.
+
+The package filelock takes the same lock, but it accepts a lock file that has a second name, keeps
+no claim in it, treats ENOSYS alone as a file system without locks, and leaves the file at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from typing import TextIO
 from .. import ordinary
 from ..config import UserError
 from ..whole_files import open_own, put, sealed_json, unsealed_json
+from .schedulers import around
 
 JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
 
@@ -29,7 +34,7 @@ def unknown(job_id: str) -> None:
 class Claim:
     """What process 0 of a batch writes when it starts and when it ends, or who holds a lock.
 
-    job_id: of Slurm, "" without; state: "running", "stopped" (by a signal) or "ended"
+    job_id: of its scheduler, "" without; state: "running", "stopped" (by a signal) or "ended"
     """
 
     host: str
@@ -45,7 +50,7 @@ class Claim:
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
-            job_id=os.environ.get("SLURM_JOB_ID", ""),
+            job_id=around().own_job(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             restarts=restarts,
             state="running",
@@ -60,11 +65,11 @@ class Claim:
         return claim
 
     def __str__(self) -> str:
-        job = f", Slurm job {self.job_id}" if self.job_id else ""
+        job = f", {around().TITLE} job {self.job_id}" if self.job_id else ""
         return f"process {self.pid} on {self.host}{job}, since {self.started}"
 
     def of_job(self, other: Claim) -> bool:
-        """Return whether the other one is of the same job of Slurm, requeued or not."""
+        """Return whether the other one is of the same job, requeued or not."""
         return bool(self.job_id) and other.job_id == self.job_id
 
     def end(self, path: Path, state: str) -> None:
@@ -113,7 +118,7 @@ def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
 
     The lock ends with its process, on all nodes, however that dies. Where the file system has
     none this is said, and the file alone decides: a dead process's is passed over where it was
-    of this node or of this job of Slurm.
+    of this node or of this job.
     what: the command that takes it
     Raises ClaimError where another process holds it, or no file can be written there.
     """
@@ -161,20 +166,20 @@ def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
 
 
 LOOK_S = 0.5  # between two looks whether a lock is free
-REQUEUED_S = 90.0  # for the ranks of a job's former life, which Slurm gives 30 s to end
+REQUEUED_S = 90.0  # for the ranks of a job's former life, which has 30 s to end
 
 
 def _lock(file: TextIO, path: Path, claim: Claim, what: str, say: Callable[[str], None]) -> None:
     """Lock a file. Raises ClaimError where another process has it, OSError where none can.
 
-    Who has it as this job of Slurm's former life, before it was requeued, is waited for.
+    Who has it as this job's former life, before it was requeued, is waited for.
     """
     end_s, told = time.monotonic() + REQUEUED_S, False
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            before, is_again = read_claim(path), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+            before, is_again = read_claim(path), around().restarts() > 0
             waits = is_again and before is not None and claim.of_job(before)
             if not waits or time.monotonic() > end_s:
                 raise ClaimError(_busy(path, what)) from None

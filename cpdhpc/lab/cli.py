@@ -177,7 +177,7 @@ class Command:
         found = getattr(module, f"run_{self.name}" if self.name else "run")(*given)
         if found is None or isinstance(found, int):
             return found or 0
-        import_module("cpdhpc.lab.study.benchmark").write_benchmark(found, *given)
+        import_module("cpdhpc.lab.study.batch").write_benchmark(found, *given)
         return 0
 
 

@@ -17,7 +17,7 @@ from studies import kill_all, start, study_file
 
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.folder import Folder
-from cpdhpc.lab.study_data.factors import Case
+from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import read_result
 
 REPEATS = 60

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cpdhpc.config import validate
+from cpdhpc.lab.schedulers.slurm import LAUNCHERS
 from cpdhpc.lab.study.cases import Batch, batches, expand
-from cpdhpc.lab.study.slurm.site import (
-    LAUNCHERS,
+from cpdhpc.lab.study.site import (
     Site,
     array_script,
     arrays,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cpdhpc.lab.study.slurm.queue import FIELDS
+from cpdhpc.lab.schedulers.slurm import FIELDS
 
 # Files: "refuse", of which script --test-only says no; "room", for how many elements there is;
 # "full", what is said where there is none; "answers", a word a call, of the next calls.

@@ -20,7 +20,7 @@ from cpdhpc.lab.report.tables import Table
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study.spec import Study
-from cpdhpc.lab.study_data.factors import Case, Result
+from cpdhpc.lab.study_data import Case, Result
 from cpdhpc.lab.study_data.study_file import write_result
 
 SMALL = {

@@ -19,7 +19,7 @@ from cpdhpc.lab.bench.allreduce_cases import cases_of_size, sum_float32, sum_hal
 from cpdhpc.lab.bench.harness import Measured, Point, check_out
 from cpdhpc.lab.bench.replay import replay
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.study.benchmark import write_benchmark
+from cpdhpc.lab.study.batch import write_benchmark
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.lab.train.gradients import Gradients
 from cpdhpc.world.mpi import World

@@ -13,8 +13,8 @@ from pathlib import Path
 from training import ROOT
 
 from cpdhpc.config import dump_toml
+from cpdhpc.lab.schedulers import slurm as queue
 from cpdhpc.lab.study.folder import Folder, Job, recorded
-from cpdhpc.lab.study.slurm import queue
 
 LOOK_S = 0.3
 # Root may run MPI here, and ranks share cores that Slurm thinks are theirs.

@@ -251,7 +251,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a benchmark returns: points of a study of some kind; study.benchmark writes its file.
+    """What a benchmark returns: points of a study of some kind; study.batch writes its file.
 
     cores: what own_cores said
     """

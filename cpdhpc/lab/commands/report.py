@@ -16,16 +16,14 @@ from rich.table import Table as RichTable
 
 from ... import store
 from ...config import UserError
-from ..report import named, units
-from ..report.autoencoders import autoencoder_report, probe_report
-from ..report.choice import ALL, Choice
+from ..report import other_files, units
 from ..report.compare import compare, compare_report, load_reference, verdict
 from ..report.figures import Chart, image
-from ..report.replayed import KIND as REPLAY
-from ..report.replayed import replay_report
+from ..report.other_files import KIND as REPLAY
+from ..report.other_files import autoencoder_report, probe_report, replay_report
+from ..report.scaling import ALL, Choice
 from ..report.tables import Listed, Report, Section, Table, counted, slug
-from ..report.tasks import Task, tasks_report
-from ..report.trainings import Run, load_run, overview, run_groups, runs_report
+from ..report.trainings import Run, Task, load_run, overview, run_groups, runs_report, tasks_report
 from ..study.folder import Folder
 from ..study.report import BENCHMARK, compress_report, study_report
 from ..study_data.study_file import ReportError, StudyFile, load_study_file
@@ -82,8 +80,8 @@ def load(paths: Sequence[Path]) -> Loaded:
             continue
         for file in files:
             try:
-                if file.is_file() and file.suffix != ".h5" and not named.is_hdf5(file):
-                    raise ReportError(f"{file}: {named.of_file(file)}")
+                if file.is_file() and file.suffix != ".h5" and not other_files.is_hdf5(file):
+                    raise ReportError(f"{file}: {other_files.of_file(file)}")
                 attributes = store.read_attributes(file)
                 if "study" in attributes:
                     studies.append(load_study_file(file))
@@ -94,13 +92,15 @@ def load(paths: Sequence[Path]) -> Loaded:
                 elif attributes.get("kind") == "run":
                     runs.append(load_run(file))
                 elif not path.is_dir():
-                    raise ReportError(f"{file}: {named.of_file(file)}")
+                    raise ReportError(f"{file}: {other_files.of_file(file)}")
             except UserError as error:
                 errors.append(error)
     if not studies and not runs and not others:
         if errors:
             raise errors[0]
-        held = [f"{path}: nothing that report shows: {named.of_folder(path)}" for path in paths]
+        held = [
+            f"{path}: nothing that report shows: {other_files.of_folder(path)}" for path in paths
+        ]
         raise ReportError("; ".join(held))
     by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
     return Loaded(studies, by_age, list(map(str, errors)), others)
@@ -303,7 +303,7 @@ def check_place(path: Path | None) -> None:
     """Raise ReportError for a file whose directory is not there, or that holds data."""
     if path is not None and not path.parent.is_dir():
         raise ReportError(f"{path}: cannot be written: there is no such directory")
-    if path is not None and path.is_file() and named.is_hdf5(path):
+    if path is not None and path.is_file() and other_files.is_hdf5(path):
         raise ReportError(f"{path}: is an HDF5 file: not replaced")
 
 

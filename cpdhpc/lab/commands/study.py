@@ -16,13 +16,13 @@ from ...config import UserError, suggest
 from ..settings import add_settings
 from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
 from ..study.folder import Folder, recorded
-from ..study.slurm.site import Site, load_site
+from ..study.site import Site, load_site
 from ..study.spec import Study
-from ..study_data.factors import SHAPE, Case
+from ..study_data import SHAPE, Case
 
 if TYPE_CHECKING:
     from ...world.mpi import World
-    from ..study.slurm.status import Standing
+    from ..study.status import Standing
 
 RESULTS = Path("results")
 HASH = 8  # hexadecimal digits in the name of a folder
@@ -203,7 +203,7 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
     Raises UserError where there is no such script, or the site has room for none.
     """
-    from ..study.slurm.submit import fitting, scripts
+    from ..study.submit import fitting, scripts
 
     todo, refused = fitting(batches(study, expand(study).cases), site)
     if not todo:
@@ -217,8 +217,8 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
 
 def run_submit(arguments: argparse.Namespace) -> int:
-    """Submit, keep the site's profile for resume; return 0, or 1 where Slurm takes no more now."""
-    from ..study.slurm.submit import submit
+    """Submit, keep the site's profile for resume; return 0, or 1 if the queue is full now."""
+    from ..study.submit import submit
 
     study, folder = study_of(arguments)
     _say_impossible(study)
@@ -245,7 +245,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
 
     --site, or a folder that was submitted from: submit, with the site of the last time by default
     """
-    from ..study.slurm.submit import SITE, submit
+    from ..study.submit import SITE, submit
 
     study, folder = folder_of(arguments)
     kept = folder.path / SITE  # written before the first job goes in
@@ -278,7 +278,7 @@ WATCH_S = 30.0
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the states of all cases, and the ends of the logs of jobs that failed."""
-    from ..study.slurm.status import look
+    from ..study.status import look
 
     study, folder = folder_of(arguments)
     every_s = arguments.watch
@@ -297,7 +297,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
-    from ..study.slurm.status import STATES
+    from ..study.status import STATES
 
     if summary:
         shapes = standing.by_shape
@@ -314,18 +314,18 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
             yield f"{batch:>5}  {case:<{width}}  {state:<11}  {why}".rstrip()
         yield from standing.endings
     if standing.silent:
-        yield f"Slurm is not asked: {standing.slurm}: this is what the files say"
+        yield f"{standing.site.by.TITLE} is not asked: {standing.queue}: this is what the files say"
     told = ", ".join(f"{n} {name}" for name in STATES if (n := standing.counts[name]))
     yield f"{study.name}: {len(standing.cases)} cases: {told}"
 
 
 def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
-    from ..study.slurm.status import STATES
+    from ..study.status import STATES
 
     found: dict[str, Any] = {
         "study": study.name,
         "folder": str(folder.path),
-        "slurm": standing.slurm,
+        standing.site.scheduler: standing.queue,
         "states": {state: standing.counts[state] for state in STATES},
     }
     if summary:
@@ -339,8 +339,8 @@ def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool
 
 
 def run_cancel(arguments: argparse.Namespace) -> int:
-    """Take the study's jobs out of Slurm's queue, its only, and print their numbers."""
-    from ..study.slurm.submit import cancel
+    """Take the study's jobs out of the queue, its only, and print their numbers."""
+    from ..study.submit import cancel
 
     cancel(folder_of(arguments)[1])
     return 0
@@ -348,7 +348,7 @@ def run_cancel(arguments: argparse.Namespace) -> int:
 
 def run_extend(arguments: argparse.Namespace) -> int:
     """Give a folder a study of more cases; what is finished stays and counts."""
-    from ..study.folder import extend
+    from ..study.submit import extend
 
     extend(*study_of(arguments))
     return 0
@@ -413,7 +413,7 @@ def run_scripts(arguments: argparse.Namespace) -> int:
 
     Raises UserError where the profile cannot be used, or a file not be written.
     """
-    from ..study.slurm.site import scripts
+    from ..study.site import scripts
 
     for name, text in scripts(load_site(arguments.site)).items():
         path = arguments.out / name

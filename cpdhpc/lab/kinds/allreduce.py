@@ -31,7 +31,7 @@ from ...methods import (
     MEMCPY,
     SCALINGS,
 )
-from ..study_data.factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
+from ..study_data import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..report.figures import Chart, Series
     from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
     from ..report.tables import Section, Table
-    from ..study_data.factors import Case
+    from ..study_data import Case
     from ..study_data.study_file import Point, StudyFile
     from .base import Asked
     from .place import Place

@@ -8,7 +8,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ...config import Raw, UserError, among, validate
-from ..study_data.factors import DEVICE, Factor, Factors, Value, at_least, device_used, positive
+from ..study_data import DEVICE, Factor, Factors, Value, at_least, device_used, positive
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..autoencoder.layer import MacroLayer
     from ..report.points import Estimate, Layout, SeedGroup
     from ..report.tables import Section
-    from ..study_data.factors import Case
+    from ..study_data import Case
     from ..study_data.study_file import StudyFile
     from .base import Asked
     from .place import Place

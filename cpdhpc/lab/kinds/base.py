@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from pydantic import Field, model_validator
 
 from ...config import Above0, Positive, Raw, Section, Whole, merge
-from ..study_data.factors import Case, Factor, Factors, Outcomes, Result, Value
+from ..study_data import Case, Factor, Factors, Outcomes, Result, Value
 
 if TYPE_CHECKING:
     from ..report import tables

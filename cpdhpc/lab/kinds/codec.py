@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import Raw, among
 from ...formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
 from ...methods import CODEC_OPERATIONS, MEMCPY
-from ..study_data.factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
+from ..study_data import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..report.figures import Panel, Style
     from ..report.points import Estimate, Layout, SeedGroup
     from ..report.tables import Section, Table
-    from ..study_data.factors import Case
+    from ..study_data import Case
     from ..study_data.study_file import StudyFile
     from .base import Asked
     from .place import Place

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from ...config import ConfigError, Raw, UserError, among
 from ...formats import INTEGERS, wire_format
 from ...methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
-from ..study_data.factors import DEVICE, Factor, Factors, Value, device_used, positive
+from ..study_data import DEVICE, Factor, Factors, Value, device_used, positive
 from .base import Call, Kind
 
 if TYPE_CHECKING:
     from ..bench.halo_cases import Setting
     from ..report.points import Layout, SeedGroup
     from ..report.tables import Section
-    from ..study_data.factors import Case
+    from ..study_data import Case
     from ..study_data.study_file import StudyFile
     from .base import Asked
     from .place import Place

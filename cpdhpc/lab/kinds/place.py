@@ -19,7 +19,8 @@ from ...world.gpu_messages import use_gpu
 from ...world.mpi import World
 from ..bench.harness import ping_pong
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
-from ..study_data.factors import Factors, Outcomes
+from ..schedulers import SCHEDULERS
+from ..study_data import Factors, Outcomes
 
 POWERCAP = Path("/sys/class/powercap")
 LOOK_S = 60.0  # a counter of RAPL begins anew after 2**18 J or so, 9 minutes at 500 W
@@ -110,17 +111,6 @@ def _gpu_mj(handle: Any) -> int:
     return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
 
 
-SLURM = (  # what Slurm says of a job, as far as it is the same for jobs of one kind
-    "SLURM_CLUSTER_NAME",
-    "SLURM_JOB_PARTITION",
-    "SLURM_JOB_QOS",
-    "SLURM_JOB_NODELIST",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_CPUS_PER_TASK",
-)
-
-
 class Place:
     """Some of the ranks of a job. Collective over them, as is all that it knows.
 
@@ -175,7 +165,6 @@ class Place:
 
 def environment(names: list[str], placement: str) -> dict[str, str]:
     """Return where something was measured; names: of all processes' hosts."""
-    slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
     return {
         "hosts": " ".join(dict.fromkeys(names)),
         **identity(),
@@ -183,5 +172,5 @@ def environment(names: list[str], placement: str) -> dict[str, str]:
         "placement": placement,
         "versions": json.dumps(versions()),
         "kernels": cpu_clone(),
-        "slurm": json.dumps(slurm),
+        **{name: json.dumps(each.facts()) for name, each in SCHEDULERS.items()},
     }

@@ -13,7 +13,7 @@ import numpy as np
 from ... import ordinary, store
 from ...config import IMPORT, Raw, UserError, merge
 from ...whole_files import sealed_json, unsealed_json
-from ..study_data.factors import (
+from ..study_data import (
     ABSENT,
     Array,
     Factor,
@@ -28,11 +28,11 @@ from .base import Kind, Measuring
 
 if TYPE_CHECKING:
     from ..report.figures import Map
+    from ..report.fits import Score, Trained
     from ..report.points import Layout, SeedGroup
-    from ..report.score import Score, Trained
     from ..report.tables import Column, Section
     from ..signals import Caught
-    from ..study_data.factors import Case
+    from ..study_data import Case
     from ..study_data.study_file import StudyFile
     from ..train.job import Job
     from ..train.record import Record
@@ -253,7 +253,7 @@ SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and a
 
 
 def _series(record: Record, samples: int) -> Series:
-    from ..report.critical import critical_batch
+    from ..report.fits import critical_batch
 
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
@@ -297,11 +297,9 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
-    from ..report.bits import bits_by_batch
-    from ..report.critical import critical
-    from ..report.score import PADDED, learning_charts, score_charts
+    from ..report.fits import PADDED, critical, learning_charts, score_charts
     from ..report.tables import Section, tabulate
-    from ..report.trainings import LAYER_SHARES, layer_charts
+    from ..report.trainings import LAYER_SHARES, bits_by_batch, layer_charts
 
     measure = _measure(file, groups)
     trained = [_trained(file, group, layout, measure) for group in groups]
@@ -325,7 +323,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
 def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
     """Return what tells how well the trainings went: their loss where metrics or losses vary."""
-    from ..report.score import Score
+    from ..report.fits import Score
 
     found = set()
     for group in groups:
@@ -340,8 +338,8 @@ def _outcome(measure: Score) -> str:
 
 
 def _trained(file: StudyFile, group: SeedGroup, layout: Layout, measure: Score) -> Trained:
+    from ..report.fits import Trained
     from ..report.points import label
-    from ..report.score import Trained
 
     line = layout.line([group])
     bit_bytes = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes") / 32
@@ -383,8 +381,8 @@ def _columns(
     file: StudyFile, groups: Sequence[SeedGroup], layout: Layout, measure: Score
 ) -> list[Column[SeedGroup]]:
     from ..report import units
+    from ..report.fits import Score
     from ..report.points import but_for_gradient, of_factors, timing
-    from ..report.score import Score
     from ..report.tables import Column
 
     def told(more: Score, group: SeedGroup) -> units.Cell:

@@ -15,9 +15,9 @@ from ...config import Section as ConfigSection
 from ...config import difference, read_toml, validate
 from ..study_data.study_file import Point, ReportError, StudyFile
 from . import units
-from .choice import condition
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
+from .scaling import condition
 from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 
 Verdict = Literal["slower", "faster", "unknown", "alike"]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...methods import BASELINES, MEMCPY
-from ..study_data.factors import SHAPE, Array, Factors, Value
+from ..study_data import SHAPE, Array, Factors, Value
 from ..study_data.statistics import median_interval, ratio_intervals
 from ..study_data.study_file import Point, StudyFile
 from . import units

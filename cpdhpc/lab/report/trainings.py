@@ -1,8 +1,11 @@
-"""What is shown of the records of training runs: groups of a name, figures, maps of layers."""
+"""What is shown of trainings: records by name, several tasks, the bits that batches need.
+
+Source of the last: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan, nan
@@ -13,12 +16,13 @@ import numpy as np
 
 from ... import store
 from ...config import difference, keys_of, value_of
-from ..study_data.factors import Array
-from ..study_data.study_file import ReportError, check_arrays
+from ...formats import wire_format
+from ..study_data import Array
+from ..study_data.study_file import ReportError, StudyFile, check_arrays
 from . import units
-from .critical import noise_charts, predicted
-from .figures import Axis, Chart, Map, Style, styles
-from .score import PADDED, Score, Trained, learning_charts, score_charts
+from .figures import BLACK, IDEAL, Axis, Chart, Map, Panel, Series, Style, styles
+from .fits import PADDED, Score, Trained, learning_charts, noise_charts, predicted, score_charts
+from .points import SeedGroup, but_for_gradient, decided, label, varying
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
 
@@ -381,3 +385,212 @@ def _first(run: Run) -> Table:
         if key not in NOT_SHOWN and value != ""
     ]
     return Table("Where the first run was made", words("", ""), cells, page_only=True)
+
+
+TASKS_TITLE = "Accuracy against bytes"
+TASKS_CAPTION = (
+    "Points: test score at the end to float32's mean, of the same task and steps; mean over seeds, "
+    "± sample standard deviation of the method's seeds. Bytes: those that the rank that sends most "
+    "sends in a step, mean over the run."
+)
+FLOAT32 = Style(BLACK, "o")
+
+
+class Task:
+    """A task's runs: groups by name, of which one is float32's. Raises ReportError without it."""
+
+    def __init__(self, title: str, groups: Sequence[RunGroup]) -> None:
+        base = baseline(groups)
+        if base is None or not base.mean("wire_bytes"):
+            raise ReportError(f"{title}: no float32 all-reduce of several ranks among the runs")
+        self.title, self.base, self.measure = title, base, base.runs[0].measure
+        self.groups = {group.name: group for group in groups}
+
+    def share(self, group: RunGroup) -> float:
+        """Return a group's bytes, of float32's."""
+        return group.mean("wire_bytes") / self.base.mean("wire_bytes")
+
+    def points(self, name: str) -> str:
+        """Return a cell: a method's points to float32, of float32 its score."""
+        group = self.groups.get(name)
+        if group is None or group is self.base:
+            return units.NONE if group is None else self.measure.told(group.scores)
+        told = self.measure.told(group.scores - self.base.score)
+        text = told if told.startswith("-") else f"+{told}"
+        return units.Cell(text, **told.numbers)
+
+    def shared(self, name: str) -> str:
+        """Return a cell: the share of float32's bytes."""
+        group = self.groups.get(name)
+        return units.NONE if group is None else units.fixed(self.share(group), 4)
+
+    def panel(self, looks: Mapping[str, Style]) -> Panel:
+        """Return the points against the share of bytes, both logarithmic in bytes."""
+        zero, series = self.base.score, []
+        for name, group in self.groups.items():
+            style = FLOAT32 if group is self.base else looks[name]
+            low, high = [group.scores.min() - zero], [group.scores.max() - zero]
+            at = [self.share(group)], [group.score - zero]
+            series.append(Series(name, style, *at, low, high, "none"))
+        least = min(self.share(group) for group in self.groups.values())
+        series.append(Series("", IDEAL, [least, 1.0], [0.0, 0.0]))
+        unit = f" / {self.measure.points}" if self.measure.points else ""
+        y = Axis(f"{self.measure.label} to float32{unit}")
+        title = f"{self.title}: float32 {self.measure.told(self.base.scores)} {self.measure.unit}"
+        return Panel(title.rstrip(), Axis("bytes sent, of float32", "log"), y, series)
+
+
+def tasks_report(tasks: Sequence[Task]) -> Report:
+    """Return a table with a row for each method, and a figure with a panel for each task."""
+    names = dict.fromkeys(name for task in tasks for name in task.groups)
+    columns: list[Column[str]] = [Column("run", numbers=False)]
+    for task in tasks:
+        columns.append(Column(f"{task.title}\npoints", partial(Task.points, task)))
+        columns.append(Column("of\nfloat32", partial(Task.shared, task)))
+    looks = styles(names)
+    note = "Mean over seeds; bars: from the least to the greatest of the seeds."
+    chart = Chart(
+        "tasks",
+        TASKS_TITLE,
+        [note],
+        TASKS_CAPTION,
+        [task.panel(looks) for task in tasks],
+        2,
+        shared=False,
+        scale=(1.3, 1.0),
+    )
+    section = Section(
+        TASKS_TITLE, tables=[tabulate("", columns, names, TASKS_CAPTION)], charts=[chart]
+    )
+    return Report(TASKS_TITLE, [("tasks", ", ".join(task.title for task in tasks))], [section])
+
+
+BATCH, WIRE, AGGREGATOR = "train.batch", "gradient.wire", "gradient.aggregator"
+SCALING, ACCUMULATE, ALGORITHM = "gradient.scaling", "gradient.accumulate", "gradient.algorithm"
+FREE = (BATCH, WIRE, AGGREGATOR, "train.virtual_ranks")  # ranks of their own may go with batches
+APART = 0.04  # of the places of neighbouring lines on the logarithmic axis
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The fewest bits of a line at a batch; NaN: not even the most are enough.
+
+    wire: the best format of so many bits; difference: of its score to float32's
+    """
+
+    bits: float
+    wire: str
+    difference: float
+
+
+def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) -> list[Section]:
+    """Return the bits that batches need; nothing without float32, three widths and two batches.
+
+    Enough is a number of bits where its best format, and that of every larger number that was
+    measured, is at most the study's train.tolerance points below float32 at the same batch.
+    """
+    tolerance = float(file.toml.get("train", {}).get("tolerance", 1.0))
+    float32 = {
+        but_for_gradient(g.factors): g for g in groups if g.factors.get(AGGREGATOR) == "none"
+    }
+    given = [g for g in groups if g.factors.get(WIRE) and BATCH in g.factors]
+    sent = [g for g in given if but_for_gradient(g.factors) in float32]
+    batches = sorted({int(g.factors[BATCH]) for g in sent})
+    if measure.unit != "%" or len(batches) < 2 or len({_width(g) for g in sent}) < 3:
+        return []
+    of = [g.factors for g in sent]
+    names = [
+        n for n in varying(of, ("ranks", "nodes", "ppn", *FREE)) if not decided(n, [BATCH], of)
+    ]
+    if ALGORITHM in names and decided(ALGORITHM, [ACCUMULATE], of):
+        names.remove(ALGORITHM)
+    lines: dict[str, dict[int, list[tuple[SeedGroup, float]]]] = {}
+    for group in sent:
+        below = group.mean("accuracy") - float32[but_for_gradient(group.factors)].mean("accuracy")
+        unscaled = {SCALING: "unscaled"} if group.factors.get(SCALING) == "none" else {}
+        line = lines.setdefault(label({**group.factors, **unscaled}, names), {})
+        line.setdefault(int(group.factors[BATCH]), []).append((group, below))
+    found = {
+        name: {batch: needed(each, tolerance) for batch, each in line.items()}
+        for name, line in lines.items()
+    }
+    base = {int(group.factors[BATCH]): group.mean("accuracy") for group in float32.values()}
+    return [_section(found, batches, base, tolerance)]
+
+
+def _width(group: SeedGroup) -> int:
+    fmt = wire_format(str(group.factors[WIRE]))
+    return 32 if fmt is None else fmt.bits
+
+
+def needed(of: Sequence[tuple[SeedGroup, float]], tolerance: float) -> Needed:
+    """Return the fewest bits of which all formats' best are within the tolerance, from there on.
+
+    of: groups of one line and batch, with the points that each is above float32
+    """
+    best: dict[int, tuple[float, str]] = {}
+    for group, above in of:
+        known = best.get(_width(group), (-float("inf"), ""))
+        best[_width(group)] = max(known, (above, str(group.factors[WIRE])))
+    found = Needed(nan, "", nan)
+    for width in sorted(best, reverse=True):
+        above, wire = best[width]
+        if not above >= -tolerance:  # NaN is no accuracy
+            break
+        found = Needed(width, wire, above)
+    return found
+
+
+def _section(
+    found: dict[str, dict[int, Needed]],
+    batches: Sequence[int],
+    base: dict[int, float],
+    tolerance: float,
+) -> Section:
+    def cell(name: str, batch: int) -> str:
+        one = found[name].get(batch)
+        if one is None:
+            return units.NONE
+        if not one.wire:
+            return units.Cell("more", value=nan)
+        return units.Cell(f"{one.bits:g} ({one.wire}, {one.difference:+.1f})", value=one.bits)
+
+    columns = [Column[str]("gradients", lambda name: name, numbers=False)]
+    for batch in batches:
+        heading = f"batch {batch}\nfloat32 {base[batch]:.1f} %"
+        columns.append(Column(heading, lambda name, batch=batch: cell(name, batch)))  # type: ignore[misc]
+    told = (
+        "Fewest bits of which the best format, and that of all larger numbers measured, is at most "
+        f"{tolerance:g} points below float32 at the same batch; means over seeds. In brackets: "
+        "that format, and its points to float32. more: the most bits measured are not enough."
+    )
+    most = max(one.bits for line in found.values() for one in line.values() if one.wire)
+    series = []
+    for number, (name, style) in enumerate(styles(found).items()):
+        line = sorted(found[name].items())
+        series.append(
+            Series(
+                name,
+                style,
+                [batch * (1 + APART * (number - (len(found) - 1) / 2)) for batch, _ in line],
+                [one.bits for _, one in line],
+            )
+        )
+        beyond = [x for x, (_, one) in zip(series[-1].x, line, strict=True) if not one.wire]
+        if beyond:
+            top = [most + 1.5] * len(beyond)
+            series.append(Series("", replace(style, marker="+"), beyond, top, join="none"))
+    axes = Axis("batch", "log2", ticks=batches), Axis("bits needed", limits=(0, most + 3))
+    chart = Chart(
+        "bits_by_batch",
+        "Bits that gradients need, by batch",
+        [
+            f"At most {tolerance:g} point{'s' * (tolerance != 1)} below float32 at the same batch. "
+            "+ at the top: more bits. No mark: not measured."
+        ],
+        told,
+        [Panel("", *axes, series)],
+        scale=(1.6, 1.1),
+    )
+    return Section("Bits by batch", tables=[tabulate("Bits by batch", columns, found, told)],
+                   charts=[chart])  # fmt: skip

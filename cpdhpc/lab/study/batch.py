@@ -1,9 +1,9 @@
-"""Visits with warm-ups and repeats until a median is known well enough, and proof of the ranks."""
+"""What ranks measure: the cases of a batch, visit by visit, and the points of a benchmark."""
 
 from __future__ import annotations
 
+import argparse
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,16 +19,19 @@ from ...config import UserError
 from ...store import StoreError
 from ...world.cores import own_cores
 from ...world.mpi import World, library_version
-from ..bench.harness import interleave_ranks
+from ...world.ranks import Loopback, Ranks
+from ..bench.harness import FURTHER, Measured, Point, interleave_ranks
 from ..claim import Claim, read_claim
-from ..kinds.base import Calls, Measuring
-from ..kinds.place import Place
-from ..provenance import difference
+from ..kinds.base import Calls, Measure, Measuring
+from ..kinds.place import Place, environment
+from ..provenance import difference, hosts
+from ..schedulers import around
 from ..signals import Caught, Interrupted, catching
-from ..study_data.factors import Array, Case, Outcomes, Result, over_ranks
+from ..study_data import Array, Case, Factor, Outcomes, Result, over_ranks
 from ..study_data.statistics import is_enough
 from ..study_data.study_file import read_environment, write_result
-from .cases import Batch, batches, expand
+from .cases import Batch, batches, expand, make_case
+from .collect import write_study
 from .folder import Folder, FolderError
 from .spec import Study
 
@@ -45,7 +48,7 @@ class PlacementError(UserError):
 def prove(world: World, nodes: int, ppn: int) -> None:
     """Raise PlacementError unless world is nodes times ppn processes. Collective.
 
-    MPI is asked, not the scheduler: SLURM_PROCID and its like are wrong under mpirun.
+    MPI is asked, not the scheduler, whose variables are wrong under mpirun.
     """
     asked = f"asked for were {nodes * ppn} (nodes x ranks per node: {nodes} x {ppn})"
     if world.processes != nodes * ppn:
@@ -55,10 +58,10 @@ def prove(world: World, nodes: int, ppn: int) -> None:
         raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{advice}")
     counts = Counter(world.nodes)
     if len(counts) != nodes or set(counts.values()) != {ppn}:
-        found = " + ".join(map(str, counts.values()))
+        found, by = " + ".join(map(str, counts.values())), around()
         raise PlacementError(
-            f"batch: MPI has {found} processes, by nodes; {asked}: ask Slurm for "
-            f"--nodes={nodes} --ntasks-per-node={ppn}, not for --ntasks alone"
+            f"batch: MPI has {found} processes, by nodes; {asked}: ask "
+            f"{by.TITLE} for {by.shape(nodes, ppn)}"
         )
 
 
@@ -324,7 +327,7 @@ class _Runner:
         def write() -> None:
             assert result is not None, "process 0 measures all cases"
             extra: dict[str, int | str] = {
-                "job_id": os.environ.get("SLURM_JOB_ID", ""),
+                "job_id": around().own_job(),
                 "restarts": self.restarts,
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
             }
@@ -356,3 +359,49 @@ def _told(error: Exception | None) -> str:
 def _first(texts: Iterable[str]) -> str:
     """Return the first text that is not empty."""
     return next(filter(None, texts), "")
+
+
+def write_benchmark(
+    measured: Measured, arguments: argparse.Namespace, world: Ranks | None = None
+) -> None:
+    """Write what a benchmark has measured to --out, if that is given. Collective.
+
+    world: None for a benchmark of one process
+    Raises UserError on all processes where the file cannot be written.
+    """
+    path, ranks = arguments.out, world or Loopback()
+    if path is None or not measured.points:
+        return
+    where = hosts(ranks)
+
+    def write() -> None:
+        places = environment(where, measured.cores)
+        points = [_result(study, point, measured.warmup, places, ranks) for point in found]
+        write_study(path, study, points, of_benchmark=further)
+
+    found = measured.points
+    study = _study(measured)
+    further = {
+        name: Factor(FURTHER[name], type(value))
+        for point in found
+        for name, value in point.factors.items()
+        if name not in study.factors
+    }
+    ranks.on_first(write)
+
+
+def _study(measured: Measured) -> Study:
+    """Return a study of the benchmark's name, with no sweep."""
+    repeats = max(1, len(measured.points[0].times_s) - measured.warmup)
+    measure = Measure(
+        warmup=measured.warmup, block=repeats, min_repeats=repeats, max_repeats=repeats
+    )
+    return Study(name=measured.benchmark, kind=measured.kind, measure=measure)
+
+
+def _result(
+    study: Study, point: Point, warmup: int, places: dict[str, str], world: Ranks
+) -> tuple[Case, Result]:
+    nodes = len(set(world.nodes))
+    case = make_case(study, point.factors, nodes, world.ranks // nodes)
+    return case, Result(*over_ranks(point.times_s, warmup), point.outcomes, places)

@@ -28,7 +28,7 @@ from ...methods import reason
 from ...whole_files import read_file_of
 from ..kinds import KINDS
 from ..settings import blaming, override
-from ..study_data.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
+from ..study_data import ABSENT, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
 SLUG = 60  # characters of an id that are there to be read

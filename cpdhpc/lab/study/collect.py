@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ... import store
 from ..._version import __version__
 from ...store import StoreError, Variable
-from ..study_data.factors import SHAPE, Array, Case, Factor, Result, Value
+from ..study_data import SHAPE, Array, Case, Factor, Result, Value
 from ..study_data.statistics import ratio_intervals, summarise
 from ..study_data.study_file import (
     ALIKE,

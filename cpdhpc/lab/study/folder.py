@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import tomllib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,11 +22,10 @@ from ...config import (
     value_of,
 )
 from ...whole_files import sealed_json, unsealed_json
-from ..claim import alone, read_claim
-from ..study_data.factors import Case
+from ..schedulers import SCHEDULERS
+from ..study_data import Case
 from ..study_data.study_file import read_result
-from .cases import batches, expand, load_study
-from .slurm import queue
+from .cases import load_study
 from .spec import Study
 
 MAY_CHANGE = (  # neither cases nor numbers
@@ -119,13 +117,11 @@ class Folder:
         return self.logs / f"batch-{number}.log"
 
     def check_path(self) -> None:
-        """Raise FolderError where Slurm or a shell would take the path for another one.
-
-        Slurm expands % in the path of a log, and what it calls the working directory too.
-        """
-        whole, wrong = str(self.path.absolute()), ""
-        if set(whole) & set("%\\") or not whole.isprintable():
-            wrong = "has % or \\, which Slurm takes otherwise, or a sign that cannot be printed"
+        """Raise FolderError if a scheduler or a shell would take the path for another one."""
+        whole = str(self.path.absolute())
+        wrong = next(filter(None, (each.check_path(whole) for each in SCHEDULERS.values())), "")
+        if not whole.isprintable():
+            wrong = wrong or "has a sign that cannot be printed"
         elif str(self.path).startswith("-"):
             wrong = "begins with -, as options do"
         elif len(whole.encode()) > MOST_PATH:
@@ -244,8 +240,7 @@ LOCK = "submit.lock"  # held while a process submits, cancels or extends
 class Job:
     """A job that was submitted.
 
-    number: Slurm's
-    name: as Slurm shows it, and in names of logs
+    number: of its scheduler; name: as that shows it, and in names of logs
     batches: number of the batch -> index in the array; empty for the job that collects
     """
 
@@ -258,7 +253,7 @@ class Job:
         return folder.logs / f"{self.name}-{self.number}_{self.batches[batch]}.log"
 
     def shown(self, batch: int) -> str:
-        """Return the number of a batch's job as Slurm shows it."""
+        """Return the number of a batch's job as it is shown."""
         return f"{self.number}_{self.batches[batch]}"
 
 
@@ -305,48 +300,3 @@ def forget_jobs(folder: Folder) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise FolderError(f"{folder.path}: cannot be written: {error.strerror}") from None
-
-
-def extend(study: Study, folder: Folder, say: Callable[[str], None] = print) -> None:
-    """Give a folder a study that has all of its cases, and more.
-
-    Batches are numbered anew, so nothing may wait or run: the claims and the record of jobs are of
-    the old numbers and go. Files of cases and of failures stay: an id means the same case.
-    Raises FolderError where a case of the folder is not in the study, or something is under way.
-    """
-    folder.check_there()
-    with alone(folder.path / LOCK, "study submit or extend", say):
-        old = folder.study()
-        before = expand(old).cases
-        known = {case.id for case in before}
-        after = expand(study).cases
-        lost = known - {case.id for case in after}
-        if lost:
-            raise FolderError(
-                f"{folder.path}: extend: {len(lost)} of its {len(known)} cases are not in the "
-                f"study, as {min(lost)}: levels can be added, [measure] and [job] must stay"
-            )
-        _check_idle(folder, old)
-        forget_jobs(folder)
-        folder.freeze(study)
-    new = len(after) - len(known)
-    finished = sum(map(folder.finished, before))
-    say(f"{folder.path}: {len(after)} cases, {new} of them new, {finished} finished: study resume")
-
-
-def _check_idle(folder: Folder, study: Study) -> None:
-    """Raise FolderError where a batch is measured, or a job waits or runs."""
-    jobs = recorded(folder)
-    known = queue.states(job.number for job in jobs)
-    for job in jobs:
-        own = (at for (number, _), at in known.items() if number == job.number)
-        if any(at.live and at.name == job.name for at in own):
-            raise FolderError(
-                f"{folder.path}: extend: job {job.number} waits or runs: wait, or study cancel"
-            )
-    for batch in batches(study, expand(study).cases):
-        claim = read_claim(folder.claim_file(batch.number))
-        if claim is not None and not jobs and claim.alive() is not False:
-            raise FolderError(
-                f"{folder.path}: extend: batch {batch.number} is being measured on {claim.host}"
-            )

@@ -19,7 +19,6 @@ from ...config import UserError, suggest, validate
 from ...methods import MEMCPY
 from ..kinds import KINDS
 from ..report import units
-from ..report.choice import ALL, Choice, chosen
 from ..report.points import (
     Layout,
     SeedGroup,
@@ -33,9 +32,9 @@ from ..report.points import (
     seed_groups,
     varying,
 )
-from ..report.scaling import THROUGHPUT, scaling
+from ..report.scaling import ALL, THROUGHPUT, Choice, chosen, scaling
 from ..report.tables import Column, Listed, Report, Section, Table, counted, tabulate, words
-from ..study_data.factors import SHAPE, Array, Case, Factors, Value
+from ..study_data import SHAPE, Array, Case, Factors, Value
 from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
 from .cases import expand
 from .folder import Folder

@@ -23,7 +23,7 @@ from ...config import UserError
 from ...whole_files import open_own
 from ..claim import read_claim
 from ..signals import INTERRUPTED, Caught, catching
-from ..study_data.factors import Case
+from ..study_data import Case
 from .cases import Batch, batches, expand
 from .collect import collect
 from .folder import Folder, FolderError

@@ -13,7 +13,7 @@ from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml,
 from ...formats import with_own_formats
 from ..kinds import KINDS
 from ..kinds.base import Kind, Measure
-from ..study_data.factors import ABSENT, SHAPE, Factor, Factors
+from ..study_data import ABSENT, SHAPE, Factor, Factors
 
 ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
 

@@ -17,7 +17,7 @@ from ... import store
 from ..._version import __version__
 from ...config import UserError
 from ...store import StoreError, Variable
-from .factors import Array, Case, Factors, Result, Value
+from . import Array, Case, Factors, Result, Value
 
 SCHEMA = 1  # of files of cases and of studies
 OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s

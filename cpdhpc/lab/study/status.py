@@ -1,4 +1,4 @@
-"""What became of a study's cases: by their files, the claims of batches, and Slurm."""
+"""What became of a study's cases: by their files, the claims of batches, and jobs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ....config import UserError
-from ....ordinary import open_ordinary
-from ...claim import Claim, JobAlive, read_claim, unknown
-from ...study_data.factors import Case
-from ..cases import batches, expand
-from ..folder import Folder, Job, recorded
-from ..spec import Study
-from . import queue
-from .site import Site, load_site
-from .submit import SITE, fitting
+from ...ordinary import open_ordinary
+from ..claim import Claim, JobAlive, read_claim, unknown
+from ..schedulers.base import SchedulerError, States
+from ..study_data import Case
+from .cases import batches, expand
+from .folder import Folder, Job, recorded
+from .site import Site
+from .spec import Study
+from .submit import SITE, fitting, kept_site
 
 TAIL = 12  # lines of a log
 TAIL_BYTES = 4096
@@ -41,18 +40,20 @@ class State:
 class Standing:
     """Where a study stands.
 
-    slurm: "answers", "nothing submitted", or why it has not said where jobs stand
+    site: that jobs were submitted to, or would be
+    queue: "answers", "nothing submitted", or why it has not said where jobs stand
     endings: the last lines of the logs of jobs with failed cases
     """
 
     cases: list[State]
-    slurm: str = "nothing submitted"
+    site: Site
+    queue: str = "nothing submitted"
     endings: list[str] = field(default_factory=list)
 
     @property
     def silent(self) -> bool:
-        """Whether Slurm has jobs of the study, and has not said where they stand."""
-        return self.slurm not in ("answers", "nothing submitted")
+        """Whether the scheduler has jobs of the study, and has not said where they stand."""
+        return self.queue not in ("answers", "nothing submitted")
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -75,28 +76,28 @@ class Standing:
 
 
 def look(study: Study, folder: Folder) -> Standing:
-    """Return where a study stands, by its files and by Slurm as far as that answers."""
-    jobs = recorded(folder)
+    """Return where a study stands, by its files and by the scheduler if that answers."""
+    jobs, site = recorded(folder), kept_site(folder)
     found = states(study, folder)
     if jobs or (folder.path / SITE).exists():  # which is written before the first job goes in
-        found = with_submission(found, study, folder, jobs)
+        found = with_submission(found, study, site, jobs)
     if not jobs:
-        return Standing(found)
-    slurm, last = "answers", newest(jobs)
+        return Standing(found, site)
+    queue, last = "answers", newest(jobs)
     open_ones = {each.batch for each in found if each.state != "finished"} & last.keys()
     places = [(last[batch].number, last[batch].batches[batch]) for batch in open_ones]
     try:
-        known = queue.states((job.number for job in jobs), places)
-        found = with_slurm(found, folder, jobs, known)
-    except queue.SlurmError as error:
-        slurm = str(error)
-    return Standing(found, slurm, endings(found, folder, jobs))
+        known = site.by.states((job.number for job in jobs), places)
+        found = with_jobs(found, folder, jobs, known, site.by.TITLE)
+    except SchedulerError as error:
+        queue = str(error)
+    return Standing(found, site, queue, endings(found, folder, jobs))
 
 
 def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
     """Return where every case stands, by its file and the claim of its batch.
 
-    job_alive: whether a job of Slurm waits or runs
+    job_alive: whether a job waits or runs
     """
     found = []
     for job in batches(study, expand(study).cases):
@@ -135,15 +136,9 @@ def newest(jobs: Iterable[Job]) -> dict[int, Job]:
     return {batch: job for job in jobs for batch in job.batches}
 
 
-def with_submission(
-    found: list[State], study: Study, folder: Folder, jobs: list[Job]
-) -> list[State]:
+def with_submission(found: list[State], study: Study, site: Site, jobs: list[Job]) -> list[State]:
     """Return where every case stands, for those of no job as the last submission left them."""
     every, last = batches(study, expand(study).cases), newest(jobs)
-    try:
-        site = load_site(folder.path / SITE)
-    except UserError:  # resume says what is wrong with it
-        site = Site()
     refused = {batch.number: why for batch, why in fitting(every, site)[1]}
     shown = []
     for each in found:
@@ -156,27 +151,27 @@ def with_submission(
     return shown
 
 
-def with_slurm(
-    found: list[State], folder: Folder, jobs: list[Job], states: queue.States
+def with_jobs(
+    found: list[State], folder: Folder, jobs: list[Job], states: States, title: str
 ) -> list[State]:
     """Return where every case stands, for those that are not finished as their jobs stand."""
     last = newest(jobs)
     return [
-        _refined(each, folder.failure(each.case), last[each.batch], states)
+        _refined(each, folder.failure(each.case), last[each.batch], states, title)
         if each.state != "finished" and each.batch in last
         else each
         for each in found
     ]
 
 
-def _refined(each: State, failure: str, job: Job, states: queue.States) -> State:
+def _refined(each: State, failure: str, job: Job, states: States, title: str) -> State:
     known = f"job {job.shown(each.batch)}"
     said = states.get((job.number, job.batches[each.batch]))
     if said is None or said.name != job.name:
         if each.state == "damaged":
             return each
         told = f": {each.detail}" if each.detail else ""
-        return replace(each, state="failed", detail=f"{known}: Slurm has forgotten it{told}")
+        return replace(each, state="failed", detail=f"{known}: {title} has forgotten it{told}")
     reason = f" ({said.reason})" if said.reason else ""
     if said.state == "PENDING":
         return replace(each, state="pending", detail=known + reason)

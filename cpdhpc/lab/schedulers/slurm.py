@@ -1,4 +1,4 @@
-"""Slurm's commands: the only place that calls them, each with a time-out."""
+"""Slurm: its launchers, options and variables, and its commands, each with a time-out."""
 
 from __future__ import annotations
 
@@ -7,10 +7,111 @@ import re
 import subprocess
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from ....config import UserError
+from .base import (
+    JobState,
+    Launcher,
+    NoAnswer,
+    QueueFull,
+    Refusal,
+    SchedulerError,
+    States,
+    Taken,
+)
+
+TITLE, SUFFIX = "Slurm", ".sbatch"
+# srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
+# --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
+# are a little later would be killed, and theirs would be srun's status.
+SRUN = (
+    "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} "
+    '--cpus-per-task="${{{{SLURM_CPUS_PER_TASK:-1}}}}" '
+    "--kill-on-bad-exit=0 --wait=60"
+)
+IN_ORDER = " --distribution=block:block --cpu-bind=cores"  # by itself it deals ranks to sockets
+# A launcher that runs in the batch shell gets the signal from that shell (B:): sent to all steps it
+# would hit Open MPI's daemons, and mpirun would end with status 0. Of srun the ranks are the step.
+LAUNCHERS = {
+    "mpirun": Launcher(  # Open MPI
+        "mpirun -n {ranks} --map-by ppr:{ppn}:node"
+        '"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"',
+        "",
+        "B:USR1",
+    ),
+    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
+        "mpiexec -n {ranks} -ppn {ppn} "
+        "${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
+        "",
+        "B:USR1",
+    ),
+    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1"),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1"),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1"),
+}
+OWN = {  # what scripts and submit see to: options of sbatch with their short forms
+    "--array": "-a",
+    "--chdir": "-D",
+    "--dependency": "-d",
+    "--job-name": "-J",
+    "--nodes": "-N",
+    "--ntasks-per-node": "",
+    "--output": "-o",
+    "--signal": "",
+    "--wait": "-W",
+    "--wrap": "",
+}
+FACTS = (
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_QOS",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+)
+
+
+def own_job() -> str:
+    """Return the id of the job that this process is in, "" if it is in none."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def restarts() -> int:
+    """Return how often that job was put into the queue again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def facts() -> dict[str, str]:
+    """Return what is the same for jobs of one kind."""
+    return {name: os.environ[name] for name in FACTS if name in os.environ}
+
+
+def shape(nodes: int, ppn: int) -> str:
+    """Return what a job is asked for by, to have so many ranks on each node."""
+    return f"--nodes={nodes} --ntasks-per-node={ppn}, not for --ntasks alone"
+
+
+def check_option(text: str) -> None:
+    """Raise ValueError for what is no option of sbatch, or one of OWN."""
+    if not text.startswith("-"):
+        raise ValueError("should be an option of sbatch, as '--mail-type=END'")
+    word = text.split()[0].partition("=")[0]
+    for long, short in OWN.items():  # sbatch takes the beginning of a long one, too
+        if long.startswith(word) if text.startswith("--") else text[:2] == short:
+            raise ValueError(f"{long} is not for directives: the scripts see to it")
+
+
+def check_path(path: str) -> str:
+    """Return why it would take a path for another one: % in that of a log, or of a directory."""
+    return f"has % or \\, which {TITLE} takes otherwise" if set(path) & set("%\\") else ""
+
+
+def after(jobs: Iterable[int]) -> list[str]:
+    """Return the options by which sbatch lets a job wait until others have ended, if any."""
+    numbers = ":".join(map(str, sorted(jobs)))
+    return [f"--dependency=afterany:{numbers}"] if numbers else []
+
 
 TIMEOUT_S = 60.0
 LOOK_S = 0.2  # between looks at what a command that runs has said
@@ -50,50 +151,11 @@ FIELDS = {  # of squeue, with the width of each column
 }
 
 
-class SlurmError(UserError):
-    """Slurm is not there, does not answer, or refuses."""
-
-
-class Refusal(SlurmError):
-    """Slurm will never take a script as it is."""
-
-
-class QueueFull(SlurmError):
-    """Slurm takes no more jobs at present: of this user, or of all."""
-
-
-class NoAnswer(SlurmError):
-    """Slurm has not answered, and may have done what it was asked for."""
-
-
-@dataclass(frozen=True)
-class JobState:
-    """What Slurm says of a job or of an element of an array.
-
-    name: of the job, by which it is known that a number is still that job's
-    exit_code: of the script; None where it has not ended or was killed
-    reason: why it waits or what it ended of; "" for nothing
-    """
-
-    name: str
-    state: str
-    exit_code: int | None
-    reason: str
-
-    @property
-    def live(self) -> bool:
-        """Whether it waits or runs."""
-        return self.state not in ENDED
-
-
-States = dict[tuple[int, int | None], JobState]  # (job, index in its array) -> state
-
-
 def test_only(script: Path) -> str:
     """Return what sbatch --test-only says of a script: when and where it could start, or why not.
 
     What it refuses sbatch may take all the same: a job whose nodes are drained waits for them.
-    Raises NoAnswer, SlurmError where there is no sbatch.
+    Raises NoAnswer, SchedulerError where there is no sbatch.
     """
     done = _call(["sbatch", "--test-only", str(script)])
     said = _said(done)
@@ -121,15 +183,6 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
     raise Refusal(f"{script}: sbatch refuses it: {said}")
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A job of this user's that waits or runs. indices: of the elements that do, of an array."""
-
-    number: int
-    name: str
-    indices: tuple[int, ...]
-
-
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
@@ -149,10 +202,10 @@ def taken(scripts: Collection[Path]) -> list[Taken]:
 
 
 def cancel(jobs: Iterable[int]) -> None:
-    """Cancel jobs, arrays whole. Raises SlurmError where scancel does not do it."""
+    """Cancel jobs, arrays whole. Raises SchedulerError where scancel does not do it."""
     done = _call(["scancel", *map(str, jobs)])
     if done.returncode:
-        raise SlurmError(f"scancel refuses it: {_said(done)}")
+        raise SchedulerError(f"scancel refuses it: {_said(done)}")
 
 
 def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
@@ -160,7 +213,7 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
 
     squeue first, which needs no accounting; sacct for what squeue has forgotten, if it answers.
     elements: those that are looked for; squeue may have forgotten some of an array alone
-    Raises SlurmError where squeue does not answer.
+    Raises SchedulerError where squeue does not answer.
     """
     wanted = set(jobs)
     found: States = {}
@@ -169,6 +222,11 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
     forgotten = wanted - {job for job, _ in found}
     forgotten |= {each[0] for each in elements if each not in found}
     return (_accounted(forgotten) if forgotten else {}) | found
+
+
+def live(state: str) -> bool:
+    """Return whether a job of that state waits or runs."""
+    return state not in ENDED
 
 
 def _queued(job: int) -> States:
@@ -182,9 +240,9 @@ def _queued(job: int) -> States:
     return dict(_row(line) for line in done.stdout.splitlines() if line.strip())
 
 
-def _no_answer(done: subprocess.CompletedProcess[str]) -> SlurmError:
+def _no_answer(done: subprocess.CompletedProcess[str]) -> SchedulerError:
     said = _said(done)
-    return (NoAnswer if UNSURE.search(said) else SlurmError)(f"squeue does not answer: {said}")
+    return (NoAnswer if UNSURE.search(said) else SchedulerError)(f"squeue does not answer: {said}")
 
 
 def _row(line: str) -> tuple[tuple[int, int | None], JobState]:
@@ -194,11 +252,10 @@ def _row(line: str) -> tuple[tuple[int, int | None], JobState]:
         start += width
     job, index, name, state, status, reason = cells
     waited = int(status)  # as waitpid has it
-    ended = state in ENDED and not waited & 0x7F
-    exit_code = waited >> 8 if ended else None
+    exit_code = None if live(state) or waited & 0x7F else waited >> 8
     reason = "" if reason == "None" else reason
     place = int(job), int(index) if index.isdigit() else None
-    return place, JobState(name, state, exit_code, reason)
+    return place, JobState(name, state, exit_code, reason, live(state))
 
 
 def _accounted(jobs: set[int]) -> States:
@@ -209,7 +266,7 @@ def _accounted(jobs: set[int]) -> States:
     flags = ["--allocations", "--noheader", "--parsable2"]  # --array is new in Slurm 23
     try:
         done = _call(["sacct", *flags, *options])
-    except SlurmError:
+    except SchedulerError:
         return {}  # squeue has answered; this is a second source
     if done.returncode:  # 1 where accounting is switched off
         return {}
@@ -222,8 +279,8 @@ def _accounted_rows(line: str) -> States:
     number, _, indices = job.partition("_")
     state = said.split()[0]  # "CANCELLED by 1000"
     code, _, signal = status.partition(":")
-    exit_code = int(code) if state in ENDED and signal == "0" else None
-    found = JobState(name, state, exit_code, "")
+    exit_code = None if live(state) or signal != "0" else int(code)
+    found = JobState(name, state, exit_code, "", live(state))
     if not indices:
         return {(int(number), None): found}
     # A long list is cut off: "12_[1,3,5,...]"
@@ -237,7 +294,7 @@ def _call(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, or for RETRIES_S where it says what until matches.
 
-    Raises NoAnswer after TIMEOUT_S, SlurmError where it cannot be run.
+    Raises NoAnswer after TIMEOUT_S, SchedulerError where it cannot be run.
     """
     try:
         process = subprocess.Popen(
@@ -248,12 +305,12 @@ def _call(
             env=os.environ | {"LC_ALL": "C"},
         )
     except FileNotFoundError:
-        raise SlurmError(
+        raise SchedulerError(
             f"{command[0]} is not on PATH: is this a login node of a cluster with Slurm? "
             "study run needs none"
         ) from None
     except OSError as error:
-        raise SlurmError(f"{command[0]} cannot be run: {error.strerror}") from None
+        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}") from None
     with process:
         try:
             return _ended(process, command, until)

@@ -1,7 +1,9 @@
-"""What is shown of a file of precision replay: what formats, sums and products do to tensors."""
+"""What is shown of other files: replayed tensors, autoencoders; of the rest, what they are."""
 
 from __future__ import annotations
 
+import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ... import store
-from ..study_data.factors import Array
+from ... import ordinary, store
+from ..schedulers import SCHEDULERS
+from ..study_data import Array
 from ..study_data.study_file import check_arrays
 from . import units
-from .figures import Axis, Chart, Map, Panel, Series, Style, styles, thinned
+from .figures import Axis, Chart, Map, Panel, Series, Style, spread, styles, thinned
 from .tables import Column, Listed, Report, Section, tabulate
 
 KIND = "replay"  # attribute of its files
@@ -366,3 +369,200 @@ def _products(of: Group) -> Section:
 def _longest(terms: Array) -> list[int]:
     """Return the rows with the most terms, at most 12, in their order."""
     return sorted(np.argsort(-terms, kind="stable")[:12].tolist())
+
+
+OF_AUTOENCODER = {
+    "steps": ("layer", "iteration", "loss", "error", "energy", "time_s", "exchange_s", "sent_bytes")
+}
+JUDGED = {"selectivity": ("layer", "concept", "accuracy", "random", "pixel")}
+LAYERS_CAPTION = (
+    "Error: of the reconstruction, of the energy of the layer's input, first and last iteration. "
+    "Times: the slowest rank, median over iterations. Sent: in an iteration, by the rank that "
+    "sends most."
+)
+
+
+def autoencoder_report(path: Path) -> Report:
+    """Return the report of a record. Raises ReportError where it lacks an array."""
+    groups, attributes = store.read(path)
+    check_arrays(path, groups, OF_AUTOENCODER, "is not the record of an autoencoder")
+    steps = groups["steps"]
+    rows = [np.flatnonzero(steps["layer"] == layer) for layer in np.unique(steps["layer"])]
+
+    def error(row: Array, at: int) -> float:
+        i = row[at]
+        return float(steps["error"][i] / steps["energy"][i]) if steps["energy"][i] else np.nan
+
+    columns = [
+        Column[Array]("layer", lambda r: str(steps["layer"][r[0]])),
+        Column[Array]("itera-\ntions", lambda r: units.fixed(len(r))),
+        Column[Array]("objective\nfirst", lambda r: units.digits(steps["loss"][r[0]], 4)),
+        Column[Array]("last", lambda r: units.digits(steps["loss"][r[-1]], 4)),
+        Column[Array]("error %\nfirst", lambda r: units.digits(100 * error(r, 0))),
+        Column[Array]("last", lambda r: units.digits(100 * error(r, -1))),
+        Column[Array]("time", lambda r: units.time(float(np.median(steps["time_s"][r])))),
+        Column[Array](
+            "in ex-\nchanges", lambda r: units.time(float(np.median(steps["exchange_s"][r])))
+        ),
+        Column[Array]("sent", lambda r: units.size(float(np.median(steps["sent_bytes"][r])))),
+    ]
+    style = styles([f"layer {steps['layer'][r[0]]}" for r in rows])
+    series = [
+        Series(name, style[name], steps["iteration"][r], steps["loss"][r])
+        for name, r in zip(style, rows, strict=True)
+    ]
+    losses = [value for each in series for value in each.y]
+    chart = Chart(
+        "objective_by_iteration",
+        f"{attributes.get('name', path.stem)}: objective",
+        ["Mean over the images of a batch."],
+        "Objective of the layer that is trained, by iteration.",
+        [Panel("", Axis("iteration"), spread("objective", losses, "log", 10, start=None), series)],
+    )
+    facts = [
+        (name, str(attributes[name]))
+        for name in ("status", "parameters", "ranks", "date")
+        if name in attributes
+    ]
+    table = tabulate("Layers", columns, rows, LAYERS_CAPTION)
+    title = f"Autoencoder: {attributes.get('name', path.stem)}"
+    charts = [chart] if rows else []
+    return Report(title, facts, [Section("Layers", tables=[table], charts=charts)])
+
+
+def probe_report(path: Path) -> Report:
+    """Return the report of a file of autoencoder probe. Raises ReportError as the other."""
+    groups, _ = store.read(path)
+    check_arrays(path, groups, JUDGED, "is not of autoencoder probe")
+    of = groups["selectivity"]
+
+    def shown(values: Array) -> str:
+        return units.fixed(100 * float(values), 1)
+
+    columns = [
+        Column[int]("concept", lambda i: str(of["concept"][i])),
+        Column[int]("pixel", lambda i: shown(of["pixel"][i])),
+    ]
+    for layer in range(len(of["layer"])):
+        columns += [
+            Column[int](f"layer {layer}", lambda i, n=layer: shown(of["accuracy"][n, i])),  # type: ignore[misc]
+            Column[int]("random", lambda i, n=layer: shown(of["random"][n, i])),  # type: ignore[misc]
+        ]
+    caption = (
+        "Accuracy of the best neuron in %, judged on images that did not choose it; a guess: 50. "
+        "Random: of filters that were not trained."
+    )
+    table = tabulate("Concepts", columns, range(len(of["concept"])), caption)
+    held = of.get("held_out_error", np.empty(0))
+    notes = [f"Layer {i}: error of held-out images {error:.4f} of the energy."
+             for i, error in enumerate(held)]  # fmt: skip
+    return Report(f"Probe: {path.name}", [], [Section("Concepts", notes, [table])])
+
+
+KINDS = {  # attribute "kind" of HDF5 files: what it is; what to do with it
+    "run": ("the record of a training run", "`report` shows it"),
+    "checkpoint": (
+        "the checkpoint of a training run",
+        "`train --resume` goes on from it, `report` takes the record beside it",
+    ),
+    "state": ("what ranks remember for a checkpoint", "`train --resume` reads it"),
+    "weights": ("the weights of a run behind an epoch", "`influence` takes the run"),
+    "gradients": (
+        "the gradients of all ranks in an iteration",
+        "`bench compress`, `bench rounding` and `precision replay` take it",
+    ),
+    "recording": (
+        "tensors of layers, of `precision record`",
+        "`precision replay` makes of it what `report` shows",
+    ),
+    "integer network": (
+        "a network of integers, of `export`",
+        "`cpdhpc.torch.quantized.load` reads it",
+    ),
+    "case": ("a case of a study", "`report` takes the study's folder, which has study.toml"),
+    "autoencoder checkpoint": (
+        "the checkpoint of an autoencoder",
+        "`autoencoder --resume` goes on from it, `autoencoder probe` shows what it has learned",
+    ),
+    "autoencoder features": (
+        "responses of an autoencoder to images, of `autoencoder probe`",
+        "h5py reads them",
+    ),
+}
+ARRAYS = "arrays without a kind, as those that `darray` saves", "h5py reads them"
+TABLES = {  # a key that a TOML file of ours has: what it is; what to do with it; the first counts
+    "kind": ("a study as it is asked for", "`study run` measures it, `report` takes its folder"),
+    "machine": ("the speeds of a machine, of `bench fit`", "`bench predict` takes it"),
+    "study": ("a reference for a study", "`report STUDY --compare` takes it"),
+    "layer": ("the job of an autoencoder", "`autoencoder` trains it, `report` takes its folder"),
+    **dict.fromkeys(
+        ("model", "train", "compare", "data"),
+        ("a job", "`train` runs it, `report` takes the folder of its runs"),
+    ),
+    "precision": ("rules of [precision]", "a job takes them, `report` takes search.h5 beside it"),
+    **dict.fromkeys(
+        ("partition", "launcher", "cores_per_node", "nodes", "modules", "setup"),
+        ("the profile of a site", "`study plan --site` takes it"),
+    ),
+}
+ENDINGS = {
+    ".html": "a page: a browser shows it",
+    ".png": "a picture",
+    ".svg": "a picture",
+    ".csv": "a table of `report --csv`",
+    ".tex": "a table of `report --latex`",
+    ".json": "what a job of a study has noted: `study status` shows it",
+    **{s.SUFFIX: f"a job script: `{s.SUFFIX[1:]}` takes it" for s in SCHEDULERS.values()},
+    ".lock": "the claim of who is at work on files",
+}
+FOLDERS = {
+    "cases": "the cases of a study",
+    "logs": "what jobs of a study have printed",
+    "scripts": "the job scripts of a study",
+}
+
+
+def is_hdf5(path: Path) -> bool:
+    """Return whether a file begins as HDF5 of cpdhpc or of others does."""
+    with open(path, "rb", opener=ordinary.open_ordinary) as file:
+        return file.read(len(store.MAGIC)).startswith((store.MAGIC, store.SIGNATURE))
+
+
+def of_file(path: Path) -> str:
+    """Return in a few words what a file is and what takes it. Raises StoreError: not known."""
+    if is_hdf5(path) or path.suffix == ".h5":
+        what, how = KINDS.get(str(store.read_attributes(path).get("kind")), ARRAYS)
+        return f"{what}: {how}"
+    if path.suffix in ENDINGS:
+        return ENDINGS[path.suffix]
+    try:
+        text = ordinary.content(path)[: 1 << 20].decode()
+        keys = tomllib.loads(text) if path.suffix == ".toml" else {}
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError):
+        raise store.StoreError(f"{path}: is no file that cpdhpc writes") from None
+    if path.suffix != ".toml":
+        return "text, maybe the log of a job: `report` takes HDF5 files, and folders of them"
+    if found := next((told for key, told in TABLES.items() if key in keys), None):
+        return f"{found[0]}: {found[1]}"
+    raise store.StoreError(f"{path}: is no TOML file that cpdhpc takes")
+
+
+def of_folder(path: Path) -> str:
+    """Return in a few words what is in a folder that has neither studies nor runs."""
+    if path.name in FOLDERS and (path.parent / "study.toml").exists():
+        return f"{FOLDERS[path.name]}: `report {path.parent}` shows the study"
+    there = [each for each in sorted(path.iterdir()) if not each.name.startswith(".")]
+    folders = [each.name for each in there if each.is_dir()]
+    found: Counter[str] = Counter()
+    for each in there:
+        if each.is_file():
+            try:
+                found[of_file(each).partition(":")[0]] += 1
+            except (store.StoreError, OSError):
+                found["not known"] += 1
+    parts = [f"{units.count(n, 'file')}: {what}" for what, n in found.most_common(MOST)]
+    parts += [f"folders {', '.join(folders[:MOST])}"] if folders else []
+    return "; ".join(parts) or "it is empty"
+
+
+MOST = 5  # kinds of files, and folders, that are named

@@ -1,4 +1,4 @@
-"""Jobs of a study under Slurm: submission, as far as the queue takes them, and cancellation."""
+"""Jobs of a study: submission, as far as the queue takes them, cancellation, more cases."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .... import store
-from ....config import UserError
-from ....whole_files import sealed
-from ...claim import alone
-from ..cases import Batch, batches, expand
-from ..folder import LOCK, Folder, Job, record, recorded
-from ..spec import Study
-from . import queue
-from .site import Array, Site, array_script, arrays, collect_script
+from ... import store
+from ...config import UserError
+from ...whole_files import sealed
+from ..claim import alone, read_claim
+from ..schedulers.base import NoAnswer, QueueFull, Refusal, Scheduler, States
+from .cases import Batch, batches, expand
+from .folder import LOCK, Folder, FolderError, Job, forget_jobs, record, recorded
+from .site import Array, Site, array_script, arrays, collect_script, load_site
+from .spec import Study
 
-COLLECT = "collect.sbatch"
-PAUSES_S = (2.0, 10.0, 30.0)  # before what Slurm has not answered is tried again
+COLLECT = "collect"  # name of a script
+PAUSES_S = (2.0, 10.0, 30.0)  # before what has no answer is tried again
 SITE = "site.toml"  # in the folder: the profile of the last submit
 Say = Callable[[str], None]
+
+
+def kept_site(folder: Folder) -> Site:
+    """Return the profile of the last submission, the default one if it is lost: resume tells."""
+    try:
+        return load_site(folder.path / SITE)
+    except UserError:
+        return Site()
 
 
 Refused = list[tuple[Batch, str]]
@@ -44,7 +52,7 @@ def unfinished(study: Study, folder: Folder) -> list[Batch]:
     ]
 
 
-def queued(jobs: list[Job], states: queue.States) -> dict[int, int]:
+def queued(jobs: list[Job], states: States) -> dict[int, int]:
     """Return the batches that wait or run, each with the number of its job."""
     return {
         batch: job.number
@@ -54,24 +62,26 @@ def queued(jobs: list[Job], states: queue.States) -> dict[int, int]:
     }
 
 
-def script_file(folder: Folder, array: Array) -> Path:
-    """Return where the script of an array goes."""
-    return folder.scripts / f"{array.name}.sbatch"
+def script_file(folder: Folder, site: Site, name: str) -> Path:
+    """Return where the script of an array goes, by its name, or that which collects."""
+    return folder.scripts / f"{name}{site.by.SUFFIX}"
 
 
 def scripts(study: Study, folder: Folder, site: Site, todo: list[Array]) -> dict[Path, str]:
     """Return the scripts of arrays and then the collecting one, by the paths that they get."""
     found = {
-        script_file(folder, array): array_script(array, site, study, folder.path) for array in todo
+        script_file(folder, site, array.name): array_script(array, site, study, folder.path)
+        for array in todo
     }
-    return found | {folder.scripts / COLLECT: collect_script(site, study.name, folder.path)}
+    last = script_file(folder, site, COLLECT)
+    return found | {last: collect_script(site, study.name, folder.path)}
 
 
 @dataclass(frozen=True)
 class Submitted:
     """What a submission came to.
 
-    jobs: the new ones; left: batches that can be submitted once Slurm takes more jobs
+    jobs: the new ones; left: batches that can be submitted once there is room
     """
 
     jobs: list[Job]
@@ -79,11 +89,11 @@ class Submitted:
 
 
 def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> Submitted:
-    """Submit all that is neither finished nor queued, or as much of it as Slurm takes now.
+    """Submit all that is neither finished nor queued, or as much of it as the queue takes now.
 
-    What Slurm refuses for good is left out, and the rest goes in.
-    Raises UserError where something was refused, after all else is submitted; where Slurm does not
-    answer; where another process submits the same study at this moment.
+    What is refused for good is left out, and the rest goes in.
+    Raises UserError if something was refused, after all else is submitted; if nothing answers; if
+    another process submits the same study at this moment.
     """
     folder.prepare(study)
     with alone(folder.path / LOCK, "study submit", say):
@@ -92,10 +102,10 @@ def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> Submit
 
 def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> Submitted:
     jobs = recorded(folder)
-    known = queue.states(job.number for job in jobs)
+    known = site.by.states(job.number for job in jobs)
     busy = queued(jobs, known)
     live = {number for (number, _), state in known.items() if state.live}
-    for job in _adopt(folder, busy, say):
+    for job in _adopt(folder, site.by, busy, say):
         jobs.append(job)
         live.add(job.number)
         busy |= dict.fromkeys(job.batches, job.number)
@@ -113,23 +123,23 @@ def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> Submitted
     return Submitted(under_way.new, under_way.left)
 
 
-def _adopt(folder: Folder, busy: Mapping[int, int], say: Say) -> list[Job]:
-    """Record and return live jobs that nobody lived to record, or whose sbatch got no answer.
+def _adopt(folder: Folder, by: Scheduler, busy: Mapping[int, int], say: Say) -> list[Job]:
+    """Record and return live jobs that nobody lived to record, or whose submission got no answer.
 
     busy: batches that wait or run. A job of these alone went in twice: it is cancelled.
     """
-    scripts = [path.resolve() for path in folder.scripts.glob("*.sbatch")]
+    scripts = [path.resolve() for path in folder.scripts.glob(f"*{by.SUFFIX}")]
     if not scripts:  # nothing was ever submitted
         return []
     known, found = {job.number for job in recorded(folder)}, []
-    for each in queue.taken(scripts):
+    for each in by.taken(scripts):
         if each.number in known:
             continue
         first = re.search(r"-from(\d+)$", each.name)
         offset = int(first[1]) if first else 0
         job = Job(each.number, each.name, {offset + index: index for index in each.indices})
         if job.batches and job.batches.keys() <= busy.keys():
-            queue.cancel([job.number])
+            by.cancel([job.number])
             say(f"job {job.number}, {job.name}: has gone in twice: cancelled")
             continue
         record(folder, job)
@@ -138,38 +148,33 @@ def _adopt(folder: Folder, busy: Mapping[int, int], say: Say) -> list[Job]:
     return found
 
 
-def after_any(jobs: Iterable[int]) -> list[str]:
-    """Return the options by which sbatch lets a job wait until others have ended, if any."""
-    numbers = ":".join(map(str, sorted(jobs)))
-    return [f"--dependency=afterany:{numbers}"] if numbers else []
-
-
 class _Submission:
     """A submission under way.
 
-    new: jobs that have gone in; full: what Slurm says once it takes no more, and left: what then
+    new: jobs that have gone in; full: what is said once there is no room, and left: what then
     waits for room; refusals: of scripts that it will never take
     """
 
     def __init__(self, study: Study, folder: Folder, site: Site, say: Say) -> None:
         self.study, self.folder, self.site, self.say = study, folder, site, say
+        self.by = site.by
         self.new: list[Job] = []
         self.left: list[Batch] = []
         self.refusals: list[str] = []
         self.full = ""
 
     def arrays(self, todo: list[Array], queued: set[int]) -> None:
-        """Submit arrays, until Slurm takes no more.
+        """Submit arrays, until there is no room.
 
         queued: jobs of the study. With a throttle each array waits for those before, as the
         throttle holds within one alone.
         """
         for array in todo:
             before = {self.new[-1].number} if self.new else queued
-            options = after_any(before) if self.study.run.throttle else []
+            options = self.by.after(before) if self.study.run.throttle else []
             try:
                 count = 0 if self.full else self._part(array, options)
-            except queue.Refusal as error:
+            except Refusal as error:
                 self.say(f"left out: {len(array.batches)} batch(es) of {array.shape}: {error}")
                 self.refusals.append(str(error))
                 continue
@@ -177,15 +182,16 @@ class _Submission:
 
     def _part(self, array: Array, options: list[str]) -> int:
         """Submit an array, or half of it, or a quarter, ...; return how many batches went in."""
-        path, count = script_file(self.folder, array), len(array.batches)
+        path = script_file(self.folder, self.site, array.name)
+        count = len(array.batches)
         self._write(path, array_script(array, self.site, self.study, self.folder.path))
         while count:
             part = replace(array, batches=array.batches[:count])
             if self.full:
                 store.put(path, array_script(part, self.site, self.study, self.folder.path))
             try:
-                number = self._sbatch(path, options)
-            except queue.QueueFull as error:
+                number = self._once(path, options)
+            except QueueFull as error:
                 self.full, count = str(error), count // 2
                 continue
             batches = {batch.number: batch.number - array.offset for batch in part.batches}
@@ -195,14 +201,14 @@ class _Submission:
         return count
 
     def collecting(self, after: set[int]) -> None:
-        """Submit the job that collects after others, if there are any and Slurm takes it."""
+        """Submit the job that collects after others, if there are any and there is room."""
         if not after:
             return
-        path = self.folder.scripts / COLLECT
+        path = script_file(self.folder, self.site, COLLECT)
         self._write(path, collect_script(self.site, self.study.name, self.folder.path))
         try:
-            number = self._sbatch(path, after_any(after))
-        except queue.QueueFull as error:
+            number = self._once(path, self.by.after(after))
+        except QueueFull as error:
             self.say(f"nothing collects when they have ended: {error}: study collect does, later")
             return
         self._went_in(Job(number, f"{self.study.name}-collect", {}))
@@ -214,7 +220,8 @@ class _Submission:
             cases = sum(len(batch.cases) for batch in self.left)
             self.say(
                 f"not submitted: {len(self.left)} batch(es), {cases} case(s): {self.full}\n"
-                f"study resume {self.folder.path} submits them, as far as Slurm takes them then"
+                f"study resume {self.folder.path} submits them, as far as {self.by.TITLE} takes "
+                "them then"
             )
         if self.refusals:
             raise UserError(
@@ -223,22 +230,22 @@ class _Submission:
             )
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a script, and say what Slurm thinks of it."""
+        """Write a script, and say what the scheduler thinks of it."""
         store.put(path, text)
         try:
-            self.say(f"{path}: {queue.test_only(path.resolve())}")
-        except queue.NoAnswer as error:
+            self.say(f"{path}: {self.by.test_only(path.resolve())}")
+        except NoAnswer as error:
             self.say(f"{path}: {error}")
 
     def _went_in(self, job: Job) -> None:
         record(self.folder, job)  # at once: were we killed now, this job would still be known
         self.new.append(job)
 
-    def _sbatch(self, script: Path, options: list[str]) -> int:
-        """Submit a script and return the number of its job, once, however slow Slurm answers.
+    def _once(self, script: Path, options: list[str]) -> int:
+        """Submit a script and return the number of its job, once, however slow the answer.
 
-        Where there is no answer squeue tells whether the job went in; else it is tried again.
-        Raises as queue.submit.
+        If there is none the queue tells whether it went in; else it is tried again. Raises as
+        submit of the scheduler.
         """
         script, silent = script.resolve(), ""
         for pause_s in (*PAUSES_S, None):
@@ -246,17 +253,17 @@ class _Submission:
                 if silent and (number := self._taken(script)) is not None:
                     return number
                 if pause_s is not None:
-                    return queue.submit(script, options)
-            except queue.NoAnswer as error:
+                    return self.by.submit(script, options)
+            except NoAnswer as error:
                 silent = str(error)
                 if pause_s is not None:
                     self.say(f"{silent}: looks whether it went in, in {pause_s:g} s")
                     time.sleep(pause_s)
-            except queue.QueueFull:  # said halfway perhaps, by one that went in after that
+            except QueueFull:  # said halfway perhaps, by one that went in after that
                 if (number := self._taken(script)) is None:
                     raise
                 return number
-        raise queue.NoAnswer(
+        raise NoAnswer(
             f"{silent}: study resume {self.folder.path} looks whether it went in, and submits what "
             "did not"
         )
@@ -264,7 +271,7 @@ class _Submission:
     def _taken(self, script: Path) -> int | None:
         """Return the number of a live job of a script that is not recorded; None: there is none."""
         known = {job.number for job in recorded(self.folder)}
-        new = (each.number for each in queue.taken([script]) if each.number not in known)
+        new = (each.number for each in self.by.taken([script]) if each.number not in known)
         return next(new, None)
 
 
@@ -283,12 +290,13 @@ def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say
 def cancel(folder: Folder, say: Say = print) -> None:
     """Cancel the jobs of a study that wait or run, the collecting one too, and no other's.
 
-    Raises SlurmError where Slurm does not answer.
+    Raises SchedulerError if it does not answer.
     """
+    by = kept_site(folder).by
     with alone(folder.path / LOCK, "study submit or cancel", say):
-        _adopt(folder, {}, say)
+        _adopt(folder, by, {}, say)
         jobs = recorded(folder)
-        known = queue.states(job.number for job in jobs)
+        known = by.states(job.number for job in jobs)
         names = {job.number: job.name for job in jobs}
         live = {
             number
@@ -298,6 +306,51 @@ def cancel(folder: Folder, say: Say = print) -> None:
         if not live:
             say(f"{folder.path}: no job of it waits or runs")
             return
-        queue.cancel(sorted(live))
+        by.cancel(sorted(live))
     for number in sorted(live):
         say(f"job {number}, {names[number]}: cancelled")
+
+
+def extend(study: Study, folder: Folder, say: Say = print) -> None:
+    """Give a folder a study that has all of its cases, and more.
+
+    Batches are numbered anew, so nothing may wait or run: the claims and the record of jobs are of
+    the old numbers and go. Files of cases and of failures stay: an id means the same case.
+    Raises FolderError where a case of the folder is not in the study, or something is under way.
+    """
+    folder.check_there()
+    with alone(folder.path / LOCK, "study submit or extend", say):
+        old = folder.study()
+        before = expand(old).cases
+        known = {case.id for case in before}
+        after = expand(study).cases
+        lost = known - {case.id for case in after}
+        if lost:
+            raise FolderError(
+                f"{folder.path}: extend: {len(lost)} of its {len(known)} cases are not in the "
+                f"study, as {min(lost)}: levels can be added, [measure] and [job] must stay"
+            )
+        _check_idle(folder, old)
+        forget_jobs(folder)
+        folder.freeze(study)
+    new = len(after) - len(known)
+    finished = sum(map(folder.finished, before))
+    say(f"{folder.path}: {len(after)} cases, {new} of them new, {finished} finished: study resume")
+
+
+def _check_idle(folder: Folder, study: Study) -> None:
+    """Raise FolderError where a batch is measured, or a job waits or runs."""
+    jobs = recorded(folder)
+    known = kept_site(folder).by.states(job.number for job in jobs)
+    for job in jobs:
+        own = (at for (number, _), at in known.items() if number == job.number)
+        if any(at.live and at.name == job.name for at in own):
+            raise FolderError(
+                f"{folder.path}: extend: job {job.number} waits or runs: wait, or study cancel"
+            )
+    for batch in batches(study, expand(study).cases):
+        claim = read_claim(folder.claim_file(batch.number))
+        if claim is not None and not jobs and claim.alive() is not False:
+            raise FolderError(
+                f"{folder.path}: extend: batch {batch.number} is being measured on {claim.host}"
+            )

@@ -1,87 +1,40 @@
-"""What a cluster wants: its site file, launchers, and the scripts that sbatch gets."""
+"""What a cluster wants: its site file, and the scripts of its jobs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
-
-from ....config import Section, Whole, dump_toml, one_of, validate
-from ....whole_files import check_sealed, read_file_of
-from ..cases import Batch
-from ..spec import Study
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """A way to start ranks.
-
-    command: of the shell, with the fields ranks and ppn (ranks per node); cores per rank are what
-        the job was given by --cpus-per-task, in the script or when it is submitted
-    in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
-        where GPUs are numbered along the sockets; Slurm by itself deals ranks out to sockets
-    signal: what sbatch --signal has before the seconds. A launcher that runs in the batch shell
-        gets the signal from that shell ("B:USR1"): sent to all steps it would hit Open MPI's
-        daemons, and mpirun would end with status 0. Under srun the ranks are the step.
-    """
-
-    command: str
-    in_order: str
-    signal: str
-
-    @property
-    def program(self) -> str:
-        """What must be on PATH."""
-        return self.command.split()[0]
-
-
-# srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
-# --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
-# are a little later would be killed, and theirs would be srun's status.
-SRUN = (
-    "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} "
-    '--cpus-per-task="${{{{SLURM_CPUS_PER_TASK:-1}}}}" '
-    "--kill-on-bad-exit=0 --wait=60"
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    model_validator,
 )
-IN_ORDER = " --distribution=block:block --cpu-bind=cores"
-LAUNCHERS = {
-    "mpirun": Launcher(  # Open MPI
-        "mpirun -n {ranks} --map-by ppr:{ppn}:node"
-        '"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"',
-        "",
-        "B:USR1",
-    ),
-    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
-        "mpiexec -n {ranks} -ppn {ppn} "
-        "${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
-        "",
-        "B:USR1",
-    ),
-    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1"),
-    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1"),
-    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1"),
-}
+
+from ...config import Section, Whole, among, dump_toml, one_of, validate
+from ...whole_files import check_sealed, read_file_of
+from ..schedulers import DEFAULT, SCHEDULERS
+from ..schedulers.base import Launcher, Scheduler, script
+from .cases import Batch
+from .spec import Study
 
 
 def launch(
-    name: str, ranks: str, ppn: str, flags: Iterable[str] = (), near_gpus: bool = False
+    way: Launcher, ranks: str, ppn: str, flags: Iterable[str] = (), near_gpus: bool = False
 ) -> str:
     """Return the words of the shell before the program; flags come last, and so win.
 
     near_gpus: whether each rank is to be near its GPU
     ranks, ppn: numbers, or shell words that become numbers in the job
     """
-    way = LAUNCHERS[name]
     command = way.command.format(ranks=ranks, ppn=ppn)
     return " ".join([command + way.in_order * near_gpus, *map(quote, flags)])
 
@@ -98,28 +51,17 @@ def _word(text: str) -> str:
     return _line(text)
 
 
-OWN = {  # what scripts and submit see to: options of sbatch with their short forms
-    "--array": "-a",
-    "--chdir": "-D",
-    "--dependency": "-d",
-    "--job-name": "-J",
-    "--nodes": "-N",
-    "--ntasks-per-node": "",
-    "--output": "-o",
-    "--signal": "",
-    "--wait": "-W",
-    "--wrap": "",
-}
-
-
-def _option(text: str) -> str:
-    if not text.startswith("-"):
-        raise ValueError("should be an option of sbatch, as '--mail-type=END'")
-    word = text.split()[0].partition("=")[0]
-    for long, short in OWN.items():  # sbatch takes the beginning of a long one, too
-        if long.startswith(word) if text.startswith("--") else text[:2] == short:
-            raise ValueError(f"{long} is not for directives: the scripts see to it")
+def _option(text: str, info: ValidationInfo) -> str:
+    _of(info).check_option(text)
     return _line(text)
+
+
+def _launcher(name: str, info: ValidationInfo) -> str:
+    return among(_of(info).LAUNCHERS)(name)
+
+
+def _of(info: ValidationInfo) -> Scheduler:
+    return SCHEDULERS[info.data.get("scheduler", DEFAULT)]  # a wrong one has its own error
 
 
 def _list(value: object) -> object:
@@ -130,7 +72,7 @@ def _list(value: object) -> object:
 
 Word = Annotated[str, AfterValidator(_word)]
 Line = Annotated[str, AfterValidator(_line)]
-Grace = Annotated[int, Field(ge=60)]  # Slurm looks at its clock about every 30 s
+Grace = Annotated[int, Field(ge=60)]  # schedulers look at their clock about every 30 s
 Option = Annotated[str, AfterValidator(_option)]
 Lines = Annotated[tuple[Line, ...], BeforeValidator(_list), Field(strict=False)]
 Options = Annotated[tuple[Option, ...], BeforeValidator(_list), Field(strict=False)]
@@ -140,17 +82,19 @@ class Site(Section):
     """A cluster, or a partition of one: a table of a TOML file.
 
     modules are loaded first, then the lines of setup run, in bash; either may fail the job.
-    directives: further options of sbatch, as "--mail-type=END"
+    scheduler: what runs its jobs
+    directives: further options of the scheduler, as "--mail-type=END"
     python: what starts Python in a job; container: an image that it is in, started by runtime
     nodes, cores_per_node, max_time_min: the most that a job may ask for; None: not known
     gpus_per_node: a job whose ranks use GPUs asks for one for each rank
     cpus_per_rank: cores
     grace_s: how long before the time limit a job is told to write its checkpoint
-    max_array: one more than the largest index of an array, Slurm's MaxArraySize
+    max_array: one more than the largest index of an array
     max_requeues: how often a job may put itself into the queue again
     """
 
     name: Word = "local"
+    scheduler: Annotated[str, one_of(SCHEDULERS)] = DEFAULT
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
@@ -162,7 +106,7 @@ class Site(Section):
     python: Line = "python"
     container: Line | None = None
     runtime: Line = "apptainer exec"
-    launcher: Annotated[str, one_of(LAUNCHERS)] = "mpirun"
+    launcher: Annotated[str, AfterValidator(_launcher)] = "mpirun"
     mpi_flags: Lines = ()
     nodes: PositiveInt | None = None
     cores_per_node: PositiveInt | None = None
@@ -181,6 +125,11 @@ class Site(Section):
                 f"grace_s={self.grace_s} seconds"
             )
         return self
+
+    @property
+    def by(self) -> Scheduler:
+        """The scheduler."""
+        return SCHEDULERS[self.scheduler]
 
     @property
     def command(self) -> str:
@@ -258,7 +207,7 @@ class Array:
 
     @property
     def indices(self) -> str:
-        """The indices of the elements, as sbatch --array takes them."""
+        """The indices of the elements, as text."""
         return ranges(batch.number - self.offset for batch in self.batches)
 
 
@@ -270,7 +219,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
-    """Return the arrays that batches run as: one per shape, more where Slurm's are too short."""
+    """Return the arrays that batches run as: one per shape, more if an array is too short."""
 
     def key(batch: Batch) -> tuple[int, int, bool, int]:
         offset = batch.number // site.max_array * site.max_array
@@ -286,9 +235,6 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
     folder: of the study, as the job sees it
     """
     longest_s = max(batch.limit_s for batch in array.batches)
-    number = '"$SLURM_ARRAY_TASK_ID"'
-    if array.offset:
-        number = f"$(({array.offset} + SLURM_ARRAY_TASK_ID))"
     return parallel_script(
         "batch",
         site,
@@ -297,11 +243,9 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
         array.has_gpus,
         name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
-        log=folder / "logs" / "%x-%A_%a.log",
-        job_id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",  # SLURM_JOB_ID may be all elements
         study=study.name,
         folder=folder,
-        number=number,
+        offset=array.offset,
         indices=array.indices,
         throttle=study.run.throttle,
         retries=study.run.retries,
@@ -311,8 +255,9 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
 
 
 def collect_script(site: Site, study: str, folder: Path) -> str:
-    """Return the script that gathers what is finished; sbatch is told what it waits for."""
-    return _render(
+    """Return the script that gathers what is finished; it is submitted with what it waits for."""
+    return script(
+        site.by,
         "collect",
         site=site,
         name=f"{study}-collect",
@@ -321,7 +266,6 @@ def collect_script(site: Site, study: str, folder: Path) -> str:
         cpus=1,
         gpus=0,
         time_min=COLLECT_MIN,
-        log=folder / "logs" / "%x-%j.log",
         study=study,
         folder=folder,
     )
@@ -343,49 +287,32 @@ def parallel_script(
 ) -> str:
     """Return a script that starts ranks and forwards signals to them.
 
-    shape: nodes and ranks per node that sbatch is asked for
+    shape: nodes and ranks per node that the job asks for
     counts: the ranks and the ranks per node that start, as words of the shell
-    has_gpus: whether sbatch is asked for a GPU for each rank
+    has_gpus: whether it asks for a GPU for each rank
     values: what else the template needs
     """
     nodes, ppn = shape
-    return _render(
+    way = site.by.LAUNCHERS[site.launcher]
+    return script(
+        site.by,
         template,
         site=site,
         nodes=nodes,
         ppn=ppn,
         cpus=site.cpus_per_rank,
         gpus=ppn * has_gpus,
-        launch=launch(site.launcher, *counts, site.mpi_flags, site.gpus_per_node > 0),
-        program=LAUNCHERS[site.launcher].program,
-        signal=LAUNCHERS[site.launcher].signal,
+        launch=launch(way, *counts, site.mpi_flags, site.gpus_per_node > 0),
+        program=way.program,
+        signal=way.signal,
         more_to_do=MORE_TO_DO,
         **values,
     )
 
 
-@cache
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("cpdhpc.lab.study.slurm", "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["quote"] = lambda text: quote(str(text))
-    return environment
-
-
-def _render(template: str, **values: Any) -> str:
-    return _environment().get_template(f"{template}.sbatch.j2").render(**values)
-
-
 @dataclass(frozen=True)
 class Program:
-    """What a script runs. shape: nodes and ranks per node unless sbatch is told another."""
+    """What a script runs. shape: nodes and ranks per node, unless it is submitted with others."""
 
     shape: tuple[int, int]
     time_min: int
@@ -400,22 +327,19 @@ PROGRAMS = {  # name of the template and of the script: what it runs
 def scripts(site: Site) -> dict[str, str]:
     """Return the text of a site's scripts by the names of their files; slurm/ has the defaults'."""
     title = "Open MPI, CPUs" if site == Site() else f"site {site.name}"
-    return {f"{name}.sbatch": _script(name, site, title) for name in PROGRAMS}
-
-
-def _script(name: str, site: Site, title: str) -> str:
-    program = PROGRAMS[name]
-    return parallel_script(
-        name,
-        site,
-        program.shape,
-        ('"$((nodes * ppn))"', '"$ppn"'),
-        False,
-        file=f"{name}.sbatch",
-        title=title,
-        name=name,
-        time_min=program.time_min,
-        log=Path("%x-%j.log"),
-        job_id="$SLURM_JOB_ID",
-        retries=0,
-    )
+    counts = ('"$((nodes * ppn))"', '"$ppn"')
+    return {
+        (file := f"{name}{site.by.SUFFIX}"): parallel_script(
+            name,
+            site,
+            program.shape,
+            counts,
+            False,
+            file=file,
+            title=title,
+            name=name,
+            time_min=program.time_min,
+            retries=0,
+        )
+        for name, program in PROGRAMS.items()
+    }

@@ -1,0 +1,14 @@
+"""Schedulers of clusters, a file each: all that is one's own is here, and only here."""
+
+from __future__ import annotations
+
+from . import slurm
+from .base import Scheduler
+
+SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm}
+DEFAULT = "slurm"
+
+
+def around() -> Scheduler:
+    """Return the scheduler whose job this process is in, the default one outside of jobs."""
+    return next((each for each in SCHEDULERS.values() if each.own_job()), SCHEDULERS[DEFAULT])

@@ -1,0 +1,165 @@
+"""What the package asks of a cluster's scheduler, and how one answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...config import UserError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+class SchedulerError(UserError):
+    """A scheduler is not there, does not answer, or refuses."""
+
+
+class Refusal(SchedulerError):
+    """A scheduler will never take a script as it is."""
+
+
+class QueueFull(SchedulerError):
+    """A scheduler takes no more jobs at present: of this user, or of all."""
+
+
+class NoAnswer(SchedulerError):
+    """A scheduler has not answered, and may have done what it was asked for."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What a scheduler says of a job or of an element of an array.
+
+    name: of the job, by which it is known that a number is still that job's
+    state: in the scheduler's words, but "PENDING" and "CANCELLED" mean the same for all
+    exit_code: of the script; None where it has not ended or was killed
+    reason: why it waits or what it ended of; "" for nothing
+    live: whether it waits or runs
+    """
+
+    name: str
+    state: str
+    exit_code: int | None
+    reason: str
+    live: bool
+
+
+States = dict[tuple[int, int | None], JobState]  # (job, index in its array) -> state
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A job of this user's that waits or runs. indices: of the elements that do, of an array."""
+
+    number: int
+    name: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to start ranks.
+
+    command: of the shell, with the fields ranks and ppn (ranks per node); cores per rank are what
+        the job was given, in the script or when it is submitted
+    in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
+        where GPUs are numbered along the sockets
+    signal: how the script asks for a signal before its time is over, in the scheduler's words
+    """
+
+    command: str
+    in_order: str
+    signal: str
+
+    @property
+    def program(self) -> str:
+        """What must be on PATH."""
+        return self.command.split()[0]
+
+
+class Scheduler(Protocol):
+    """What a module of this room has: a row of SCHEDULERS, in whose terms the rest is written.
+
+    TITLE: its name in messages; SUFFIX: of the names of scripts, and of their templates before .j2
+    LAUNCHERS: the ways to start ranks in its jobs
+    """
+
+    TITLE: str
+    SUFFIX: str
+    LAUNCHERS: dict[str, Launcher]
+
+    def own_job(self) -> str:
+        """Return the id of the job that this process is in, "" if it is in none."""
+
+    def restarts(self) -> int:
+        """Return how often that job was put into the queue again."""
+
+    def facts(self) -> dict[str, str]:
+        """Return what it says of that job, as far as it is the same for jobs of one kind."""
+
+    def shape(self, nodes: int, ppn: int) -> str:
+        """Return in its words what a job is asked for by, to have so many ranks on each node."""
+
+    def check_option(self, text: str) -> None:
+        """Raise ValueError for what is no option of it, or one that scripts and submit see to."""
+
+    def check_path(self, path: str) -> str:
+        """Return why it would take a path for another one, "" if it does not."""
+
+    def after(self, jobs: Iterable[int]) -> list[str]:
+        """Return the options by which a job waits until others have ended, if any."""
+
+    def test_only(self, script: Path) -> str:
+        """Return what it says of a script: when and where it could start, or why not.
+
+        What it refuses now it may take all the same. Raises NoAnswer, SchedulerError.
+        """
+
+    def submit(self, script: Path, options: Iterable[str] = ()) -> int:
+        """Submit a script and return the number of its job.
+
+        Raises QueueFull; NoAnswer, and taken tells then; Refusal.
+        """
+
+    def taken(self, scripts: Collection[Path]) -> list[Taken]:
+        """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
+
+        scripts: as they were handed to submit, absolute
+        """
+
+    def cancel(self, jobs: Iterable[int]) -> None:
+        """Cancel jobs, arrays whole. Raises SchedulerError if it is not done."""
+
+    def states(
+        self, jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()
+    ) -> States:
+        """Return the states of jobs and of all elements of arrays, of those that are remembered.
+
+        elements: those that are looked for
+        Raises SchedulerError if it does not answer.
+        """
+
+
+@cache
+def _templates() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("cpdhpc.lab.schedulers", "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = lambda text: quote(str(text))
+    return environment
+
+
+def script(scheduler: Scheduler, template: str, **values: Any) -> str:
+    """Return the text of a scheduler's script; values: what the template needs."""
+    return _templates().get_template(f"{template}{scheduler.SUFFIX}.j2").render(values)
