@@ -12,7 +12,7 @@ from every import every
 from training import model_bytes, run_job, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.train.datasets import Augment
+from cpdhpc.lab.train.data import Augment
 from cpdhpc.lab.train.samples import InMemory
 from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback

@@ -22,7 +22,7 @@ from cpdhpc.lab.commands.influence import add_arguments, run
 from cpdhpc.lab.commands.report import Outputs, load, report
 from cpdhpc.lab.influence.rows import LastLayer, Layers, Projection
 from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train import loop, weights
+from cpdhpc.lab.train import checkpoint, loop
 from cpdhpc.lab.train.fitting import samples_of
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.job import load as load_jobs
@@ -258,7 +258,9 @@ def test_weights_are_kept_and_the_run_has_its_bits(tmp_path: Path) -> None:
         assert {directory / name for name in names} < {*Files.of(directory, job).written(job)}
     rates = whole.record.arrays()["steps"]["learning_rate"]
     for name, epoch in zip(names, (2, 4), strict=True):
-        one, other = (weights.load(each / name) for each in (tmp_path, tmp_path / "kept"))
+        one, other = (
+            checkpoint.load_weights(each / name) for each in (tmp_path, tmp_path / "kept")
+        )
         assert one[1] == other[1]
         assert (one[1].epoch, one[1].iteration) == (epoch, 5 * epoch)
         assert one[1].learning_rate == rates[5 * epoch - 1] != rates[5 * epoch]
@@ -292,7 +294,7 @@ def test_scores_are_the_sum_over_epochs_whatever_the_memory(
     expected, bound, own = 0.0, 0.0, 0.0
     model = small_job().model.build((8, 8), 10)
     for epoch, rate in ((1, found["learning_rate"][0]), (2, found["learning_rate"][1])):
-        kept, here = weights.load(trained / f"small-s0.weights-{epoch}.h5")
+        kept, here = checkpoint.load_weights(trained / f"small-s0.weights-{epoch}.h5")
         assert here.learning_rate == rate
         model.load_state_dict({name: torch.from_numpy(each) for name, each in kept.items()})
         names = list(kept)
@@ -422,10 +424,10 @@ def test_layers_without_a_closed_form_are_refused() -> None:
 
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
     path = kept_run(tmp_path, train={"epochs": 1}) / "small-s0.weights-1.h5"
-    kept, here = weights.load(path)
+    kept, here = checkpoint.load_weights(path)
     model = small_job().model.build((8, 8), 10)
     model.load_state_dict({name: torch.full(each.shape, np.inf) for name, each in kept.items()})
-    weights.save(path, model, here)
+    checkpoint.save_weights(path, model, here)
     with pytest.raises(UserError, match=r"weights-1\.h5: the gradients .* are not finite"):
         influence(tmp_path, "--self")
     assert not list(tmp_path.glob("*influence*"))

@@ -21,11 +21,9 @@ from training import model_bytes, small_data, small_job
 
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import Source
-from cpdhpc.lab.train.loader import Loader, Prefetched, Workers
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.samples import InMemory, MapStyle
+from cpdhpc.lab.train.samples import InMemory, Loader, MapStyle, Prefetched, Source, Workers
 from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.lab.train.step import PHASES
 from cpdhpc.torch.controllers import BySchedule, Control, Controller, Settings

@@ -19,7 +19,7 @@ from cpdhpc.config import UserError, validate
 from cpdhpc.lab.bench.batchnorm import differing, drawn, independent
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train.datasets import Digits
+from cpdhpc.lab.train.data import Digits
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display

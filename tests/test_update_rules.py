@@ -18,10 +18,11 @@ from cpdhpc.collectives import sparse
 from cpdhpc.compress.base import Mean
 from cpdhpc.config import merge
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.job import UPDATES
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import Files, Training, prepare
-from cpdhpc.lab.train.update import UPDATES, Update, UpdateRule
+from cpdhpc.lab.train.update import Update, UpdateRule
 from cpdhpc.torch.controllers import CONTROLLERS, Control, Controller, Scheduled, Settings
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
@@ -181,7 +182,7 @@ def test_local_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
     start = [p.detach().clone() for p in single.model.parameters()]
     order = store.read(training.files.record)[0]["steps"]["iteration"]
     assert len(order) == 3
-    from cpdhpc.lab.train.data import epoch_order, shard
+    from cpdhpc.lab.train.samples import epoch_order, shard
 
     wanted = []
     for rank in range(3):

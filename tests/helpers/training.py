@@ -17,11 +17,11 @@ import pytest
 from cpdhpc import store
 from cpdhpc.config import merge, validate
 from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import Dataset
-from cpdhpc.lab.train.datasets import Idx
+from cpdhpc.lab.train.data import Idx
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import Dataset
 from cpdhpc.lab.train.setup import Files, Training, prepare
 from cpdhpc.world.ranks import Ranks
 

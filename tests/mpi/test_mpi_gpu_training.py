@@ -22,10 +22,10 @@ from cpdhpc.lab.autoencoder.training import Stack, resume, save
 from cpdhpc.lab.bench.allreduce import parse_baselines
 from cpdhpc.lab.bench.allreduce_cases import cases_of_size, group_of, missing
 from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.datasets import Digits
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.data import Digits
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.output import Files
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.ops.tensors import CPU

@@ -22,13 +22,12 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import UserError, dump_toml, merge, validate
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted, catching
-from cpdhpc.lab.train.checkpoint import state_file
 from cpdhpc.lab.train.command import train
-from cpdhpc.lab.train.data import Dataset
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import Diverged, run
 from cpdhpc.lab.train.models import MODELS, Model
 from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.samples import Dataset
 from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.torch.controllers import Scheduled
 from cpdhpc.torch.reducer import GradientReducer
@@ -282,7 +281,7 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
     A process alone has none for MPI's own collectives, which check the arguments and find APS's
     largest exponents.
     """
-    (kept,) = [*files.checkpoint.parent.glob(state_file(files.checkpoint, "*").name)] or [None]
+    (kept,) = [*files.checkpoint.parent.glob(files.state("*").name)] or [None]
     return [
         ("state", "", kept.read_bytes() if kept else b""),
         *(

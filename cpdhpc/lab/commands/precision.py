@@ -74,8 +74,8 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
     Raises ConfigError on all alike, before training, where they ask for no iteration; UserError
     behind all runs where some diverged.
     """
+    from ..train.checkpoint import Files
     from ..train.command import train
-    from ..train.output import Files
     from ..train.setup import agreed
 
     settings = list(given := _settings(arguments))

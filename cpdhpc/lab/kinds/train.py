@@ -152,8 +152,8 @@ class _Training(Measuring):
 
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
+        from ..train.checkpoint import Files
         from ..train.loop import run
-        from ..train.output import Files
         from ..train.progress import Display
         from ..train.setup import agreed, prepare
 

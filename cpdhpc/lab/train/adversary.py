@@ -14,9 +14,8 @@ from ...compress.bucket import State
 from ...config import ConfigError
 from ...ops.tensors import bytes_of, listed, of_bytes, values_of
 from ...world.ranks import Ranks
-from .data import Samples
-from .device import device_of, taken
 from .losses import Adversarial, LossFunction
+from .samples import Samples, device_of, taken
 
 OF_COPIES = "adversarial_"  # begins the names of the statistics that copies have
 BEFORE = "before"  # entry of the state: float32[tau, ...], parameters of the last steps

@@ -14,14 +14,12 @@ from ...config import ConfigError, flatten, value_of
 from ...torch.overlap import check_overlap
 from ...world.mpi import World
 from ..signals import Caught, catching
-from . import weights
-from .checkpoint import check_job
-from .data import Dataset, Samples, Source
+from .checkpoint import FEW, Files, check_job, claimed, data_digest
 from .fitting import build_model, check_layers, names_layers, samples_of
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
-from .output import Files, claimed
 from .progress import Display
+from .samples import Dataset, Samples, Source
 from .setup import Training, agreed, prepare
 
 
@@ -66,7 +64,7 @@ def _check_data(world: World, data: Dataset | Source) -> None:
 def _digest(train: Samples, test: Samples) -> str:
     """Return that of a few samples; "" where one fails, or is drawn by chance when it is taken."""
     try:
-        first, again = (weights.data_digest(train, test, weights.FEW) for _ in range(2))
+        first, again = (data_digest(train, test, FEW) for _ in range(2))
     except Exception:  # of an item, which is told where training takes it
         return ""
     return first if first == again else ""

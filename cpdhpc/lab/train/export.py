@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...torch.quantized import IntegerNetwork
-    from .data import Samples
+    from .samples import Samples
 
 Array = npt.NDArray[Any]
 
@@ -63,8 +63,7 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     settings: laid over keys of data. Raises UserError where the file is no checkpoint of train, or
     the data is not the run's.
     """
-    from . import weights
-    from .checkpoint import CheckpointError, load_model
+    from .checkpoint import FEW, CheckpointError, data_digest, load_model
     from .fitting import build_model, samples_of
 
     for setting in settings:
@@ -84,7 +83,7 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     model.eval()
     train, test = samples_of(data)
     known = attributes.get("data", "")  # older versions did not keep it
-    if known and known != weights.data_digest(train, test, weights.FEW):
+    if known and known != data_digest(train, test, FEW):
         raise ConfigError(f"{path}: the data set is another one than the run's")
     if not known:
         print(f"{path}: has no digest of its data: whether this is the run's is not known")

@@ -1,22 +1,79 @@
-"""A job's samples and network, and that they go together, before anything is trained."""
+"""Where a job computes, its samples and network, and that they go together: before any training."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ...config import ConfigError, told
+from ...config import ConfigError, UserError, told
+from ...ops.tensors import CPU
 from ...torch.split_images.grid import ImageGrid
+from ...world.cores import threads_of_rank
+from ...world.gpu_messages import gpu_aware, use_gpu
+from ...world.ranks import Ranks
 from .adversary import add_statistics
-from .data import Dataset, Samples, Source
-from .device import device_of, taken
 from .imports import ImportedModel
 from .job import Job
 from .losses import LossFunction, shown
-from .samples import InMemory, Scaling
+from .samples import Dataset, InMemory, Samples, Scaling, Source, device_of, taken
 from .step import naming_items
+
+if TYPE_CHECKING:
+    from .job import Train
+
+
+def own_device(
+    world: Ranks, kind: str, *, oversubscribe: bool = False, gpu_direct: str = "auto"
+) -> torch.device:
+    """Return the device of this process, which is torch's and CuPy's current one then. Collective.
+
+    kind: cpu or gpu; the others: see train.train_section.Train
+    Raises UserError on all processes alike where one has no GPU, or torch or CuPy none for it,
+    where several share one that should not, and where MPI is to take GPU memory and does not.
+    """
+    if kind == "cpu":
+        return CPU
+    problem = None
+    if not torch.cuda.is_available():
+        problem = UserError(
+            f"train.device='gpu': torch {torch.__version__} finds no GPU on rank {world.rank}"
+        )
+    world.agree(problem)
+    number = use_gpu(world, oversubscribe=oversubscribe)
+    if gpu_direct == "required" and world.processes > 1:
+        answer = gpu_aware(world)
+        if not answer.yes:
+            raise UserError(f"train.gpu_direct='required': GPU-aware MPI: {answer}")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def own_threads(world: Ranks, wanted: int) -> int:
+    """Let torch have so many threads, 0: one for each core of this rank; return them. Collective.
+
+    Raises UserError as threads_of_rank.
+    """
+    threads = wanted or threads_of_rank(world)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def cast_forward(model: torch.nn.Module, train: Train, device: torch.device) -> None:
+    """Let a model's forward choose dtypes by torch.autocast, and return float32, if asked for."""
+    if train.autocast == "none":
+        return
+    forward, dtype = model.forward, getattr(torch, train.autocast)
+
+    @wraps(forward)
+    def cast(*inputs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            outputs = forward(*inputs)
+        return outputs.float() if isinstance(outputs, torch.Tensor) else outputs
+
+    model.forward = cast
 
 
 def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:

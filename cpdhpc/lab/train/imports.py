@@ -15,9 +15,10 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator
 from ...compress.base import Aggregator
 from ...config import ConfigError, Section, told, validate
 from ...methods import nearest
-from .data import Data, Source
+from .data import Data
 from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
+from .samples import Source
 
 if TYPE_CHECKING:
     import torch

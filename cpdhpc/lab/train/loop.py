@@ -18,17 +18,14 @@ from ...randomness import random_key
 from ...torch.precision.conversion import BY_TORCH
 from ...torch.precision.recorder import Recorder
 from ..signals import Caught, Interrupted
-from . import gradients, weights
+from . import checkpoint, gradients
 from .adversary import Attacked
-from .data import Array, epoch_order, shard
-from .loader import Prefetched
-from .norms import of_samples, roots, squared_norms
 from .progress import Display
 from .record import FGSM
+from .samples import Array, Prefetched, epoch_order, shard
 from .setup import Training
-from .step import evaluate, evaluate_each, exchange
-from .update.base import NOTHING
-from .update.own_models import OwnModels, OwnModelsRule
+from .step import evaluate, evaluate_each, exchange, of_samples, roots, squared_norms
+from .update import NOTHING, OwnModels, OwnModelsRule
 
 SAMPLES = 3  # stream of random numbers: of what samples are to chance
 
@@ -49,7 +46,7 @@ def run(training: Training, caught: Caught, display: Display) -> None:
         mib = gradients.size_bytes(training.reducer) / 2**20
         display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
     if job.train.keep_every:
-        mib = weights.size_bytes(training.model) / 2**20
+        mib = checkpoint.size_bytes(training.model) / 2**20
         display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
     if job.record.number:
         display.line(

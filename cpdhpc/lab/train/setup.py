@@ -31,23 +31,28 @@ from ...torch.split_images import partition
 from ...torch.split_images.grid import ImageGrid
 from ...world.ranks import Ranks
 from .. import provenance
-from . import checkpoint, gradients, weights
+from . import checkpoint, gradients
 from .adversary import Adversary
-from .data import Dataset, Samples, Source
-from .datasets import Augment
-from .device import cast_forward, own_device, own_threads
-from .fitting import build_model, check_fit, of_gradient, samples_of
+from .checkpoint import Files
+from .data import Augment
+from .fitting import (
+    build_model,
+    cast_forward,
+    check_fit,
+    of_gradient,
+    own_device,
+    own_threads,
+    samples_of,
+)
 from .job import Job
-from .loader import Prefetched, Workers
 from .losses import LossFunction
-from .output import Files
+from .pipeline import Stage, cut
 from .record import SCHEMA, Layers, Record, observe
-from .stages.cut import Stage, cut
-from .stages.section import Placement
-from .stages.staged import StagedUpdate, StageReducers
+from .samples import Dataset, Prefetched, Samples, Source, Workers
+from .staged import StagedUpdate, StageReducers
+from .stages import Placement
 from .step import Step, samples_at_once, step
-from .update import Update
-from .update.own_models import OwnModelsRule
+from .update import OwnModelsRule, Update
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -78,7 +83,7 @@ class Given:
     classes: of the samples; 0 where the data does not say
     grid: how images are split, None where they are not
     at_once: samples that are evaluated at once
-    data_digest: of whole samples, where weights are kept; see weights.data_digest
+    data_digest: of whole samples, where weights are kept; see checkpoint.data_digest
     data_sample: the same of few samples, for checkpoints; "" where they cannot be read
     """
 
@@ -190,7 +195,7 @@ class Training(Given):
         Raises UserError on all processes alike where they cannot be written.
         """
         path = self.files.checkpoint
-        kept = checkpoint.state_file(path, self.iteration)
+        kept = self.files.state(self.iteration)
         self.update.note()
         state = checkpoint.save_states(self.world, kept, self.states)
 
@@ -205,7 +210,7 @@ class Training(Given):
             except store.StoreError:
                 kept.unlink(missing_ok=True)  # what fills the disk goes
                 raise
-            for other in path.parent.glob(checkpoint.state_file(path, "*").name):
+            for other in path.parent.glob(self.files.state("*").name):
                 if other != kept:
                     other.unlink()
             self._write_record(status)
@@ -236,11 +241,11 @@ class Training(Given):
 
         Raises UserError on all processes alike where they cannot be written.
         """
-        path = weights.path_of(self.files.record, epoch)
+        path = self.files.weights(epoch)
         rate = self.optimizer.param_groups[0]["lr"]  # of the last step
-        kept = weights.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        kept = checkpoint.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
         with self.update.evaluated():
-            self.world.on_first(lambda: weights.save(path, self.model, kept), "weights")
+            self.world.on_first(lambda: checkpoint.save_weights(path, self.model, kept), "weights")
 
     def _write_record(self, status: str) -> None:
         attributes = {
@@ -263,7 +268,7 @@ class Training(Given):
         all processes alike.
         """
         path = self.files.checkpoint
-        loaded = checkpoint.load_on_all(self.world, path, self.job.toml(), self._samples_seen)
+        loaded = checkpoint.load(self.world, path, self.job.toml(), self._samples_seen)
         said = ""
         if loaded is None:
             return said
@@ -273,7 +278,7 @@ class Training(Given):
         checkpoint.load_tensors(groups, self.model, self.optimizer)
         self.scaler.restore(groups.get("loss_scaling", {}))
         if here.state:
-            kept = checkpoint.state_file(path, self.iteration)
+            kept = self.files.state(self.iteration)
             former = checkpoint.load_states(self.world, kept, here.state, self.states)
             said = self.update.resumed(former)
         self.scaler.note()
@@ -352,11 +357,11 @@ def _digests(job: Job, world: Ranks, whole: tuple[Samples, Samples]) -> tuple[st
     """Return what tells data sets apart, for kept weights and for checkpoints. Collective."""
     digest = ""
     if job.train.keep_every:
-        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
+        digest = world.on_first(lambda: checkpoint.data_digest(*whole), "data")
 
     def of_few() -> str:
         try:
-            return weights.data_digest(*whole, weights.FEW)
+            return checkpoint.data_digest(*whole, checkpoint.FEW)
         except Exception:  # of an item, which is told where training takes it
             return ""
 

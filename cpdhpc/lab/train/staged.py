@@ -14,22 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....collectives import sparse
-from ....collectives.checks import NonFiniteGradient
-from ....collectives.engine import Program, run
-from ....compress.base import Aggregator, Mean
-from ....compress.bucket import State
-from ....ops.tensors import bytes_of, of_bytes
-from ....randomness import random_key
-from ....torch.averaging import Averaging, part_seed
-from ....torch.reducer import GradientReducer
-from ..data import Samples, shard
-from ..losses import LossFunction
-from ..record import WINDOW_PHASES, Layers, Record, observe
-from ..step import FORWARD, Step, Stopwatch
-from .cut import Stage
-from .pipeline import Done, Part, Work
-from .section import Placement, Stages
+from ...collectives import sparse
+from ...collectives.checks import NonFiniteGradient
+from ...collectives.engine import Program, run
+from ...compress.base import Aggregator, Mean
+from ...compress.bucket import State
+from ...ops.tensors import bytes_of, of_bytes
+from ...randomness import random_key
+from ...torch.averaging import Averaging, part_seed
+from ...torch.reducer import GradientReducer
+from .losses import LossFunction
+from .pipeline import Done, Part, Stage, Work
+from .record import WINDOW_PHASES, Layers, Record, observe
+from .samples import Samples, shard
+from .stages import Placement, Stages
+from .step import FORWARD, Step, Stopwatch
 
 Array = npt.NDArray[Any]
 SEEDS = 2**63 - 1  # the largest
