@@ -75,7 +75,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/oktopk.py": ["oktopk", *SPARSE],
     "compress/adacomp.py": ["adacomp", *SPARSE],
     **dict.fromkeys(
-        (f"lab/train/{name}.py" for name in ("loop", "setup", "step", "update")), TRAIN
+        (f"lab/train/{name}.py" for name in ("loop", "setup", "training", "step", "update")), TRAIN
     ),
     "torch/controllers/base.py": ["training_oracle", "train", "update_rules"],
     "torch/controllers/adaptive.py": ["controllers"],

@@ -16,11 +16,12 @@ from cpdhpc import store
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.train.adversary import Adversary, add_statistics
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.losses import Adversarial
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 F = torch.nn.functional

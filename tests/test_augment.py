@@ -12,9 +12,10 @@ from every import every
 from training import model_bytes, run_job, small_job
 
 from cpdhpc.config import ConfigError
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.data import Augment
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip

@@ -17,11 +17,12 @@ from cpdhpc import store
 from cpdhpc.config import IMPORT_FROM, UserError, dump_toml
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import STOPPING, Caught, Interrupted, catching
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import MAY_DIFFER, Job, Train, keys_of
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.optimizers import OPTIMIZERS
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 TELEMETRY_OFTEN = {

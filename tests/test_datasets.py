@@ -16,12 +16,14 @@ from training import small_job
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, validate
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.data import Cifar10, Hdf5, Synthetic, Text, read_digits
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import Dataset, Source
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip

@@ -16,9 +16,10 @@ from training import small_data, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.gossip import GRAPHS, STATIC, Graph
 from cpdhpc.lab.train.job import UPDATES
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.update import OwnModels, Update
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback

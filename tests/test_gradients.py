@@ -16,11 +16,12 @@ from cpdhpc.config import ConfigError, UserError
 from cpdhpc.lab.commands.report import load
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train import gradients
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import epoch_order
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.update import AllreduceUpdate
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback

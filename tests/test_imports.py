@@ -24,11 +24,13 @@ from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job, load
 from cpdhpc.lab.train.loop import Diverged, run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import MapStyle
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback, Ranks
 
 pytestmark = pytest.mark.mpi_skip

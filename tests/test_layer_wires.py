@@ -22,10 +22,11 @@ from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LayerWire, LowBit
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import load
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.randomness import random_key
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback

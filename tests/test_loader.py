@@ -21,11 +21,13 @@ from training import model_bytes, small_data, small_job
 
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory, Loader, MapStyle, Prefetched, Source, Workers
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.step import PHASES
+from cpdhpc.lab.train.training import Training
 from cpdhpc.torch.controllers import BySchedule, Control, Controller, Settings
 from cpdhpc.world.ranks import Loopback
 

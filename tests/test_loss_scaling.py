@@ -15,10 +15,11 @@ from cpdhpc import store
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.record import Record
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch import GradientReducer
 from cpdhpc.torch.loss_scaling import LEAST, PATIENCE, LossScaler
 from cpdhpc.world.ranks import Loopback

@@ -17,12 +17,13 @@ from cpdhpc.lab.report.figures import styles
 from cpdhpc.lab.report.score import Score, Trained, score_charts
 from cpdhpc.lab.report.trainings import load_run, run_groups, table
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job, load
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.losses import LOSSES, METRICS, CrossEntropy
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.ranks import Loopback
 

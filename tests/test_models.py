@@ -16,13 +16,15 @@ from training import small_data
 
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train import blocks
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train import blocks
 from cpdhpc.lab.train.models import MODELS
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory, Source
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
 TINY: dict[str, dict[str, Any]] = {  # options of small networks

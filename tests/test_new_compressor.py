@@ -22,9 +22,10 @@ from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.study.cases import load_study
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 TOPK = {"gradient": {"aggregator": "mytopk", "density": 0.2}}

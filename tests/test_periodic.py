@@ -13,10 +13,11 @@ from training import run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import UPDATES
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.update import OwnModels
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback

@@ -18,11 +18,12 @@ from cpdhpc import store
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.imports import ImportedModel
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.averaging import policies_of
 from cpdhpc.torch.precision import Policy, convert
 from cpdhpc.torch.precision.policy import PRESETS, Sums

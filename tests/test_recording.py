@@ -18,10 +18,11 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.train import gradients
 from cpdhpc.lab.train import job as jobs
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import Trainer
 from cpdhpc.lab.train.loop import Diverged, run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.precision.recorder import Recorder
 from cpdhpc.torch.precision.recording import KINDS, Recorded, Tensor, kept_rows, load
 from cpdhpc.torch.reducer import GradientReducer

@@ -23,7 +23,7 @@ from cpdhpc.lab.report.score import Score, Trained, pareto, score_charts
 from cpdhpc.lab.report.tables import Column, Table, numbers
 from cpdhpc.lab.report.tasks import Task, tasks_report
 from cpdhpc.lab.report.trainings import RunGroup, baseline, overview, run_groups, runs_report, table
-from cpdhpc.lab.train.setup import Files
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.world.ranks import Loopback
 
 WIDE = Outputs(terminal=False)

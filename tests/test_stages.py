@@ -16,13 +16,15 @@ from training import model_bytes, run_job, small_data
 from cpdhpc import store
 from cpdhpc.config import ConfigError, merge, validate
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import Diverged, run
 from cpdhpc.lab.train.pipeline import Filter, Wire, balanced, cut
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import epoch_order
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.stages import Stages
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip

@@ -20,13 +20,14 @@ from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import _check_ranks
 from cpdhpc.lab.train.loop import Diverged, run
 from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
 from cpdhpc.lab.train.models import MODELS
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.step import backward, evaluate, exchange, step
 from cpdhpc.lab.train.update import AllreduceUpdate
 from cpdhpc.torch.controllers import DECAYS, Schedule

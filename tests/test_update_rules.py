@@ -18,10 +18,12 @@ from cpdhpc.collectives import sparse
 from cpdhpc.compress.base import Mean
 from cpdhpc.config import merge
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import UPDATES
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.lab.train.update import Update, UpdateRule
 from cpdhpc.torch.controllers import CONTROLLERS, Control, Controller, Scheduled, Settings
 from cpdhpc.torch.reducer import GradientReducer

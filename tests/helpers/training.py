@@ -17,12 +17,14 @@ import pytest
 from cpdhpc import store
 from cpdhpc.config import merge, validate
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.data import Idx
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import Dataset
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,13 @@ from test_imports import JOB, THEIRS
 from cpdhpc import store
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import load
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, agreed, prepare
+from cpdhpc.lab.train.setup import agreed, prepare
 from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks

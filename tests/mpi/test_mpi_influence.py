@@ -14,8 +14,9 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.commands.influence import add_arguments, run
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train import loop
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.imports import ImportedData
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 

@@ -22,13 +22,14 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import UserError, dump_toml, merge, validate
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted, catching
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import train
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import Diverged, run
 from cpdhpc.lab.train.models import MODELS, Model
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import Dataset
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.controllers import Scheduled
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.cores import threads_of_rank

@@ -36,8 +36,9 @@ from ..train.command import Trainer, check_jobs
 from ..train.fitting import own_threads
 from ..train.job import Job, load
 from ..train.samples import Dataset, Source, shard, taken
-from ..train.setup import Training, prepare
+from ..train.setup import prepare
 from ..train.step import backward
+from ..train.training import Training
 from .harness import Times, add_repeats, check_options, interleave_ranks, machine_line
 from .traffic import LATE
 

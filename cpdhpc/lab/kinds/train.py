@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..study_data.study_file import StudyFile
     from ..train.job import Job
     from ..train.record import Record
-    from ..train.setup import Training
+    from ..train.training import Training
     from .base import Asked
     from .place import Place
 

@@ -24,7 +24,7 @@ from ...compress.base import Array
 from ...compress.bucket import Entry, State, redistributed
 from ...config import IMPORT_FROM, ConfigError, UserError, difference, flatten, validate, value_of
 from ...ops import to_host
-from ...ops.tensors import values_of
+from ...ops.tensors import bytes_of, values_of
 from ...world import files
 from ...world.ranks import Ranks
 from ..claim import alone
@@ -339,7 +339,7 @@ def data_digest(train: Samples, test: Samples, looked_at: int = LOOKED_AT) -> st
         digest.update(f"{len(samples)} samples".encode())
         for tensor in samples.take(some, 0):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.numpy().tobytes())
+            digest.update(bytes_of([tensor]).numpy().tobytes())
     return digest.hexdigest()
 
 

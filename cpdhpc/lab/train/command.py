@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import store
 from ...collectives.checks import check_alike
-from ...config import ConfigError, flatten, value_of
+from ...config import ConfigError, UserError, flatten, value_of
 from ...torch.overlap import check_overlap
 from ...world.mpi import World
 from ..signals import Caught, catching
@@ -20,7 +20,8 @@ from .job import EPOCHS, Job, load
 from .loop import Diverged, run
 from .progress import Display
 from .samples import Dataset, Samples, Source
-from .setup import Training, agreed, prepare
+from .setup import agreed, prepare
+from .training import Training
 
 
 def train(
@@ -65,7 +66,7 @@ def _digest(train: Samples, test: Samples) -> str:
     """Return that of a few samples; "" where one fails, or is drawn by chance when it is taken."""
     try:
         first, again = (data_digest(train, test, FEW) for _ in range(2))
-    except Exception:  # of an item, which is told where training takes it
+    except UserError:  # of an item, which is told where training takes it
         return ""
     return first if first == again else ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,10 @@ from ...world.gpu_messages import gpu_aware, use_gpu
 from ...world.ranks import Ranks
 from .adversary import add_statistics
 from .imports import ImportedModel
-from .job import Job
+from .job import Job, Train
 from .losses import LossFunction, shown
 from .samples import Dataset, InMemory, Samples, Scaling, Source, device_of, taken
 from .step import naming_items
-
-if TYPE_CHECKING:
-    from .job import Train
 
 
 def own_device(
@@ -30,7 +27,7 @@ def own_device(
 ) -> torch.device:
     """Return the device of this process, which is torch's and CuPy's current one then. Collective.
 
-    kind: cpu or gpu; the others: see train.train_section.Train
+    kind: cpu or gpu; the others: see train.job.Train
     Raises UserError on all processes alike where one has no GPU, or torch or CuPy none for it,
     where several share one that should not, and where MPI is to take GPU memory and does not.
     """

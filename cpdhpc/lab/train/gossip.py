@@ -17,11 +17,11 @@ from pydantic import AfterValidator, field_validator
 
 from ...collectives import sparse
 from ...collectives.rank_program import NO_KEY
-from ...compress.base import Mean
+from ...compress.base import Array, Mean
 from ...config import ConfigError, Share, one_of
 from ...formats import TILE
 from ...ops.payloads import Packed, packed_wire, parse_wire
-from .update import NOTHING, Array, OwnModels, OwnModelsRule
+from .update import NOTHING, OwnModels, OwnModelsRule
 
 if TYPE_CHECKING:
     import torch

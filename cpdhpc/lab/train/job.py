@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -284,12 +284,16 @@ class Job(Section):
             "gradient.error_feedback": (not getattr(gradient, "error_feedback", False), "false"),
             "gradient.layers": (not getattr(gradient, "layers", {}), "empty"),  # of other stages
         }
-        alone = [  # what is asked for, whether it is, and keys that have to be as usual then
+        by_ranks = "stages.count", "train.image_grid", "adversarial.epsilon", "update"
+        others = [key for key in usual if key != "stages.count"]
+        alone: list[
+            tuple[str, Any, Iterable[str]]
+        ] = [  # what is asked for, whether it is, and keys that have to be as usual then
             ("adversarial", self.adversarial.epsilon, ("update", "train.image_grid")),
             ("precision", not self.precision.empty, ("train.image_grid",)),
-            ("record", self.record.number, [*usual][:4]),
+            ("record", self.record.number, by_ranks),
             ("train.device='gpu'", train.device == "gpu", ("stages.count", "update", "precision")),
-            (f"stages.count={self.stages.count}", self.stages.count > 1, [*usual][1:]),
+            (f"stages.count={self.stages.count}", self.stages.count > 1, others),
         ]
         for what, is_asked, given in alone:
             for key in given if is_asked else ():
@@ -324,14 +328,11 @@ class Job(Section):
         is_asked = self.train.settings == "recommended"
         if not (is_asked and self._has_too_much(self.gradient)):
             return self
-        table, changes, rate = self._with_less_momentum(self.gradient)
-        if table == "gradient":
-            of = cast(Aggregator, self.gradient)
-            object.__setattr__(self, "gradient", replace(of, **changes))
-        else:
-            object.__setattr__(self, "optimizer", self.optimizer.model_copy(update=changes))
-        train = self.train.model_copy(update={"learning_rate": rate})
-        object.__setattr__(self, "train", train)
+        for table, changes in self._with_less_momentum(self.gradient).items():
+            of = getattr(self, table)
+            is_method = isinstance(of, Aggregator)
+            changed = replace(of, **changes) if is_method else of.model_copy(update=changes)
+            object.__setattr__(self, table, changed)
         return self
 
     def _waits(self, gradient: Aggregator | ImportedAggregator) -> bool:
@@ -351,17 +352,18 @@ class Job(Section):
         """Return whether gradients wait, and momentum is above what goes with that."""
         return self._waits(gradient) and self._kept_share(gradient) > gradient.most_momentum
 
-    def _with_less_momentum(
-        self, gradient: Aggregator | ImportedAggregator
-    ) -> tuple[str, Raw, float]:
-        """Return a table, its keys of most_momentum at most, and the learning rate with them."""
-        rate, share = self.train.learning_rate, self._kept_share(gradient)
-        most = min(share, gradient.most_momentum)
-        if self.has_rate:
-            rate = rate_with(rate, share, most)
+    def _with_less_momentum(self, gradient: Aggregator | ImportedAggregator) -> dict[str, Raw]:
+        """Return keys by table: momentum of most_momentum at most, the rate that goes with it."""
+        share = self._kept_share(gradient)
+        most, changes = min(share, gradient.most_momentum), dict[str, Raw]()
         if gradient.has_momentum:
-            return "gradient", {"momentum": most}, rate
-        return "optimizer", self.optimizer.with_share(most), rate
+            changes["gradient"] = {"momentum": most}
+        else:
+            changes["optimizer"] = self.optimizer.with_share(most)
+        if self.has_rate:
+            rate = rate_with(self.train.learning_rate, share, most)
+            changes["train"] = {"learning_rate": rate}
+        return changes
 
     @property
     def has_rate(self) -> bool:
@@ -372,11 +374,12 @@ class Job(Section):
         """Return the line about momentum beside a gradient's method; "" where there is none."""
         if not self._waits(gradient):
             return ""
-        table, changes, rate = self._with_less_momentum(gradient)
-        lines = [f"{table}.{line}" for line in dump_toml(changes).splitlines()]
-        if self.has_rate:
-            lines.append(f"{RATE} = {rate:g}")
-        write = " and ".join(lines)
+        changes = self._with_less_momentum(gradient)
+        rate = [
+            f"{RATE} = {keys['learning_rate']:g}" for keys in (changes.pop("train", {}),) if keys
+        ]
+        tables = [(table, dump_toml(keys).splitlines()) for table, keys in changes.items()]
+        write = " and ".join([*(f"{table}.{x}" for table, lines in tables for x in lines), *rate])
         if self._has_too_much(gradient):
             return told(gradient, loses(self._kept_share(gradient), f"write {write}"))
         is_asked = self.train.settings == "recommended"

@@ -68,20 +68,20 @@ def exchange(
     norms: float64[hosted + 1] of 0 or more: ranks + 1 words more; or None on all processes
     """
     ranks, hosted = world.ranks, slice(world.hosted.start, world.hosted.stop)
-    tail = [*time_ns, signal] if norms is None else [*norms[-1:].view(np.int64), *time_ns, signal]
-    rows = [np.array(losses, np.float64).view(np.int64), sent]  # bits: only one rank's
-    rows += [] if norms is None else [norms[:-1].view(np.int64)]
-    words = np.full(len(rows) * ranks + len(tail), _NOTHING, np.int64)
-    for i, row in enumerate(rows):
-        words[i * ranks : (i + 1) * ranks][hosted] = row
-    words[len(rows) * ranks :] = tail
-    words = world.max(words)
+    of_ranks = [np.array(losses, np.float64).view(np.int64), sent]  # bits: only one rank's
+    bits = np.empty(0, np.int64) if norms is None else norms.view(np.int64)
+    of_ranks += [] if norms is None else [bits[:-1]]
+    words = np.full(len(of_ranks) * ranks, _NOTHING, np.int64).reshape(-1, ranks)
+    words[:, hosted] = of_ranks
+    found = world.max(np.concatenate([words.ravel(), bits[-1:], time_ns, [signal]]))
+    loss_bits, wire_bytes, *norm_bits = found[: words.size].reshape(words.shape)
+    of_mean, times = np.split(found[words.size : -1], [-len(time_ns)])
     return Exchanged(
-        loss=fsum(words[:ranks].view(np.float64)) / ranks,
-        time_ns=words[-1 - len(time_ns) : -1],
-        wire_bytes=words[ranks : 2 * ranks],
-        signal=int(words[-1]),
-        norms=None if norms is None else words[2 * ranks : 3 * ranks + 1].view(np.float64),
+        loss=fsum(loss_bits.view(np.float64)) / ranks,
+        time_ns=times,
+        wire_bytes=wire_bytes,
+        signal=int(found[-1]),
+        norms=np.concatenate([*norm_bits, of_mean]).view(np.float64) if norm_bits else None,
     )
 
 
@@ -337,8 +337,6 @@ def backward(
     weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
     return float(tensors.listed(weighted)[0])
 
-
-Array = npt.NDArray[Any]
 
 SIGNS = 6  # stream of random numbers: of sketches
 BUCKETS = 4093  # of a sketch; prime, so that no stride of a layer meets the same ones

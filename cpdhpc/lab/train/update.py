@@ -15,6 +15,7 @@ from ...collectives import sparse
 from ...compress.base import Array, Mean
 from ...compress.bucket import Bucket, Entry, State
 from ...config import Above0, Positive, Section, Share
+from ...world.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -22,26 +23,19 @@ if TYPE_CHECKING:
     from ...torch.reducer import GradientReducer
 
 
-class Update(ABC):
-    """One step behind backward. All processes do the same, in this order:
+class AnyUpdate:
+    """What a training asks of its update, by ranks (Update) or by stages (staged.py).
 
-        for each hosted rank:  begin(hosted); forward and backward; keep(hosted)
-        reduce(); step()
-
-    model: the one model of a process, which plays its hosted ranks one after the other
-    state: what the rule keeps of each rank, as parameters that differ; it is in checkpoints
+    state: what it keeps of each rank, as parameters that differ; it is in checkpoints
     interval: steps from one reduce that averages to the next
     """
 
     interval = 1
     at_rest = True  # whether a checkpoint may be taken now
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
-    ) -> None:
-        self.model, self.optimizer, self.reducer = model, optimizer, reducer
-        self.world = reducer.world
-        self.state = State(self.world.hosted, self.world.ranks)
+    def __init__(self, optimizer: torch.optim.Optimizer, world: Ranks) -> None:
+        self.optimizer, self.world = optimizer, world
+        self.state = State(world.hosted, world.ranks)
 
     def batch(self, coming: Array, size: int) -> Array:
         """Return the next global batch; coming: int64[n], samples of the epoch not yet seen."""
@@ -51,25 +45,6 @@ class Update(ABC):
     def sent_bytes(self) -> Array | int:
         """int64[hosted], bytes that went through other worlds than the training's; or 0."""
         return 0
-
-    def begin(self, hosted: int) -> None:
-        """Make the model that of a hosted rank, before its forward."""
-
-    @abstractmethod
-    def keep(self, hosted: int) -> None:
-        """Take p.grad as the gradient of a hosted rank."""
-
-    @abstractmethod
-    def reduce(self) -> Mean:
-        """Exchange what the ranks need of one another. Collective.
-
-        Returns the mean of the gradients, for telemetry, or NOTHING where a step has none. Raises
-        NonFiniteGradient on all ranks alike, with all parameters as they were.
-        """
-
-    @abstractmethod
-    def step(self) -> None:
-        """Change the parameters of all hosted ranks."""
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
@@ -85,6 +60,41 @@ class Update(ABC):
         former_ranks: how many ranks the run had that saved state. Returns what is to be said of it.
         """
         return ""
+
+
+class Update(AnyUpdate, ABC):
+    """One step after backward. All processes do the same, in this order:
+
+        for each hosted rank:  begin(hosted); forward and backward; keep(hosted)
+        reduce(); step()
+
+    model: the one model of a process, which plays its hosted ranks one after the other
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> None:
+        super().__init__(optimizer, reducer.world)
+        self.model, self.reducer = model, reducer
+
+    def begin(self, hosted: int) -> None:
+        """Make the model that of a hosted rank, before its forward."""
+
+    @abstractmethod
+    def keep(self, hosted: int) -> None:
+        """Take p.grad as the gradient of a hosted rank."""
+
+    @abstractmethod
+    def reduce(self) -> Mean:
+        """Exchange what the ranks need of one another. Collective.
+
+        Returns the mean of the gradients, for telemetry, or NOTHING if a step has none. Raises
+        NonFiniteGradient on all ranks alike, with all parameters as they were.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Change the parameters of all hosted ranks."""
 
 
 NOTHING = Mean(np.empty(0, np.float32))  # of a step in which no mean is formed
