@@ -24,13 +24,12 @@ from cpdhpc.lab.influence.rows import LastLayer, Layers, Projection
 from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.train import checkpoint, loop
 from cpdhpc.lab.train.checkpoint import Files
-from cpdhpc.lab.train.fitting import samples_of
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.job import load as load_jobs
 from cpdhpc.lab.train.losses import CrossEntropy, MeanSquares
 from cpdhpc.lab.train.models import MODELS
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.setup import prepare, samples_of
 from cpdhpc.world.ranks import Loopback
 
 ENTROPY = CrossEntropy().build()

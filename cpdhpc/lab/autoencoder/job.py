@@ -415,7 +415,7 @@ class Autoencoder(Section):
 
     def set_process(self, world: Ranks) -> None:
         """Set torch's threads, and what becomes of freed memory, for this process."""
-        from ..train.fitting import own_threads
+        from ..train.setup import own_threads
 
         own_threads(world, self.train.threads)
         if self.train.keep_memory:

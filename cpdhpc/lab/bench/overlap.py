@@ -33,10 +33,9 @@ from ..settings import add_settings, settings_of
 from ..signals import Caught
 from ..train.checkpoint import Files
 from ..train.command import Trainer, check_jobs
-from ..train.fitting import own_threads
 from ..train.job import Job, load
 from ..train.samples import Dataset, Source, shard, taken
-from ..train.setup import prepare
+from ..train.setup import own_threads, prepare
 from ..train.step import backward
 from ..train.training import Training
 from .harness import Times, add_repeats, check_options, interleave_ranks, machine_line

@@ -53,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Find the scores, write and show them. Collective. Raises UserError on all ranks alike."""
     from ..influence.scores import KIND, Scores, planned
-    from ..train.fitting import own_threads
-    from ..train.setup import agreed
+    from ..train.setup import agreed, own_threads
 
     plan = agreed(world, lambda: planned(arguments))
     set_kernel_threads(own_threads(world, plan.job.train.threads))

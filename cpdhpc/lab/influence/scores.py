@@ -32,12 +32,11 @@ from ..train.checkpoint import (
     load_weights,
     read_kept,
 )
-from ..train.fitting import build_model, check_fit, samples_of
 from ..train.job import Job, laid_over
 from ..train.losses import LossFunction
 from ..train.progress import Display
 from ..train.samples import Samples
-from ..train.setup import agreed
+from ..train.setup import agreed, build_model, check_fit, samples_of
 from . import check_images
 from .rows import LastLayer, Layers, Projection, SampleGradients
 

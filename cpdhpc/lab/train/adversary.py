@@ -178,7 +178,6 @@ class Attacked:
         return len(self.samples)
 
     def take(self, index: Array, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the samples of an index. See Samples.take."""
         inputs, targets = taken(self.samples, index, seed, device_of(self.adversary.model))
         now = self.adversary.now()
         return self.adversary.copies(inputs, targets, self.loss, now), targets

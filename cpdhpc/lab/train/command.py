@@ -15,12 +15,11 @@ from ...torch.overlap import check_overlap
 from ...world.mpi import World
 from ..signals import Caught, catching
 from .checkpoint import FEW, Files, check_job, claimed, data_digest
-from .fitting import build_model, check_layers, names_layers, samples_of
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
 from .progress import Display
 from .samples import Dataset, Samples, Source
-from .setup import agreed, prepare
+from .setup import agreed, build_model, check_layers, names_layers, prepare, samples_of
 from .training import Training
 
 

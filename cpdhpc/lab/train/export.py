@@ -64,7 +64,7 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     the data is not the run's.
     """
     from .checkpoint import FEW, CheckpointError, data_digest, load_model
-    from .fitting import build_model, samples_of
+    from .setup import build_model, samples_of
 
     for setting in settings:
         if not setting.startswith("data."):

@@ -199,11 +199,9 @@ class ImportedLoss(Loss, Imported):
 
     @property
     def label(self) -> str:
-        """See Loss.label."""
         return self.function
 
     def build(self) -> LossFunction:
-        """Return the function with its options. See Loss.build."""
         return self.with_options("reduction")
 
 
@@ -228,14 +226,11 @@ class ImportedMetric(Metric, Imported):
 
     @property
     def label(self) -> str:
-        """See Metric.label."""
         return self.function
 
     @property
     def lower(self) -> bool:
-        """See Metric.lower."""
         return self.better == "lower"
 
     def build(self) -> MetricFunction:
-        """Return the function with its options. See Metric.build."""
         return self.with_options()

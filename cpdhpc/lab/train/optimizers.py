@@ -62,7 +62,6 @@ class OfMomentum(Optimizer):
         return self.momentum
 
     def with_share(self, share: float) -> dict[str, Any]:
-        """Return it. See Optimizer.with_share."""
         return {"momentum": share}
 
 
@@ -77,7 +76,6 @@ class OfMoments(Optimizer):
         return self.betas[0]
 
     def with_share(self, share: float) -> dict[str, Any]:
-        """Return both shares. See Optimizer.with_share."""
         return {"betas": (share, self.betas[1])}
 
 
@@ -131,7 +129,6 @@ class Sgd(OfMomentum):
         return {"momentum": share} | without
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """Return torch's. See Optimizer.build."""
         import torch
 
         given = groups(parameters, self.exclude, self.weight_decay)
@@ -164,7 +161,6 @@ class Adam(OfMoments):
     exclude: Exclude = "none"
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """Return torch's. See Optimizer.build."""
         import torch
 
         given = groups(parameters, self.exclude, self.weight_decay)
@@ -191,7 +187,6 @@ class LayerWise(Optimizer):
     """An optimiser of torch/layerwise.py, whose arguments are the keys of the section."""
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """Return ours. See Optimizer.build."""
         from ...torch import layerwise
 
         built: torch.optim.Optimizer = getattr(layerwise, type(self).__name__)(

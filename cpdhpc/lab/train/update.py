@@ -145,7 +145,6 @@ class ByAllreduce(UpdateRule):
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> Update:
-        """Return the rule at work. See UpdateRule.build."""
         return AllreduceUpdate(model, optimizer, reducer)
 
 
@@ -418,7 +417,6 @@ class LocalSgd(OwnModelsRule):
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> PeriodicUpdate:
-        """Return the rule at work. See UpdateRule.build."""
         return PeriodicUpdate(model, optimizer, reducer, self.period)
 
 
@@ -441,6 +439,5 @@ class DiLoCo(LocalSgd):
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> PeriodicUpdate:
-        """Return the rule at work. See UpdateRule.build."""
         outer = self.outer_rate, self.outer_momentum
         return PeriodicUpdate(model, optimizer, reducer, self.period, *outer)
