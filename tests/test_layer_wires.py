@@ -13,8 +13,7 @@ import torch
 from allreduce_oracle import expected
 from every import every
 from reducing import backward, gradients, model_of
-from test_checkpoint import Stop
-from training import model_bytes, run_job, small_data, small_job
+from training import Stop, model_bytes, run_job, small_data, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import Context, State

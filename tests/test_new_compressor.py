@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checkpoint import Stop, assert_same_records
 from topk import TopK
-from training import model_bytes, run_job, small_data, small_job, write_idx
+from training import (
+    Stop,
+    assert_same_records,
+    model_bytes,
+    run_job,
+    small_data,
+    small_job,
+    write_idx,
+)
 
 from cpdhpc import store
 from cpdhpc.compress import COMPRESSORS, Context, State

@@ -14,8 +14,7 @@ import pytest
 import torch
 from every import every
 from reducing import AGGREGATORS, SIZES_MIB, Noted, active, backward, gradients, model_of
-from test_checkpoint import Stop
-from training import ROWS, model_bytes, run_job, small_data, small_job
+from training import ROWS, Stop, model_bytes, run_job, small_data, small_job
 
 from cpdhpc.compress.base import Mean
 from cpdhpc.lab.signals import Caught, Interrupted

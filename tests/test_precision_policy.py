@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from every import every
-from test_checkpoint import Stop, assert_same_records
 from test_influence import influence
 from torch import nn
-from training import ROOT, model_bytes, run_job, small_data, small_job
+from training import ROOT, Stop, assert_same_records, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, validate

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from test_checkpoint import Stop
 from torch import nn
-from training import run_job, small_data, small_job
+from training import Stop, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError, validate

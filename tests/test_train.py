@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from training import ROWS, SMALL, model_bytes, run_job, small_data, small_job, write_idx
+from training import (
+    ROWS,
+    SMALL,
+    finish,
+    model_bytes,
+    prepared,
+    run_job,
+    small_data,
+    small_job,
+    write_idx,
+)
 
 from cpdhpc import store
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -27,7 +37,6 @@ from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
 from cpdhpc.lab.train.models import MODELS
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.step import backward, evaluate, exchange, step
 from cpdhpc.lab.train.update import AllreduceUpdate
 from cpdhpc.torch.controllers import DECAYS, Schedule
@@ -223,9 +232,9 @@ def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path
     before = files.checkpoint.read_bytes()
     data = small_data()
     data.train_x[:] = np.nan
-    training = prepare(job, Loopback(2), data, files)
+    training = prepared(job, Loopback(2), files, data)
     with pytest.raises(Diverged, match=r"small-s0: iteration 0: .*'1\.weight'.* on rank 0, 1"):
-        run(training, Caught(), Display(False, 1))
+        finish(training)
     assert files.checkpoint.read_bytes() == before
     assert store.read_attributes(files.record)["status"] == "failed"
 
@@ -288,11 +297,11 @@ def test_evaluation_takes_as_many_samples_as_memory_is_to_have(
     job, sizes = small_job(adversarial=copies, train={"epochs": 1}), list[int]()
     whole = run_job(job, Loopback(1), tmp_path).record.rows["epochs"][0]
     monkeypatch.setattr(steps, name, limit)
-    training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(1), tmp_path)
     training.model.register_forward_hook(
         lambda model, given, output: None if model.training else sizes.append(len(output))
     )
-    run(training, Caught(), Display(False, 1))
+    finish(training)
     assert set(sizes) == {1 if copies else 5}
     assert training.record.rows["epochs"][0][1:-1] == pytest.approx(whole[1:-1], rel=64 * U)
 
@@ -304,7 +313,7 @@ def test_a_run_that_learns_nothing_says_so(
         job = small_job(train={"epochs": 3, "learning_rate": rate})
         files = Files.of(tmp_path / str(rate), job)
         files.record.parent.mkdir()
-        run(prepare(job, Loopback(), small_data(), files), Caught(), Display(True, 1))
+        run(prepared(job, Loopback(), files), Caught(), Display(True, 1))
         assert ("no better than guessing" in capsys.readouterr().out) == worse
 
 
@@ -315,7 +324,7 @@ def test_a_batch_larger_than_the_data_set_is_told(
     schedule = {"base_batch": base, "batch_scaling": "linear"} if base else {}
     for batch in (100, 200):
         job = small_job(train={"epochs": 1, "batch": batch}, schedule=schedule)
-        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+        training = prepared(job, Loopback(), tmp_path)
         run(training, Caught(), Display(True, 1))
         told = capsys.readouterr().out
         line = "train.batch=200 is more than the 100 samples: a step has these"
@@ -331,7 +340,7 @@ def test_a_metric_that_is_nan_is_told(
         if broken:
             monkeypatch.setattr(Accuracy, "score", lambda self, mean: math.nan)
         job = small_job(train={"epochs": 1})
-        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+        training = prepared(job, Loopback(), tmp_path)
         run(training, Caught(), Display(True, 1))
         assert (line in capsys.readouterr().out) == broken
 
@@ -341,7 +350,7 @@ def test_a_run_that_ends_before_scales_are_fixed_says_so(
 ) -> None:
     for preset in ("courbariaux", "flexpoint16"):
         job = small_job(name=preset, precision={"preset": preset}, train={"epochs": 1})
-        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+        training = prepared(job, Loopback(), tmp_path)
         run(training, Caught(), Display(True, 1))
         told = f"{preset}-s0: [precision]: warmup=100: fixed scales round nothing in 5 steps\n"
         assert (told in capsys.readouterr().out) == (preset == "courbariaux")
