@@ -55,8 +55,7 @@ def test_the_gradient_is_that_of_both_one_after_the_other() -> None:
     model = network()
     add_statistics(model)
     adversary = Adversary(Adversarial(epsilon=0.1, tau=0), model, Loopback(1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adversary.backward(0, 0, optimizer, x, y, F.cross_entropy, 1.0, 1.0)
+    adversary.loss_of(0, 0, F.cross_entropy, x, y).backward()
     both = zip(clean.parameters(), copies.parameters(), model.parameters(), strict=True)
     for one, other, found in both:
         assert one.grad is not None

@@ -74,6 +74,12 @@ def finish(training: Training) -> Training:
     return training
 
 
+def told(training: Training, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run to the end, and return what is said."""
+    run(training, Caught(), Display(True, 1))
+    return capsys.readouterr().out
+
+
 class Stop(Display):
     """Raises a flag after some steps, as a signal would; stays: and leaves it."""
 

@@ -201,6 +201,14 @@ def check_same(path: Path, there: str, here: str, may_differ: Iterable[str]) -> 
         raise CheckpointError(f"{path}: {key} is {said[0]} there and {said[1]} here{more}")
 
 
+def read_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
+    """Return a checkpoint's groups and attributes. Raises CheckpointError for any other file."""
+    groups, attributes = store.read(path)
+    if attributes.get("kind") != "checkpoint":
+        raise CheckpointError(f"{path}: is no checkpoint of cpdhpc train")
+    return groups, attributes
+
+
 def load(
     world: Ranks, path: Path, toml: str, samples_seen: Callable[[int], int]
 ) -> tuple[Groups, Position] | None:
@@ -215,9 +223,7 @@ def load(
     def read() -> tuple[dict[str, list[Any]], Position] | None:
         if not path.exists():
             return None
-        found, of = store.read(path)
-        if of.get("kind") != "checkpoint":
-            raise CheckpointError(f"{path}: is no checkpoint")
+        found, of = read_checkpoint(path)
         check_job(path, of["toml"], toml)
         groups.update(found)
         seen = of.get("samples_seen", samples_seen(of["iteration"]))
@@ -343,6 +349,14 @@ def data_digest(train: Samples, test: Samples, looked_at: int = LOOKED_AT) -> st
     return digest.hexdigest()
 
 
+def few_digest(train: Samples, test: Samples) -> str:
+    """Return data_digest of few samples; "" if one fails, which is told where training takes it."""
+    try:
+        return data_digest(train, test, FEW)
+    except UserError:
+        return ""
+
+
 def size_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
     return sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -368,7 +382,8 @@ def load_weights(path: Path) -> tuple[dict[str, Array], Kept]:
     return groups["model"], kept
 
 
-def _kept(path: Path, attributes: Mapping[str, object]) -> Kept:
+def _kept(path: Path, attributes: Mapping[str, Any]) -> Kept:
     if attributes.get("kind") != WEIGHTS:
         raise store.StoreError(f"{path}: has no weights of a run: train.keep_every keeps them")
-    return Kept(**{name: attributes[name] for name in Kept.__dataclass_fields__})  # type: ignore[arg-type]
+    of = attributes
+    return Kept(of["epoch"], of["iteration"], of["learning_rate"], of["data"], of["job"])

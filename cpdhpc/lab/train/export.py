@@ -63,15 +63,13 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     settings: laid over keys of data. Raises UserError where the file is no checkpoint of train, or
     the data is not the run's.
     """
-    from .checkpoint import FEW, CheckpointError, data_digest, load_model
+    from .checkpoint import FEW, CheckpointError, data_digest, load_model, read_checkpoint
     from .setup import build_model, samples_of
 
     for setting in settings:
         if not setting.startswith("data."):
             raise ConfigError(f"--set {setting}: only keys of data may be set")
-    groups, attributes = store.read(path)
-    if attributes.get("kind") != "checkpoint":
-        raise CheckpointError(f"{path}: is no checkpoint of cpdhpc train")
+    groups, attributes = read_checkpoint(path)
     raw = override(tomllib.loads(attributes["toml"]), settings, laid_over)
     job = validate(Job, raw, str(path))
     data = job.data.load()

@@ -271,14 +271,7 @@ def _digests(job: Job, world: Ranks, whole: tuple[Samples, Samples]) -> tuple[st
     digest = ""
     if job.train.keep_every:
         digest = world.on_first(lambda: checkpoint.data_digest(*whole), "data")
-
-    def of_few() -> str:
-        try:
-            return checkpoint.data_digest(*whole, checkpoint.FEW)
-        except UserError:  # of an item, which is told where training takes it
-            return ""
-
-    return digest, world.on_first(of_few, "data")
+    return digest, world.on_first(lambda: checkpoint.few_digest(*whole), "data")
 
 
 def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:

@@ -178,7 +178,7 @@ class StagedUpdate(AnyUpdate):
         return self.window.waiting[0][1]
 
     @property
-    def at_rest(self) -> bool:  # type: ignore[override]
+    def at_rest(self) -> bool:
         """Whether nothing is kept of samples, which checkpoints do not have."""
         return not self.window
 

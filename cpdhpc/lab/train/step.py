@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -276,12 +277,10 @@ def step(
             tensors.seed(random_key(*stream, part)[0], update.reducer.device)  # of dropout
             scale = update.reducer.loss_scale
             weight = len(inputs) * parts / batch.size
-            given = update.optimizer, inputs, targets, loss, weight, scale
+            whole = partial(adversary.loss_of, rank, iteration, loss) if adversary else None
+            given = update.optimizer, inputs, targets, loss, weight, scale, whole
             with naming_items(share):
-                if adversary:
-                    losses.append(adversary.backward(rank, iteration, *given))
-                else:
-                    losses.append(backward(model, *given))
+                losses.append(backward(model, *given))
         except Exception as error:
             if sharing > 1:  # forward has messages: the other ranks may wait in it
                 raise
@@ -324,16 +323,19 @@ def backward(
     loss: LossFunction,
     weight: float = 1.0,
     scale: float = 1.0,
+    whole: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> float:
     """Leave in p.grad the gradient of this rank's share times scale, and return its loss.
 
     weight: of the mean over a share's b samples, b * shares / batch, so that the mean over shares,
-        and over ranks, is the mean over the batch; exactly 1 where the batch divides evenly
+        and over ranks, is the mean over the batch; exactly 1 if the batch divides evenly
+    whole: of inputs and targets, what weight is of; None: the loss of what the model gives
     """
     optimizer.zero_grad(set_to_none=True)
     if not len(inputs):
         return 0.0
-    weighted = loss(model(inputs), targets) * weight
+    mean = loss(model(inputs), targets) if whole is None else whole(inputs, targets)
+    weighted = mean * weight
     weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
     return float(tensors.listed(weighted)[0])
 

@@ -21,7 +21,7 @@ from .adversary import Adversary
 from .checkpoint import Files
 from .job import Job
 from .losses import LossFunction
-from .record import SCHEMA, Layers, Record, observe
+from .record import Layers, Record, observe
 from .samples import Samples, Workers
 from .step import Step, step
 from .update import AnyUpdate, Update
@@ -196,8 +196,6 @@ class Training:
 
     def _write_record(self, status: str) -> None:
         attributes = {
-            "kind": "run",
-            "schema": SCHEMA,
             "name": self.job.name,
             "seed": self.job.seed,
             "toml": self.job.toml(),
@@ -206,7 +204,7 @@ class Training:
             **self.provenance,
             "status": status,
         }
-        store.write(self.files.record, self.record.groups(), attributes)
+        self.record.save(self.files.record, attributes)
 
     def resume(self) -> str:
         """Take over the checkpoint, where there is one, made by any number of ranks. Collective.

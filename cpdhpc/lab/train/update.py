@@ -31,7 +31,6 @@ class AnyUpdate:
     """
 
     interval = 1
-    at_rest = True  # whether a checkpoint may be taken now
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: Ranks) -> None:
         self.optimizer, self.world = optimizer, world
@@ -40,6 +39,11 @@ class AnyUpdate:
     def batch(self, coming: Array, size: int) -> Array:
         """Return the next global batch; coming: int64[n], samples of the epoch not yet seen."""
         return coming[:size]
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether a checkpoint may be taken now."""
+        return True
 
     @property
     def sent_bytes(self) -> Array | int:
