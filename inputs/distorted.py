@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpdhpc.lab.train.datasets import find, read_idx
+from cpdhpc.lab.train.data import find, read_idx
 
 SIDE = 28
 

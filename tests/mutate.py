@@ -64,7 +64,6 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
         "report",
         "training_oracle",
     ],
-    "lab/train/datasets.py": ["datasets", "augment", "data", "train"],
     **dict.fromkeys(
         (f"compress/{name}.py" for name in ("powersgd", "qsgd", "terngrad", "gradientflow")),
         METHODS,
@@ -76,7 +75,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/oktopk.py": ["oktopk", *SPARSE],
     "compress/adacomp.py": ["adacomp", *SPARSE],
     **dict.fromkeys(
-        (f"train/{name}.py" for name in ("loop", "setup", "step", "update/base")), TRAIN
+        (f"lab/train/{name}.py" for name in ("loop", "setup", "training", "step", "update")), TRAIN
     ),
     "torch/controllers/base.py": ["training_oracle", "train", "update_rules"],
     "torch/controllers/adaptive.py": ["controllers"],
@@ -89,10 +88,11 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
         "updates",
         "training_oracle",
     ],
-    "lab/train/data.py": ["data", "training_oracle"],
-    "lab/train/models/blocks.py": ["models"],
-    "lab/train/models/networks.py": ["models"],
-    "lab/train/models/plain.py": ["models", "train"],
+    "lab/train/data.py": ["datasets", "augment", "data", "train"],
+    "lab/train/samples.py": ["data", "datasets", "loader", "training_oracle"],
+    "lab/train/gossip.py": ["decentralised"],
+    "lab/train/blocks.py": ["models"],
+    "lab/train/models.py": ["models", "train"],
     "lab/train/record.py": [*TRAIN, "report"],
     "lab/train/checkpoint.py": [*TRAIN, "new_compressor"],
     "torch/reducer.py": ["reducer", *TRAIN, "overlap", "overlap_errors", "parts"],

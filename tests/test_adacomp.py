@@ -12,7 +12,7 @@ from every import every
 
 from cpdhpc.compress import AdaComp, Context, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.lab.train.datasets import DATA
+from cpdhpc.lab.train.data import DATA
 from cpdhpc.lab.train.models import LeNet
 from cpdhpc.world.ranks import Loopback
 

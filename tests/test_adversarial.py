@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 from every import every
-from test_checkpoint import Stop
-from training import run_job, small_data, small_job
+from training import prepared, run_job, small_data, small_job, stop
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.train.adversary import Adversary, add_statistics
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.losses import Adversarial
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
 F = torch.nn.functional
@@ -59,8 +55,7 @@ def test_the_gradient_is_that_of_both_one_after_the_other() -> None:
     model = network()
     add_statistics(model)
     adversary = Adversary(Adversarial(epsilon=0.1, tau=0), model, Loopback(1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adversary.backward(0, 0, optimizer, x, y, F.cross_entropy, 1.0, 1.0)
+    adversary.loss_of(0, 0, F.cross_entropy, x, y).backward()
     both = zip(clean.parameters(), copies.parameters(), model.parameters(), strict=True)
     for one, other, found in both:
         assert one.grad is not None
@@ -116,12 +111,9 @@ def test_resumed_bit_for_bit_with_old_parameters_and_both_statistics(tmp_path: P
     job = job_of(adversarial={"alternate": "ranks"})
     whole, parts = run_job(job, Loopback(4), tmp_path), tmp_path / "parts"
     parts.mkdir()
-    files, caught = Files.of(parts, job), Caught()
-    with pytest.raises(Interrupted):
-        run(prepare(job, Loopback(4), small_data(), files), caught, Stop(caught, 3))
-    training = prepare(job, Loopback(4), small_data(), files)
-    training.resume()
-    run(training, Caught(), Display(False, 1))
+    files = Files.of(parts, job)
+    stop(prepared(job, Loopback(4), files), 3)
+    training = run_job(job, Loopback(4), files, resume=True)
     pairs = zip(whole.model.state_dict().items(), training.model.state_dict().items(), strict=True)
     for (name, one), (_, other) in pairs:
         assert torch.equal(one, other), name

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from training import model_bytes, run_job, small_job
+from training import model_bytes, prepared, run_job, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.train.datasets import Augment
+from cpdhpc.lab.train.data import Augment
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip
@@ -80,4 +79,4 @@ def test_augmented_trainings_have_the_same_bits_at_any_hosting(tmp_path: Path) -
 def test_what_are_no_images_is_refused_before_training(tmp_path: Path) -> None:
     job = small_job(data={"name": "synthetic"}, augment={"flip": True})
     with pytest.raises(ConfigError, match=r"augment: inputs float32\[2, 16\]: must be floats"):
-        prepare(job, Loopback(2), job.data.load(), Files.of(tmp_path, job))
+        prepared(job, Loopback(2), tmp_path, job.data.load())

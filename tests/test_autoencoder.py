@@ -33,7 +33,7 @@ from cpdhpc.lab.autoencoder.job import (
 )
 from cpdhpc.lab.autoencoder.layer import gather, scatter
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.train.data import DataError
+from cpdhpc.lab.train.samples import DataError
 
 INPUTS = sorted((ROOT / "inputs").glob("cots_*.toml"))
 

@@ -9,7 +9,7 @@ import pytest
 from cpdhpc.lab.bench import overlap
 from cpdhpc.lab.bench.overlap import bound_s
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.train.setup import Training
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Ranks
 
 JOB = """

@@ -11,35 +11,33 @@ from typing import Any
 
 import pytest
 from every import every
-from training import ROOT, ROWS, model_bytes, run_job, small_data, small_job, write_idx
+from training import (
+    ROOT,
+    ROWS,
+    assert_same_records,
+    finish,
+    model_bytes,
+    prepared,
+    run_job,
+    small_data,
+    small_job,
+    stop,
+    write_idx,
+)
 
 from cpdhpc import store
 from cpdhpc.config import IMPORT_FROM, UserError, dump_toml
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.signals import STOPPING, Caught, Interrupted, catching
-from cpdhpc.lab.train.job import MAY_DIFFER, Job, keys_of
-from cpdhpc.lab.train.loop import run
+from cpdhpc.lab.signals import STOPPING, catching
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.job import MAY_DIFFER, Job, Train, keys_of
 from cpdhpc.lab.train.optimizers import OPTIMIZERS
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
-from cpdhpc.lab.train.train_section import Train
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 TELEMETRY_OFTEN = {
     "train": {"telemetry_every": 3, "checkpoint_every": 1, "epochs": 3, "learning_rate": 0.01}
 }
-
-
-class Stop(Display):
-    """Raises a flag after some steps, as a signal would."""
-
-    def __init__(self, caught: Caught, after: int) -> None:
-        super().__init__(False, 1)
-        self.caught, self.after = caught, after
-
-    def step(self, samples: int = 1, note: str | None = None) -> None:
-        self.after -= 1
-        self.caught.number = signal.SIGTERM if self.after == 0 else 0
 
 
 # At the start, in the middle of an epoch (5 iterations), and at the end of one.
@@ -61,27 +59,14 @@ def test_interrupted_and_resumed_is_undisturbed(
     job = small_job(gradient=ROWS[row], optimizer=decay, **TELEMETRY_OFTEN)
     (tmp_path / "a").mkdir()
     whole = run_job(job, Loopback(2), tmp_path / "a")
-    files, caught = Files.of(tmp_path, job), Caught()
-    training = prepare(job, Loopback(2), small_data(), files)
-    with pytest.raises(Interrupted):
-        run(training, caught, Stop(caught, after))
+    files = Files.of(tmp_path, job)
+    stop(prepared(job, Loopback(2), files), after)
     # The flag is seen by the exchange of the next step.
     assert store.read_attributes(files.checkpoint)["iteration"] == after + 1
     assert store.read_attributes(files.record)["status"] == "interrupted"
-    training = prepare(job, Loopback(2), small_data(), files)
-    training.resume()
-    run(training, Caught(), Display(False, 1))
+    run_job(job, Loopback(2), files, resume=True)
     assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert_same_records(files.record, whole.files.record)
-
-
-def assert_same_records(one: Path, other: Path) -> None:
-    """All but the times."""
-    left, right = store.read(one)[0], store.read(other)[0]
-    for group, columns in left.items():
-        for name, column in columns.items():
-            if name != "time_s":
-                assert column.tobytes() == right[group][name].tobytes(), (group, name)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +83,7 @@ def test_checkpoints_of_other_jobs_are_refused(
 ) -> None:
     files = Files.of(tmp_path, small_job())
     run_job(small_job(), Loopback(2), tmp_path)
-    training = prepare(small_job(**changes), Loopback(ranks), small_data(), files)
+    training = prepared(small_job(**changes), Loopback(ranks), files)
     with pytest.raises(UserError) as caught:
         training.resume()
     assert any(part in str(caught.value) for part in says.split("|"))
@@ -117,7 +102,7 @@ def test_settings_that_change_no_bit_may_differ(tmp_path: Path) -> None:
     run_job(small_job(), Loopback(2), tmp_path)
     train = {"checkpoint_every": 7, "timeout_s": 5.0, "telemetry_every": 3}
     job = small_job(train={**train, "keep_every": 1, "record_gradients": [3]})
-    training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(2), tmp_path)
     training.resume()
     assert training.ended
 
@@ -136,7 +121,7 @@ def test_the_page_lists_the_keys_that_may_differ() -> None:
 def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None:
     files = Files.of(tmp_path, small_job())
     files.checkpoint.write_bytes(content)
-    training = prepare(small_job(), Loopback(2), small_data(), files)
+    training = prepared(small_job(), Loopback(2), files)
     with pytest.raises(UserError, match="is not an HDF5 file"):
         training.resume()
     store.write(files.checkpoint, {}, {"kind": "run"})
@@ -203,14 +188,14 @@ def test_an_extended_run_is_one_of_that_length(tmp_path: Path, schedule: dict[st
     whole = run_job(small_job(schedule=schedule, **long), Loopback(2), tmp_path / "a")
     run_job(small_job(schedule=schedule, **short), Loopback(2), tmp_path)
     job = small_job(schedule=schedule, **long)
-    training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(2), tmp_path)
     training.resume()
     assert training.samples_seen == 200 and not training.ended
-    run(training, Caught(), Display(False, 1))
+    finish(training)
     assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert_same_records(training.files.record, whole.files.record)
     job = small_job(schedule=schedule, **short)
-    training = prepare(job, Loopback(2), small_data(), training.files)
+    training = prepared(job, Loopback(2), training.files)
     with pytest.raises(
         UserError, match=r"train\.epochs is 4 there and 2 here: it may be more here, and not less"
     ):
@@ -257,6 +242,6 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path, room_bytes:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    training = prepare(job, Loopback(2), small_data(), training.files)
+    training = prepared(job, Loopback(2), training.files)
     training.resume()
     assert training.ended

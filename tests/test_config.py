@@ -16,10 +16,9 @@ from cpdhpc.config import ConfigError, difference, dump_toml, flatten, merge, re
 from cpdhpc.lab.kinds.train import TRAIN
 from cpdhpc.lab.settings import override
 from cpdhpc.lab.study.cases import load_study
-from cpdhpc.lab.train.datasets import Idx
+from cpdhpc.lab.train.data import Idx
 from cpdhpc.lab.train.job import Job, load
-from cpdhpc.lab.train.models import Mlp
-from cpdhpc.lab.train.models.plain import LeNet
+from cpdhpc.lab.train.models import LeNet, Mlp
 from cpdhpc.lab.train.optimizers import OPTIMIZERS, AdamW
 from cpdhpc.torch.precision import Policy
 

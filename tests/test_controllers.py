@@ -17,12 +17,13 @@ from cpdhpc.config import ConfigError, dump_toml, validate
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.train import TRAIN
 from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import epoch_order, shard
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job, load
 from cpdhpc.lab.train.loop import Diverged, run
-from cpdhpc.lab.train.norms import BUCKETS, sketches
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.samples import epoch_order, shard
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.step import BUCKETS, sketches
 from cpdhpc.torch.controllers import CONTROLLERS, Controller, Norms, Schedule, Settings
 from cpdhpc.torch.controllers.adaptive import NoiseScale, moments
 from cpdhpc.torch.controllers.autowu import Process, kernel, turning_point

@@ -10,8 +10,8 @@ import pytest
 from every import every
 from training import IDX, idx_bytes, write_idx
 
-from cpdhpc.lab.train.data import DataError, epoch_order, shard
-from cpdhpc.lab.train.datasets import Digits, Idx, read_idx
+from cpdhpc.lab.train.data import Digits, Idx, read_idx
+from cpdhpc.lab.train.samples import DataError, epoch_order, shard
 
 
 def test_digits_are_split_without_overlap_and_lie_in_0_to_1() -> None:

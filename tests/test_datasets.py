@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from training import small_job
+from training import prepared, run_job, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, validate
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import Dataset, Source
-from cpdhpc.lab.train.datasets import Cifar10, Hdf5, Synthetic, Text, read_digits
+from cpdhpc.lab.train.data import Cifar10, Hdf5, Synthetic, Text, read_digits
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.samples import Dataset, Source
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip
@@ -31,8 +28,7 @@ def trained(directory: Path, ranks: int, **tables: Any) -> Training:
     """A run of a small job over the data that its tables say."""
     directory.mkdir(exist_ok=True)
     job = small_job(**tables)
-    training = prepare(job, Loopback(ranks), job.data.load(), Files.of(directory, job))
-    run(training, Caught(), Display(False, 1))
+    training = run_job(job, Loopback(ranks), directory, job.data.load())
     return training
 
 
@@ -75,7 +71,7 @@ def test_cifar_records_are_label_then_channels(tmp_path: Path) -> None:
     normal = small_job(data={"name": "cifar10", "dir": str(tmp_path), "normalise": True})
     taken = []
     for job in (plain, normal):
-        training = prepare(job, Loopback(1), job.data.load(), Files.of(tmp_path, job))
+        training = prepared(job, Loopback(1), tmp_path, job.data.load())
         taken.append(training.train.take(np.arange(20), 0)[0].numpy())
     whole = images[:20].astype(np.float64) / 255
     assert taken[0] == pytest.approx(whole, abs=2**-24)  # half a unit in the last place below 1

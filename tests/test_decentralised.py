@@ -12,14 +12,13 @@ import numpy.typing as npt
 import pytest
 import torch
 from every import every
-from training import small_data, small_job
+from training import prepared, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.train.setup import Files, prepare
-from cpdhpc.lab.train.update import UPDATES, Update
-from cpdhpc.lab.train.update.gossip import GRAPHS, STATIC, Graph
-from cpdhpc.lab.train.update.own_models import OwnModels
+from cpdhpc.lab.train.gossip import GRAPHS, STATIC, Graph
+from cpdhpc.lab.train.job import UPDATES
+from cpdhpc.lab.train.update import OwnModels, Update
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
@@ -315,7 +314,7 @@ def test_what_does_not_go_together(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as found:
         job = small_job(**changes)
-        prepare(job, Loopback(ranks), small_data(), Files.of(tmp_path, job))
+        prepared(job, Loopback(ranks), tmp_path)
     assert "\n" not in str(found.value)
 
 

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 from reducing import backward, model_of
-from training import model_bytes, run_job, small_data, small_job
+from training import finish, model_bytes, prepared, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.lab.commands.report import load
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train import gradients
-from cpdhpc.lab.train.data import epoch_order
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.samples import epoch_order
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.update import AllreduceUpdate
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
@@ -61,7 +62,7 @@ def test_a_resumed_run_records_what_comes_and_tells_what_does_not(
     """With other iterations than before, which changes no bit; two epochs have ten."""
     whole = run_job(recording(), Loopback(2), tmp_path)
     job = small_job(train={"record_gradients": [7, 12, 99], "epochs": 3})
-    training = prepare(job, Loopback(2), small_data(), whole.files)
+    training = prepared(job, Loopback(2), whole.files)
     training.resume()
     run(training, Caught(), Display(True, 1))
     told = capsys.readouterr().out
@@ -78,11 +79,11 @@ def test_what_holds_no_gradients_is_told(tmp_path: Path) -> None:
             return super().reduce()
 
     job = recording()
-    training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(), tmp_path)
     training.update = Alone(training.model, training.optimizer, training.reducer)
     training.reducer.iteration = 5
     with pytest.raises(ConfigError, match="the update rule Alone averages none"):
-        run(training, Caught(), Display(False, 1))
+        finish(training)
     store.write(tmp_path / "x.h5", {}, {"kind": "run"})
     with pytest.raises(UserError, match=r"x\.h5: has no recorded gradients"):
         gradients.load(tmp_path / "x.h5")

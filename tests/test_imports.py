@@ -12,23 +12,20 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from test_checkpoint import Stop, assert_same_records
-from training import model_bytes
+from training import assert_same_records, finish, model_bytes, prepared, stop
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import TopK
 from cpdhpc.config import ConfigError, UserError, validate
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.report.trainings import load_run, run_groups, table
-from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.train.job import Job, load
-from cpdhpc.lab.train.loop import Diverged, run
-from cpdhpc.lab.train.progress import Display
+from cpdhpc.lab.train.loop import Diverged
 from cpdhpc.lab.train.samples import MapStyle
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback, Ranks
 
 pytestmark = pytest.mark.mpi_skip
@@ -221,26 +218,23 @@ def job_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def prepared(job: Job, world: Ranks, directory: Path) -> Training:
+def theirs(job: Job, world: Ranks, directory: Path) -> Training:
     directory.mkdir(exist_ok=True)
-    return prepare(job, world, job.data.load(), Files.of(directory, job))
+    return prepared(job, world, directory, job.data.load())
 
 
 def test_a_third_partys_model_trains_stops_and_goes_on(job_file: Path, tmp_path: Path) -> None:
     """With dropout, batch norm and augmentation by chance: the same bits at each end."""
     (job,) = load(job_file)
-    whole = prepared(job, Loopback(2), tmp_path / "whole")
-    run(whole, Caught(), Display(False, 1))
+    whole = finish(theirs(job, Loopback(2), tmp_path / "whole"))
     assert whole.record.rows["epochs"][-1][1] > 0.8  # two thirds are chance
     (row,) = table(run_groups([load_run(whole.files.record)])).rows
     assert row[2] == f"{whole.record.rows['epochs'][-1][1]:.4g}"
     parts = tmp_path / "parts"
-    stopped, caught = prepared(job, Loopback(2), parts), Caught()
-    with pytest.raises(Interrupted):
-        run(stopped, caught, Stop(caught, 3))
-    training = prepared(job, Loopback(2), parts)
+    stop(theirs(job, Loopback(2), parts), 3)
+    training = theirs(job, Loopback(2), parts)
     training.resume()
-    run(training, Caught(), Display(False, 1))
+    finish(training)
     assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert_same_records(training.files.record, whole.files.record)
 
@@ -325,7 +319,7 @@ def test_what_is_wrong_is_one_line(
     module = next(job_file.parent.glob("theirs_*.py")).stem
     with pytest.raises(ConfigError) as caught:
         (job,) = load(job_file, [each.format(m=module) for each in settings])
-        prepared(job, Loopback(1), tmp_path / "x")
+        theirs(job, Loopback(1), tmp_path / "x")
     assert message.format(m=module) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -342,21 +336,19 @@ def test_a_compressor_is_imported_trains_stops_and_goes_on(job_file: Path, tmp_p
     """A function that returns one of ours, whose memory is in the checkpoint."""
     job = with_gradient(job_file, 'sparser"\nlayers = ["body.0.weight"]')
     assert validate(Job, job.plain(), "again") == job
-    whole = prepared(job, Loopback(2), tmp_path / "whole")
+    whole = theirs(job, Loopback(2), tmp_path / "whole")
     assert isinstance(whole.reducer.aggregator, TopK)
     assert {"sent_share"} <= whole.reducer.aggregator.columns.keys()
-    run(whole, Caught(), Display(False, 1))
-    stopped, caught = prepared(job, Loopback(2), tmp_path / "parts"), Caught()
-    with pytest.raises(Interrupted):
-        run(stopped, caught, Stop(caught, 3))
-    training = prepared(job, Loopback(2), tmp_path / "parts")
+    finish(whole)
+    stop(theirs(job, Loopback(2), tmp_path / "parts"), 3)
+    training = theirs(job, Loopback(2), tmp_path / "parts")
     training.resume()
-    run(training, Caught(), Display(False, 1))
+    finish(training)
     assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert any(training.reducer.state)
     moved = validate(Job, job.plain() | {"gradient": job.plain()["gradient"] | {"layers": []}}, "x")
     with pytest.raises(UserError, match=r"gradient\.layers"):
-        prepared(moved, Loopback(2), tmp_path / "parts").resume()
+        theirs(moved, Loopback(2), tmp_path / "parts").resume()
 
 
 def test_a_study_sweeps_the_options_of_a_compressor(job_file: Path, tmp_path: Path) -> None:
@@ -416,7 +408,7 @@ def test_what_is_wrong_with_a_compressor_is_one_line(
     job_file = tmp_path / "job.toml"
     job_file.write_text(JOB.format(name=name))
     with pytest.raises(ConfigError) as caught:
-        prepared(with_gradient(job_file, table, settings), Loopback(2), tmp_path / "x")
+        theirs(with_gradient(job_file, table, settings), Loopback(2), tmp_path / "x")
     assert message.format(m=f"theirs_{name}") in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -437,10 +429,10 @@ def test_a_compressors_infinity_never_gets_into_a_model(
     settings = [f"update.name={update}", f"train.loss_scaling={scaling}", "gradient.times=1e30"]
     settings += ["update.period=2"] if update != "allreduce" else []
     job = with_gradient(job_file, 'Pushed"', settings)
-    training = prepared(job, Loopback(2), tmp_path / "x")
+    training = theirs(job, Loopback(2), tmp_path / "x")
     skips = scaling == "dynamic"  # each step, of which there are too few to give up
     with nullcontext() if skips else pytest.raises((NonFiniteGradient, Diverged)):
-        run(training, Caught(), Display(False, 1))
+        finish(training)
     assert all(torch.isfinite(p).all() for p in training.model.parameters())
 
 
@@ -449,7 +441,7 @@ def test_built_in_models_need_to_know_the_classes(job_file: Path, tmp_path: Path
     job_file.write_text(job_file.read_text().replace("width = 3\n", ""))
     (job,) = load(job_file)
     with pytest.raises(ConfigError, match="classes are unknown: the training dataset needs"):
-        prepared(job, Loopback(1), tmp_path / "x")
+        theirs(job, Loopback(1), tmp_path / "x")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -459,4 +451,4 @@ def test_a_damaged_item_ends_the_run_with_its_name(
     module: Any = next(job_file.parent.glob("theirs_*.py")).stem
     (job,) = load(job_file, [f"data.import={module}:broken"])
     with pytest.raises(ConfigError, match="item 7: OSError: image 7 is damaged"):
-        run(prepared(job, Loopback(ranks), tmp_path / "x"), Caught(), Display(False, 1))
+        finish(theirs(job, Loopback(ranks), tmp_path / "x"))

@@ -12,24 +12,21 @@ import pytest
 import torch
 import xarray
 from every import every
-from test_checkpoint import Stop
 from torch import nn
-from training import ROOT, model_bytes, run_job, small_data, small_job
+from training import ROOT, model_bytes, prepared, run_job, small_data, small_job, stop
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, merge, validate
 from cpdhpc.lab.commands.influence import add_arguments, run
 from cpdhpc.lab.commands.report import Outputs, load, report
 from cpdhpc.lab.influence.rows import LastLayer, Layers, Projection
-from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train import loop, weights
-from cpdhpc.lab.train.fitting import samples_of
+from cpdhpc.lab.train import checkpoint
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.job import load as load_jobs
 from cpdhpc.lab.train.losses import CrossEntropy, MeanSquares
 from cpdhpc.lab.train.models import MODELS
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import samples_of
 from cpdhpc.world.ranks import Loopback
 
 ENTROPY = CrossEntropy().build()
@@ -213,8 +210,7 @@ def kept_run(directory: Path, **changes: Any) -> Path:
     """Train on 359 digits, weights kept after each of two epochs; return the directory."""
     tables = {"data": {"name": "digits", "test_share": 0.8}, "schedule": DECAY}
     job = small_job(**merge({**tables, "train": {"keep_every": 1}}, changes))
-    training = prepare(job, Loopback(), job.data.load(), Files.of(directory, job))
-    loop.run(training, Caught(), Display(False, 1))
+    run_job(job, Loopback(), directory, job.data.load())
     return directory
 
 
@@ -244,12 +240,9 @@ def test_weights_are_kept_and_the_run_has_its_bits(tmp_path: Path) -> None:
     for name, job in several.items():
         (tmp_path / name).mkdir()
         whole = run_job(job, Loopback(2), tmp_path / name)
-    files, caught = Files.of(tmp_path, job), Caught()
-    with pytest.raises(Interrupted):
-        loop.run(prepare(job, Loopback(2), small_data(), files), caught, Stop(caught, 19))
-    again = prepare(job, Loopback(2), small_data(), files)
-    again.resume()
-    loop.run(again, Caught(), Display(False, 1))
+    files = Files.of(tmp_path, job)
+    stop(prepared(job, Loopback(2), files), 19)
+    run_job(job, Loopback(2), files, resume=True)
     assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
     names = [f"small-s0.weights-{epoch}.h5" for epoch in (2, 4)]
     for directory in (tmp_path, tmp_path / "kept"):
@@ -258,7 +251,9 @@ def test_weights_are_kept_and_the_run_has_its_bits(tmp_path: Path) -> None:
         assert {directory / name for name in names} < {*Files.of(directory, job).written(job)}
     rates = whole.record.arrays()["steps"]["learning_rate"]
     for name, epoch in zip(names, (2, 4), strict=True):
-        one, other = (weights.load(each / name) for each in (tmp_path, tmp_path / "kept"))
+        one, other = (
+            checkpoint.load_weights(each / name) for each in (tmp_path, tmp_path / "kept")
+        )
         assert one[1] == other[1]
         assert (one[1].epoch, one[1].iteration) == (epoch, 5 * epoch)
         assert one[1].learning_rate == rates[5 * epoch - 1] != rates[5 * epoch]
@@ -292,7 +287,7 @@ def test_scores_are_the_sum_over_epochs_whatever_the_memory(
     expected, bound, own = 0.0, 0.0, 0.0
     model = small_job().model.build((8, 8), 10)
     for epoch, rate in ((1, found["learning_rate"][0]), (2, found["learning_rate"][1])):
-        kept, here = weights.load(trained / f"small-s0.weights-{epoch}.h5")
+        kept, here = checkpoint.load_weights(trained / f"small-s0.weights-{epoch}.h5")
         assert here.learning_rate == rate
         model.load_state_dict({name: torch.from_numpy(each) for name, each in kept.items()})
         names = list(kept)
@@ -422,10 +417,10 @@ def test_layers_without_a_closed_form_are_refused() -> None:
 
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
     path = kept_run(tmp_path, train={"epochs": 1}) / "small-s0.weights-1.h5"
-    kept, here = weights.load(path)
+    kept, here = checkpoint.load_weights(path)
     model = small_job().model.build((8, 8), 10)
     model.load_state_dict({name: torch.full(each.shape, np.inf) for name, each in kept.items()})
-    weights.save(path, model, here)
+    checkpoint.save_weights(path, model, here)
     with pytest.raises(UserError, match=r"weights-1\.h5: the gradients .* are not finite"):
         influence(tmp_path, "--self")
     assert not list(tmp_path.glob("*influence*"))

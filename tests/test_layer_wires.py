@@ -13,8 +13,7 @@ import torch
 from allreduce_oracle import expected
 from every import every
 from reducing import backward, gradients, model_of
-from test_checkpoint import Stop
-from training import model_bytes, run_job, small_data, small_job
+from training import Stop, model_bytes, run_job, small_data, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import Context, State
@@ -22,10 +21,11 @@ from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LayerWire, LowBit
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import load
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.randomness import random_key
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback

@@ -24,7 +24,7 @@ ORDER = (  # parts of the package: each may import itself and those before it
     *("torch/split_images", "torch/__init__", "__init__"),
     *("train", "precision", "quantized", "split_images"),  # former names
     # the laboratory
-    *("lab/__init__", "lab/signals", "lab/settings", "lab/outputs"),
+    *("lab/__init__", "lab/signals", "lab/settings"),
     *("lab/schedulers", "lab/claim"),
     *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
     *("lab/study_data", "lab/report", "lab/precision", "lab/bench", "lab/kinds", "lab/study"),
@@ -42,7 +42,6 @@ NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
 LONGEST = 500  # lines of two modules that may as well be one
 ALONE = {  # module that only one of its room imports -> why it is one
     "lab/bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
-    "lab/train/norms": "what is observed of a step, not how it goes",
 }
 
 

@@ -17,17 +17,14 @@ import pytest
 import torch
 from every import every
 from items import Items
-from training import model_bytes, small_data, small_job
+from training import finish, model_bytes, prepared, small_data, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import Source
-from cpdhpc.lab.train.loader import Loader, Prefetched, Workers
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.samples import InMemory, MapStyle
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.samples import InMemory, Loader, MapStyle, Prefetched, Source, Workers
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.step import PHASES
+from cpdhpc.lab.train.training import Training
 from cpdhpc.torch.controllers import BySchedule, Control, Controller, Settings
 from cpdhpc.world.ranks import Loopback
 
@@ -57,9 +54,9 @@ def trained(directory: Path, ranks: int = 1, **tables: Any) -> tuple[Training, S
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     slow = Slow(x, y)
     source = Source(slow, InMemory(x[:30], y[:30]), (8, 8), 8)
-    training = prepare(job, Loopback(ranks), source, Files.of(directory, job))
+    training = prepared(job, Loopback(ranks), directory, source)
     slow.readers.clear()
-    run(training, Caught(), Display(False, 1))
+    finish(training)
     return training, slow
 
 
@@ -117,7 +114,7 @@ def test_time_that_ranks_wait_is_less_with_workers(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         training = prepare(job, Loopback(1), source, Files.of(tmp_path / name, job))
         training.model.__class__ = Busy
-        run(training, Caught(), Display(False, 1))
+        finish(training)
         times_s = training.record.arrays()["steps"]["time_s"]
         return float(np.median(times_s[2:, PHASES.index("data")]))
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from training import model_bytes, run_job, small_data, small_job
+from training import model_bytes, prepared, run_job, small_job
 
 from cpdhpc import store
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.record import Record
-from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.torch import GradientReducer
 from cpdhpc.torch.loss_scaling import LEAST, PATIENCE, LossScaler
 from cpdhpc.world.ranks import Loopback
@@ -64,14 +64,12 @@ def test_overflow_skips_steps_until_gradients_fit_and_resumes(tmp_path: Path) ->
     caught, files = Caught(), Files.of(made(tmp_path / "cut"), job)
     caught.number = 10
     for again in range(6):  # stopped behind each step, while steps are skipped and later
-        training = prepare(job, Loopback(virtual_ranks=2), small_data(), files)
+        training = prepared(job, Loopback(virtual_ranks=2), files)
         training.resume()
         assert training.scaler.scale == scales[again]
         with pytest.raises(Interrupted):
             run(training, caught, Display(False, 1))
-    training = prepare(job, Loopback(virtual_ranks=2), small_data(), files)
-    training.resume()
-    run(training, Caught(), Display(False, 1))
+    training = run_job(job, Loopback(virtual_ranks=2), files, resume=True)
     assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
 
 

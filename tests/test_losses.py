@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from training import SMALL, small_data, small_job
+from training import SMALL, prepared, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, dump_toml, validate
@@ -22,7 +22,6 @@ from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.losses import LOSSES, METRICS, CrossEntropy
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.ranks import Loopback
 
@@ -105,7 +104,7 @@ def test_records_have_the_columns_of_the_metric(
     tmp_path: Path, tables: dict[str, Any], column: list[str]
 ) -> None:
     job, said = small_job(**tables), list[str]()
-    training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(2), tmp_path)
 
     class Told(Display):
         def end(self, text: str) -> None:
@@ -126,7 +125,7 @@ def test_records_have_the_columns_of_the_metric(
     shown = f"{last:.2%}" if column == ["test_accuracy"] else f"{last:.4g}" if column else ""
     assert f"complete: {score}{shown}" in said[0] and "loss " in said[0]
     assert row[2] == (f"{100 * last:.2f}" if measured.unit else f"{last:.4g}")
-    again = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+    again = prepared(job, Loopback(2), tmp_path)
     again.resume()
     assert again.record.rows["epochs"] == training.record.rows["epochs"]
 
@@ -143,14 +142,11 @@ def test_further_metrics_are_recorded_and_reported(tmp_path: Path) -> None:
         path = tmp_path / place / "job.toml"
         path.write_text(dump_toml(SMALL | {"metrics": further}))
         (job,) = load(path)
-        training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
-        training.resume()
-        run(training, Caught(), Display(False, 1))
+        training = run_job(job, Loopback(2), tmp_path, resume=True)
         found.append(store.read(training.files.record)[0]["epochs"])
     assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
     alone = small_job(metric=further[0], name="alone")
-    training = prepare(alone, Loopback(2), small_data(), Files.of(tmp_path, alone))
-    run(training, Caught(), Display(False, 1))
+    training = run_job(alone, Loopback(2), tmp_path)
     expected = training.record.arrays()["epochs"]["test_perplexity"]
     assert np.array_equal(found[0]["test_perplexity"], expected)
     thirds = (small_data().test_y % 3 == 0).mean()

@@ -12,17 +12,14 @@ import torch
 from every import every
 from torch import nn
 from torch.nn import functional as F
-from training import small_data
+from training import prepared, run_job, small_data
 
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import Source
+from cpdhpc.lab.train import blocks
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.models import MODELS, blocks
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.models import MODELS
+from cpdhpc.lab.train.samples import InMemory, Source
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
 TINY: dict[str, dict[str, Any]] = {  # options of small networks
@@ -281,8 +278,7 @@ def trained(name: str, directory: Path, **train: Any) -> Training:
     }
     job = validate(Job, raw, "test")
     data = text() if name in SEQUENCES else small_data()
-    training = prepare(job, Loopback(2), data, Files.of(directory, job))
-    run(training, Caught(), Display(False, 1))
+    training = run_job(job, Loopback(2), directory, data)
     return training
 
 
@@ -293,7 +289,7 @@ def test_samples_of_another_kind_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match=r"^x-s0: model: inputs [^\n]*: RuntimeError: [^\n]*$"
         ):
-            prepare(job, Loopback(2), data, Files.of(tmp_path, job))
+            prepared(job, Loopback(2), tmp_path, data)
 
 
 @pytest.mark.parametrize("name", ["resnet_cifar", "row_lstm", "lstm", "transformer"])

@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checkpoint import Stop, assert_same_records
 from topk import TopK
-from training import model_bytes, run_job, small_data, small_job, write_idx
+from training import (
+    Stop,
+    assert_same_records,
+    model_bytes,
+    run_job,
+    small_data,
+    small_job,
+    write_idx,
+)
 
 from cpdhpc import store
 from cpdhpc.compress import COMPRESSORS, Context, State
@@ -22,9 +29,10 @@ from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.study.cases import load_study
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback
 
 TOPK = {"gradient": {"aggregator": "mytopk", "density": 0.2}}

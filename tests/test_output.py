@@ -16,7 +16,7 @@ from every import every
 
 from cpdhpc.config import UserError
 from cpdhpc.lab.claim import Claim, ClaimError, alone
-from cpdhpc.lab.train.output import claimed
+from cpdhpc.lab.train.checkpoint import claimed
 from cpdhpc.world.ranks import Loopback
 
 DEAD = 2**22 + 1  # no process has a number above 2^22

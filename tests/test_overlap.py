@@ -14,15 +14,16 @@ import pytest
 import torch
 from every import every
 from reducing import AGGREGATORS, SIZES_MIB, Noted, active, backward, gradients, model_of
-from test_checkpoint import Stop
-from training import ROWS, model_bytes, run_job, small_data, small_job
+from training import ROWS, Stop, model_bytes, run_job, small_data, small_job
 
 from cpdhpc.compress.base import Mean
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.ops.threads import SLICE_NS, take_short_slices
 from cpdhpc.torch.overlap import PAUSE_S, reducing_thread
 from cpdhpc.torch.reducer import GradientReducer

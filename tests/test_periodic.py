@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import Stop
-from training import run_job, small_data, small_job
+from training import finish, prepared, run_job, small_data, small_job, stop
 
 from cpdhpc import store
-from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
-from cpdhpc.lab.train.update import UPDATES
-from cpdhpc.lab.train.update.own_models import OwnModels
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.job import UPDATES
+from cpdhpc.lab.train.update import OwnModels
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
@@ -101,11 +97,10 @@ def test_beside_plain_torch(keys: dict[str, Any], outer: dict[str, Any]) -> None
 
 def test_with_another_number_of_ranks_all_begin_with_the_average(tmp_path: Path) -> None:
     job = small_job(update={"name": "diloco", "period": 2}, optimizer={"name": "adam"})
-    files, caught = Files.of(tmp_path, job), Caught()
-    with pytest.raises(Interrupted):
-        run(prepare(job, Loopback(3), small_data(), files), caught, Stop(caught, 3))
+    files = Files.of(tmp_path, job)
+    stop(prepared(job, Loopback(3), files), 3)
     saved = store.read(files.checkpoint)[0]["model"]
-    training = prepare(job, Loopback(2), small_data(), files)
+    training = prepared(job, Loopback(2), files)
     said = training.resume()
     assert said.startswith("3 ranks before, 2 now: all begin with the average")
     update = training.update
@@ -115,9 +110,9 @@ def test_with_another_number_of_ranks_all_begin_with_the_average(tmp_path: Path)
     assert all(np.array_equal(v, saved[n]) for n, v in zip(names, values, strict=True))
     momentum = update.state.shared("", "outer_momentum", lambda: np.zeros(1))
     assert momentum.any()  # what ranks hold alike goes on
-    run(training, Caught(), Display(False, 1))
+    finish(training)
     assert store.read_attributes(files.record)["status"] == "complete"
-    again = prepare(job, Loopback(2), small_data(), files)
+    again = prepared(job, Loopback(2), files)
     assert again.resume() == ""
 
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 from every import every
-from test_checkpoint import Stop, assert_same_records
 from test_influence import influence
 from torch import nn
-from training import ROOT, model_bytes, run_job, small_data, small_job
+from training import ROOT, Stop, assert_same_records, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.imports import ImportedModel
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.averaging import policies_of
 from cpdhpc.torch.precision import Policy, convert
 from cpdhpc.torch.precision.policy import PRESETS, Sums

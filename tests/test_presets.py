@@ -22,9 +22,10 @@ from training import model_bytes, run_job, small_data, small_job
 from cpdhpc import store
 from cpdhpc.config import validate
 from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.precision import Policy, convert
 from cpdhpc.torch.precision.policy import PRESETS
 from cpdhpc.torch.precision.updates import RoundedUpdates

@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from test_checkpoint import Stop
 from torch import nn
-from training import run_job, small_data, small_job
+from training import Stop, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError, validate
 from cpdhpc.lab.bench.batchnorm import differing, drawn, independent
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train.datasets import Digits
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.data import Digits
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.torch import quantized
 from cpdhpc.torch.quantized import fold, integer_norm, layers
 from cpdhpc.world.ranks import Loopback

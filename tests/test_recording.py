@@ -8,20 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import Stop
 from test_store import files_of_at_most
-from training import model_bytes, run_job, small_data, small_job
+from training import finish, model_bytes, prepared, run_job, small_data, small_job, stop
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.train import gradients
 from cpdhpc.lab.train import job as jobs
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import Trainer
-from cpdhpc.lab.train.loop import Diverged, run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.loop import Diverged
 from cpdhpc.torch.precision.recorder import Recorder
 from cpdhpc.torch.precision.recording import KINDS, Recorded, Tensor, kept_rows, load
 from cpdhpc.torch.reducer import GradientReducer
@@ -184,37 +181,33 @@ def test_a_run_has_its_bits_and_goes_on_with_its_file(tmp_path: Path):
     plain = run_job(small_job(), Loopback(2), tmp_path / "plain")
     whole = run_job(recording_job(), Loopback(2), tmp_path / "whole")
     assert model_bytes(whole.files.checkpoint) == model_bytes(plain.files.checkpoint)
-    job, caught = recording_job(), Caught()
+    job = recording_job()
     files = Files.of(tmp_path / "stopped", job)
-    training = prepare(job, Loopback(2), small_data(), files)
-    with pytest.raises(Interrupted):
-        run(training, caught, Stop(caught, 5))
+    training = stop(prepared(job, Loopback(2), files), 5)
     checkpoint = files.checkpoint.read_bytes()
     for _ in range(2):  # the second time from the same checkpoint, as after a kill
         files.checkpoint.write_bytes(checkpoint)
-        training = prepare(job, Loopback(2), small_data(), files)
-        training.resume()
-        run(training, Caught(), Display(False, 1))
+        training = run_job(job, Loopback(2), files, resume=True)
     one, other = (load(each.recording(job)) for each in (whole.files, files))
     assert one.iterations == other.iterations == [0, 3, 6, 9]
     for a, b in zip(one.tensors, other.tensors, strict=True):
         assert (a.kind, a.name, a.iteration, a.rows) == (b.kind, b.name, b.iteration, b.rows)
         np.testing.assert_array_equal(a.read(), b.read())
     changed = recording_job(record={"every": 2})
-    training = prepare(changed, Loopback(2), small_data(), files)
+    training = prepared(changed, Loopback(2), files)
     training.resume()
     with pytest.raises(ConfigError, match=r"recording\.h5: has other settings"):
-        run(training, Caught(), Display(False, 1))
+        finish(training)
 
 
 def test_gradients_that_are_not_finite_are_there_to_be_looked_at(tmp_path: Path):
     """NaN ends the run before there is a mean."""
     job = recording_job(record={"every": 1})
-    training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(2), tmp_path)
     with torch.no_grad():
         next(iter(training.model.parameters()))[0] = float("inf")
     with pytest.raises(Diverged):
-        run(training, Caught(), Display(False, 1))
+        finish(training)
     found = by_name(load(training.files.recording(job)), 0)
     assert "mean" not in {kind for kind, _ in found}
     assert any(np.isnan(t.read()).any() for (kind, _), t in found.items() if kind == "gradients")

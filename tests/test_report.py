@@ -31,7 +31,7 @@ from cpdhpc.lab.report.trainings import (
     table,
     tasks_report,
 )
-from cpdhpc.lab.train.setup import Files
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.world.ranks import Loopback
 
 WIDE = Outputs(terminal=False)

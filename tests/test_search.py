@@ -49,11 +49,11 @@ from cpdhpc.lab.precision.search import Search, narrowing, told
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train import progress
 from cpdhpc.lab.train.command import Trainer
-from cpdhpc.lab.train.data import epoch_order
-from cpdhpc.lab.train.fitting import build_model
 from cpdhpc.lab.train.gradients import load
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.lab.train.samples import epoch_order
+from cpdhpc.lab.train.setup import build_model
 from cpdhpc.torch.precision.conversion import convert
 from cpdhpc.torch.precision.policy import Policy
 from cpdhpc.torch.precision.recorder import Recorder

@@ -11,7 +11,8 @@ from torch import nn
 from training import ROOT, small_data, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.split_images import partition
 from cpdhpc.torch.split_images.grid import ImageGrid
 from cpdhpc.torch.split_images.layers import INSTEAD, LAYERS, page

@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from test_checkpoint import Stop
-from training import model_bytes, run_job, small_data
+from training import finish, model_bytes, prepared, run_job, small_data, stop
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, merge, validate
-from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train.data import epoch_order
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import Diverged, run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
-from cpdhpc.lab.train.stages.cut import Filter, Wire, balanced, cut
-from cpdhpc.lab.train.stages.section import Stages
+from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.lab.train.pipeline import Filter, Wire, balanced, cut
+from cpdhpc.lab.train.samples import epoch_order
+from cpdhpc.lab.train.stages import Stages
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip
@@ -128,7 +126,7 @@ def test_local_steps_are_those_of_the_equations(
         "z_rate": 0.5,
     }
     job = job_of(3, stages=stages, optimizer={"momentum": 0.0})
-    training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(1), tmp_path)
     before = [p.detach().numpy().copy() for p in training.model.parameters()]
     order = epoch_order(100, job.seed, 0)
     for group in training.optimizer.param_groups:
@@ -145,13 +143,13 @@ def test_local_steps_are_those_of_the_equations(
 
 def test_the_first_step_after_a_refresh_has_the_gradients_of_the_network(tmp_path: Path) -> None:
     """Of all stages with multipliers, of the first one by the penalty, whatever beta is."""
-    whole = prepare(job_of(1), Loopback(1), small_data(), Files.of(tmp_path, job_of(1)))
+    whole = prepared(job_of(1), Loopback(1), tmp_path)
     order = epoch_order(100, 0, 0)
     whole.train_on(whole.update.batch(order, 24), 0)
     for method, beta in (("lagrangian", 1.0), ("penalty", 0.5), ("penalty", 2.0)):
         stages = {"correction": 0.0, "refresh_every": 1, "beta": beta, "method": method}
         job = job_of(4, stages=stages)
-        training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+        training = prepared(job, Loopback(1), tmp_path)
         training.train_on(training.update.batch(order, 24), 0)
         pairs = list(zip(training.model.parameters(), whole.model.parameters(), strict=True))
         for one, other in pairs if method == "lagrangian" else pairs[:2]:
@@ -172,28 +170,16 @@ def test_resumed_is_undisturbed(tmp_path: Path, after: int) -> None:
     job = job_of(4, stages=WINDOWS, optimizer={"name": "adam"})
     (tmp_path / "whole").mkdir()
     whole = run_job(job, Loopback(2), tmp_path / "whole")
-    files, caught = Files.of(tmp_path, job), Caught()
-    stopped = prepare(job, Loopback(2), small_data(), files)
-    with pytest.raises(Interrupted):
-        run(stopped, caught, StopAfter(caught, after))
+    files = Files.of(tmp_path, job)
+    stopped = stop(prepared(job, Loopback(2), files), after, stays=True)
     assert stopped.iteration in (3, 5, 8, 10)  # the ends of windows: 5 iterations are an epoch
-    training = prepare(job, Loopback(2), small_data(), files)
-    training.resume()
-    run(training, Caught(), Display(False, 1))
+    run_job(job, Loopback(2), files, resume=True)
     assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
     one, other = (store.read(each)[0] for each in (files.record, whole.files.record))
     for group, columns in one.items():
         for name, column in columns.items():
             if not name.endswith("time_s"):
                 assert column.tobytes() == other[group][name].tobytes(), (group, name)
-
-
-class StopAfter(Stop):
-    """Raises a flag after some steps, which stays."""
-
-    def step(self, samples: int = 1, note: str | None = None) -> None:
-        self.after -= 1
-        self.caught.number = 15 if self.after <= 0 else 0
 
 
 def test_the_record_has_windows(tmp_path: Path) -> None:
@@ -214,7 +200,7 @@ def test_buffers_move_once_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = imported(tmp_path, monkeypatch, NORMALISED, count=1)
     models = []
     for each in (job, whole):
-        training = prepare(each, Loopback(1), small_data(), Files.of(tmp_path, each))
+        training = prepared(each, Loopback(1), tmp_path)
         training.train_on(training.update.batch(epoch_order(100, 0, 0), 24), 0)
         models.append(training.model.state_dict())
     for name in ("2.running_mean", "2.num_batches_tracked"):
@@ -257,7 +243,7 @@ def test_models_that_say_their_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert training.record.layers == ["stem.1.weight", "stem.1.bias", "head.weight", "head.bias"]
     wrong = imported(tmp_path, monkeypatch, BLOCKS.format(more=" * 2"), count=2)
     with pytest.raises(ConfigError, match="Net cannot be cut: its blocks, one after the other"):
-        prepare(wrong, Loopback(1), small_data(), Files.of(tmp_path, wrong))
+        prepared(wrong, Loopback(1), tmp_path)
 
 
 @every(
@@ -277,7 +263,7 @@ def test_models_that_say_their_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_does_not_go_together(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         job = job_of(2, **changes)
-        prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+        prepared(job, Loopback(1), tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -296,11 +282,11 @@ def test_stages_and_processes(count: int, processes: int, layout: tuple[int, int
 @pytest.mark.parametrize("correction", [0.0, 1.0])
 def test_nan_stops_with_parameters_as_they_were(tmp_path: Path, correction: float) -> None:
     job = job_of(4, stages={"correction": correction})
-    training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(1), tmp_path)
     before = [p.detach().clone() for p in training.model.parameters()]
     training.train.x[:] = torch.nan  # type: ignore[attr-defined]
     with pytest.raises(Diverged, match="NaN or infinity"):
-        run(training, Caught(), Display(False, 1))
+        finish(training)
     assert all(a.equal(b) for a, b in zip(training.model.parameters(), before, strict=True))
 
 

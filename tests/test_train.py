@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import torch
 from every import every
-from training import ROWS, SMALL, model_bytes, run_job, small_data, small_job, write_idx
+from training import (
+    ROWS,
+    SMALL,
+    finish,
+    model_bytes,
+    prepared,
+    run_job,
+    small_data,
+    small_job,
+    told,
+    write_idx,
+)
 
 from cpdhpc import store
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -19,14 +30,12 @@ from cpdhpc.compress import COMPRESSORS
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import _check_ranks
-from cpdhpc.lab.train.loop import Diverged, run
+from cpdhpc.lab.train.loop import Diverged
 from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
 from cpdhpc.lab.train.models import MODELS
-from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.lab.train.step import backward, evaluate, exchange, step
 from cpdhpc.lab.train.update import AllreduceUpdate
 from cpdhpc.torch.controllers import DECAYS, Schedule
@@ -222,9 +231,9 @@ def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path
     before = files.checkpoint.read_bytes()
     data = small_data()
     data.train_x[:] = np.nan
-    training = prepare(job, Loopback(2), data, files)
+    training = prepared(job, Loopback(2), files, data)
     with pytest.raises(Diverged, match=r"small-s0: iteration 0: .*'1\.weight'.* on rank 0, 1"):
-        run(training, Caught(), Display(False, 1))
+        finish(training)
     assert files.checkpoint.read_bytes() == before
     assert store.read_attributes(files.record)["status"] == "failed"
 
@@ -287,11 +296,11 @@ def test_evaluation_takes_as_many_samples_as_memory_is_to_have(
     job, sizes = small_job(adversarial=copies, train={"epochs": 1}), list[int]()
     whole = run_job(job, Loopback(1), tmp_path).record.rows["epochs"][0]
     monkeypatch.setattr(steps, name, limit)
-    training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+    training = prepared(job, Loopback(1), tmp_path)
     training.model.register_forward_hook(
         lambda model, given, output: None if model.training else sizes.append(len(output))
     )
-    run(training, Caught(), Display(False, 1))
+    finish(training)
     assert set(sizes) == {1 if copies else 5}
     assert training.record.rows["epochs"][0][1:-1] == pytest.approx(whole[1:-1], rel=64 * U)
 
@@ -303,8 +312,8 @@ def test_a_run_that_learns_nothing_says_so(
         job = small_job(train={"epochs": 3, "learning_rate": rate})
         files = Files.of(tmp_path / str(rate), job)
         files.record.parent.mkdir()
-        run(prepare(job, Loopback(), small_data(), files), Caught(), Display(True, 1))
-        assert ("no better than guessing" in capsys.readouterr().out) == worse
+        said = told(prepared(job, Loopback(), files), capsys)
+        assert ("no better than guessing" in said) == worse
 
 
 @pytest.mark.parametrize("base", [0, 50])
@@ -314,12 +323,10 @@ def test_a_batch_larger_than_the_data_set_is_told(
     schedule = {"base_batch": base, "batch_scaling": "linear"} if base else {}
     for batch in (100, 200):
         job = small_job(train={"epochs": 1, "batch": batch}, schedule=schedule)
-        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
-        run(training, Caught(), Display(True, 1))
-        told = capsys.readouterr().out
+        said = told(prepared(job, Loopback(), tmp_path), capsys)
         line = "train.batch=200 is more than the 100 samples: a step has these"
-        assert (line in told) == (batch == 200)
-        assert ("and rates are scaled for it" in told) == (base > 0 and batch == 200)
+        assert (line in said) == (batch == 200)
+        assert ("and rates are scaled for it" in said) == (base > 0 and batch == 200)
 
 
 def test_a_metric_that_is_nan_is_told(
@@ -330,9 +337,7 @@ def test_a_metric_that_is_nan_is_told(
         if broken:
             monkeypatch.setattr(Accuracy, "score", lambda self, mean: math.nan)
         job = small_job(train={"epochs": 1})
-        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
-        run(training, Caught(), Display(True, 1))
-        assert (line in capsys.readouterr().out) == broken
+        assert (line in told(prepared(job, Loopback(), tmp_path), capsys)) == broken
 
 
 def test_a_run_that_ends_before_scales_are_fixed_says_so(
@@ -340,10 +345,9 @@ def test_a_run_that_ends_before_scales_are_fixed_says_so(
 ) -> None:
     for preset in ("courbariaux", "flexpoint16"):
         job = small_job(name=preset, precision={"preset": preset}, train={"epochs": 1})
-        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
-        run(training, Caught(), Display(True, 1))
-        told = f"{preset}-s0: [precision]: warmup=100: fixed scales round nothing in 5 steps\n"
-        assert (told in capsys.readouterr().out) == (preset == "courbariaux")
+        line = f"{preset}-s0: [precision]: warmup=100: fixed scales round nothing in 5 steps\n"
+        said = told(prepared(job, Loopback(), tmp_path), capsys)
+        assert (line in said) == (preset == "courbariaux")
 
 
 def test_the_pictures_of_a_lenet_must_not_vanish() -> None:
@@ -422,14 +426,14 @@ def test_a_layer_that_a_later_row_has_not_is_told_before_any_row_trains(
     tables = SMALL | {"data": {"name": "idx", "dir": str(tmp_path)}}
     file, out = tmp_path / "job.toml", tmp_path / "out"
     good = {"name": "good", "gradient": {"aggregator": "topk", "exclude": ["1.weight"]}}
-    told = []
+    said = []
     for rows in ([{"name": "first"}, good, {"name": "row", "gradient": gradient}], [gradient]):
         alone = {"name": "row", "gradient": gradient}
         of_rows = {"compare": rows} if len(rows) > 1 else alone
         file.write_text(dump_toml(tables | of_rows))
         assert main(["train", str(file), "--out", str(out)]) == 2
-        told.append(capsys.readouterr().err)
+        said.append(capsys.readouterr().err)
         assert not list(out.glob("*.h5"))
-    assert told[0] == told[1] and told[0].startswith(f"cpdhpc: error: row-s0: {says}")
+    assert said[0] == said[1] and said[0].startswith(f"cpdhpc: error: row-s0: {says}")
     file.write_text(dump_toml(tables | {"compare": [{"name": "first"}, good]}))
     assert main(["train", str(file), "--out", str(out)]) == 0

@@ -17,10 +17,10 @@ from cpdhpc import store
 from cpdhpc.compress import Context, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LowBit
-from cpdhpc.lab.train.data import epoch_order
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.record import observe
-from cpdhpc.lab.train.setup import Training
+from cpdhpc.lab.train.samples import epoch_order
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
 PER_EPOCH = 4  # iterations: 100 samples in batches of 25

@@ -10,18 +10,24 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import Stop, assert_same_records
-from training import model_bytes, run_job, small_data, small_job
+from training import (
+    assert_same_records,
+    model_bytes,
+    prepared,
+    run_job,
+    small_data,
+    small_job,
+    stop,
+)
 
 from cpdhpc import store
 from cpdhpc.collectives import sparse
 from cpdhpc.compress.base import Mean
 from cpdhpc.config import merge
-from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
-from cpdhpc.lab.train.update import UPDATES, Update, UpdateRule
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.job import UPDATES
+from cpdhpc.lab.train.training import Training
+from cpdhpc.lab.train.update import Update, UpdateRule
 from cpdhpc.torch.controllers import CONTROLLERS, Control, Controller, Scheduled, Settings
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
@@ -150,17 +156,14 @@ def test_resumed_is_undisturbed(tmp_path: Path, name: str) -> None:
     job = small_job(**merge({"train": {"telemetry_every": 2}}, CHANGES[name]))
     (tmp_path / "whole").mkdir()
     whole = run_job(job, Loopback(3), tmp_path / "whole")
-    files, caught = Files.of(tmp_path, job), Caught()
+    files = Files.of(tmp_path, job)
     for after in (1, 2):
-        stopped = prepare(job, Loopback(3), small_data(), files)
+        stopped = prepared(job, Loopback(3), files)
         stopped.resume()
-        with pytest.raises(Interrupted):
-            run(stopped, caught, Stop(caught, after))
+        stop(stopped, after)
         if name in OWN and stopped.iteration % 3:
             assert len({model.tobytes() for model in models(stopped)}) == 3
-    training = prepare(job, Loopback(3), small_data(), files)
-    training.resume()
-    run(training, Caught(), Display(False, 1))
+    training = run_job(job, Loopback(3), files, resume=True)
     assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert_same_records(files.record, whole.files.record)
     assert [m.tobytes() for m in models(training)] == [m.tobytes() for m in models(whole)]
@@ -177,11 +180,11 @@ def test_local_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
     """Three models in a loop of its own, for three steps: their mean is what remains."""
     job = small_job(train={"epochs": 1, "batch": 34}, **CHANGES["local"])
     training = run_job(job, Loopback(3), tmp_path)
-    data, single = small_data(), prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+    data, single = small_data(), prepared(job, Loopback(1), tmp_path)
     start = [p.detach().clone() for p in single.model.parameters()]
     order = store.read(training.files.record)[0]["steps"]["iteration"]
     assert len(order) == 3
-    from cpdhpc.lab.train.data import epoch_order, shard
+    from cpdhpc.lab.train.samples import epoch_order, shard
 
     wanted = []
     for rank in range(3):

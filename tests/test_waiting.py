@@ -33,9 +33,9 @@ from cpdhpc.compress.base import Context
 from cpdhpc.compress.bucket import Bucket, State
 from cpdhpc.config import ConfigError, read_toml
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job, read
 from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.output import Files
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.world.ranks import Loopback

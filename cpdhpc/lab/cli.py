@@ -169,7 +169,7 @@ class Command:
     def run(self, *given: Any) -> int:
         """Run it, collectively where it is on_ranks, and return the exit status."""
         if getattr(given[0], "png", None) is not None:
-            from .outputs import check_picture
+            from .settings import check_picture
 
             look = partial(check_picture, given[0].png, "--png")
             given[1].on_first(look) if self.on_ranks else look()

@@ -1,7 +1,8 @@
-"""The option --set KEY=VALUE of commands: values laid over a file's, and blamed for errors."""
+"""Options that commands share: --set KEY=VALUE, laid over a file's, and files to be written."""
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from argparse import ArgumentParser, Namespace
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import ConfigError, Raw, merge
+from ..config import ConfigError, Raw, UserError, merge
 
 T = TypeVar("T")
 
@@ -89,3 +90,21 @@ def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
             more = f"but several: change the file, or give all, as {table}=[{{...}}]"
             said = f"is not a table{f', {more}' if isinstance(here, list) else ''}"
             raise ConfigError(f"--set {setting}: {table} {said}")
+
+
+def check_file(path: Path, option: str) -> None:
+    """Raise UserError where no file can be written at a path; option: as --out, for the message."""
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"{option} {path}: {path.parent} is no directory that can be written to")
+    if path.is_dir():
+        raise UserError(f"{option} {path}: is a directory: must be a file in one")
+
+
+def check_picture(path: Path, option: str) -> None:
+    """Raise UserError where no picture can be written at a path: as check_file, and its ending."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    check_file(path, option)
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise UserError(f"{option} {path}: must end in one of .{', .'.join(known)}")

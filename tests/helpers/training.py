@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,13 +17,15 @@ import pytest
 
 from cpdhpc import store
 from cpdhpc.config import merge, validate
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import Dataset
-from cpdhpc.lab.train.datasets import Idx
+from cpdhpc.lab.signals import Caught, Interrupted
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.data import Idx
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.samples import Dataset, Source
+from cpdhpc.lab.train.setup import prepare
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +60,69 @@ def small_data(seed: int = 0) -> Dataset:
     return Dataset(images[:100], labels[:100], images[100:], labels[100:], classes=8)
 
 
-def run_job(job: Job, world: Ranks, directory: Path, *, resume: bool = False) -> Training:
-    """Run a job on the small data; resume: from its checkpoint where there is one."""
-    training = prepare(job, world, small_data(), Files.of(directory, job))
-    if resume:
-        training.resume()
+def prepared(
+    job: Job, world: Ranks, place: Path | Files, data: Dataset | Source | None = None
+) -> Training:
+    """A run that is about to begin, on the small data or others; place: its directory or files."""
+    files = place if isinstance(place, Files) else Files.of(place, job)
+    return prepare(job, world, small_data() if data is None else data, files)
+
+
+def finish(training: Training) -> Training:
+    """Run to the end, and say nothing."""
     run(training, Caught(), Display(False, 1))
     return training
+
+
+def told(training: Training, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run to the end, and return what is said."""
+    run(training, Caught(), Display(True, 1))
+    return capsys.readouterr().out
+
+
+class Stop(Display):
+    """Raises a flag after some steps, as a signal would; stays: and leaves it."""
+
+    def __init__(self, caught: Caught, after: int, stays: bool = False) -> None:
+        super().__init__(False, 1)
+        self.caught, self.after, self.stays = caught, after, stays
+
+    def step(self, samples: int = 1, note: str | None = None) -> None:
+        self.after -= 1
+        is_raised = self.after == 0 or (self.stays and self.after < 0)
+        self.caught.number = signal.SIGTERM if is_raised else 0
+
+
+def stop(training: Training, after: int, stays: bool = False) -> Training:
+    """Run until a signal after some steps has ended it."""
+    caught = Caught()
+    with pytest.raises(Interrupted):
+        run(training, caught, Stop(caught, after, stays))
+    return training
+
+
+def run_job(
+    job: Job,
+    world: Ranks,
+    place: Path | Files,
+    data: Dataset | Source | None = None,
+    *,
+    resume: bool = False,
+) -> Training:
+    """Run a job to the end; see prepared. resume: from its checkpoint if there is one."""
+    training = prepared(job, world, place, data)
+    if resume:
+        training.resume()
+    return finish(training)
+
+
+def assert_same_records(one: Path, other: Path) -> None:
+    """All but the times."""
+    left, right = store.read(one)[0], store.read(other)[0]
+    for group, columns in left.items():
+        for name, column in columns.items():
+            if name != "time_s":
+                assert column.tobytes() == right[group][name].tobytes(), (group, name)
 
 
 def model_bytes(checkpoint: Path) -> bytes:

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from test_imports import JOB, THEIRS
+from training import finish
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import load
-from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.losses import Accuracy, CrossEntropy
-from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
-from cpdhpc.lab.train.setup import Files, agreed, prepare
+from cpdhpc.lab.train.setup import agreed, prepare
 from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
@@ -64,7 +63,7 @@ def trained(
     """Weights and records of a run, but for the times and bytes."""
     (job,) = load(path, settings)
     files = Files(path.parent / f"{out}.h5", path.parent / f"{out}.checkpoint.h5")
-    run(prepare(job, world, agreed(world, job.data.load), files), Caught(), Display(False, 1))
+    finish(prepare(job, world, agreed(world, job.data.load), files))
     return [
         (group, name, array.tobytes())
         for group, arrays in store.read(files.checkpoint)[0].items()

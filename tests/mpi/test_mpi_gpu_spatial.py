@@ -20,8 +20,8 @@ from training import small_data, small_job
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.output import Files
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.ops.tensors import CPU, values_of

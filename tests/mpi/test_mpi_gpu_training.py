@@ -13,7 +13,7 @@ import torch
 from gpus import card
 from test_gpu_training import WAYS, network, steps
 from torch import distributed
-from training import model_bytes
+from training import finish, model_bytes
 
 from cpdhpc.config import UserError, validate
 from cpdhpc.lab.autoencoder import probe
@@ -21,12 +21,9 @@ from cpdhpc.lab.autoencoder.job import Autoencoder
 from cpdhpc.lab.autoencoder.training import Stack, resume, save
 from cpdhpc.lab.bench.allreduce import parse_baselines
 from cpdhpc.lab.bench.allreduce_cases import cases_of_size, group_of, missing
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.datasets import Digits
+from cpdhpc.lab.train.checkpoint import Files
+from cpdhpc.lab.train.data import Digits
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.output import Files
-from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.ops.tensors import CPU
 from cpdhpc.torch.reducer import GradientReducer
@@ -69,7 +66,7 @@ def test_digits_have_the_bits_of_the_cpu(gpu, world, direct, tmp_path_factory, o
         job = digits({"device": device, "overlap": overlap, "gpu_direct": wanted})
         (directory / device).mkdir(exist_ok=True)
         training = prepare(job, given, data, Files.of(directory / device, job))
-        run(training, Caught(), Display(False, 1))
+        finish(training)
         training.close()
         given.free()
         columns = training.record.arrays()["steps"]

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 from test_training import directory, quiet, together, world  # noqa: F401
-from training import small_job
+from training import run_job, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.commands.influence import add_arguments, run
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train import loop
 from cpdhpc.lab.train.imports import ImportedData
-from cpdhpc.lab.train.setup import Files, prepare
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 
@@ -62,8 +59,7 @@ def test_ranks_give_the_bits_of_one_process_and_one_error(
     data = {"import": "many:digits", "import_from": str(directory)}
     job = small_job(data=data, train={"keep_every": 1})
     assert isinstance(job.data, ImportedData)
-    training = prepare(job, world, job.data.load(), Files.of(directory, job))
-    loop.run(training, Caught(), quiet())
+    run_job(job, world, directory, job.data.load())
     verdicts = []
     for name, options in {
         "last": ("--test", "0:140", "--self"),

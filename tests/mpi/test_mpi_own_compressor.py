@@ -19,10 +19,11 @@ from cpdhpc.compress import Aggregator, Context, Mean
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import load
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch import GradientReducer, ddp_hook
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback

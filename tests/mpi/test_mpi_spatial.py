@@ -13,9 +13,10 @@ from torch import nn
 from training import small_data, small_job
 
 from cpdhpc.lab.signals import Caught
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.torch.split_images import partition
 from cpdhpc.torch.split_images.grid import ImageGrid

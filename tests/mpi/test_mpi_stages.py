@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from training import finish, prepared, run_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, merge, validate
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.data import Dataset
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import Job
-from cpdhpc.lab.train.loop import Diverged, run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, Training, prepare
+from cpdhpc.lab.train.loop import Diverged
+from cpdhpc.lab.train.samples import Dataset
+from cpdhpc.lab.train.training import Training
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
@@ -55,8 +55,7 @@ def data() -> Dataset:
 
 
 def trained(job: Job, world: Any, directory: Path) -> Training:
-    training = prepare(job, world, data(), Files.of(directory, job))
-    run(training, Caught(), Display(False, 1))
+    training = run_job(job, world, directory, data())
     training.close()
     return training
 
@@ -104,14 +103,14 @@ def test_what_one_rank_finds_ends_all_alike(world: World, directory: Path) -> No
     job = validate(Job, merge(JOB, {"stages": {"count": COUNTS[world.processes]}}), "test")
     said = []
     for damage in ("nan", "inputs", "targets"):
-        training = prepare(job, world, data(), Files.of(directory, job))
+        training = prepared(job, world, directory, data())
         before = [p.detach().clone() for p in training.model.parameters()]
         if world.process == 0 and damage == "nan":
             training.train.x[:] = np.nan  # type: ignore[attr-defined]
         if world.process == {"inputs": 0, "targets": world.processes - 1}.get(damage):
             training.train.take = gone  # type: ignore[method-assign]
         try:
-            run(training, Caught(), Display(False, 1))
+            finish(training)
         except (Diverged, KeyError) as error:
             same = all(a.equal(b) for a, b in zip(training.model.parameters(), before, strict=True))
             said.append((damage, type(error).__name__, str(error).splitlines()[0], same))
@@ -130,7 +129,7 @@ def test_processes_that_no_stages_fit(world: World, directory: Path) -> None:
     job = validate(Job, merge(JOB, {"stages": {"count": count}}), "test")
     said = ""
     try:
-        prepare(job, world, data(), Files.of(directory, job))
+        prepared(job, world, directory, data())
     except ConfigError as error:
         said = str(error)
     expected = (

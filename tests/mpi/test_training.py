@@ -12,24 +12,23 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import Stop
 from test_models import SEQUENCES, TINY, text
 from test_precision_policy import PRECISION
-from training import write_idx
+from training import finish, prepared, run_job, stop, write_idx
 
 from cpdhpc import store
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import UserError, dump_toml, merge, validate
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.signals import Caught, Interrupted, catching
-from cpdhpc.lab.train.checkpoint import state_file
+from cpdhpc.lab.signals import Interrupted, catching
+from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.command import train
-from cpdhpc.lab.train.data import Dataset
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.loop import Diverged, run
 from cpdhpc.lab.train.models import MODELS, Model
 from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import Files, prepare
+from cpdhpc.lab.train.samples import Dataset
+from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.controllers import Scheduled
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.cores import threads_of_rank
@@ -109,10 +108,10 @@ def normalised_job(row: str = "normalised", **train: Any) -> Job:
 def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
     """One sample a rank, of which BatchNorm has no variance, comes to the last ranks alone."""
     job = normalised_job(batch=2 * world.processes - 1)
-    training = prepare(job, world, data(), Files.of(directory, job))
+    training = prepared(job, world, directory, data())
     told = ""
     try:
-        run(training, Caught(), quiet())
+        finish(training)
     except UserError as error:
         told = str(error)
     said = "forward or backward: ValueError: Expected more than 1 value per channel" in told
@@ -229,11 +228,11 @@ def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path
     job = job_of(**own[row]) if row in own else normalised_job(row, batch=30)
     real = World(virtual_ranks=RANKS // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
-    run(prepare(job, real, data(), files), Caught(), quiet())
+    run_job(job, real, files, data())
     same = True
     if world.process == 0:
         alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
-        run(prepare(job, Loopback(RANKS), data(), alone), Caught(), quiet())
+        run_job(job, Loopback(RANKS), alone, data())
         same = contents(files) == contents(alone)
     together(world, same)
     real.free()
@@ -244,7 +243,7 @@ def test_decisions_are_taken_in_the_runs_above(world: World, directory: Path, na
     """The batch grows, and the rate falls before the 22 steps of the warm-up are over."""
     job = job_of(**CONTROLLED[name])
     training = prepare(job, World(virtual_ranks=2), data(), Files.of(directory, job))
-    run(training, Caught(), quiet())
+    finish(training)
     steps = training.record.arrays()["steps"]
     verdict = {
         "noise_scale": lambda: np.isfinite(steps["gradient_norm2"]).all(),
@@ -266,11 +265,11 @@ def test_ranks_that_decide_differently_are_told(world: World, directory: Path) -
     if world.processes == 1:
         pytest.skip("one process decides alike")
     job = job_of()
-    training = prepare(job, world, data(), Files.of(directory, job))
+    training = prepared(job, world, directory, data())
     training.controller = Uneven(job.settings(60, world))
     said = ""
     try:
-        run(training, Caught(), quiet())
+        finish(training)
     except ValueError as error:
         said = str(error)
     together(world, "learning rate" in said, training.iteration == 0)
@@ -282,7 +281,7 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
     A process alone has none for MPI's own collectives, which check the arguments and find APS's
     largest exponents.
     """
-    (kept,) = [*files.checkpoint.parent.glob(state_file(files.checkpoint, "*").name)] or [None]
+    (kept,) = [*files.checkpoint.parent.glob(files.state("*").name)] or [None]
     return [
         ("state", "", kept.read_bytes() if kept else b""),
         *(
@@ -306,11 +305,11 @@ def test_the_models_give_the_same_bits_on_real_and_virtual_ranks(
     job = validate(Job, job.plain() | {"model": {"name": name, **TINY[name]}}, "test")
     real = World(virtual_ranks=4 // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
-    run(prepare(job, real, source, files), Caught(), quiet())
+    run_job(job, real, files, source)
     same = True
     if world.process == 0:
         alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
-        run(prepare(job, Loopback(4), source, alone), Caught(), quiet())
+        run_job(job, Loopback(4), alone, source)
         same = contents(files) == contents(alone)
     together(world, same)
     real.free()
@@ -331,12 +330,10 @@ def test_residuals_are_saved_by_all_and_taken_over(
     )
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
     real = World(virtual_ranks=RANKS // world.processes)
-    first, caught = prepare(job, real, data(), files), Caught()
-    with pytest.raises(Interrupted):
-        run(first, caught, Stop(caught, 1))
+    first = stop(prepared(job, real, files, data()), 1)
     kept = {key: np.concatenate(world.gather(entry.array)) for key, entry in first.reducer.state}
     there = World(virtual_ranks=1) if later else real
-    training = prepare(job, there, data(), files)
+    training = prepared(job, there, files, data())
     training.resume()
     found = {
         key: np.concatenate(world.gather(entry.array)) for key, entry in training.reducer.state
@@ -346,10 +343,10 @@ def test_residuals_are_saved_by_all_and_taken_over(
         total = kept[key].sum(axis=0, dtype=np.float64).astype(np.float32)
         as_it_was = len(rows) == RANKS and np.array_equal(rows, kept[key])
         same &= as_it_was or (later and np.array_equal(rows.sum(axis=0), total))
-    run(training, Caught(), quiet())
+    finish(training)
     if world.process == 0 and not later:
         alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
-        run(prepare(job, Loopback(RANKS), data(), alone), Caught(), quiet())
+        run_job(job, Loopback(RANKS), alone, data())
         same &= contents(files) == contents(alone)
     together(world, same)
     real.free()
@@ -383,9 +380,7 @@ def test_a_run_whose_optimizer_keeps_nothing_goes_on(
                 **WITHOUT_MOMENTUM[row] | {"optimizer": {"momentum": 0.0}},
                 train={"epochs": epochs},
             )
-            training = prepare(job, real, data(), files)
-            training.resume()
-            run(training, Caught(), quiet())
+            run_job(job, real, files, data(), resume=True)
         found.append(contents(files) if world.process == 0 else None)
     together(world, found[0] == found[1])
     real.free()
@@ -393,8 +388,7 @@ def test_a_run_whose_optimizer_keeps_nothing_goes_on(
 
 def test_all_processes_hold_the_same_model(world: World, directory: Path) -> None:
     job = job_of(gradient=ROWS["aps"])
-    training = prepare(job, world, data(), Files.of(directory, job))
-    run(training, Caught(), quiet())
+    training = run_job(job, world, directory, data())
     weights = b"".join(p.detach().numpy().tobytes() for p in training.model.parameters())
     together(world, len(set(world.gather(weights))) == 1)
 
@@ -403,7 +397,7 @@ def test_all_processes_hold_the_same_model(world: World, directory: Path) -> Non
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, directory: Path) -> None:
     job = job_of(train={"epochs": 100000})
     files = Files.of(directory, job)
-    training = prepare(job, world, data(), files)
+    training = prepared(job, world, files, data())
     if world.process == world.processes - 1:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     stopped = None
@@ -415,7 +409,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, direc
     status = store.read_attributes(files.record)["status"]
     at = store.read_attributes(files.checkpoint)["iteration"]
     together(world, stopped == signal.SIGUSR1, status == "interrupted", at == training.iteration)
-    again = prepare(job, world, data(), files)
+    again = prepared(job, world, files, data())
     again.resume()
     together(world, again.iteration == at)
 
@@ -443,15 +437,15 @@ def test_nan_on_one_process_stops_all_with_the_checkpoint_as_it_was(
 ) -> None:
     job = job_of(gradient=ROWS["stochastic"])
     files = Files.of(directory, job)
-    run(prepare(job, world, data(), files), Caught(), quiet())
+    run_job(job, world, files, data())
     before = files.checkpoint.read_bytes()
     world.barrier()
-    training = prepare(job, world, data(), files)
+    training = prepared(job, world, files, data())
     if world.process == world.processes - 1:
         training.train.x[:] = torch.nan
     said = ""
     try:
-        run(training, Caught(), quiet())
+        finish(training)
     except Diverged as error:
         said = str(error)
     where = f"on rank {world.processes - 1}"

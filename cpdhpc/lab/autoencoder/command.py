@@ -14,7 +14,7 @@ from ... import store
 from ...config import ConfigError
 from ...world.mpi import World
 from ..signals import Caught, Interrupted, catching
-from ..train.output import Files, claimed
+from ..train.checkpoint import Files, claimed
 from ..train.progress import Display
 from .job import Geometry, load
 from .layer import MacroLayer

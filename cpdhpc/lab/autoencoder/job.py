@@ -34,8 +34,8 @@ from ...ordinary import open_ordinary
 from ...whole_files import read_file_of
 from ...world.ranks import Ranks
 from ..settings import blaming, override
-from ..train.data import DataError
-from ..train.datasets import find, read_digits, read_idx
+from ..train.data import find, read_digits, read_idx
+from ..train.samples import DataError
 
 Array = npt.NDArray[Any]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -415,7 +415,7 @@ class Autoencoder(Section):
 
     def set_process(self, world: Ranks) -> None:
         """Set torch's threads, and what becomes of freed memory, for this process."""
-        from ..train.device import own_threads
+        from ..train.setup import own_threads
 
         own_threads(world, self.train.threads)
         if self.train.keep_memory:

@@ -20,8 +20,8 @@ import torch
 from ...darray.array import DistArray
 from ...ops.tensors import listed, values_of
 from ...world.ranks import Ranks
-from ..train.data import DataError
-from ..train.datasets import read_digits
+from ..train.data import read_digits
+from ..train.samples import DataError
 from .job import Images
 from .training import Stack
 

@@ -25,7 +25,7 @@ from ...world.files import opened
 from ...world.ranks import Ranks
 from .. import provenance
 from ..train.checkpoint import CheckpointError, check_same
-from ..train.device import own_device
+from ..train.setup import own_device
 from .job import MAY_DIFFER, Autoencoder, Images, procs_of, stack
 from .layer import MacroLayer
 

@@ -27,9 +27,9 @@ from ...formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
 from ...methods import ACCUMULATES, EXACT, USUAL
 from ...ops import cpu
 from ...world.ranks import Loopback
-from ..outputs import check_file
 from ..precision import measures
 from ..report.figures import Axis, Chart, Panel, Series, image, styles
+from ..settings import check_file
 from .harness import check_options, parse_counts, parse_names
 
 SCALINGS = {  # label: (scaling, headroom)

@@ -22,8 +22,8 @@ from ...ops import on_gpu
 from ...world.gpu_messages import gpu_aware, use_gpu
 from ...world.mpi import library_version
 from ...world.ranks import Ranks, Wait
-from ..outputs import check_file
 from ..provenance import cpu_clone, hosts, processor
+from ..settings import check_file
 
 Name = TypeVar("Name")
 Floats = NDArray[np.float64]

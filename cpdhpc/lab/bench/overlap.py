@@ -31,13 +31,13 @@ from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..settings import add_settings, settings_of
 from ..signals import Caught
+from ..train.checkpoint import Files
 from ..train.command import Trainer, check_jobs
-from ..train.data import Dataset, Source, shard
-from ..train.device import own_threads, taken
 from ..train.job import Job, load
-from ..train.output import Files
-from ..train.setup import Training, prepare
+from ..train.samples import Dataset, Source, shard, taken
+from ..train.setup import own_threads, prepare
 from ..train.step import backward
+from ..train.training import Training
 from .harness import Times, add_repeats, check_options, interleave_ranks, machine_line
 from .traffic import LATE
 

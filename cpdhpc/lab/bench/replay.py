@@ -281,9 +281,9 @@ def of_digits(ranks: int) -> list[Gradients]:
     """
     from ...config import validate
     from ...world.ranks import Loopback
-    from ..train.data import epoch_order
+    from ..train.checkpoint import Files
     from ..train.job import Job
-    from ..train.output import Files
+    from ..train.samples import epoch_order
     from ..train.setup import prepare
 
     train = {"batch": SAMPLES * ranks, "threads": 1, "learning_rate": 0.05}

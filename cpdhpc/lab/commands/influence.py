@@ -16,7 +16,7 @@ from pathlib import Path
 from ... import store
 from ...ops import set_kernel_threads
 from ...world.ranks import Ranks
-from ..influence.show import draw, tables
+from ..influence import draw, tables
 from ..settings import add_settings
 from ..train.progress import Display
 
@@ -53,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Find the scores, write and show them. Collective. Raises UserError on all ranks alike."""
     from ..influence.scores import KIND, Scores, planned
-    from ..train.device import own_threads
-    from ..train.setup import agreed
+    from ..train.setup import agreed, own_threads
 
     plan = agreed(world, lambda: planned(arguments))
     set_kernel_threads(own_threads(world, plan.job.train.threads))

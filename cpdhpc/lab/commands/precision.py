@@ -74,8 +74,8 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
     Raises ConfigError on all alike, before training, where they ask for no iteration; UserError
     behind all runs where some diverged.
     """
+    from ..train.checkpoint import Files
     from ..train.command import train
-    from ..train.output import Files
     from ..train.setup import agreed
 
     settings = list(given := _settings(arguments))
@@ -294,7 +294,7 @@ def run_show(arguments: argparse.Namespace) -> None:
 def _table(job: Job) -> list[str]:
     """Return a line for each layer that has parameters or products."""
     from ...torch.precision.conversion import BY_TORCH, resolved, unconverted
-    from ..train.fitting import build_model
+    from ..train.setup import build_model
 
     model = build_model(job, job.data.load())
     said, left = resolved(model, job.precision), unconverted(model)

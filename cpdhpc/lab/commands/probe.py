@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     from ..autoencoder import probe
     from ..autoencoder.job import load
     from ..autoencoder.training import Stack, resume
-    from ..train.output import Files
+    from ..train.checkpoint import Files
 
     png = arguments.png
 

@@ -36,7 +36,7 @@ def _search_report(path: Path) -> Report:
 
 
 def _influence_report(path: Path) -> Report:
-    from ..influence.show import tables
+    from ..influence import tables
 
     return Report(f"Influence: {path.name}", [], [Section("Influence", tables(path, TOP))])
 

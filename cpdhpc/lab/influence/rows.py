@@ -95,7 +95,6 @@ class LastLayer(SampleGradients):
         self.factors = False
 
     def rows(self, inputs: torch.Tensor, targets: torch.Tensor) -> Rows:
-        """Return the rows and the losses. See SampleGradients.rows."""
         passed = list[tuple[torch.Tensor, torch.Tensor]]()
         hook = self.layer.register_forward_hook(lambda _, x, y: passed.append((x[0], y)))
         try:
@@ -134,7 +133,6 @@ class LastLayer(SampleGradients):
         return (e * e).sum(1) * (h * h).sum(1)
 
     def dense(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the gradients of rows. See SampleGradients.dense."""
         if not self.factors:
             return rows
         m, k = self.layer.out_features, self.layer.in_features
@@ -167,7 +165,6 @@ class Layers(SampleGradients):
         self.recurrent = any(isinstance(each, nn.RNNBase) for each in model.modules())
 
     def rows(self, inputs: torch.Tensor, targets: torch.Tensor) -> Rows:
-        """Return gradients and losses. See SampleGradients.rows."""
         if self.recurrent:
             each = [self._row(x[None], y[None]) for x, y in zip(inputs, targets, strict=True)]
             return torch.stack([row for row, _ in each]), torch.cat([loss for _, loss in each])

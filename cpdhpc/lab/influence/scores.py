@@ -21,18 +21,24 @@ from ...config import IMPORT_FROM, ConfigError, UserError, told, validate
 from ...partition import split
 from ...world import files
 from ...world.ranks import Ranks
-from ..outputs import check_file
-from ..settings import override
-from ..train import weights
-from ..train.checkpoint import CheckpointError, check_job, load_model
-from ..train.data import Samples
-from ..train.fitting import build_model, check_fit, samples_of
+from ..settings import check_file, override
+from ..train.checkpoint import (
+    CheckpointError,
+    Files,
+    Kept,
+    check_job,
+    data_digest,
+    load_model,
+    load_weights,
+    read_kept,
+)
 from ..train.job import Job, laid_over
 from ..train.losses import LossFunction
 from ..train.progress import Display
-from ..train.setup import agreed
+from ..train.samples import Samples
+from ..train.setup import agreed, build_model, check_fit, samples_of
+from . import check_images
 from .rows import LastLayer, Layers, Projection, SampleGradients
-from .show import check_images
 
 Array = npt.NDArray[Any]
 Put = Callable[[str, tuple[int, ...], Array], None]
@@ -70,7 +76,7 @@ class Run:
     model: torch.nn.Module
     train: Samples
     test: Samples
-    kept: Sequence[tuple[Path, weights.Kept]]
+    kept: Sequence[tuple[Path, Kept]]
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,7 @@ def take_over(world: Ranks, model: torch.nn.Module, path: Path) -> None:
 
     def read() -> None:
         try:
-            load_model({"model": weights.load(path)[0]}, model)
+            load_model({"model": load_weights(path)[0]}, model)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
@@ -332,7 +338,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
     kept = _kept(record, job, arguments.epochs)
     data = job.data.load()
     train, test = samples_of(data)
-    if weights.data_digest(train, test) != kept[0][1].data:
+    if data_digest(train, test) != kept[0][1].data:
         raise ConfigError(f"{record}: the data set is another one than the run's")
     wanted = Wanted(
         numbers("--test", arguments.test, len(test)),
@@ -382,10 +388,10 @@ def _job(record: Path, settings: list[str]) -> Job:
     return validate(Job, override(tomllib.loads(toml), settings, laid_over), str(record))
 
 
-def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, weights.Kept]]:
+def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, Kept]]:
     """Return the files of weights of a run, by epoch. Raises UserError where there are none."""
-    paths = record.parent.glob(weights.path_of(record, "*").name)
-    kept = sorted(((path, weights.read(path)) for path in paths), key=lambda each: each[1].epoch)
+    paths = record.parent.glob(Files.called(record.parent, record.stem).weights("*").name)
+    kept = sorted(((path, read_kept(path)) for path in paths), key=lambda each: each[1].epoch)
     if not kept:
         raise ConfigError(f"{record}: no weights were kept: train with train.keep_every")
     of_run = _job(record, []).toml()  # with the defaults of keys that its version did not have

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..study_data.study_file import StudyFile
     from ..train.job import Job
     from ..train.record import Record
-    from ..train.setup import Training
+    from ..train.training import Training
     from .base import Asked
     from .place import Place
 
@@ -152,8 +152,8 @@ class _Training(Measuring):
 
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
+        from ..train.checkpoint import Files
         from ..train.loop import run
-        from ..train.output import Files
         from ..train.progress import Display
         from ..train.setup import agreed, prepare
 

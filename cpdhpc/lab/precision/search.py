@@ -34,13 +34,12 @@ from ...torch.precision.policy import Policy
 from ..provenance import attributes
 from ..report.units import agreeing
 from ..train import gradients
+from ..train.checkpoint import Files, claimed
 from ..train.command import Trainer
-from ..train.fitting import samples_of
 from ..train.imports import ImportedAggregator
 from ..train.job import MAY_DIFFER, Job
 from ..train.loop import Diverged, gradient_of
-from ..train.output import Files, claimed
-from ..train.setup import prepare
+from ..train.setup import prepare, samples_of
 from .evidence import (
     BEYOND,
     FILE,

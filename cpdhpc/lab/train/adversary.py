@@ -12,11 +12,10 @@ from ...collectives import sparse
 from ...compress.base import Array
 from ...compress.bucket import State
 from ...config import ConfigError
-from ...ops.tensors import bytes_of, listed, of_bytes, values_of
+from ...ops.tensors import bytes_of, of_bytes, values_of
 from ...world.ranks import Ranks
-from .data import Samples
-from .device import device_of, taken
 from .losses import Adversarial, LossFunction
+from .samples import Samples, device_of, taken
 
 OF_COPIES = "adversarial_"  # begins the names of the statistics that copies have
 BEFORE = "before"  # entry of the state: float32[tau, ...], parameters of the last steps
@@ -54,26 +53,19 @@ class Adversary:
         parts = self.world.ranks // self.of.groups
         return rank % parts, parts
 
-    def backward(
+    def loss_of(
         self,
         rank: int,
         iteration: int,
-        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
         inputs: torch.Tensor,
         targets: torch.Tensor,
-        loss: LossFunction,
-        weight: float,
-        scale: float,
-    ) -> float:
-        """Leave in p.grad the gradient of this rank's part times scale, and return its loss.
+    ) -> torch.Tensor:
+        """Return the loss of a rank's part: of samples, of copies, or the mean of both.
 
-        weight: of the mean over the part. In one backward, so that hooks see each gradient once.
-        Raises ConfigError for inputs that are whole numbers.
+        As one, so that hooks see each gradient once. Raises ConfigError for whole numbers.
         """
-        optimizer.zero_grad(set_to_none=True)
         parts, losses = self.world.ranks // self.of.groups, []
-        if not len(inputs):
-            return 0.0
         if self.of.groups == 1 or rank < parts:
             losses.append(loss(self.model(inputs), targets))
         if self.of.trained and (self.of.groups == 1 or rank >= parts):
@@ -83,9 +75,7 @@ class Adversary:
                 losses.append(loss(self.model(copies), targets))
         if self.of.groups > 1 and rank == parts:  # whose statistics all are to have
             self._statistics = [each.clone() for each in self._buffers()]
-        weighted = torch.stack(losses).mean() * weight
-        weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
-        return float(listed(weighted)[0])
+        return torch.stack(losses).mean()
 
     def copies(
         self,
@@ -179,7 +169,6 @@ class Attacked:
         return len(self.samples)
 
     def take(self, index: Array, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the samples of an index. See Samples.take."""
         inputs, targets = taken(self.samples, index, seed, device_of(self.adversary.model))
         now = self.adversary.now()
         return self.adversary.copies(inputs, targets, self.loss, now), targets

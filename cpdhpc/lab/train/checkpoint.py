@@ -1,10 +1,15 @@
-"""Checkpoints: one HDF5 file with everything that a run needs to go on."""
+"""The files of a run: where they are, its checkpoint, and the weights that it keeps of epochs.
+
+A checkpoint is one HDF5 file with everything that a run needs to go on, and another with what
+methods keep of each rank.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from io import BufferedReader
@@ -12,33 +17,113 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ... import store
+from ...compress.base import Array
 from ...compress.bucket import Entry, State, redistributed
 from ...config import IMPORT_FROM, ConfigError, UserError, difference, flatten, validate, value_of
 from ...ops import to_host
-from ...ops.tensors import values_of
+from ...ops.tensors import bytes_of, values_of
 from ...world import files
 from ...world.ranks import Ranks
+from ..claim import alone
+from . import gradients
 from .job import EPOCHS, MAY_DIFFER, Job
+from .samples import Samples
 
-Array = npt.NDArray[Any]
 Groups = dict[str, dict[str, Array]]
 States = Mapping[str, State]
 REDISTRIBUTION, SHARED = "redistribution", "shared"  # attribute of datasets of a state file
+WEIGHTS = "weights"
+LOOKED_AT = 128  # samples of training and of the test that tell one data set from another
+FEW = 8  # of them, where each run has to wait for them
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the files of a run are."""
+
+    record: Path
+    checkpoint: Path
+
+    @classmethod
+    def of(cls, directory: Path, job: Job) -> Files:
+        """Return the paths of a job's files in a directory."""
+        return cls.called(directory, job.id)
+
+    @classmethod
+    def called(cls, directory: Path, run: str) -> Files:
+        """Return the paths of the files of a run of that name in a directory."""
+        return cls(directory / f"{run}.h5", directory / f"{run}.checkpoint.h5")
+
+    def written(self, job: Job) -> list[Path]:
+        """Return all files of a job's run, with those of gradients and weights that it keeps."""
+        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
+        kept = [self.weights(epoch) for epoch in job.train.kept_epochs]
+        recordings = [self.recording(job)] if job.record.number else []
+        return [self.checkpoint, self.record, *several, *kept, *recordings]
+
+    def weights(self, epoch: int | str) -> Path:
+        """Return where the weights after an epoch, counted from 1, are."""
+        return self.record.with_name(f"{self.record.stem}.{WEIGHTS}-{epoch}.h5")
+
+    def state(self, iteration: int | str) -> Path:
+        """Return where the state of methods is that belongs to the checkpoint of an iteration."""
+        return self.record.with_name(f"{self.checkpoint.stem}.state-{iteration}.h5")
+
+    def recording(self, job: Job) -> Path:
+        """Return where [record] of a job goes."""
+        beside = self.record.with_name(f"{self.record.stem}.recording.h5")
+        return Path(job.record.file) if job.record.file else beside
+
+
+@contextmanager
+def claimed(
+    world: Ranks, directory: Path, runs: Mapping[str, Collection[Path]], resume: bool
+) -> Iterator[None]:
+    """Keep others from writing the files of some runs, until the end of the block. Collective.
+
+    runs: files by the name of the run, for which process 0 holds .NAME.lock
+    Raises UserError on all processes alike where the directory cannot be written, another process
+    is at work on a run, or without resume a file is there already.
+    """
+    with ExitStack() as locks:
+        world.on_first(partial(_claim, locks, directory, runs, resume), "output")
+        yield
+
+
+def _claim(
+    locks: ExitStack, directory: Path, runs: Mapping[str, Collection[Path]], resume: bool
+) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from None
+    for name, paths in runs.items():
+        present = [path for path in paths if path.exists()]
+        if present and not resume:
+            raise ConfigError(
+                f"{present[0]}: is there already: --resume goes on from it, "
+                "--out DIR writes to another directory"
+            )
+        locks.enter_context(alone(directory / f".{name}.lock", f"run of {name}", print))
 
 
 class CheckpointError(UserError):
     """A checkpoint that does not belong to this job."""
 
 
+def weights(model: torch.nn.Module) -> dict[str, Array]:
+    """Return a model's parameters and buffers by name."""
+    return {name: values_of(tensor) for name, tensor in model.state_dict().items()}
+
+
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Groups:
     """Return the state of model and optimizer as groups of arrays."""
     moments = optimizer.state_dict()["state"]
     return {
-        "model": {name: values_of(tensor) for name, tensor in model.state_dict().items()},
+        "model": weights(model),
         "optimizer": {
             f"{index}.{name}": values_of(tensor)
             for index, state in moments.items()
@@ -116,45 +201,39 @@ def check_same(path: Path, there: str, here: str, may_differ: Iterable[str]) -> 
         raise CheckpointError(f"{path}: {key} is {said[0]} there and {said[1]} here{more}")
 
 
-def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Groups, Position]:
-    """Return a checkpoint's groups and where its run stood.
-
-    samples_seen: those of so many iterations, for files of versions that did not count samples
-
-    Raises CheckpointError, naming what differs, where it is another job's; StoreError where it
-    cannot be read.
-    """
+def read_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
+    """Return a checkpoint's groups and attributes. Raises CheckpointError for any other file."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != "checkpoint":
-        raise CheckpointError(f"{path}: is no checkpoint")
-    check_job(path, attributes["toml"], toml)
-    iteration = attributes["iteration"]
-    seen = attributes.get("samples_seen", samples_seen(iteration))
-    kept = (str(attributes.get(name, "")) for name in ("state", "data"))
-    return groups, Position(iteration, seen, attributes["ranks"], *kept)
+        raise CheckpointError(f"{path}: is no checkpoint of cpdhpc train")
+    return groups, attributes
 
 
-def load_on_all(
+def load(
     world: Ranks, path: Path, toml: str, samples_seen: Callable[[int], int]
 ) -> tuple[Groups, Position] | None:
-    """Return what load returns on process 0, None where there is no file. Collective.
+    """Return a checkpoint's groups and where its run stood, None if there is no file. Collective.
 
-    Raises CheckpointError or StoreError on all processes alike.
+    samples_seen: those of so many iterations, for files of versions that did not count samples
+    Raises on all processes alike CheckpointError, naming what differs, if it is another job's, and
+    StoreError if it cannot be read.
     """
-    loaded: tuple[Groups, Position] | None = None
+    groups: Groups = {}
 
-    def names() -> tuple[dict[str, list[Any]], Position] | None:
-        nonlocal loaded
+    def read() -> tuple[dict[str, list[Any]], Position] | None:
         if not path.exists():
             return None
-        loaded = groups, position = load(path, toml, samples_seen)
-        arrays = {g: [(n, a.shape, a.dtype) for n, a in each.items()] for g, each in groups.items()}
-        return arrays, position
+        found, of = read_checkpoint(path)
+        check_job(path, of["toml"], toml)
+        groups.update(found)
+        seen = of.get("samples_seen", samples_seen(of["iteration"]))
+        kept = (str(of.get(name, "")) for name in ("state", "data"))
+        shapes = {g: [(n, a.shape, a.dtype) for n, a in each.items()] for g, each in found.items()}
+        return shapes, Position(of["iteration"], seen, of["ranks"], *kept)
 
-    there = world.on_first(names, "resume")
+    there = world.on_first(read, "resume")
     if there is None:
         return None
-    groups: Groups = {} if loaded is None else loaded[0]
     for name, arrays in there[0].items():  # which may be none: SGD without momentum keeps nothing
         group = groups.setdefault(name, {})
         for key, shape, dtype in arrays:
@@ -162,11 +241,6 @@ def load_on_all(
             group[key] = np.ascontiguousarray(array).reshape(shape)
             world.broadcast(group[key], "resume")
     return groups, there[1]
-
-
-def state_file(path: Path, iteration: int | str) -> Path:
-    """Return where the state of methods is that belongs to a checkpoint of an iteration."""
-    return path.with_name(f"{path.stem}.state-{iteration}.h5")
 
 
 def save_states(world: Ranks, path: Path, states: States) -> str:
@@ -247,3 +321,69 @@ def _read_rows(world: Ranks, file: BufferedReader, name: str, room: store.Room) 
     if kind == SHARED:
         return Entry(array, None)
     return Entry(array if same else redistributed(array, kind, world.hosted, world.ranks), kind)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a run stood whose weights were kept.
+
+    learning_rate: of the last step before; data: see data_digest; job: as TOML text
+    """
+
+    epoch: int
+    iteration: int
+    learning_rate: float
+    data: str
+    job: str
+
+
+def data_digest(train: Samples, test: Samples, looked_at: int = LOOKED_AT) -> str:
+    """Return what tells data sets apart: how many samples there are, and some from everywhere."""
+    digest = hashlib.sha256()
+    for samples in (train, test):
+        some = np.unique(np.linspace(0, len(samples) - 1, looked_at).astype(np.int64))
+        digest.update(f"{len(samples)} samples".encode())
+        for tensor in samples.take(some, 0):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(bytes_of([tensor]).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def few_digest(train: Samples, test: Samples) -> str:
+    """Return data_digest of few samples; "" if one fails, which is told where training takes it."""
+    try:
+        return data_digest(train, test, FEW)
+    except UserError:
+        return ""
+
+
+def size_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def save_weights(path: Path, model: torch.nn.Module, here: Kept) -> None:
+    """Write parameters and buffers to a file that takes path's place when it is complete.
+
+    Raises StoreError where it cannot be written.
+    """
+    store.write(path, {"model": weights(model)}, {"kind": WEIGHTS, **asdict(here)})
+
+
+def read_kept(path: Path) -> Kept:
+    """Return where the run stood. Raises StoreError for any other file."""
+    return _kept(path, store.read_attributes(path))
+
+
+def load_weights(path: Path) -> tuple[dict[str, Array], Kept]:
+    """Return parameters and buffers by name, and where the run stood. Raises as read_kept."""
+    groups, attributes = store.read(path)
+    kept = _kept(path, attributes)
+    return groups["model"], kept
+
+
+def _kept(path: Path, attributes: Mapping[str, Any]) -> Kept:
+    if attributes.get("kind") != WEIGHTS:
+        raise store.StoreError(f"{path}: has no weights of a run: train.keep_every keeps them")
+    of = attributes
+    return Kept(of["epoch"], of["iteration"], of["learning_rate"], of["data"], of["job"])

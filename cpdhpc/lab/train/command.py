@@ -14,15 +14,13 @@ from ...config import ConfigError, flatten, value_of
 from ...torch.overlap import check_overlap
 from ...world.mpi import World
 from ..signals import Caught, catching
-from . import weights
-from .checkpoint import check_job
-from .data import Dataset, Samples, Source
-from .fitting import build_model, check_layers, names_layers, samples_of
+from .checkpoint import Files, check_job, claimed, few_digest
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
-from .output import Files, claimed
 from .progress import Display
-from .setup import Training, agreed, prepare
+from .samples import Dataset, Source
+from .setup import agreed, build_model, check_layers, names_layers, prepare, samples_of
+from .training import Training
 
 
 def train(
@@ -54,22 +52,14 @@ def _check_data(world: World, data: Dataset | Source) -> None:
     train, test = samples_of(data)
     found = {"training samples": len(train), "test samples": len(test)}
     _agree_on(world, found, "train: data")
-    digests = world.gather(_digest(train, test))
+    first, again = few_digest(train, test), few_digest(train, test)
+    digests = world.gather(first if first == again else "")  # else drawn by chance when taken
     for rank, digest in enumerate(digests):
         if "" not in digests and digest != digests[0]:
             raise ConfigError(
                 f"train: samples of rank {rank} are other ones than those of rank 0: each "
                 "rank takes a share of the same"
             )
-
-
-def _digest(train: Samples, test: Samples) -> str:
-    """Return that of a few samples; "" where one fails, or is drawn by chance when it is taken."""
-    try:
-        first, again = (weights.data_digest(train, test, weights.FEW) for _ in range(2))
-    except Exception:  # of an item, which is told where training takes it
-        return ""
-    return first if first == again else ""
 
 
 def _agree_on(world: World, found: dict[str, Any], what: str) -> None:
@@ -124,7 +114,10 @@ class Trainer:
             todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
             self._check_layers([job for job, _ in todo])
             display = Display(self.shown, len(todo))
-            display.line(_announcement(world, len(jobs), len(todo), directory))
+            done = len(jobs) - len(todo)
+            skipped = f", {done} complete already" if done else ""
+            runs = f"{len(todo)} runs on {world.processes} processes into {directory}{skipped}"
+            display.line(f"cpdhpc: {runs}")
             for job, former_epochs in todo:
                 training = prepare(job, self.world_of(job), self.data_of(job), files[job.id])
                 if resume:
@@ -213,8 +206,3 @@ def _same_rates(training: Training, former_epochs: int) -> bool:
     former, now = build(replace(settings, epochs=former_epochs)), build(settings)
     steps = range(0, training.samples_seen, training.job.train.batch)
     return all(former.next(seen) == now.next(seen) for seen in steps)
-
-
-def _announcement(world: World, jobs: int, todo: int, directory: Path) -> str:
-    skipped = f", {jobs - todo} complete already" if todo < jobs else ""
-    return f"cpdhpc: {todo} runs on {world.processes} processes into {directory}{skipped}"

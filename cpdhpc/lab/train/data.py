@@ -1,106 +1,26 @@
-"""Samples as training sees them, and which of them an iteration takes."""
+"""Data sets of job files, and changes of their images."""
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
+import math
+import zlib
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-import numpy.typing as npt
+from pydantic import Field, model_validator
 
-from ...config import Section, UserError
-from ...partition import split
+from ... import store
+from ...config import Above0, ConfigError, NotNegative, Positive, Section, Whole
+from ...randomness import random_key
+from .samples import Array, DataError, Dataset, Samples, Source, split_order
 
 if TYPE_CHECKING:
     import torch
-
-Array = npt.NDArray[Any]
-
-_SPLIT, _EPOCH = 1, 2  # streams of random numbers
-
-
-class DataError(UserError):
-    """Data that is missing or damaged."""
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Inputs, as images in 0..1, and their labels or other targets, in memory.
-
-    train_x, test_x: float32[n, ...], or uint8[n, ...] that are to be divided by 255 as they are
-        taken, which needs a quarter of the memory
-    train_y, test_y: int64[n], 0..classes - 1; or float32[n, classes], values to be found
-    mean, deviation: float32[channels], by which inputs are normalised then; empty: they are not
-    """
-
-    train_x: Array
-    train_y: Array
-    test_x: Array
-    test_y: Array
-    classes: int
-    mean: Array = field(default_factory=lambda: np.empty(0, np.float32))
-    deviation: Array = field(default_factory=lambda: np.empty(0, np.float32))
-
-    @property
-    def image_shape(self) -> tuple[int, ...]:
-        """The shape of an input."""
-        return tuple(map(int, self.train_x.shape[1:]))
-
-
-class Samples(Protocol):
-    """Pairs (input, target) by number, as lab/train/samples.py has them."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, index: Array, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the samples int64[b] as two tensors whose first axis is the sample.
-
-        seed: of what a sample is to chance, with its number: so alike on any number of ranks
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """Samples that are no arrays.
-
-    image_shape: of an input; classes: 0 where they are unknown
-    directory: where modules of the user's that make the items are looked for; None: there are none
-    """
-
-    train: Samples
-    test: Samples
-    image_shape: tuple[int, ...]
-    classes: int
-    directory: str | None = None
-
-
-def permutation(n: int, seed: int, *path: int) -> Array:
-    """Return int64[n], the order of 0..n-1 that (seed, *path) chooses, the same everywhere.
-
-    It is made of the raw stream of a bit generator, which NumPy promises not to change.
-    """
-    draws = np.random.Philox(np.random.SeedSequence([seed, *path])).random_raw(n)
-    return np.argsort(draws, kind="stable")
-
-
-def split_order(n: int, test_share: float, seed: int) -> tuple[Array, Array]:
-    """Return the indices of the training samples and those of the test samples."""
-    order = permutation(n, seed, _SPLIT)
-    test = min(max(round(n * test_share), 1), n - 1)
-    return order[test:], order[:test]
-
-
-def epoch_order(n: int, seed: int, epoch: int) -> Array:
-    """Return the order in which an epoch goes through n samples, the same on all ranks."""
-    return permutation(n, seed, _EPOCH, epoch)
-
-
-def shard(batch: Array, ranks: int, rank: int) -> Array:
-    """Return the part of a global batch that one rank computes on; it may be empty."""
-    start, stop = split(batch.size, ranks, rank)
-    return batch[start:stop]
 
 
 class Data(Section):
@@ -109,3 +29,387 @@ class Data(Section):
     @abstractmethod
     def load(self) -> Dataset | Source:
         """Return the samples. Raises DataError, naming the file, where one is missing or unfit."""
+
+
+STREAM = 5  # of random numbers
+
+
+class Augment(Section):
+    """[augment]: what happens to training images by chance, drawn by seed, epoch and sample.
+
+    crop: zeros added on each side, of which an image's size is cut out anywhere; 0: none
+    flip: left and right are exchanged in half of the images
+    cutout: side of a square around any pixel that becomes zero, cut at the borders; 0: none
+    Zeros are those of the scaled inputs: the mean, where they are normalised.
+    Source: crop and flip as He et al.: Deep residual learning, CVPR 2016, section 4.2; DeVries,
+    Taylor: Improved regularization with cutout, arXiv 1708.04552.
+    """
+
+    crop: Whole = 0
+    flip: bool = False
+    cutout: Whole = 0
+
+    def of(self, samples: Samples) -> Samples:
+        """Return the samples, whose images change as they are taken."""
+        return _Augmented(samples, self) if self.crop or self.flip or self.cutout else samples
+
+    def draws(self, index: Array, seed: int, height: int, width: int) -> Array:
+        """Return int64[b, 5]: rows and columns down and right, flipped, pixel that is cut out."""
+        ends = np.array([2 * self.crop + 1, 2 * self.crop + 1, 2, height, width])
+        words = [
+            [word for part in range(3) for word in random_key(seed, STREAM, item, part)][:5]
+            for item in index.tolist()
+        ]
+        return np.array(words, np.int64).reshape(-1, 5) % ends
+
+
+class _Augmented:
+    def __init__(self, samples: Samples, augment: Augment) -> None:
+        self.samples, self.augment = samples, augment
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, index: Array, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the samples int64[b]. Raises ConfigError where they are no images."""
+        import torch
+
+        x, y = self.samples.take(index, seed)
+        if x.ndim not in (3, 4) or not x.is_floating_point():
+            came = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+            raise ConfigError(
+                f"augment: inputs {came}: must be floats [b, height, width] or "
+                "[b, channels, height, width]"
+            )
+        height, width = x.shape[-2:]
+        drawn = torch.from_numpy(self.augment.draws(index, seed, height, width))
+        down, right, flipped, centre_y, centre_x = (each[:, None] for each in drawn.T)
+        rows, columns = torch.arange(height), torch.arange(width)
+        side, before = self.augment.cutout, self.augment.cutout // 2
+        top, left = rows - centre_y + before, columns - centre_x + before
+        if self.augment.flip:
+            columns = torch.where(flipped == 1, width - 1 - columns, columns)
+        padded = torch.nn.functional.pad(x, [self.augment.crop] * 4)
+        where = (down + rows)[:, :, None], (right + columns)[:, None, :]
+        images = padded.movedim(1, -1) if x.ndim == 4 else padded
+        cut = images[torch.arange(len(x))[:, None, None], *where]  # [b, height, width(, channels)]
+        changed = cut.movedim(-1, 1) if x.ndim == 4 else cut
+        if side:
+            inside = ((top >= 0) & (top < side))[:, :, None] & ((left >= 0) & (left < side))[
+                :, None
+            ]
+            changed = changed.masked_fill(inside if x.ndim == 3 else inside[:, None], 0)
+        return changed.contiguous(), y
+
+
+@cache
+def read_digits() -> tuple[Array, Array]:
+    """Return float64[1797, 8, 8] pixels of 0..16 and int64[1797] labels, from scikit-learn's file.
+
+    Read-only. As sklearn.datasets.load_digits, whose import takes longer than a small training.
+    Raises ModuleNotFoundError without scikit-learn.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(path, "rt", encoding="ascii") as file:
+        rows = np.loadtxt(file, delimiter=",")
+    images, labels = rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+    images.flags.writeable = labels.flags.writeable = False
+    return images, labels
+
+
+class Digits(Data):
+    """[data] name = "digits": 1,797 handwritten digits of 8 x 8 pixels, which scikit-learn has.
+
+    test_share: of all images; split_seed: by which they are chosen
+    Source: Alpaydin, Kaynak: Optical recognition of digits, UCI 1998.
+    """
+
+    name: Literal["digits"] = "digits"
+    test_share: Annotated[float, Field(gt=0, lt=1)] = 1 / 3
+    split_seed: Whole = 0
+
+    def load(self) -> Dataset:
+        """Return the images, split by split_seed into training and test samples."""
+        images, y = read_digits()
+        x = (images / 16).astype(np.float32)  # pixels are 0..16
+        train, test = split_order(len(y), self.test_share, self.split_seed)
+        return Dataset(x[train], y[train], x[test], y[test], classes=10)
+
+
+UINT8 = 0x08  # the type byte of the magic number
+
+
+class Idx(Data):
+    """[data] name = "idx": four files in one directory, each also found with .gz at its end.
+
+    dir: the directory; train_images, train_labels, test_images, test_labels: names of the files
+    train_samples, test_samples: the first ones that are taken; all where not given
+    """
+
+    name: Literal["idx"] = "idx"
+    dir: str
+    train_images: str = "train-images-idx3-ubyte"
+    train_labels: str = "train-labels-idx1-ubyte"
+    test_images: str = "t10k-images-idx3-ubyte"
+    test_labels: str = "t10k-labels-idx1-ubyte"
+    train_samples: int | None = Field(None, ge=1)
+    test_samples: int | None = Field(None, ge=1)
+
+    def load(self) -> Dataset:
+        """Return the images and labels. Raises DataError, naming the file, where one is unfit."""
+        train = self._pair(self.train_images, self.train_labels, self.train_samples)
+        test = self._pair(self.test_images, self.test_labels, self.test_samples)
+        if train[0].shape[1:] != test[0].shape[1:]:
+            raise DataError(
+                f"{self.dir}: training images are {train[0].shape[1:]}, "
+                f"test images {test[0].shape[1:]} pixels"
+            )
+        return Dataset(*train, *test, classes=int(max(train[1].max(), test[1].max())) + 1)
+
+    def _pair(self, images: str, labels: str, samples: int | None) -> tuple[Array, Array]:
+        x = read_idx(find(Path(self.dir), images, "data.dir: "), dims=3)
+        y = read_idx(find(Path(self.dir), labels, "data.dir: "), dims=1)
+        if len(x) != len(y) or not len(x):
+            raise DataError(f"{Path(self.dir) / images}: {len(x)} images, but {len(y)} labels")
+        x, y = x[:samples], y[:samples]
+        return (x / np.float32(255)).astype(np.float32), y.astype(np.int64)
+
+
+def find(directory: Path, name: str, key: str = "") -> Path:
+    """Return the path of a file, or of its compressed form. Raises DataError where neither is.
+
+    key: of the job file, which says where the file is: what the message begins with
+    """
+    for path in (directory / name, directory / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise DataError(f"{key}{directory / name}: there is no such file, nor one with .gz at its end")
+
+
+def read_idx(path: Path, dims: int) -> Array:
+    """Return uint8[...] of an IDX file with that number of dimensions.
+
+    Raises DataError where the magic number, the dimensions or the length are not as they should be.
+    Source: Y. LeCun, THE MNIST DATABASE, "file formats": big-endian, type and rank in the magic.
+    """
+    content = _bytes(path)
+    header = 4 + 4 * dims
+    if len(content) < header:
+        raise DataError(f"{path}: {len(content)} bytes, the header alone has {header}")
+    magic = int.from_bytes(content[:4], "big")
+    if magic != UINT8 << 8 | dims:
+        raise DataError(f"{path}: magic number {magic:#010x}, should be {UINT8 << 8 | dims:#010x}")
+    shape = tuple(int(n) for n in np.frombuffer(content, ">u4", dims, offset=4))
+    expected = header + math.prod(shape)
+    if len(content) != expected:
+        size = " x ".join(map(str, shape))
+        raise DataError(f"{path}: {len(content)} bytes, {size} values need {expected}")
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    except OSError as error:  # BadGzipFile is one too
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error) as error:
+        size = path.stat().st_size
+        raise DataError(f"{path}: {size} bytes, the gzip stream is damaged: {error}") from None
+
+
+class Cifar10(Data):
+    """[data] name = "cifar10": the binary version of CIFAR-10, colour images of 32 x 32 pixels.
+
+    dir: has data_batch_1.bin to data_batch_5.bin and test_batch.bin, each also found with .gz
+    normalise: each channel less its mean over the training images, over its standard deviation
+    train_samples, test_samples: the first ones that are taken; all where not given
+    Source: Krizhevsky: Learning multiple layers of features from tiny images, 2009; a record is a
+    label and 3 x 32 x 32 bytes, channels first.
+    """
+
+    name: Literal["cifar10"] = "cifar10"
+    dir: str
+    normalise: bool = False
+    train_samples: int | None = Field(None, ge=1)
+    test_samples: int | None = Field(None, ge=1)
+
+    def load(self) -> Dataset:
+        """Return the images, in bytes. Raises DataError, naming the file, where one is unfit."""
+        names = [f"data_batch_{number}.bin" for number in range(1, 6)]
+        train_x, train_y = self._records(names, self.train_samples)
+        test = self._records(["test_batch.bin"], self.test_samples)
+        if not self.normalise:
+            return Dataset(train_x, train_y, *test, classes=10)
+        levels = np.arange(256) / 255
+        counts = [np.bincount(train_x[:, c].ravel(), minlength=256) for c in range(3)]
+        share = np.array(counts) / train_x[:, 0].size  # of each level of each channel
+        mean = share @ levels
+        deviation = np.sqrt((share * np.square(levels - mean[:, None])).sum(1))
+        if not deviation.all():
+            raise DataError(f"{self.dir}: normalise=true: a channel has one value everywhere")
+        by = mean.astype(np.float32), deviation.astype(np.float32)
+        return Dataset(train_x, train_y, *test, 10, *by)
+
+    def _records(self, names: list[str], samples: int | None) -> tuple[Array, Array]:
+        size, parts = 1 + 3 * 32 * 32, []
+        for name in names:
+            path = find(Path(self.dir), name, "data.dir: ")
+            content = _bytes(path)
+            if not content or len(content) % size:
+                raise DataError(f"{path}: {len(content)} bytes, must be records of {size}")
+            parts.append(np.frombuffer(content, np.uint8).reshape(-1, size))
+            if (most := int(parts[-1][:, 0].max())) > 9:
+                raise DataError(f"{path}: has label {most}, must be 0 to 9")
+        records = np.concatenate(parts)[:samples]
+        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64)
+
+
+class Synthetic(Data):
+    """[data] name = "synthetic": inputs of any shape by chance, targets by a hidden linear teacher.
+
+    shape: of an input; task: "classification", the largest of classes outputs of the teacher, or
+        "regression", the outputs themselves
+    classes: outputs of the teacher; train_samples, test_samples: how many there are
+    noise: share of the labels that are drawn anew; of regression the size of what is added
+    data_seed: of inputs, teacher and noise
+    All are in memory. Inputs and teacher are multiples of 1/64, so labels are exact everywhere.
+    """
+
+    name: Literal["synthetic"] = "synthetic"
+    shape: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (16,)
+    task: Literal["classification", "regression"] = "classification"
+    classes: Positive = 10
+    train_samples: Positive = 1000
+    test_samples: Positive = 200
+    noise: NotNegative = 0.0
+    data_seed: Whole = 0
+
+    def load(self) -> Dataset:
+        """Return the samples, the same on all machines."""
+        n, values = self.train_samples + self.test_samples, math.prod(self.shape)
+        x = self._sixty_fourths(INPUTS, (n, values))
+        teacher = self._sixty_fourths(TEACHER, (self.classes, values))
+        y = np.matmul(x, teacher.T) / math.sqrt(values)  # products are exact
+        if self.task == "regression":
+            noise = self.noise * self._sixty_fourths(NOISE, y.shape)
+            y = (y + noise).astype(np.float32)
+        else:
+            y = y.argmax(1)
+            draws = np.random.Philox(np.random.SeedSequence([self.data_seed, NOISE]))
+            chance, label = draws.random_raw(2 * n).reshape(2, n) >> np.uint64(11)
+            again = chance * 2.0**-53 < self.noise
+            y[again] = (label % np.uint64(self.classes))[again]
+        x = x.astype(np.float32).reshape(n, *self.shape)
+        (train_x, test_x), (train_y, test_y) = (
+            np.split(each, [self.train_samples]) for each in (x, y)
+        )
+        return Dataset(train_x, train_y, test_x, test_y, classes=self.classes)
+
+    def _sixty_fourths(self, stream: int, shape: tuple[int, ...]) -> Array:
+        """Return float64, multiples of 1/64 from -2 to below 2, uniformly drawn."""
+        size = math.prod(shape)
+        draws = np.random.Philox(np.random.SeedSequence([self.data_seed, stream]))
+        raw = draws.random_raw(-(-size // 8)).astype("<u8").view(np.int8)
+        return (raw[:size] / 64).reshape(shape)
+
+
+INPUTS, TEACHER, NOISE = 1, 2, 3  # streams of random numbers
+
+
+class Text(Data):
+    """[data] name = "text": the characters of text files, each to be told by those before it.
+
+    files: in UTF-8, one after the other; length: characters of a sample
+    test_share: of the text, its end
+    Inputs are int64[length], numbers in the sorted characters of all files; targets are the same,
+    one character on. classes is the number of different characters.
+    """
+
+    name: Literal["text"] = "text"
+    files: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    length: Positive = 64
+    test_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+
+    def load(self) -> Source:
+        """Return the samples. Raises DataError, naming the file, for one that is no text."""
+        from .samples import Sequences
+
+        text = np.concatenate([self._points(Path(name)) for name in self.files])
+        known, tokens = np.unique(text, return_inverse=True)
+        start = len(text) - round(len(text) * self.test_share)
+        train, test = (Sequences(part, self.length) for part in (tokens[:start], tokens[start:]))
+        for name, part, samples in (("train", start, train), ("test", len(text) - start, test)):
+            if not len(samples):
+                raise DataError(
+                    f"{', '.join(self.files)}: {name} part of {part} characters: must be above "
+                    f"length={self.length}"
+                )
+        return Source(train, test, (self.length,), len(known))
+
+    @staticmethod
+    def _points(path: Path) -> Array:
+        content = _bytes(path)
+        try:
+            return np.frombuffer(content.decode("utf-8").encode("utf-32-le"), "<u4")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}: is no text in UTF-8: {error.reason} at byte {error.start}"
+            ) from None
+
+
+class Hdf5(Data):
+    """[data] name = "hdf5": rows of datasets, of which each rank reads those that it needs.
+
+    train, test: the files; x, y: the datasets of inputs and targets in both, rows along axis 0
+    classes: of integer targets; found by reading them where it is not given
+    channels_last: inputs are [n, height, width, channels], and are to be channels first
+    mean, deviation: of each channel, by which inputs are normalised
+    uint8 inputs are divided by 255 before; floats stay. Integer targets are classes, floats values.
+    """
+
+    name: Literal["hdf5"] = "hdf5"
+    train: str
+    test: str
+    x: str = "x"
+    y: str = "y"
+    classes: Annotated[int | None, Field(ge=1)] = None
+    channels_last: bool = False
+    mean: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    deviation: Annotated[tuple[Above0, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> Hdf5:
+        if len(self.mean) != len(self.deviation):
+            raise ValueError("mean and deviation: must have a value for each channel, or none")
+        return self
+
+    def load(self) -> Source:
+        """Return the samples. Raises UserError, naming the file, where one is unfit."""
+        from .samples import Rows
+
+        mean, deviation = np.array(self.mean, np.float32), np.array(self.deviation, np.float32)
+        made = []
+        for name in (self.train, self.test):
+            tables = store.Tables(Path(name), (self.x, self.y))
+            made.append(Rows(tables, mean, deviation, self.channels_last))
+        train, test = made
+        if train.sample_shape != test.sample_shape or train.target != test.target:
+            raise DataError(
+                f"{self.test}: inputs {test.sample_shape} and targets {test.target}, in "
+                f"{self.train} they are {train.sample_shape} and {train.target}"
+            )
+        return Source(train, test, train.sample_shape, self.classes or train.classes())
+
+
+DATA: dict[str, type[Data]] = {
+    "cifar10": Cifar10,
+    "digits": Digits,
+    "hdf5": Hdf5,
+    "idx": Idx,
+    "synthetic": Synthetic,
+    "text": Text,
+}

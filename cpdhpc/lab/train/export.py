@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...torch.quantized import IntegerNetwork
-    from .data import Samples
+    from .samples import Samples
 
 Array = npt.NDArray[Any]
 
@@ -63,16 +63,13 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     settings: laid over keys of data. Raises UserError where the file is no checkpoint of train, or
     the data is not the run's.
     """
-    from . import weights
-    from .checkpoint import CheckpointError, load_model
-    from .fitting import build_model, samples_of
+    from .checkpoint import FEW, CheckpointError, data_digest, load_model, read_checkpoint
+    from .setup import build_model, samples_of
 
     for setting in settings:
         if not setting.startswith("data."):
             raise ConfigError(f"--set {setting}: only keys of data may be set")
-    groups, attributes = store.read(path)
-    if attributes.get("kind") != "checkpoint":
-        raise CheckpointError(f"{path}: is no checkpoint of cpdhpc train")
+    groups, attributes = read_checkpoint(path)
     raw = override(tomllib.loads(attributes["toml"]), settings, laid_over)
     job = validate(Job, raw, str(path))
     data = job.data.load()
@@ -84,7 +81,7 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     model.eval()
     train, test = samples_of(data)
     known = attributes.get("data", "")  # older versions did not keep it
-    if known and known != weights.data_digest(train, test, weights.FEW):
+    if known and known != data_digest(train, test, FEW):
         raise ConfigError(f"{path}: the data set is another one than the run's")
     if not known:
         print(f"{path}: has no digest of its data: whether this is the run's is not known")

@@ -15,9 +15,10 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator
 from ...compress.base import Aggregator
 from ...config import ConfigError, Section, told, validate
 from ...methods import nearest
-from .data import Data, Source
+from .data import Data
 from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
+from .samples import Source
 
 if TYPE_CHECKING:
     import torch
@@ -198,11 +199,9 @@ class ImportedLoss(Loss, Imported):
 
     @property
     def label(self) -> str:
-        """See Loss.label."""
         return self.function
 
     def build(self) -> LossFunction:
-        """Return the function with its options. See Loss.build."""
         return self.with_options("reduction")
 
 
@@ -227,14 +226,11 @@ class ImportedMetric(Metric, Imported):
 
     @property
     def label(self) -> str:
-        """See Metric.label."""
         return self.function
 
     @property
     def lower(self) -> bool:
-        """See Metric.lower."""
         return self.better == "lower"
 
     def build(self) -> MetricFunction:
-        """Return the function with its options. See Metric.build."""
         return self.with_options()

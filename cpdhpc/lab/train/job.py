@@ -6,19 +6,22 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...collectives.method import read_machine
 from ...compress import COMPRESSORS, Aggregator, NoCompression
 from ...config import (
     IMPORT,
+    Above0,
     ConfigError,
     Name,
     OneOf,
+    Positive,
     Raw,
     Section,
+    Whole,
     dump_toml,
     flatten,
     keys_inside,
@@ -33,27 +36,130 @@ from ...torch.controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
     DECAYS,
+    DEFAULT_RATE,
     BySchedule,
     Control,
     Schedule,
     Settings,
 )
+from ...torch.loss_scaling import check_scale
 from ...torch.precision.policy import PRESETS, Policy
 from ...torch.precision.recording import Recording
 from ...torch.waiting import loses, rate_with, told
 from ...whole_files import read_file_of
 from ...world.ranks import Loopback, Ranks
 from ..settings import blaming, override
-from .data import Data
-from .datasets import DATA, Augment, Digits
+from .data import DATA, Augment, Data, Digits
+from .gossip import DecentLaM, DmSgd, DSgd
 from .imports import ImportedAggregator, ImportedData, ImportedLoss, ImportedMetric, ImportedModel
-from .loader import Loader
 from .losses import LOSSES, METRICS, Accuracy, Adversarial, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
-from .stages.section import Stages
-from .train_section import Train
-from .update import UPDATES, ByAllreduce, UpdateRule
+from .samples import Loader
+from .stages import Stages
+from .update import ByAllreduce, DiLoCo, LocalSgd, UpdateRule
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Train(Section):
+    """[train]: the run itself.
+
+    epochs: times that all training samples are seen; learning_rate: before the schedule's factor
+    settings: "recommended": where [gradient] holds values back, momentum is at most what goes with
+        that, 0.7, 0.5 or 0; steps stay as long, by another learning_rate, where momentum adds up
+    seeds: of weights, order and chance; a run for each; seed = S is seeds = [S]
+    virtual_ranks: ranks that each process plays; bits are those of so many processes
+    batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
+        0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
+    loss_scaling: "dynamic" halves the scale where a gradient overflows on any rank, skips the step
+        on all, and doubles it after 2,000 steps without
+    loss_scale: what the loss is multiplied by, and means are divided by; a power of two. Default:
+        1, and 65,536 to begin with where it is dynamic
+    bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
+        first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
+    image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
+    telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    keep_every: epochs, after each of which the weights are kept in a file of their own
+        (influence), beside the checkpoint, which is overwritten; 0: none are
+    record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
+        own, 4 bytes a value and rank each (bench compress)
+    device: where models compute and gradients are averaged; "gpu": each process on one of its own
+    oversubscribe_gpus: let processes of a node share GPUs where there are too few
+    gpu_direct: whether MPI is given GPU memory: "auto" where it takes it, else it goes through the
+        host; "required" refuses to begin where it does not; "never"
+    autocast: the dtype of torch.autocast in forward; "float16" goes best with dynamic scaling
+    """
+
+    epochs: Positive = 10
+    batch: Positive = 64
+    learning_rate: Above0 = DEFAULT_RATE
+    settings: Literal["given", "recommended"] = "given"
+    seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
+    virtual_ranks: Positive = 1
+    image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
+    threads: Whole = 0
+    loss_scaling: Literal["static", "dynamic"] = "static"
+    loss_scale: Annotated[float | None, AfterValidator(check_scale)] = None
+    bucket_mib: Above0 = 25.0
+    overlap: bool = False
+    telemetry_every: Positive = 10
+    checkpoint_every: Positive = 1
+    keep_every: Whole = 0
+    timeout_s: Above0 = 600.0
+    record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
+    device: Literal["cpu", "gpu"] = "cpu"
+    gpu_direct: Literal["auto", "required", "never"] = "auto"
+    oversubscribe_gpus: bool = False
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+
+    @property
+    def kept_epochs(self) -> range:
+        """The epochs, from 1, after which weights are kept."""
+        return (
+            range(self.keep_every, self.epochs + 1, self.keep_every)
+            if self.keep_every
+            else range(0)
+        )
+
+    @model_validator(mode="after")
+    def _weights_are_kept(self) -> Train:
+        if self.keep_every > self.epochs:
+            raise ValueError(f"keep_every={self.keep_every}: should be up to epochs={self.epochs}")
+        return self
+
+    @field_validator("seeds")
+    @classmethod
+    def _each_seed_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        for seed in seeds:
+            if seeds.count(seed) > 1:
+                raise ValueError(f"{seed} is there twice: both runs would write the same files")
+        return seeds
+
+    @model_validator(mode="after")
+    def _what_is_needed_is_given(self) -> Train:
+        if self.gpu_direct == "required" and self.device != "gpu":
+            raise ValueError("gpu_direct='required' needs device='gpu'")
+        if self.overlap and self.virtual_ranks > 1:
+            raise ValueError("overlap=true needs virtual_ranks=1")
+        if self.image_grid != (1, 1) and (self.overlap or self.virtual_ranks > 1):
+            raise ValueError("image_grid other than [1, 1] needs virtual_ranks=1, overlap=false")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_seed(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "seed" not in raw:
+            return raw
+        if "seeds" in raw:
+            raise ValueError("seed and seeds: give one of them")
+        seed = raw["seed"]
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ValueError(f"seed={seed!r}: should be an integer, 0 or more and below 2**63")
+        return {key: value for key, value in raw.items() if key != "seed"} | {
+            "seeds": [raw["seed"]]
+        }
+
 
 EPOCHS = "train.epochs"  # may be raised where a run is gone on with
 RATE = "train.learning_rate"
@@ -82,6 +188,15 @@ MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change b
     *(f"record.{key}" for key in Recording.model_fields),
 )
 
+
+UPDATES: dict[str, type[UpdateRule]] = {
+    "allreduce": ByAllreduce,
+    "decentlam": DecentLaM,
+    "dmsgd": DmSgd,
+    "dsgd": DSgd,
+    "localsgd": LocalSgd,
+    "diloco": DiLoCo,
+}
 
 Further = Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)]
 
@@ -169,12 +284,16 @@ class Job(Section):
             "gradient.error_feedback": (not getattr(gradient, "error_feedback", False), "false"),
             "gradient.layers": (not getattr(gradient, "layers", {}), "empty"),  # of other stages
         }
-        alone = [  # what is asked for, whether it is, and keys that have to be as usual then
+        by_ranks = "stages.count", "train.image_grid", "adversarial.epsilon", "update"
+        others = [key for key in usual if key != "stages.count"]
+        alone: list[
+            tuple[str, Any, Iterable[str]]
+        ] = [  # what is asked for, whether it is, and keys that have to be as usual then
             ("adversarial", self.adversarial.epsilon, ("update", "train.image_grid")),
             ("precision", not self.precision.empty, ("train.image_grid",)),
-            ("record", self.record.number, [*usual][:4]),
+            ("record", self.record.number, by_ranks),
             ("train.device='gpu'", train.device == "gpu", ("stages.count", "update", "precision")),
-            (f"stages.count={self.stages.count}", self.stages.count > 1, [*usual][1:]),
+            (f"stages.count={self.stages.count}", self.stages.count > 1, others),
         ]
         for what, is_asked, given in alone:
             for key in given if is_asked else ():
@@ -209,14 +328,11 @@ class Job(Section):
         is_asked = self.train.settings == "recommended"
         if not (is_asked and self._has_too_much(self.gradient)):
             return self
-        table, changes, rate = self._with_less_momentum(self.gradient)
-        if table == "gradient":
-            of = cast(Aggregator, self.gradient)
-            object.__setattr__(self, "gradient", replace(of, **changes))
-        else:
-            object.__setattr__(self, "optimizer", self.optimizer.model_copy(update=changes))
-        train = self.train.model_copy(update={"learning_rate": rate})
-        object.__setattr__(self, "train", train)
+        for table, changes in self._with_less_momentum(self.gradient).items():
+            of = getattr(self, table)
+            is_method = isinstance(of, Aggregator)
+            changed = replace(of, **changes) if is_method else of.model_copy(update=changes)
+            object.__setattr__(self, table, changed)
         return self
 
     def _waits(self, gradient: Aggregator | ImportedAggregator) -> bool:
@@ -236,17 +352,18 @@ class Job(Section):
         """Return whether gradients wait, and momentum is above what goes with that."""
         return self._waits(gradient) and self._kept_share(gradient) > gradient.most_momentum
 
-    def _with_less_momentum(
-        self, gradient: Aggregator | ImportedAggregator
-    ) -> tuple[str, Raw, float]:
-        """Return a table, its keys of most_momentum at most, and the learning rate with them."""
-        rate, share = self.train.learning_rate, self._kept_share(gradient)
-        most = min(share, gradient.most_momentum)
-        if self.has_rate:
-            rate = rate_with(rate, share, most)
+    def _with_less_momentum(self, gradient: Aggregator | ImportedAggregator) -> dict[str, Raw]:
+        """Return keys by table: momentum of most_momentum at most, the rate that goes with it."""
+        share = self._kept_share(gradient)
+        most, changes = min(share, gradient.most_momentum), dict[str, Raw]()
         if gradient.has_momentum:
-            return "gradient", {"momentum": most}, rate
-        return "optimizer", self.optimizer.with_share(most), rate
+            changes["gradient"] = {"momentum": most}
+        else:
+            changes["optimizer"] = self.optimizer.with_share(most)
+        if self.has_rate:
+            rate = rate_with(self.train.learning_rate, share, most)
+            changes["train"] = {"learning_rate": rate}
+        return changes
 
     @property
     def has_rate(self) -> bool:
@@ -257,11 +374,12 @@ class Job(Section):
         """Return the line about momentum beside a gradient's method; "" where there is none."""
         if not self._waits(gradient):
             return ""
-        table, changes, rate = self._with_less_momentum(gradient)
-        lines = [f"{table}.{line}" for line in dump_toml(changes).splitlines()]
-        if self.has_rate:
-            lines.append(f"{RATE} = {rate:g}")
-        write = " and ".join(lines)
+        changes = self._with_less_momentum(gradient)
+        rate = [
+            f"{RATE} = {keys['learning_rate']:g}" for keys in (changes.pop("train", {}),) if keys
+        ]
+        tables = [(table, dump_toml(keys).splitlines()) for table, keys in changes.items()]
+        write = " and ".join([*(f"{table}.{x}" for table, lines in tables for x in lines), *rate])
         if self._has_too_much(gradient):
             return told(gradient, loses(self._kept_share(gradient), f"write {write}"))
         is_asked = self.train.settings == "recommended"

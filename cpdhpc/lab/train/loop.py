@@ -18,17 +18,14 @@ from ...randomness import random_key
 from ...torch.precision.conversion import BY_TORCH
 from ...torch.precision.recorder import Recorder
 from ..signals import Caught, Interrupted
-from . import gradients, weights
+from . import checkpoint, gradients
 from .adversary import Attacked
-from .data import Array, epoch_order, shard
-from .loader import Prefetched
-from .norms import of_samples, roots, squared_norms
 from .progress import Display
 from .record import FGSM
-from .setup import Training
-from .step import evaluate, evaluate_each, exchange
-from .update.base import NOTHING
-from .update.own_models import OwnModels, OwnModelsRule
+from .samples import Array, Prefetched, epoch_order, shard
+from .step import evaluate, evaluate_each, exchange, of_samples, roots, squared_norms
+from .training import Training
+from .update import NOTHING, OwnModels, OwnModelsRule
 
 SAMPLES = 3  # stream of random numbers: of what samples are to chance
 
@@ -44,62 +41,65 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     written; Diverged where a gradient or the loss is not finite, with the checkpoint as it was.
     """
     job = training.job
-    recorded = job.train.record_gradients
-    if recorded:
-        mib = gradients.size_bytes(training.reducer) / 2**20
-        display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
-    if job.train.keep_every:
-        mib = weights.size_bytes(training.model) / 2**20
-        display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
-    if job.record.number:
-        display.line(
-            f"{job.id}: records up to {job.record.number} iterations into "
-            f"{training.files.recording(job)}"
-        )
-    if job.train.batch > training.samples:
-        scaled = ", and rates are scaled for it" if job.schedule.base_batch else ""
-        display.line(
-            f"{job.id}: train.batch={job.train.batch} is more than the {training.samples} samples: "
-            f"a step has these{scaled}"
-        )
-    if advice := training.provenance.get("advice"):
-        display.line(f"{job.id}: {advice}")
-    obeying = str(training.provenance["precision"]).splitlines()
-    if obeying:
-        left = [line.partition(":")[0] for line in obeying if line.endswith(BY_TORCH)]
-        told = f"; not in {', '.join(left)}, whose {BY_TORCH}" if left else ""
-        display.line(f"{job.id}: [precision] in {len(obeying) - len(left)} layers{told}")
-    steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
-    if (warmup := job.precision.warmup) >= steps:
-        display.line(
-            f"{job.id}: [precision]: warmup={warmup}: fixed scales round nothing in {steps} steps"
-        )
-    if job.record.iterations and (first := min(job.record.iterations)) >= steps:
-        display.line(
-            f"{job.id}: [record]: none of its {steps} iterations, from 0, will be recorded: the "
-            f"first one that is asked for is {first}"
-        )
-    if interval > steps:
-        display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")
+    for line in _announced(training):
+        display.line(f"{job.id}: {line}")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
     with training.reducer, training.workers, _recording(training):
         while not training.ended:
             _epoch(training, caught, display)
-    if job.record.iterations and min(job.record.iterations) >= training.iteration:
-        display.line(f"{job.id}: [record]: none of its {training.iteration} iterations is recorded")
     training.save("complete")
     record = training.record
     scores = dict(zip(record.tables["epochs"], record.rows["epochs"][-1], strict=True))
-    loss = scores["test_loss"]
-    guessed = job.loss.guessed(training.classes)
+    loss, guessed = scores["test_loss"], job.loss.guessed(training.classes)
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
     display.end(f"{job.id}: complete: {_told(training, scores, loss)}{verdict}")
-    paths = {i: gradients.path_of(training.files.record, i) for i in recorded}
-    missing = [str(i) for i, path in paths.items() if display.shown and not path.exists()]
-    if missing:
-        display.line(
-            f"{job.id}: no gradients of iteration {', '.join(missing)}: not among its "
-            f"{training.iteration}, or its step was skipped"
+    for line in _missing(training) if display.shown else ():
+        display.line(f"{job.id}: {line}")
+
+
+def _announced(training: Training) -> Iterator[str]:
+    """Yield what is to be said of a run before it begins."""
+    job, files, advice = training.job, training.files, training.provenance.get("advice")
+    steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
+    if recorded := len(job.train.record_gradients):
+        mib = gradients.size_bytes(training.reducer) / 2**20
+        yield f"records gradients: {recorded} times {mib:.3g} MiB"
+    if job.train.keep_every:
+        mib = checkpoint.size_bytes(training.model) / 2**20
+        yield f"keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB"
+    if job.record.number:
+        yield f"records up to {job.record.number} iterations into {files.recording(job)}"
+    if job.train.batch > training.samples:
+        scaled = ", and rates are scaled for it" if job.schedule.base_batch else ""
+        what = f"train.batch={job.train.batch} is more than the {training.samples} samples"
+        yield f"{what}: a step has these{scaled}"
+    if advice:
+        yield str(advice)
+    if obeying := str(training.provenance["precision"]).splitlines():
+        left = [line.partition(":")[0] for line in obeying if line.endswith(BY_TORCH)]
+        told = f"; not in {', '.join(left)}, whose {BY_TORCH}" if left else ""
+        yield f"[precision] in {len(obeying) - len(left)} layers{told}"
+    if (warmup := job.precision.warmup) >= steps:
+        yield f"[precision]: warmup={warmup}: fixed scales round nothing in {steps} steps"
+    if job.record.iterations and (first := min(job.record.iterations)) >= steps:
+        yield (
+            f"[record]: none of its {steps} iterations, from 0, will be recorded: the first one "
+            f"that is asked for is {first}"
+        )
+    if interval > steps:
+        yield f"update.period={interval}: no mean over ranks in {steps} steps"
+
+
+def _missing(training: Training) -> Iterator[str]:
+    """Yield what is to be said of recordings that a complete run was asked for and has not."""
+    job, done = training.job, training.iteration
+    if job.record.iterations and min(job.record.iterations) >= done:
+        yield f"[record]: none of its {done} iterations is recorded"
+    paths = {i: gradients.path_of(training.files.record, i) for i in job.train.record_gradients}
+    if missing := [str(i) for i, path in paths.items() if not path.exists()]:
+        yield (
+            f"no gradients of iteration {', '.join(missing)}: not among its {done}, or its step "
+            "was skipped"
         )
 
 

@@ -87,8 +87,6 @@ class CrossEntropy(Loss):
     label_smoothing: Share = 0.0
 
     def build(self) -> LossFunction:
-        """Return the function. See Loss.build."""
-
         def loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
             return _cross_entropy(outputs, targets, reduction, self.label_smoothing)
 
@@ -159,7 +157,6 @@ class MeanSquares(Loss):
     name: Literal["mse"] = "mse"
 
     def build(self) -> LossFunction:
-        """Return the function. See Loss.build."""
         from torch.nn.functional import mse_loss
 
         def loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -285,7 +282,6 @@ class Perplexity(Metric):
     name: Literal["perplexity"] = "perplexity"
 
     def build(self) -> MetricFunction:
-        """Return the cross entropy. See Metric.build."""
         return lambda outputs, targets: _cross_entropy(outputs, targets, "none")
 
     def score(self, mean: float) -> float:

@@ -26,6 +26,8 @@ class Optimizer(Section):
     preconditions: ClassVar[bool] = False
     adds_up: ClassVar[bool] = True
 
+    name: str
+
     def factors(self, state: Mapping[str, Any]) -> torch.Tensor | float:
         """Return what the next step multiplies gradients by, of a parameter with this state."""
         return 1.0
@@ -36,24 +38,47 @@ class Optimizer(Section):
         return True
 
     @property
+    @abstractmethod
     def kept_share(self) -> float:
         """The share of the last step, or of the first moment, that is in the next one."""
-        share: float = self.betas[0] if hasattr(self, "betas") else getattr(self, "momentum", 0.0)
-        return share
 
+    @abstractmethod
     def with_share(self, share: float) -> dict[str, Any]:
         """Return the keys that make it that share, with their values then."""
-        if hasattr(self, "betas"):
-            return {"betas": (share, self.betas[1])}
-        without = {"nesterov": False} if getattr(self, "nesterov", False) and not share else {}
-        return {"momentum": share} | without
 
     @abstractmethod
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
         """Return the optimiser; each step sets its learning rate anew."""
 
 
-Betas = Annotated[tuple[Share, Share], Field(strict=False)]
+class OfMomentum(Optimizer):
+    """An optimiser whose steps add up to a share of the last one."""
+
+    momentum: Share = 0.9
+
+    @property
+    def kept_share(self) -> float:
+        """The momentum."""
+        return self.momentum
+
+    def with_share(self, share: float) -> dict[str, Any]:
+        return {"momentum": share}
+
+
+class OfMoments(Optimizer):
+    """An optimiser that keeps a mean of gradients, and of what it divides by."""
+
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the mean of gradients."""
+        return self.betas[0]
+
+    def with_share(self, share: float) -> dict[str, Any]:
+        return {"betas": (share, self.betas[1])}
+
+
 Exclude = Literal["one_dimensional", "none"]  # the keys of layerwise.EXCLUDES
 
 
@@ -74,7 +99,7 @@ def groups(
     ]
 
 
-class Sgd(Optimizer):
+class Sgd(OfMomentum):
     """[optimizer] name = "sgd": stochastic gradient descent, as torch.optim.SGD.
 
     momentum: share of the last step that is added; weight_decay: times the weights is added to
@@ -83,7 +108,6 @@ class Sgd(Optimizer):
     """
 
     name: Literal["sgd"] = "sgd"
-    momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
     nesterov: bool = False
     exclude: Exclude = "none"
@@ -96,11 +120,15 @@ class Sgd(Optimizer):
 
     @property
     def has_momentum(self) -> bool:
-        """See Optimizer.has_momentum."""
+        """Whether there is some."""
         return self.momentum > 0
 
+    def with_share(self, share: float) -> dict[str, Any]:
+        """Return the momentum, and whether it may look ahead then."""
+        without = {"nesterov": False} if self.nesterov and not share else {}
+        return {"momentum": share} | without
+
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """Return torch's. See Optimizer.build."""
         import torch
 
         given = groups(parameters, self.exclude, self.weight_decay)
@@ -114,7 +142,7 @@ def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Ten
     return factors
 
 
-class Adam(Optimizer):
+class Adam(OfMoments):
     """[optimizer] name = "adam": as torch.optim.Adam, whose weight decay is part of the gradient.
 
     betas: shares of the first and second moment that stay; eps: added to the root of the second
@@ -128,13 +156,11 @@ class Adam(Optimizer):
     factors = _of_second_moment
 
     name: Literal["adam"] = "adam"
-    betas: Betas = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
     exclude: Exclude = "none"
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """Return torch's. See Optimizer.build."""
         import torch
 
         given = groups(parameters, self.exclude, self.weight_decay)
@@ -161,7 +187,6 @@ class LayerWise(Optimizer):
     """An optimiser of torch/layerwise.py, whose arguments are the keys of the section."""
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """Return ours. See Optimizer.build."""
         from ...torch import layerwise
 
         built: torch.optim.Optimizer = getattr(layerwise, type(self).__name__)(
@@ -170,7 +195,7 @@ class LayerWise(Optimizer):
         return built
 
 
-class Lars(LayerWise):
+class Lars(LayerWise, OfMomentum):
     """[optimizer] name = "lars": momentum whose rate, layer by layer, follows |w| / |g|.
 
     momentum: share of the last step that is added; trust: times |w| / |g| times the rate is a
@@ -182,13 +207,12 @@ class Lars(LayerWise):
     has_noise_scale: ClassVar[bool] = False
 
     name: Literal["lars"] = "lars"
-    momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
     trust: Above0 = 0.001
     exclude: Exclude = "one_dimensional"
 
 
-class Larc(LayerWise):
+class Larc(LayerWise, OfMomentum):
     """[optimizer] name = "larc": LARS with no layer's rate above the global one.
 
     momentum: share of the last step that is added; trust: times |w| / |g| is a layer's rate
@@ -200,13 +224,12 @@ class Larc(LayerWise):
     has_noise_scale: ClassVar[bool] = False
 
     name: Literal["larc"] = "larc"
-    momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
     trust: Above0 = 0.02
     exclude: Exclude = "one_dimensional"
 
 
-class Lamb(LayerWise):
+class Lamb(LayerWise, OfMoments):
     """[optimizer] name = "lamb": Adam whose step of a layer is as long as its weights.
 
     betas: shares of the first and second moment that stay; eps: added to the root of the second
@@ -220,7 +243,6 @@ class Lamb(LayerWise):
     adds_up: ClassVar[bool] = False
 
     name: Literal["lamb"] = "lamb"
-    betas: Betas = (0.9, 0.999)
     eps: NotNegative = 1e-6
     weight_decay: NotNegative = 0.01
     clip_global_norm: NotNegative = 0.0
@@ -228,7 +250,7 @@ class Lamb(LayerWise):
     exclude: Exclude = "one_dimensional"
 
 
-class NovoGrad(LayerWise):
+class NovoGrad(LayerWise, OfMoments):
     """[optimizer] name = "novograd": momentum of gradients over a running norm of their layer.
 
     betas: shares of the momentum and of the squared norm that stay; eps: added to the norm
@@ -240,7 +262,7 @@ class NovoGrad(LayerWise):
     preconditions: ClassVar[bool] = True
 
     name: Literal["novograd"] = "novograd"
-    betas: Betas = (0.95, 0.98)
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.95, 0.98)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
     exclude: Exclude = "one_dimensional"
@@ -254,7 +276,7 @@ class NovoGrad(LayerWise):
         return 1 / (float(values_of(torch.as_tensor(state["norm"]))) + self.eps)
 
 
-class AdamP(LayerWise):
+class AdamP(LayerWise, OfMoments):
     """[optimizer] name = "adamp": Adam without steps along weights whose scale is not felt.
 
     betas: shares of the first and second moment that stay; eps: added to the root of the second
@@ -270,7 +292,6 @@ class AdamP(LayerWise):
     factors = _of_second_moment
 
     name: Literal["adamp"] = "adamp"
-    betas: Betas = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
     delta: NotNegative = 0.1

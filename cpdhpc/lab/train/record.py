@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from ...compress.base import Column, Mean
 from ...ops import on_gpu
-from ...store import Variable
+from ...store import Attributes, Variable, write
 from ...torch.reducer import GradientReducer
 from .losses import Accuracy, CrossEntropy, Loss, Metric
 from .step import PHASES
@@ -251,8 +252,12 @@ class Record:
         for group, table in self.tables.items():
             self.rows[group] = list(zip(*(groups[group][name] for name in table), strict=True))
 
+    def save(self, path: Path, attributes: Attributes) -> None:
+        """Write a record that takes path's place when it is complete; attributes: of the run."""
+        write(path, self.groups(), {"kind": "run", "schema": SCHEMA, **attributes})
+
     def groups(self) -> dict[str, dict[str, Variable]]:
-        """Return the groups as labelled arrays for store.write."""
+        """Return the groups as labelled arrays."""
         found = {}
         for group, columns in self.arrays().items():
             table, (rows, *_) = self.tables[group], columns

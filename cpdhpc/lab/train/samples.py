@@ -1,25 +1,129 @@
-"""Samples as training takes them: in memory, of files, or a map-style dataset of the user's."""
+"""Samples as training takes them: where they lie, which an iteration takes, who reads them."""
 
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import pickle
 import random
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import (
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import default_collate
 
-from ...config import ConfigError, told
+from ...config import ConfigError, Positive, Section, UserError, Whole, told
+from ...partition import split
 from ...randomness import random_key
 from ...store import Tables
-from .data import DataError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    import torch
+
 
 Array = npt.NDArray[Any]
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple["torch.Tensor", "torch.Tensor"]
+
+_SPLIT, _EPOCH = 1, 2  # streams of random numbers
+
+
+class DataError(UserError):
+    """Data that is missing or damaged."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Inputs, as images in 0..1, and their labels or other targets, in memory.
+
+    train_x, test_x: float32[n, ...], or uint8[n, ...] that are to be divided by 255 as they are
+        taken, which needs a quarter of the memory
+    train_y, test_y: int64[n], 0..classes - 1; or float32[n, classes], values to be found
+    mean, deviation: float32[channels], by which inputs are normalised then; empty: they are not
+    """
+
+    train_x: Array
+    train_y: Array
+    test_x: Array
+    test_y: Array
+    classes: int
+    mean: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    deviation: Array = field(default_factory=lambda: np.empty(0, np.float32))
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """The shape of an input."""
+        return tuple(map(int, self.train_x.shape[1:]))
+
+
+class Samples(Protocol):
+    """Pairs (input, target) by number."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, index: Array, seed: int) -> Pair:
+        """Return the samples int64[b] as two tensors whose first axis is the sample.
+
+        seed: of what a sample is to chance, with its number: so alike on any number of ranks
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples that are no arrays.
+
+    image_shape: of an input; classes: 0 where they are unknown
+    directory: where modules of the user's that make the items are looked for; None: there are none
+    """
+
+    train: Samples
+    test: Samples
+    image_shape: tuple[int, ...]
+    classes: int
+    directory: str | None = None
+
+
+def permutation(n: int, seed: int, *path: int) -> Array:
+    """Return int64[n], the order of 0..n-1 that (seed, *path) chooses, the same everywhere.
+
+    It is made of the raw stream of a bit generator, which NumPy promises not to change.
+    """
+    draws = np.random.Philox(np.random.SeedSequence([seed, *path])).random_raw(n)
+    return np.argsort(draws, kind="stable")
+
+
+def split_order(n: int, test_share: float, seed: int) -> tuple[Array, Array]:
+    """Return the indices of the training samples and those of the test samples."""
+    order = permutation(n, seed, _SPLIT)
+    test = min(max(round(n * test_share), 1), n - 1)
+    return order[test:], order[:test]
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> Array:
+    """Return the order in which an epoch goes through n samples, the same on all ranks."""
+    return permutation(n, seed, _EPOCH, epoch)
+
+
+def shard(batch: Array, ranks: int, rank: int) -> Array:
+    """Return the part of a global batch that one rank computes on; it may be empty."""
+    start, stop = split(batch.size, ranks, rank)
+    return batch[start:stop]
 
 
 class Scaling:
@@ -29,10 +133,14 @@ class Scaling:
     """
 
     def __init__(self, mean: Array, deviation: Array) -> None:
+        import torch
+
         self.mean, self.deviation = (torch.from_numpy(each) for each in (mean, deviation))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x[b, ...] scaled; its channels are axis 1."""
+        import torch
+
         x = x.float() / 255 if x.dtype == torch.uint8 else x
         if not len(self.mean):
             return x
@@ -40,20 +148,20 @@ class Scaling:
         return (x - self.mean.reshape(by)) / self.deviation.reshape(by)
 
 
-NO_SCALING = Scaling(np.empty(0, np.float32), np.empty(0, np.float32))
-
-
 class InMemory:
-    """Inputs and targets as tensors whose first axis is the sample."""
+    """Inputs and targets as tensors whose first axis is the sample; scaling: of inputs."""
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, scaling: Scaling = NO_SCALING) -> None:
-        self.x, self.y, self.scaling = x, y, scaling
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, scaling: Scaling | None = None) -> None:
+        none = np.empty(0, np.float32)
+        self.x, self.y, self.scaling = x, y, scaling or Scaling(none, none)
 
     def __len__(self) -> int:
         return len(self.y)
 
     def take(self, index: Array, seed: int) -> Pair:
-        """Return the samples int64[b]. See data.Samples."""
+        """Return the samples int64[b]. See Samples.take."""
+        import torch
+
         at = torch.from_numpy(index)
         return self.scaling(self.x[at]), self.y[at]
 
@@ -69,7 +177,9 @@ class Sequences:
         return max(len(self.tokens) - 1, 0) // self.length
 
     def take(self, index: Array, seed: int) -> Pair:
-        """Return the samples int64[b] as int64[b, length] twice. See data.Samples."""
+        """Return the samples int64[b] as int64[b, length] twice. See Samples.take."""
+        import torch
+
         at = index[:, None] * self.length + np.arange(self.length + 1)
         pieces = torch.from_numpy(self.tokens[at].astype(np.int64))
         return pieces[:, :-1], pieces[:, 1:]
@@ -122,7 +232,9 @@ class Rows:
         return int(classes.max()) + 1
 
     def take(self, index: Array, seed: int) -> Pair:
-        """Return the samples int64[b]. See data.Samples. Raises StoreError for what is damaged."""
+        """Return the samples int64[b]. See Samples.take. Raises StoreError for what is damaged."""
+        import torch
+
         x, y = (self.tables.take(name, index) for name in self.tables.names)
         inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32, copy=False))
         if self.channels_last:
@@ -148,10 +260,13 @@ class MapStyle:
         return len(self.dataset)
 
     def take(self, index: Array, seed: int) -> Pair:
-        """Return the samples int64[b], each with random numbers of its own. See data.Samples.
+        """Return the samples int64[b], each with random numbers of its own. See Samples.take.
 
-        Raises ConfigError where the dataset fails, or has other items than pairs.
+        Raises ConfigError if the dataset fails, or has other items than pairs.
         """
+        import torch
+        from torch.utils.data import default_collate
+
         items = []
         for i in index.tolist():
             with _seeded(random_key(seed, i)[0]), told(f"{self.where}: item {i}"):
@@ -172,6 +287,8 @@ class MapStyle:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Give random, numpy.random and torch numbers by the seed, until the end of the block."""
+    import torch
+
     # users' transforms call np.random.rand and its like
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
@@ -183,3 +300,188 @@ def _seeded(seed: int) -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])  # noqa: NPY002
         torch.set_rng_state(before[2])
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where a model's parameters are."""
+    from ...ops.tensors import CPU
+
+    return next((p.device for p in model.parameters()), CPU)
+
+
+def taken(samples: Samples, index: Array, seed: int, device: torch.device) -> Pair:
+    """Return the samples int64[b] on a device. See Samples.take."""
+    from ...ops.tensors import await_device
+
+    inputs, targets = samples.take(index, seed)
+    await_device(device)  # as copies from pageable memory do, without end
+    return inputs.to(device), targets.to(device)
+
+
+Share = tuple[Array, int]  # what Samples.take is given
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of a rank, which tells its workers
+
+
+class Loader(Section):
+    """[loader]: who reads samples, which changes no bit.
+
+    workers: of each rank, that read ahead of it: threads, or processes for data by import; 0: the
+        rank reads itself
+    prefetch: batches that each worker reads ahead
+    """
+
+    workers: Whole = 0
+    prefetch: Positive = 2
+
+
+class Workers:
+    """What a process reads samples with, from entering to leaving a with block.
+
+    sources: Samples that are read; directory: where their modules are looked for first; None where
+        they may be read by threads
+    wait_s: the longest wait for a batch
+    Raises ConfigError where processes cannot have the sources.
+    """
+
+    def __init__(
+        self, loader: Loader, sources: Sequence[Samples], directory: str | None, wait_s: float
+    ) -> None:
+        self.sources, self.directory, self.wait_s = sources, directory, wait_s
+        self.count, self.ahead = loader.workers, loader.workers * loader.prefetch
+        self._executor: Executor | None = None
+        self._lifeline: Connection | None = None
+        self._content = b""
+        if loader.workers and directory is not None:
+            where = f"loader.workers={loader.workers}: the datasets cannot be given to a process"
+            with told(where):
+                self._content = pickle.dumps(self.sources)
+
+    def __enter__(self) -> Self:
+        """Be ready; workers start with the first batch."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers, whatever they do."""
+        if self._lifeline is not None:
+            self._lifeline.close()
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+        self._executor = self._lifeline = None
+
+    def submit(self, source: int, share: Share) -> Future[Any]:
+        """Have a share of a source read; the future has whatever goes wrong."""
+        try:
+            return self._submit(source, share)
+        except Exception as error:  # other ranks must not wait: it is told where it is taken
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _submit(self, source: int, share: Share) -> Future[Any]:
+        if self.directory is None:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self.count, "cpdhpc-loader")
+            return self._executor.submit(self.sources[source].take, *share)
+        with _signals_blocked():  # so that no worker, nor what starts them, ever gets them
+            if self._executor is None:
+                self._executor = self._processes(self.directory)
+            return self._executor.submit(_take, source, *share)
+
+    def _processes(self, directory: str) -> Executor:
+        """Return processes that no process with MPI was copied to."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch.utils.data"])
+        end, self._lifeline = context.Pipe(duplex=False)
+        return ProcessPoolExecutor(self.count, context, _begin, (end, directory, self._content))
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Worker:
+    """What a worker process has. sources: as bytes, until the first share is asked for."""
+
+    sources: Any = b""
+
+
+def _begin(lifeline: Connection, directory: str, content: bytes) -> None:
+    import torch
+
+    def end_with_the_rank() -> None:
+        try:
+            lifeline.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+
+    threading.Thread(target=end_with_the_rank, daemon=True).start()
+    torch.set_num_threads(1)
+    sys.path.insert(0, directory)
+    _Worker.sources = content
+
+
+def _take(source: int, index: Array, seed: int) -> tuple[Array, Array]:
+    with told(f"loader: {_named(index)}"):  # another error may not be one that the rank could read
+        if isinstance(_Worker.sources, bytes):
+            _Worker.sources = pickle.loads(_Worker.sources)
+        x, y = _Worker.sources[source].take(index, seed)
+    return x.numpy(), y.numpy()
+
+
+def _named(index: Array) -> str:
+    return f"items {', '.join(map(str, index[:3]))}{', ...' if len(index) > 3 else ''}"
+
+
+class Prefetched:
+    """One of the sources of workers, whose planned shares they read ahead."""
+
+    def __init__(self, workers: Workers, source: int) -> None:
+        self.workers, self.source = workers, source
+        self._waiting: deque[Share] = deque()
+        self._read: dict[tuple[bytes, int], Future[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.workers.sources[self.source])
+
+    def plan(self, shares: Iterable[Share]) -> None:
+        """Say what will be taken next, in this order, in place of what was said before."""
+        self._waiting = deque(shares)
+        wanted = {_key(*share) for share in self._waiting}
+        for key in [key for key in self._read if key not in wanted]:
+            self._read.pop(key).cancel()
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._read) <= self.workers.ahead:
+            share = self._waiting.popleft()
+            if _key(*share) not in self._read:
+                self._read[_key(*share)] = self.workers.submit(self.source, share)
+
+    def take(self, index: Array, seed: int) -> Pair:
+        """Return the samples int64[b]; what was not planned is read here. See Samples.take.
+
+        Raises ConfigError where a worker died, or took longer than it may.
+        """
+        import torch
+
+        future = self._read.pop(_key(index, seed), None)
+        if future is None:
+            return self.workers.sources[self.source].take(index, seed)
+        where = f"loader.workers={self.workers.count}: {_named(index)}"
+        try:
+            x, y = future.result(self.workers.wait_s)
+        except BrokenExecutor:
+            raise ConfigError(f"{where}: a worker died: killed, or out of memory") from None
+        except TimeoutError:
+            raise ConfigError(f"{where}: were not read in {self.workers.wait_s:g} s") from None
+        self._fill()
+        return torch.as_tensor(x), torch.as_tensor(y)
+
+
+def _key(index: Array, seed: int) -> tuple[bytes, int]:
+    return index.tobytes(), seed

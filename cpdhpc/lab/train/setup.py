@@ -1,20 +1,18 @@
-"""Everything a run works with, made from its configuration."""
+"""Everything a run works with, made from its configuration and tried before it begins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ... import store
-from ...compress.base import Mean
-from ...config import ConfigError, UserError
+from ...config import ConfigError, UserError, told
 from ...ops import set_kernel_threads
-from ...torch.controllers import Controller
+from ...ops.tensors import CPU
 from ...torch.loss_scaling import LossScaler
 from ...torch.precision.conversion import (
     BY_TORCH,
@@ -24,30 +22,172 @@ from ...torch.precision.conversion import (
     obeyed,
     unheard,
 )
-from ...torch.precision.recorder import Recorder
 from ...torch.precision.updates import RoundedUpdates
 from ...torch.reducer import GradientReducer
 from ...torch.split_images import partition
 from ...torch.split_images.grid import ImageGrid
+from ...world.cores import threads_of_rank
+from ...world.gpu_messages import gpu_aware, use_gpu
 from ...world.ranks import Ranks
 from .. import provenance
-from . import checkpoint, gradients, weights
-from .adversary import Adversary
-from .data import Dataset, Samples, Source
-from .datasets import Augment
-from .device import cast_forward, own_device, own_threads
-from .fitting import build_model, check_fit, of_gradient, samples_of
-from .job import Job
-from .loader import Prefetched, Workers
-from .losses import LossFunction
-from .output import Files
-from .record import SCHEMA, Layers, Record, observe
-from .stages.cut import Stage, cut
-from .stages.section import Placement
-from .stages.staged import StagedUpdate, StageReducers
-from .step import Step, samples_at_once, step
-from .update import Update
-from .update.own_models import OwnModelsRule
+from . import checkpoint
+from .adversary import Adversary, add_statistics
+from .checkpoint import Files
+from .data import Augment
+from .imports import ImportedModel
+from .job import Job, Train
+from .losses import LossFunction, shown
+from .record import Record
+from .samples import (
+    Dataset,
+    InMemory,
+    Prefetched,
+    Samples,
+    Scaling,
+    Source,
+    Workers,
+    device_of,
+    taken,
+)
+from .stages import Placement
+from .step import naming_items, samples_at_once
+from .training import Given, Training
+from .update import OwnModelsRule
+
+
+def own_device(
+    world: Ranks, kind: str, *, oversubscribe: bool = False, gpu_direct: str = "auto"
+) -> torch.device:
+    """Return the device of this process, which is torch's and CuPy's current one then. Collective.
+
+    kind: cpu or gpu; the others: see train.job.Train
+    Raises UserError on all processes alike where one has no GPU, or torch or CuPy none for it,
+    where several share one that should not, and where MPI is to take GPU memory and does not.
+    """
+    if kind == "cpu":
+        return CPU
+    problem = None
+    if not torch.cuda.is_available():
+        problem = UserError(
+            f"train.device='gpu': torch {torch.__version__} finds no GPU on rank {world.rank}"
+        )
+    world.agree(problem)
+    number = use_gpu(world, oversubscribe=oversubscribe)
+    if gpu_direct == "required" and world.processes > 1:
+        answer = gpu_aware(world)
+        if not answer.yes:
+            raise UserError(f"train.gpu_direct='required': GPU-aware MPI: {answer}")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def own_threads(world: Ranks, wanted: int) -> int:
+    """Let torch have so many threads, 0: one for each core of this rank; return them. Collective.
+
+    Raises UserError as threads_of_rank.
+    """
+    threads = wanted or threads_of_rank(world)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def cast_forward(model: torch.nn.Module, train: Train, device: torch.device) -> None:
+    """Let a model's forward choose dtypes by torch.autocast, and return float32, if asked for."""
+    if train.autocast == "none":
+        return
+    forward, dtype = model.forward, getattr(torch, train.autocast)
+
+    @wraps(forward)
+    def cast(*inputs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            outputs = forward(*inputs)
+        return outputs.float() if isinstance(outputs, torch.Tensor) else outputs
+
+    model.forward = cast
+
+
+def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
+    """Return the samples of training and test; of split images this rank's parts."""
+    if isinstance(data, Source):
+        return data.train, data.test
+    images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
+    train_x, test_x = images if grid is None else map(grid.cut, images)
+    labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
+    scaling = Scaling(data.mean, data.deviation)
+    return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
+
+
+def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+    """Return a job's network, as its seed begins. Raises ConfigError, or the model's ValueError."""
+    if not data.classes and not isinstance(job.model, ImportedModel):
+        raise ConfigError(
+            f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
+            "classes for models that are not imported"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        model = job.model.build(data.image_shape, data.classes)
+    if job.adversarial.epsilon:
+        add_statistics(model)
+    return model
+
+
+def names_layers(job: Job) -> bool:
+    """Return whether an option of gradient names a layer: no network without layers has it."""
+    try:
+        job.aggregator().check_layers([])
+    except ValueError:
+        return True
+    return False
+
+
+def check_layers(job: Job, model: torch.nn.Module) -> None:
+    """Raise ConfigError where an option of gradient names a layer that the network has not."""
+    try:
+        job.aggregator().check_layers([n for n, p in model.named_parameters() if p.requires_grad])
+    except ValueError as error:
+        raise of_gradient(job, error) from None
+
+
+def of_gradient(job: Job, error: ValueError) -> ConfigError:
+    """Return what is said of a job whose gradients cannot be averaged as it says."""
+    said = str(error).removeprefix(type(job.aggregator()).__name__).lstrip(".: ")
+    return ConfigError(f"{job.id}: gradient.{said}")
+
+
+def check_fit(
+    job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
+) -> None:
+    """Run two samples through model, loss and metric, which leaves all as it was.
+
+    Raises ConfigError, one line that names what does not go with what.
+    """
+    index = np.arange(min(2, len(samples)))
+    inputs, targets = taken(samples, index, 0, device_of(model))
+    metrics = {f"metric {each.label}": each.build() for each in job.told}
+    training, scores = model.training, list[tuple[str, Any, int]]()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), naming_items(index):
+        torch.manual_seed(job.seed)  # of layers that are not initialised before
+        with told(f"{job.id}: model: inputs {shown(inputs)}"):
+            outputs = model.eval()(inputs)
+        model.train(training)
+        if not isinstance(outputs, torch.Tensor):
+            came = type(outputs).__name__
+            raise ConfigError(f"{job.id}: model: returned {came}: must be a tensor")
+        what = f"outputs {shown(outputs)}, targets {shown(targets)}"
+        with told(f"{job.id}: loss: {what}"):
+            mean, each = loss(outputs, targets), loss(outputs, targets, reduction="none")
+            job.loss.check(outputs, classes)
+        for name, metric in metrics.items():
+            with told(f"{job.id}: {name}: {what}"):
+                scores += [(name, metric(outputs, targets), 1)] if metric is not None else []
+    values = [("loss", mean, 0), ("loss, none", each, 1), *scores]
+    for name, value, axes in values:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != inputs.shape[:axes]:
+            came = shown(value) if isinstance(value, torch.Tensor) else type(value).__name__
+            should = f"a tensor [{len(inputs)}, ...]" if axes else "a tensor without axes"
+            raise ConfigError(f"{job.id}: {name}: {what}: returned {came}: must be {should}")
+
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -68,228 +208,6 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
             raise ConfigError(str(problem)) from None
 
     return world.agreed(told)
-
-
-@dataclass
-class Given:
-    """What a run learns from, and where its files are.
-
-    train, test: samples; of split images this rank's parts; workers: that read them ahead
-    classes: of the samples; 0 where the data does not say
-    grid: how images are split, None where they are not
-    at_once: samples that are evaluated at once
-    data_digest: of whole samples, where weights are kept; see weights.data_digest
-    data_sample: the same of few samples, for checkpoints; "" where they cannot be read
-    """
-
-    train: Samples
-    test: Samples
-    workers: Workers
-    loss: LossFunction
-    classes: int
-    files: Files
-    provenance: dict[str, str | int]
-    grid: ImageGrid | None
-    at_once: int
-    data_digest: str
-    data_sample: str
-
-
-@dataclass
-class Training(Given):
-    """A run and where it stands.
-
-    iteration: the next one; samples_seen: before it, which is where the run stands
-    adversary: what makes adversarial copies, None where there are none
-    recorder: of [record], while the run goes on; None: nothing is recorded
-    """
-
-    job: Job
-    world: Ranks
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    reducer: GradientReducer
-    update: Update | StagedUpdate
-    scaler: LossScaler
-    controller: Controller
-    record: Record
-    adversary: Adversary | None = None
-    recorder: Recorder | None = None
-    iteration: int = 0
-    samples_seen: int = 0
-
-    @property
-    def sharing(self) -> int:
-        """The number of ranks that share an image."""
-        return 1 if self.grid is None else self.grid.sharing
-
-    @property
-    def sent_bytes(self) -> Array:
-        """int64[hosted], the bytes that each hosted rank has sent so far."""
-        worlds = {self.world} if self.grid is None else {self.world, self.grid.group}
-        return sum(
-            (each.bytes_sent + each.collective_bytes for each in worlds),
-            np.zeros(self.world.virtual_ranks, np.int64) + self.update.sent_bytes,
-        )
-
-    def train_on(self, batch: Array, seed: int) -> Step:
-        """Train on a global batch, which update.batch gave. Collective. See step.step."""
-        if isinstance(self.update, StagedUpdate):
-            return self.update.train(self.train, seed)
-        return step(
-            self.update,
-            self.train,
-            batch,
-            self.loss,
-            self.sharing,
-            seed,
-            self.scaler,
-            self.adversary,
-        )
-
-    def observe(self, mean: Mean) -> Layers:
-        """Return what the aggregator has to say of each layer in the last step. Collective."""
-        if isinstance(self.update, StagedUpdate):
-            return self.update.observe()
-        return observe(self.reducer, mean)
-
-    def close(self) -> None:
-        """Free what the run alone used. Collective."""
-        if self.grid is not None:
-            self.grid.free()
-        if isinstance(self.update, StagedUpdate):
-            self.update.placement.free()
-
-    @property
-    def samples(self) -> int:
-        """Number of training samples."""
-        return len(self.train)
-
-    @property
-    def iterations_per_epoch(self) -> int:
-        """Iterations that go through all samples once; the last batch may be smaller."""
-        return -(-self.samples // self.job.train.batch)
-
-    @property
-    def ended(self) -> bool:
-        """Whether all epochs are done."""
-        return self.samples_seen >= self.samples * self.job.train.epochs
-
-    @property
-    def states(self) -> checkpoint.States:
-        """What methods keep of each rank, by who keeps it."""
-        copies = {"adversarial": self.adversary.state} if self.adversary else {}
-        return {"gradient": self.reducer.state, "update": self.update.state} | copies
-
-    def save(self, status: str) -> None:
-        """Write what methods keep from all processes, the rest from process 0. Collective.
-
-        The file of the methods carries the iteration in its name, so the checkpoint that takes the
-        former one's place last finds its own, whenever a process is killed.
-        status: "running", "interrupted" or "complete"
-        Raises UserError on all processes alike where they cannot be written.
-        """
-        path = self.files.checkpoint
-        kept = checkpoint.state_file(path, self.iteration)
-        self.update.note()
-        state = checkpoint.save_states(self.world, kept, self.states)
-
-        def write() -> None:
-            groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
-            groups["controller"] = self.controller.state()
-            groups["loss_scaling"] = self.scaler.state()
-            where = self.iteration, self.samples_seen, self.record.ranks
-            here = checkpoint.Position(*where, state, self.data_sample)
-            try:
-                checkpoint.save(path, groups, here, self.job.toml())
-            except store.StoreError:
-                kept.unlink(missing_ok=True)  # what fills the disk goes
-                raise
-            for other in path.parent.glob(checkpoint.state_file(path, "*").name):
-                if other != kept:
-                    other.unlink()
-            self._write_record(status)
-
-        with self.update.evaluated():
-            self.world.on_first(write, "checkpoint")
-
-    def save_record(self, status: str) -> None:
-        """Write only the record. Collective."""
-        self.world.on_first(lambda: self._write_record(status), "record")
-
-    def save_gradients(self) -> None:
-        """Write the gradients of all ranks in the iteration that goes on. Collective.
-
-        Raises UserError on all processes alike where the update rule averages none, or the file
-        cannot be written.
-        """
-        if self.reducer.iteration != self.iteration + 1:
-            raise ConfigError(
-                f"{self.job.id}: train.record_gradients: there are none: the update rule "
-                f"{type(self.update).__name__} averages none by the reducer"
-            )
-        path = gradients.path_of(self.files.record, self.iteration)
-        gradients.save(self.reducer, path, self.iteration, self.job.id)
-
-    def save_weights(self, epoch: int) -> None:
-        """Write the weights after an epoch, from 1, that are evaluated. Collective.
-
-        Raises UserError on all processes alike where they cannot be written.
-        """
-        path = weights.path_of(self.files.record, epoch)
-        rate = self.optimizer.param_groups[0]["lr"]  # of the last step
-        kept = weights.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
-        with self.update.evaluated():
-            self.world.on_first(lambda: weights.save(path, self.model, kept), "weights")
-
-    def _write_record(self, status: str) -> None:
-        attributes = {
-            "kind": "run",
-            "schema": SCHEMA,
-            "name": self.job.name,
-            "seed": self.job.seed,
-            "toml": self.job.toml(),
-            "parameters": sum(p.numel() for p in self.reducer.parameters),
-            "algorithms": ", ".join(sorted(self.world.chosen)),
-            **self.provenance,
-            "status": status,
-        }
-        store.write(self.files.record, self.record.groups(), attributes)
-
-    def resume(self) -> str:
-        """Take over the checkpoint, where there is one, made by any number of ranks. Collective.
-
-        Returns what is to be said of it, mostly nothing. Raises CheckpointError or StoreError on
-        all processes alike.
-        """
-        path = self.files.checkpoint
-        loaded = checkpoint.load_on_all(self.world, path, self.job.toml(), self._samples_seen)
-        said = ""
-        if loaded is None:
-            return said
-        groups, here = loaded
-        self.iteration, self.samples_seen = here.iteration, here.samples_seen
-        self.reducer.iteration = self.iteration
-        checkpoint.load_tensors(groups, self.model, self.optimizer)
-        self.scaler.restore(groups.get("loss_scaling", {}))
-        if here.state:
-            kept = checkpoint.state_file(path, self.iteration)
-            former = checkpoint.load_states(self.world, kept, here.state, self.states)
-            said = self.update.resumed(former)
-        self.scaler.note()
-        self.controller.restore(groups.get("controller", {}))
-        if "samples" not in groups["steps"]:  # of versions whose batch was constant
-            before = [self._samples_seen(i) for i in range(len(groups["steps"]["iteration"]) + 1)]
-            groups["steps"]["samples"] = np.diff(before)
-        self.record.restore(groups)
-        if here.data and here.data != self.data_sample:
-            said = "; ".join(filter(None, [said, "the samples are others than before"]))
-        return said
-
-    def _samples_seen(self, iteration: int) -> int:
-        """Return the samples seen before an iteration, where the batch is constant."""
-        epoch, inside = divmod(iteration, self.iterations_per_epoch)
-        return epoch * self.samples + inside * self.job.train.batch
 
 
 def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Training:
@@ -352,15 +270,8 @@ def _digests(job: Job, world: Ranks, whole: tuple[Samples, Samples]) -> tuple[st
     """Return what tells data sets apart, for kept weights and for checkpoints. Collective."""
     digest = ""
     if job.train.keep_every:
-        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
-
-    def of_few() -> str:
-        try:
-            return weights.data_digest(*whole, weights.FEW)
-        except Exception:  # of an item, which is told where training takes it
-            return ""
-
-    return digest, world.on_first(of_few, "data")
+        digest = world.on_first(lambda: checkpoint.data_digest(*whole), "data")
+    return digest, world.on_first(lambda: checkpoint.few_digest(*whole), "data")
 
 
 def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
@@ -396,7 +307,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
         own_models=isinstance(job.update, OwnModelsRule),
     )
     return Training(
-        **vars(given),
+        given,
         job=job,
         world=world,
         model=model,
@@ -414,6 +325,8 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
 
 def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
     """Return a run whose network is cut into stages. Collective. See prepare."""
+    from .pipeline import Stage, cut
+    from .staged import StagedTraining, StagedUpdate, StageReducers
 
     def cut_up() -> list[Stage]:
         try:
@@ -429,18 +342,19 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
         stages, placement, aggregator, seed=job.seed, bucket_mib=job.train.bucket_mib
     )
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
-    names = reducers.bucket.names
     ranks, columns = placement.world.ranks, aggregator.columns
-    record = Record(ranks, names, columns, job.loss, job.told, stages=job.stages.count)
-    reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
-    return Training(
-        **vars(given),
+    layers, count = list(reducers.layers), job.stages.count
+    record = Record(ranks, layers, columns, job.loss, job.told, stages=count)
+    reducer = cast(GradientReducer, reducers)  # it has what loop and scaler ask of one
+    update = StagedUpdate(optimizer, reducers, job.stages, given.loss, given.train, record)
+    return StagedTraining(
+        given,
         job=job,
         world=placement.world,
         model=model,
         optimizer=optimizer,
         reducer=reducer,
-        update=StagedUpdate(optimizer, reducers, job.stages, given.loss, given.train, record),
+        update=update,
         scaler=LossScaler(reducer, job.train.loss_scale),
         controller=job.controller.build(job.settings(len(given.train), world)),
         record=record,

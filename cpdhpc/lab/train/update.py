@@ -1,7 +1,8 @@
-"""Update rules whose ranks have models of their own, and those that average them periodically."""
+"""Update rules: how the gradients of all ranks become the next parameters."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,21 +10,148 @@ from math import fsum, sqrt
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from ....collectives import sparse
-from ....compress.base import Mean
-from ....compress.bucket import Bucket, Entry, State
-from ....config import Above0, Positive, Share
-from .base import NOTHING, Update, UpdateRule
+from ...collectives import sparse
+from ...compress.base import Array, Mean
+from ...compress.bucket import Bucket, Entry, State
+from ...config import Above0, Positive, Section, Share
+from ...world.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
 
-    from ....torch.reducer import GradientReducer
+    from ...torch.reducer import GradientReducer
 
 
-Array = npt.NDArray[Any]
+class AnyUpdate:
+    """What a training asks of its update, by ranks (Update) or by stages (staged.py).
+
+    state: what it keeps of each rank, as parameters that differ; it is in checkpoints
+    interval: steps from one reduce that averages to the next
+    """
+
+    interval = 1
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world: Ranks) -> None:
+        self.optimizer, self.world = optimizer, world
+        self.state = State(world.hosted, world.ranks)
+
+    def batch(self, coming: Array, size: int) -> Array:
+        """Return the next global batch; coming: int64[n], samples of the epoch not yet seen."""
+        return coming[:size]
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether a checkpoint may be taken now."""
+        return True
+
+    @property
+    def sent_bytes(self) -> Array | int:
+        """int64[hosted], bytes that went through other worlds than the training's; or 0."""
+        return 0
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Make the model the one that is evaluated and saved, alike on all ranks. Collective."""
+        yield
+
+    def note(self) -> None:
+        """Bring state up to date, as it is about to be saved."""
+
+    def resumed(self, former_ranks: int) -> str:
+        """Go on from what a checkpoint has put into model and state.
+
+        former_ranks: how many ranks the run had that saved state. Returns what is to be said of it.
+        """
+        return ""
+
+
+class Update(AnyUpdate, ABC):
+    """One step after backward. All processes do the same, in this order:
+
+        for each hosted rank:  begin(hosted); forward and backward; keep(hosted)
+        reduce(); step()
+
+    model: the one model of a process, which plays its hosted ranks one after the other
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> None:
+        super().__init__(optimizer, reducer.world)
+        self.model, self.reducer = model, reducer
+
+    def begin(self, hosted: int) -> None:
+        """Make the model that of a hosted rank, before its forward."""
+
+    @abstractmethod
+    def keep(self, hosted: int) -> None:
+        """Take p.grad as the gradient of a hosted rank."""
+
+    @abstractmethod
+    def reduce(self) -> Mean:
+        """Exchange what the ranks need of one another. Collective.
+
+        Returns the mean of the gradients, for telemetry, or NOTHING if a step has none. Raises
+        NonFiniteGradient on all ranks alike, with all parameters as they were.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Change the parameters of all hosted ranks."""
+
+
+NOTHING = Mean(np.empty(0, np.float32))  # of a step in which no mean is formed
+
+
+class UpdateRule(Section):
+    """[update]: the rule, named in UPDATES.
+
+    needs: the one value that other keys of a job may have, by table.key
+    """
+
+    needs: ClassVar[Mapping[str, object]] = {}
+
+    name: str
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError where it cannot do with so many ranks, virtual ones included."""
+
+    @abstractmethod
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Update:
+        """Return the rule at work. Collective where it gives ranks what they begin with."""
+
+
+class AllreduceUpdate(Update):
+    """The mean gradient, then the optimiser's step: all ranks hold the same parameters."""
+
+    def keep(self, hosted: int) -> None:
+        """Take p.grad. See Update.keep."""
+        if self.world.virtual_ranks > 1:  # else reduce takes p.grad itself
+            self.reducer.stash(hosted)
+
+    def reduce(self) -> Mean:
+        """Set p.grad to the mean over all ranks. Collective. See Update.reduce."""
+        return self.reducer.reduce()
+
+    def step(self) -> None:
+        """Let the optimiser step."""
+        self.optimizer.step()
+
+
+class ByAllreduce(UpdateRule):
+    """[update] name = "allreduce": the optimiser steps with the mean gradient."""
+
+    name: Literal["allreduce"] = "allreduce"
+
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Update:
+        return AllreduceUpdate(model, optimizer, reducer)
+
+
 MOMENTS = "optimizer."  # before the names of what the optimiser keeps, in state
 
 
@@ -45,7 +173,7 @@ class OwnModels(Update):
         reducer: GradientReducer,
         align: int = 1,
     ) -> None:
-        from ....torch.buffers import Buffers
+        from ...torch.buffers import Buffers
 
         super().__init__(model, optimizer, reducer)
         self.bucket = Bucket(reducer.bucket.names, reducer.bucket.shapes, align)
@@ -82,7 +210,7 @@ class OwnModels(Update):
         self._store_buffers(hosted)
 
     def _store_buffers(self, hosted: int) -> None:
-        from ....ops.tensors import bytes_of
+        from ...ops.tensors import bytes_of
 
         self._buffer_bytes()[hosted][...] = bytes_of([*self.model.buffers()]).numpy()
 
@@ -93,7 +221,7 @@ class OwnModels(Update):
             p.data.copy_(torch.from_numpy(values))
 
     def _load_buffers(self, hosted: int) -> None:
-        from ....ops.tensors import of_bytes
+        from ...ops.tensors import of_bytes
 
         buffers = [each.detach() for each in self.model.buffers()]
         for each, values in zip(
@@ -144,7 +272,7 @@ class OwnModels(Update):
 
     def _average_buffers(self) -> None:
         """Make the model's buffers the average. Collective."""
-        from ....torch.buffers import survey
+        from ...torch.buffers import survey
 
         for hosted in range(self.world.virtual_ranks):
             self._load_buffers(hosted)
@@ -293,7 +421,6 @@ class LocalSgd(OwnModelsRule):
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> PeriodicUpdate:
-        """Return the rule at work. See UpdateRule.build."""
         return PeriodicUpdate(model, optimizer, reducer, self.period)
 
 
@@ -316,6 +443,5 @@ class DiLoCo(LocalSgd):
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> PeriodicUpdate:
-        """Return the rule at work. See UpdateRule.build."""
         outer = self.outer_rate, self.outer_momentum
         return PeriodicUpdate(model, optimizer, reducer, self.period, *outer)

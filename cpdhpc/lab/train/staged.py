@@ -7,29 +7,28 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import fsum
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....collectives import sparse
-from ....collectives.checks import NonFiniteGradient
-from ....collectives.engine import Program, run
-from ....compress.base import Aggregator, Mean
-from ....compress.bucket import State
-from ....ops.tensors import bytes_of, of_bytes
-from ....randomness import random_key
-from ....torch.averaging import Averaging, part_seed
-from ....torch.reducer import GradientReducer
-from ..data import Samples, shard
-from ..losses import LossFunction
-from ..record import WINDOW_PHASES, Layers, Record, observe
-from ..step import FORWARD, Step, Stopwatch
-from .cut import Stage
-from .pipeline import Done, Part, Work
-from .section import Placement, Stages
+from ...collectives import sparse
+from ...collectives.checks import NonFiniteGradient
+from ...collectives.engine import Program, run
+from ...compress.base import Aggregator, Mean
+from ...ops.tensors import bytes_of, of_bytes
+from ...randomness import random_key
+from ...torch.averaging import Averaging, part_seed
+from ...torch.reducer import GradientReducer
+from .losses import LossFunction
+from .pipeline import Done, Part, Stage, Work
+from .record import WINDOW_PHASES, Layers, Record, observe
+from .samples import Samples, shard
+from .stages import Placement, Stages
+from .step import FORWARD, Step, Stopwatch
+from .training import Training
+from .update import AnyUpdate
 
 Array = npt.NDArray[Any]
 SEEDS = 2**63 - 1  # the largest
@@ -57,7 +56,6 @@ class StageReducers(Averaging):
         named = [(name, p) for name, p in every if p.requires_grad]
         self.parameters = [p for _, p in named]
         self.layers = {name: list(p.shape) for name, p in named}
-        self.bucket = SimpleNamespace(names=tuple(self.layers))
 
         def reducer(index: int) -> GradientReducer:
             return GradientReducer(
@@ -131,7 +129,7 @@ class _Window:
         return self.corrections or self.local
 
 
-class StagedUpdate:
+class StagedUpdate(AnyUpdate):
     """Trains stages in turn and at the same time, in the place of forward, backward and Update.
 
     Collective. model: the whole network on every process, of which it trains the stages it holds
@@ -139,8 +137,6 @@ class StagedUpdate:
     samples: one input and target of these become zeros where the data fails
     record: that windows are added to; state: nothing, as checkpoints are taken between windows
     """
-
-    interval = 1  # see Update
 
     def __init__(
         self,
@@ -151,10 +147,10 @@ class StagedUpdate:
         samples: Samples,
         record: Record,
     ) -> None:
-        self.optimizer, self.reducer, self.given, self.record = optimizer, reducers, given, record
+        super().__init__(optimizer, reducers.placement.world)
+        self.reducer, self.given, self.record = reducers, given, record
         self.placement, self.stages = reducers.placement, reducers.stages
-        self.world, self.like = self.placement.world, samples.take(np.zeros(1, np.int64), 0)
-        self.state = State(self.world.hosted, self.world.ranks)
+        self.like = samples.take(np.zeros(1, np.int64), 0)
         self.means: list[Mean] = []
         self.window = _Window([], 0, 0)
         shapes = [tuple(self.like[0].shape[1:]), *(stage.shape for stage in self.stages)]
@@ -185,13 +181,6 @@ class StagedUpdate:
     def at_rest(self) -> bool:
         """Whether nothing is kept of samples, which checkpoints do not have."""
         return not self.window
-
-    def note(self) -> None:
-        """Nothing is kept between windows. See Update.note."""
-
-    def resumed(self, former_ranks: int) -> str:
-        """Nothing was kept. See Update.resumed."""
-        return ""
 
     @property
     def sent_bytes(self) -> Array:
@@ -404,3 +393,22 @@ def _idle() -> Program[Done | None]:
     """The program of a rank whose share has its turn later."""
     yield from ()
     return None
+
+
+class StagedTraining(Training):
+    """A run whose network is cut into stages."""
+
+    update: StagedUpdate
+
+    def train_on(self, batch: Array, seed: int) -> Step:
+        """Train on the batch that update.batch gave last. Collective. See StagedUpdate.train."""
+        return self.update.train(self.train, seed)
+
+    def observe(self, mean: Mean) -> Layers:
+        """Return what the aggregator has to say of each layer. See StagedUpdate.observe."""
+        return self.update.observe()
+
+    def close(self) -> None:
+        """Free what the run alone used. Collective."""
+        super().close()
+        self.update.placement.free()

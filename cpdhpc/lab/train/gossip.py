@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import AfterValidator, field_validator
 
-from ....collectives import sparse
-from ....collectives.rank_program import NO_KEY
-from ....compress.base import Mean
-from ....config import ConfigError, Share, one_of
-from ....formats import TILE
-from ....ops.payloads import Packed, packed_wire, parse_wire
-from .base import NOTHING
-from .own_models import Array, OwnModels, OwnModelsRule
+from ...collectives import sparse
+from ...collectives.rank_program import NO_KEY
+from ...compress.base import Array, Mean
+from ...config import ConfigError, Share, one_of
+from ...formats import TILE
+from ...ops.payloads import Packed, packed_wire, parse_wire
+from .update import NOTHING, OwnModels, OwnModelsRule
 
 if TYPE_CHECKING:
     import torch
 
-    from ....torch.reducer import GradientReducer
+    from ...torch.reducer import GradientReducer
 
 
 def ring(rank: int, ranks: int) -> set[int]:

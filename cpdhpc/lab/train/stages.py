@@ -1,4 +1,8 @@
-"""[stages] of a job file, and which rank holds which stage of which share of the batches."""
+"""[stages]: a network cut into stages that train at the same time, and which rank holds which.
+
+Source: Sun et al.: Penalty and augmented Lagrangian methods for layer-parallel training of
+residual networks, arXiv 2009.01462.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ....config import Above0, Positive, Section
-from ....ops.payloads import parse_wire
-from ....world.mpi import World
-from ....world.ranks import Loopback, Ranks
+from ...config import Above0, Positive, Section
+from ...ops.payloads import parse_wire
+from ...world.mpi import World
+from ...world.ranks import Loopback, Ranks
 
 
 def _check_wire(wire: str) -> str:

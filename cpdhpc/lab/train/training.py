@@ -1,0 +1,242 @@
+"""A run and where it stands: what its loop works with, its files, and how it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+
+import numpy as np
+import torch
+
+from ... import store
+from ...compress.base import Array, Mean
+from ...config import ConfigError
+from ...torch.controllers import Controller
+from ...torch.loss_scaling import LossScaler
+from ...torch.precision.recorder import Recorder
+from ...torch.reducer import GradientReducer
+from ...torch.split_images.grid import ImageGrid
+from ...world.ranks import Ranks
+from . import checkpoint, gradients
+from .adversary import Adversary
+from .checkpoint import Files
+from .job import Job
+from .losses import LossFunction
+from .record import Layers, Record, observe
+from .samples import Samples, Workers
+from .step import Step, step
+from .update import AnyUpdate, Update
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a run learns from, and where its files are.
+
+    train, test: samples; of split images this rank's parts; workers: that read them ahead
+    classes: of the samples; 0 where the data does not say
+    grid: how images are split, None where they are not
+    at_once: samples that are evaluated at once
+    data_digest: of whole samples, where weights are kept; see checkpoint.data_digest
+    data_sample: the same of few samples, for checkpoints; "" where they cannot be read
+    """
+
+    train: Samples
+    test: Samples
+    workers: Workers
+    loss: LossFunction
+    classes: int
+    files: Files
+    provenance: dict[str, str | int]
+    grid: ImageGrid | None
+    at_once: int
+    data_digest: str
+    data_sample: str
+
+
+@dataclass
+class Training:
+    """A run and where it stands.
+
+    given: whose fields are its own
+    iteration: the next one; samples_seen: before it, which is where the run stands
+    adversary: what makes adversarial copies, None if there are none
+    recorder: of [record], while the run goes on; None: nothing is recorded
+    """
+
+    given: InitVar[Given]
+    job: Job
+    world: Ranks
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    reducer: GradientReducer
+    update: AnyUpdate
+    scaler: LossScaler
+    controller: Controller
+    record: Record
+    adversary: Adversary | None = None
+    recorder: Recorder | None = None
+    iteration: int = 0
+    samples_seen: int = 0
+
+    def __post_init__(self, given: Given) -> None:
+        self.train, self.test, self.workers = given.train, given.test, given.workers
+        self.loss, self.classes, self.at_once = given.loss, given.classes, given.at_once
+        self.files, self.provenance, self.grid = given.files, given.provenance, given.grid
+        self.data_digest, self.data_sample = given.data_digest, given.data_sample
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that share an image."""
+        return 1 if self.grid is None else self.grid.sharing
+
+    @property
+    def sent_bytes(self) -> Array:
+        """int64[hosted], the bytes that each hosted rank has sent so far."""
+        worlds = {self.world} if self.grid is None else {self.world, self.grid.group}
+        return sum(
+            (each.bytes_sent + each.collective_bytes for each in worlds),
+            np.zeros(self.world.virtual_ranks, np.int64) + self.update.sent_bytes,
+        )
+
+    def train_on(self, batch: Array, seed: int) -> Step:
+        """Train on a global batch, which update.batch gave. Collective. See step.step."""
+        assert isinstance(self.update, Update), "others have a Training of their own"
+        how = self.loss, self.sharing, seed, self.scaler, self.adversary
+        return step(self.update, self.train, batch, *how)
+
+    def observe(self, mean: Mean) -> Layers:
+        """Return what the aggregator has to say of each layer in the last step. Collective."""
+        return observe(self.reducer, mean)
+
+    def close(self) -> None:
+        """Free what the run alone used. Collective."""
+        if self.grid is not None:
+            self.grid.free()
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples."""
+        return len(self.train)
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """Iterations that go through all samples once; the last batch may be smaller."""
+        return -(-self.samples // self.job.train.batch)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all epochs are done."""
+        return self.samples_seen >= self.samples * self.job.train.epochs
+
+    @property
+    def states(self) -> checkpoint.States:
+        """What methods keep of each rank, by who keeps it."""
+        copies = {"adversarial": self.adversary.state} if self.adversary else {}
+        return {"gradient": self.reducer.state, "update": self.update.state} | copies
+
+    def save(self, status: str) -> None:
+        """Write what methods keep from all processes, the rest from process 0. Collective.
+
+        The file of the methods carries the iteration in its name, so the checkpoint that takes the
+        former one's place last finds its own, whenever a process is killed.
+        status: "running", "interrupted" or "complete"
+        Raises UserError on all processes alike where they cannot be written.
+        """
+        path = self.files.checkpoint
+        kept = self.files.state(self.iteration)
+        self.update.note()
+        state = checkpoint.save_states(self.world, kept, self.states)
+
+        def write() -> None:
+            groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
+            groups["controller"] = self.controller.state()
+            groups["loss_scaling"] = self.scaler.state()
+            where = self.iteration, self.samples_seen, self.record.ranks
+            here = checkpoint.Position(*where, state, self.data_sample)
+            try:
+                checkpoint.save(path, groups, here, self.job.toml())
+            except store.StoreError:
+                kept.unlink(missing_ok=True)  # what fills the disk goes
+                raise
+            for other in path.parent.glob(self.files.state("*").name):
+                if other != kept:
+                    other.unlink()
+            self._write_record(status)
+
+        with self.update.evaluated():
+            self.world.on_first(write, "checkpoint")
+
+    def save_record(self, status: str) -> None:
+        """Write only the record. Collective."""
+        self.world.on_first(lambda: self._write_record(status), "record")
+
+    def save_gradients(self) -> None:
+        """Write the gradients of all ranks in the iteration that goes on. Collective.
+
+        Raises UserError on all processes alike where the update rule averages none, or the file
+        cannot be written.
+        """
+        if self.reducer.iteration != self.iteration + 1:
+            raise ConfigError(
+                f"{self.job.id}: train.record_gradients: there are none: the update rule "
+                f"{type(self.update).__name__} averages none by the reducer"
+            )
+        path = gradients.path_of(self.files.record, self.iteration)
+        gradients.save(self.reducer, path, self.iteration, self.job.id)
+
+    def save_weights(self, epoch: int) -> None:
+        """Write the weights after an epoch, from 1, that are evaluated. Collective.
+
+        Raises UserError on all processes alike where they cannot be written.
+        """
+        path = self.files.weights(epoch)
+        rate = self.optimizer.param_groups[0]["lr"]  # of the last step
+        kept = checkpoint.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        with self.update.evaluated():
+            self.world.on_first(lambda: checkpoint.save_weights(path, self.model, kept), "weights")
+
+    def _write_record(self, status: str) -> None:
+        attributes = {
+            "name": self.job.name,
+            "seed": self.job.seed,
+            "toml": self.job.toml(),
+            "parameters": sum(p.numel() for p in self.reducer.parameters),
+            "algorithms": ", ".join(sorted(self.world.chosen)),
+            **self.provenance,
+            "status": status,
+        }
+        self.record.save(self.files.record, attributes)
+
+    def resume(self) -> str:
+        """Take over the checkpoint, where there is one, made by any number of ranks. Collective.
+
+        Returns what is to be said of it, mostly nothing. Raises CheckpointError or StoreError on
+        all processes alike.
+        """
+        path = self.files.checkpoint
+        loaded = checkpoint.load(self.world, path, self.job.toml(), self._samples_seen)
+        said = ""
+        if loaded is None:
+            return said
+        groups, here = loaded
+        self.iteration, self.samples_seen = here.iteration, here.samples_seen
+        self.reducer.iteration = self.iteration
+        checkpoint.load_tensors(groups, self.model, self.optimizer)
+        self.scaler.restore(groups.get("loss_scaling", {}))
+        if here.state:
+            kept = self.files.state(self.iteration)
+            former = checkpoint.load_states(self.world, kept, here.state, self.states)
+            said = self.update.resumed(former)
+        self.scaler.note()
+        self.controller.restore(groups.get("controller", {}))
+        if "samples" not in groups["steps"]:  # of versions whose batch was constant
+            before = [self._samples_seen(i) for i in range(len(groups["steps"]["iteration"]) + 1)]
+            groups["steps"]["samples"] = np.diff(before)
+        self.record.restore(groups)
+        if here.data and here.data != self.data_sample:
+            said = "; ".join(filter(None, [said, "the samples are others than before"]))
+        return said
+
+    def _samples_seen(self, iteration: int) -> int:
+        """Return the samples seen before an iteration, where the batch is constant."""
+        epoch, inside = divmod(iteration, self.iterations_per_epoch)
+        return epoch * self.samples + inside * self.job.train.batch
