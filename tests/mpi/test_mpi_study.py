@@ -27,7 +27,7 @@ from cpdhpc.lab.study.cases import batches, expand, load_study
 from cpdhpc.lab.study.collect import collect, find
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study_data.study_file import ALIKE
-from cpdhpc.lab.train import setup
+from cpdhpc.lab.train import training
 from cpdhpc.store import StoreError
 
 pytestmark = pytest.mark.mpi
@@ -199,7 +199,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
         folder.prepare(study)
     world.barrier()
     (case,) = expand(study).cases
-    step, calls = setup.step, []
+    step, calls = training.step, []
 
     def stopping(*arguments):
         calls.append(1)
@@ -207,7 +207,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(*arguments)
 
-    monkeypatch.setattr(setup, "step", stopping)
+    monkeypatch.setattr(training, "step", stopping)
     assert measure_batch(world, folder.path, 0) == UNFINISHED
     assert len(calls) == 4 and not folder.finished(case)
     there = provenance.identity()
