@@ -37,7 +37,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: Path | str) -> tuple[int, s
 def test_every_kind_of_file_is_known() -> None:
     """All that the sources write, by their text."""
     pattern = re.compile(
-        r"""(?:^KIND(?:, \w+)?(?: = \w+)? = |"kind": )"([a-z ]+)",?""", re.MULTILINE
+        r"""(?:^(?:KIND|WEIGHTS)(?:, \w+)?(?: = \w+)? = |"kind": )"([a-z ]+)",?""", re.MULTILINE
     )
     sources = (path.read_text() for path in (ROOT / "cpdhpc").rglob("*.py"))
     written = {kind for text in sources for kind in pattern.findall(text)}
