@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from ...collectives.method import read_machine
 from ...compress import COMPRESSORS, Aggregator, NoCompression
+from ...compress.momentum import loses, rate_with, told
 from ...config import (
     IMPORT,
     ConfigError,
@@ -40,7 +41,6 @@ from ...torch.controllers import (
 )
 from ...torch.precision.policy import PRESETS, Policy
 from ...torch.precision.recording import Recording
-from ...torch.waiting import loses, rate_with, told
 from ...whole_files import read_file_of
 from ...world.ranks import Loopback, Ranks
 from ..settings import blaming, override
