@@ -37,6 +37,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "torch": ("compress/lgc.py", "ops/tensors.py", "torch/", "lab/"),
     "h5py": ("store.py",),
     "simpleeval": ("lab/study/spec.py",),
+    "scipy": ("lab/",),  # of the extra that brings it
 }
 BODIES = "body", "orelse", "finalbody", "handlers", "cases"  # where statements hold others
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
@@ -204,7 +205,7 @@ def test_importing_starts_nothing() -> None:
         for place in (
             *("lab.autoencoder", "lab.bench.overlap", "lab.influence.rows", "lab.influence.scores"),
             *("lab.precision.search", "lab.train", "ops.tensors", "torch.autograd"),
-            *("torch.averaging", "torch.buffers", "torch.ddp", "torch.fsdp", "torch.layerwise"),
+            *("torch.averaging", "torch.buffers", "torch.ddp", "torch.fsdp", "torch.optimizers"),
             *("torch.loss_scaling", "torch.overlap", "torch.precision.arithmetic"),
             *("torch.precision.conversion", "torch.precision.layers"),
             *("torch.precision.operations", "torch.precision.recorder"),
