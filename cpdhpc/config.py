@@ -64,8 +64,8 @@ class Section(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            said = _explain(type(self), given, _first(error))
-            raise ConfigError(f"{type(self).__name__}: {said}") from None
+            key, said = _explain(type(self), given, _first(error))
+            raise ConfigError(f"{type(self).__name__}: {said}", key=key) from None
 
     # So that pydantic does not call it for tables in tables: they are told with their whole key.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -154,7 +154,9 @@ class OneOf:
             fit = [n for n, row in self.known.items() if raw and raw.keys() <= {*keys(row)}]
             having = f" with {_listed([*map(str, raw)], 'and')}" if fit else ""
             said = f"is missing: known{having} are {', '.join(sorted(fit or self.known))}"
-            raise PydanticCustomError("no_name", "is missing", {"key": self.key, "said": said})
+            raise PydanticCustomError(
+                "no_name", "is missing", {"key": self.key, "said": f": {said}"}
+            )
         if not isinstance(name, str) or name not in self.known:
             problem = f"={name!r}: {suggest(str(name), self.known)}"
             raise PydanticCustomError("unknown_name", "unknown", {"key": self.key, "said": problem})
@@ -182,22 +184,33 @@ def _types(row: Any) -> dict[str, Any]:
     return {key: each.get("type") for key, each in _schema(row).get("properties", {}).items()}
 
 
-def of_rows(makes: Sequence[Callable[[], T]]) -> list[T]:
+def of_rows(makes: Sequence[tuple[str, Callable[[str], T]]], source: str) -> list[T]:
     """Return what each row of [[compare]] makes.
 
-    Raises ConfigError, of the first row that does; without its name where all have the same.
+    makes: with the words that errors of a row begin with, which make is called with
+    source: those words if all rows have one error
+    Raises ConfigError, of the first row that does.
     """
-    made, errors = list[T](), list[str]()
-    for make in makes:
+    made, errors = list[T](), list[ConfigError]()
+    for where, make in makes:
         try:
-            made.append(make())
+            made.append(make(where))
         except ConfigError as error:
-            errors.append(str(error))
-    said = {re.sub(": compare row [^:]*: ", ": ", each, count=1) for each in errors}
+            errors.append(error)
+    if errors and len(errors) == len(makes) > 1:
+        said = {str(_error_of(make, source)) for _, make in makes}
+        raise errors[0] if len(said) > 1 else ConfigError(*said, key=errors[0].key)
     if errors:
-        is_same = len(errors) == len(makes) > 1 == len(said)
-        raise ConfigError(said.pop() if is_same else errors[0])
+        raise errors[0]
     return made
+
+
+def _error_of(make: Callable[[str], object], where: str) -> ConfigError | None:
+    try:
+        make(where)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def value_at(table: Any, path: Sequence[str]) -> Any:
@@ -239,12 +252,19 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
     try:
         return cast(T, _adapter(model).validate_python(raw))
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(model, raw, _first(error))}") from None
+        key, said = _explain(model, raw, _first(error))
+        raise ConfigError(f"{source}: {said}", key=key) from None
 
 
-TYPES = {  # pydantic's name of what is wrong -> TOML's name of what it should be
+TYPES = {  # pydantic's name of what is wrong -> what it should be, where its words are not TOML's
     **dict.fromkeys(("tuple_type", "list_type"), "be an array"),
-    **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "be a table"),
+    **dict.fromkeys(("dict_type", "model_type", "dataclass_type", "not_a_table"), "be a table"),
+    "int_parsing": "be a valid integer",
+    "float_parsing": "be a valid number",
+    "string_pattern_mismatch": (  # of Name
+        "begin with a letter or digit, then have these, dots, underscores, plus and minus, "
+        "100 in all at most"
+    ),
 }
 
 
@@ -262,43 +282,49 @@ def _first(error: ValidationError) -> Any:
     return first
 
 
-def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()) -> str:
+def _explain(
+    model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
+) -> tuple[str, str]:
+    """Return the whole key that is wrong, "" if it is none, and what is wrong with it."""
     path = [*above, *map(str, problem["loc"])]
-    key, given, told = ".".join(path), problem["input"], problem.get("ctx", {})
-    if problem["type"] == "within":
-        inner = told["problem"]
+    key, given, context = ".".join(path), problem["input"], problem.get("ctx", {})
+    kind = problem["type"]
+    if kind == "within":
+        inner = context["problem"]
         if inner["type"] in UNKNOWN_KEY and len(inner["loc"]) == 1:
-            return _not_of_row(told["choice"], told["row"], told["raw"], key, inner["loc"][0])
-        return _explain(told["row"], told["raw"], inner, path)
-    if problem["type"] == "no_name":
-        return f"{key}.{told['key']}: {told['said']}"
-    if problem["type"] == "unknown_name":
-        return f"{key}.{told['key']}{told['said']}"
-    if problem["type"] in UNKNOWN_KEY:
+            name = str(inner["loc"][0])
+            said = _not_of_row(context["choice"], context["row"], context["raw"], key, name)
+            return f"{key}.{name}", said
+        return _explain(context["row"], context["raw"], inner, path)
+    if kind in ("no_name", "unknown_name"):
+        of = f"{key}.{context['key']}"
+        return of, f"{of}{context['said']}"
+    if kind in UNKNOWN_KEY:
         here = keys(model, problem["loc"][:-1])
         tables = here if len(path) == 1 else []
         inside = [f"{t}.{key}" for t in tables if key in keys_inside(model, t)]
         said = f"did you mean {_listed(inside, 'or')}?" if inside else suggest(path[-1], here)
-        return f"unknown key {key}: {said}"
-    if problem["type"] in MISSING_KEY:
-        return f"{key}: is missing"
-    said = TYPES.get(problem["type"], problem["msg"])
-    said = re.sub(r"^(Value error, |\w+ should )", "", said)
-    said = re.sub(r" after validation|, unable to parse string as an? \w+", "", said)
-    if problem["type"] == "value_error" and isinstance(given, dict):
-        known = {*keys(model, problem["loc"]), *given}
-        return of_key(said, known, f"{key}." if key else "") or (f"{key}: {said}" if key else said)
-    if problem["type"] == "string_pattern_mismatch":  # of Name
-        said = (
-            "begin with a letter or digit, then have these, dots, underscores, plus and minus, "
-            "100 in all at most"
-        )
-    if problem["type"] == "value_error":
-        said = WHOSE.sub("", said).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
-        said = reason(said, given)
-    kind = "" if problem["type"] == "value_error" else "should "
+        return key, f"unknown key {key}: {said}"
+    if kind in MISSING_KEY:
+        return key, f"{key}: is missing"
+    if kind == "value_error":
+        return _explain_value(model, problem, path)
+    _, _, should = problem["msg"].partition(" should ")
+    said = TYPES.get(kind) or should.replace(" after validation", "")
     shown = "" if isinstance(given, dict) else f"={_as_toml(given)}"
-    return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole
+    return key, f"{key}{shown}: should {said}" if key else f"should {said}"
+
+
+def _explain_value(model: type[Any], problem: Any, path: list[str]) -> tuple[str, str]:
+    """Return what _explain does, of an error that a check of ours has raised."""
+    key, given = ".".join(path), problem["input"]
+    error = problem.get("ctx", {}).get("error", problem["msg"])
+    if isinstance(given, dict):
+        known = {*keys(model, problem["loc"]), *given}
+        found = of_key(error, known, f"{key}." if key else "")
+        return found or (key, f"{key}: {error}" if key else str(error))
+    said = WHOSE.sub("", str(error)).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
+    return key, f"{key}={_as_toml(given)}: {reason(said, given)}"
 
 
 def _as_toml(value: object) -> str:

@@ -23,7 +23,7 @@ from typing import (
     get_type_hints,
 )
 
-from .errors import ConfigError
+from .errors import ArgumentError, ConfigError
 from .methods import suggest
 
 T = TypeVar("T")
@@ -76,15 +76,17 @@ class Agreed:
 
 
 class _Wrong(Exception):
-    """A value that an option must not have; its words name the option."""
+    """An option that is wrong. The words name it; key: the whole key."""
+
+    def __init__(self, said: str, key: str = "") -> None:
+        self.key = key
+        super().__init__(said)
 
 
 def _wrong(path: tuple[str, ...], value: object, said: str) -> _Wrong:
     """Return the error of a value, which is shown as a job file has it, but for quotes."""
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return _Wrong(
-        f"{'.'.join(path)}{'' if isinstance(value, dict) else f'={shown}'}: should {said}"
-    )
+    key, shown = ".".join(path), str(value).lower() if isinstance(value, bool) else repr(value)
+    return _Wrong(f"{key}{'' if isinstance(value, dict) else f'={shown}'}: should {said}", key)
 
 
 def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
@@ -95,7 +97,7 @@ def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
     try:
         return _made(model, table, ())
     except _Wrong as wrong:
-        raise ConfigError(f"{source}: {wrong}") from None
+        raise ConfigError(f"{source}: {wrong}", key=wrong.key) from None
 
 
 def _made(model: type[T], table: Mapping[str, Any], path: tuple[str, ...]) -> T:
@@ -103,18 +105,18 @@ def _made(model: type[T], table: Mapping[str, Any], path: tuple[str, ...]) -> T:
     above = "".join(f"{key}." for key in path)
     for key in table:
         if key not in known:
-            raise _Wrong(f"unknown key {above}{key}: {suggest(key, known)}")
+            raise _Wrong(f"unknown key {above}{key}: {suggest(key, known)}", above + key)
     for key, each in known.items():
         if key not in table and each.default is MISSING and each.default_factory is MISSING:
-            raise _Wrong(f"{above}{key}: is missing")
+            raise _Wrong(f"{above}{key}: is missing", above + key)
     values = _read_all(model, table, path)
     try:
         return type.__call__(model, **values)
     except ConfigError:
         raise
     except ValueError as error:
-        said = str(error)
-        raise _Wrong(of_key(said, known, above) or said) from None
+        key, said = of_key(error, known, above) or ("", str(error))
+        raise _Wrong(said, key) from None
 
 
 def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> None:
@@ -125,7 +127,7 @@ def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> Non
     try:
         _read_all(model, table, ())
     except _Wrong as wrong:
-        raise ConfigError(f"{source}: {wrong}") from None
+        raise ConfigError(f"{source}: {wrong}", key=wrong.key) from None
 
 
 def _read_all(model: type[Any], table: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -215,16 +217,21 @@ def _each(kinds: tuple[Any, ...], value: Any, path: tuple[str, ...]) -> Iterator
 WHOSE = re.compile(r"^[A-Za-z_]\w*: (?=\w)")  # the function or class that says what follows
 
 
-def of_key(said: str, known: Collection[str], table: str) -> str | None:
-    """Return what is said of a key of a table with the whole key in front; None: is of no key.
+def of_key(error: Exception, known: Collection[str], table: str) -> tuple[str, str] | None:
+    """Return the whole key that an error is about, and what it says with that in front.
 
-    said: maybe after the name of a function or class, "KEY=value: ...", "KEY: ..." or
-    "KEY['inner']: ..."; known: keys of the table; table: its own key and a dot
+    error: an ArgumentError of a key; or another, which says "KEY=value: ...", "KEY: ..." or
+        "KEY['inner']: ...", maybe after the name of a function or class
+    known: keys of the table; table: its own key and a dot. None: the error is about none of them.
     """
-    for text in (said, WHOSE.sub("", said)):
+    if isinstance(error, ArgumentError) and error.argument in known:
+        key = table + error.argument
+        return key, f"{key}={error.shown}: {error.allowed}"
+    for text in (str(error), WHOSE.sub("", str(error))):
         found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
         if found is not None and found[1] in known:
             inner = f".{found[2]}" if found[2] is not None else ""
             rest = WHOSE.sub("", found[4]) if inner else found[4]
-            return f"{table}{found[1]}{inner}{found[3]}{rest}"
+            key = f"{table}{found[1]}{inner}"
+            return key, f"{key}{found[3]}{rest}"
     return None

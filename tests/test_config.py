@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import asdict, replace
+from dataclasses import asdict, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 from every import every
 
 from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.compress import LowBit
 from cpdhpc.config import ConfigError, difference, dump_toml, flatten, merge, read_toml, validate
+from cpdhpc.errors import ArgumentError
 from cpdhpc.lab.kinds.train import TRAIN
 from cpdhpc.lab.settings import override
 from cpdhpc.lab.study.cases import load_study
@@ -20,6 +22,7 @@ from cpdhpc.lab.train.data import Idx
 from cpdhpc.lab.train.job import Job, load
 from cpdhpc.lab.train.models import LeNet, Mlp
 from cpdhpc.lab.train.optimizers import OPTIMIZERS, AdamW
+from cpdhpc.options import made
 from cpdhpc.torch.precision import Policy
 
 BASE = """
@@ -356,3 +359,56 @@ def test_difference_names_the_key() -> None:
     assert difference(one, other) == "t.b"
     assert difference(one, other, ["t.b"]) is None
     assert difference(one, one + "d = 4\n") == "t.d"
+
+
+@every(
+    ("table", "key"),
+    [
+        ("train.epoch = 3", "train.epoch"),
+        ("train.epochs = 0", "train.epochs"),
+        ("model = { hidden = [3] }", "model.name"),
+        ("model = { name = 'lenett' }", "model.name"),
+        ("model = { name = 'mlp', hiden = [3] }", "model.hiden"),
+        ("model = { name = 'mlp', hidden = [3, 'a'] }", "model.hidden.1"),
+        ("schedule.decay = 'step'", "schedule.decay"),
+        ("gradient = { aggregator = 'lowbit', wire = 'e9m9' }", "gradient.wire"),
+        (
+            "gradient = { aggregator = 'lowbit', layers = { 'a*' = { wire = 'e9m9' } } }",
+            "gradient.layers.a*",
+        ),
+        ("train = { seed = 1, seeds = [1] }", "train"),
+    ],
+)
+def test_an_error_knows_its_key(table: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(Job, tomllib.loads(f"name = 'a'\n{table}"), "file")
+    assert caught.value.key == key
+
+
+@every(
+    ("options", "key"),
+    [
+        ({"wires": "e4m3"}, "wires"),
+        ({"algorithm": 3}, "algorithm"),
+        ({"wire": "e9m9"}, "wire"),
+        ({"layers": {"a*": {"wire": "e9m9"}}}, "layers.a*"),
+        ({"layers": {"a*": {"wire": "e4m3", "random_bits": "x"}}}, "layers.a*.random_bits"),
+    ],
+)
+def test_an_error_of_options_knows_its_key(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(LowBit, options, "lowbit")
+    assert caught.value.key == key
+
+
+def test_an_argument_of_an_error_is_a_key_whatever_its_words() -> None:
+    def refuse(self: object) -> None:
+        raise ArgumentError("Pair", "second", 3, "first: must be below 2")
+
+    pair = make_dataclass(
+        "Pair", [("first", int), ("second", int)], namespace={"__post_init__": refuse}
+    )
+    for read in (made, validate):
+        with pytest.raises(ConfigError, match=r"^x: second=3: first: must be below 2$") as caught:
+            read(pair, {"first": 1, "second": 3}, "x")
+        assert caught.value.key == "second"

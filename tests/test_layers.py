@@ -37,6 +37,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "torch": ("compress/lgc.py", "ops/tensors.py", "torch/", "lab/"),
     "h5py": ("store.py",),
     "simpleeval": ("lab/study/spec.py",),
+    "scipy": ("lab/",),  # of the extra that brings it
 }
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
 LONGEST = 500  # lines of two modules that may as well be one

@@ -19,7 +19,7 @@ from cpdhpc.torch import AdamP, Lamb, Larc, Lars, NovoGrad
 from cpdhpc.torch.controllers import DECAYS, DEFAULT_RATE, BySchedule, Schedule, Scheduled, Settings
 from cpdhpc.torch.controllers.adaptive import ByAdaptiveBatch, ByNoiseScale
 from cpdhpc.torch.controllers.autowu import ByAutoWu
-from cpdhpc.torch.layerwise import EXCLUDES
+from cpdhpc.torch.optimizers import EXCLUDES
 
 pytestmark = pytest.mark.mpi_skip
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -444,3 +446,30 @@ def test_changed_gradients_change_nothing_else(keeps: bool, bucket_mib: float) -
         for parameter in model.parameters():
             parameter.grad.fill_(torch.nan)
         assert np.array_equal(mean.flat, expected)
+
+
+BEYOND_AN_ALL_REDUCE = 13  # modules of the package
+UNNEEDED = {"pydantic", "rich", "h5py", "matplotlib", "scipy"}
+
+
+@pytest.mark.parametrize(("aggregator", "wire"), [("none", "raw"), ("lowbit", "e4m3")])
+def test_a_reduce_loads_its_own_method_only(aggregator: str, wire: str) -> None:
+    program = (
+        "import sys, numpy, torch, cpdhpc\n"
+        "from cpdhpc.torch import GradientReducer\n"
+        "aggregator, wire = sys.argv[1:]\n"
+        "cpdhpc.allreduce(cpdhpc.World(), numpy.ones(9, numpy.float32), wire=wire)\n"
+        "before = {*sys.modules}\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "reducer = GradientReducer(model, cpdhpc.World(), aggregator)\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "reducer.reduce()\n"
+        "print(*({*sys.modules} - before))\n"
+    )
+    command = [sys.executable, "-c", program, aggregator, wire]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    loaded = done.stdout.split()
+    ours = sorted(name for name in loaded if name.partition(".")[0] == "cpdhpc")
+    assert f"cpdhpc.compress.{aggregator}" in ours
+    assert len(ours) <= BEYOND_AN_ALL_REDUCE, ours
+    assert not {*loaded} & UNNEEDED

@@ -142,6 +142,7 @@ def _part(whole: Bucket, layers: range) -> Part:
 
 Key = tuple[str, str]  # layer, name
 Redistribution = Literal["sum", "copy", "drop"]
+NEVER = -1.0  # in a state: no call yet
 ON_CPU = np.empty(0)  # an array that lies there
 
 

@@ -16,10 +16,9 @@ from ..formats import INTEGERS, TILE
 from ..methods import USUAL
 from ..options import Allowed
 from .base import LOSSES, Aggregator, Array, Column, Context, Mean
-from .bucket import Bucket
+from .bucket import NEVER, Bucket
 from .lowbit import count_losses
 
-NEVER = -1.0  # in a state: no call yet
 AUTOFLEX = 2.0, 3.0  # times the mean and so many standard deviations
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 from zlib import crc32
 
@@ -147,24 +147,14 @@ class LowBit(Aggregator):
         """Return how layers of a way travel."""
         return configured(seed=seed, **self._ways[way])
 
-    def _way(self, layer: str) -> int:
-        """Return the way of a layer; of ways that are alike the first one."""
-        module, way = layer.rpartition(".")[0], 0
-        for number, pattern in enumerate(self.layers, 1):
-            if fnmatchcase(layer, pattern) or fnmatchcase(module, pattern):
-                way = number
-        return self._ways.index(self._ways[way])
-
     @cached_property
-    def _known(self) -> dict[tuple[str, ...], dict[int, list[int]]]:
-        return {}
+    def _firsts(self) -> tuple[int, ...]:
+        """Of each way the first one that is the same."""
+        return tuple(self._ways.index(way) for way in self._ways)
 
     def _groups(self, bucket: Bucket) -> dict[int, list[int]]:
         """Return which layers of a bucket travel together, by their way."""
-        groups = self._known.setdefault(bucket.names, {})
-        for layer, name in enumerate(bucket.names if not groups else ()):
-            groups.setdefault(self._way(name), []).append(layer)
-        return groups
+        return _grouped(bucket.names, tuple(self.layers), self._firsts)
 
     def check_layers(self, names: Collection[str]) -> None:
         """Raise ValueError for a pattern that matches no layer. See Aggregator.check_layers."""
@@ -261,6 +251,21 @@ class LowBit(Aggregator):
             for name in LOST:
                 counts[name][layers] = found[name]
         return counts
+
+
+@lru_cache(maxsize=256)  # asked for each bucket in each step
+def _grouped(
+    names: tuple[str, ...], patterns: tuple[str, ...], ways: tuple[int, ...]
+) -> dict[int, list[int]]:
+    """Return the indices of layers by way; ways: of no pattern, then of each."""
+    groups: dict[int, list[int]] = {}
+    for layer, name in enumerate(names):
+        module, last = name.rpartition(".")[0], 0
+        for number, pattern in enumerate(patterns, 1):
+            if fnmatchcase(name, pattern) or fnmatchcase(module, pattern):
+                last = number
+        groups.setdefault(ways[last], []).append(layer)
+    return groups
 
 
 LOST = "saturated_share", "underflow_share"

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from . import split_images as split_images
     from .ddp import ddp_hook as ddp_hook
     from .fsdp import fsdp_hook as fsdp_hook
-    from .layerwise import AdamP as AdamP
-    from .layerwise import Lamb as Lamb
-    from .layerwise import Larc as Larc
-    from .layerwise import Lars as Lars
-    from .layerwise import NovoGrad as NovoGrad
     from .loss_scaling import LossScaler as LossScaler
+    from .optimizers import AdamP as AdamP
+    from .optimizers import Lamb as Lamb
+    from .optimizers import Larc as Larc
+    from .optimizers import Lars as Lars
+    from .optimizers import NovoGrad as NovoGrad
     from .reducer import GradientReducer as GradientReducer
 else:
     from ..lazy import lazily as _lazily
@@ -39,7 +39,7 @@ else:
         __name__,
         {
             **dict.fromkeys(("controllers", "precision", "quantized", "split_images"), ""),
-            **dict.fromkeys(("AdamP", "Lamb", "Larc", "Lars", "NovoGrad"), "layerwise"),
+            **dict.fromkeys(("AdamP", "Lamb", "Larc", "Lars", "NovoGrad"), "optimizers"),
             "GradientReducer": "reducer",
             "LossScaler": "loss_scaling",
             "ddp_hook": "ddp",

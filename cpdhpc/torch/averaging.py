@@ -16,17 +16,19 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.checks import NonFiniteGradient, check_alike, is_finite
-from ..compress.base import Aggregator, Context, Mean, averaged, nonfinite_layers
+from ..compress import COMPRESSORS
+from ..compress.base import Aggregator, Context, Mean, as_table, averaged, nonfinite_layers
 from ..compress.bucket import Bucket, Entry, State, redistributed
-from ..methods import check_bool, check_whole
+from ..compress.momentum import advice_for_loop
+from ..errors import ArgumentError, ArgumentTypeError
+from ..methods import check_bool, check_whole, suggest
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.tensors import CPU, PLACES, as_bytes, check_device, in_stream, tensor_of, values_of
-from ..options import Agreed
+from ..options import Agreed, made
 from ..randomness import random_key
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from .buffers import Named
-from .waiting import advice_for_loop
 
 Array = npt.NDArray[Any]
 Stated = dict[str, Any]  # what state_dict returns
@@ -39,6 +41,23 @@ def check_options(name: str, model: object, seed: object, overlap: object) -> No
         raise TypeError(f"{name}: model is {type(model).__name__}: must be a torch.nn.Module")
     check_whole(f"{name}: seed", seed, 0)
     check_bool(f"{name}: overlap", overlap)
+
+
+def aggregator_of(function: str, given: str | Aggregator, options: dict[str, Any]) -> Aggregator:
+    """Return the aggregator of a name with its options, or the very one without any.
+
+    function: for errors. Raises ValueError or TypeError for an unknown name, and for unknown or
+    wrong options.
+    """
+    if isinstance(given, Aggregator):
+        if options:
+            raise ArgumentTypeError(function, "options", options, "the aggregator has its own")
+        return given
+    if not isinstance(given, str):
+        raise ArgumentTypeError(function, "aggregator", given, "must be a name or an Aggregator")
+    if given not in COMPRESSORS:
+        raise ArgumentError(function, "aggregator", given, suggest(given, COMPRESSORS))
+    return made(COMPRESSORS[given], as_table(options), f"{function}: {given}")
 
 
 class Averaging:

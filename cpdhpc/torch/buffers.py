@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..collectives import sparse
-from ..compress.flexpoint import NEVER
+from ..compress.bucket import NEVER
 from ..ops.tensors import as_bytes, bytes_of, of_bytes, values_of
 from ..world.ranks import Ranks
 

@@ -17,11 +17,11 @@ from ..compress.bucket import Bucket
 from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream, put
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .aggregators import made
 from .averaging import (
     FLOATS,
     PLAIN,
     Averaging,
+    aggregator_of,
     check_options,
     check_whole_model,
     is_plain,
@@ -80,7 +80,7 @@ class DdpHook(Averaging):
             given = torch.nn.Identity() if model is None else model
             check_options("ddp_hook", given, seed, overlap)
             model = getattr(model, "_orig_mod", model)  # torch.compile(ddp) is it, wrapped
-            self.aggregator = made("ddp_hook", aggregator, options)
+            self.aggregator = aggregator_of("ddp_hook", aggregator, options)
             if model is not None:
                 self._learn(model)
             self.aggregator.check_layers(self.layers)

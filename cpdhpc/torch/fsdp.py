@@ -13,11 +13,11 @@ from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
 from ..ops.tensors import array_of, check_device, in_stream
 from ..world.mpi import as_world
-from .aggregators import made
 from .averaging import (
     FLOATS,
     PLAIN,
     Averaging,
+    aggregator_of,
     check_options,
     clear,
     is_plain,
@@ -73,7 +73,7 @@ class FsdpHook(Averaging):
         self._begin()
         with alike_on_all(self.world, "fsdp_hook: options") as settings:
             check_options("fsdp_hook", model, seed, False)
-            self.aggregator = made("fsdp_hook", aggregator, options)
+            self.aggregator = aggregator_of("fsdp_hook", aggregator, options)
             model = getattr(model, "_orig_mod", model)  # torch.compile(fsdp) is it, wrapped
             if not isinstance(model, FullyShardedDataParallel):
                 said = f"fsdp_hook: model is {type(model).__name__}: must be "

@@ -15,9 +15,9 @@ from ..collectives.checks import alike_on_all, check_alike
 from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
 from ..ops.tensors import OwnStream, array_of, in_stream, put
-from .aggregators import made
 from .averaging import (
     Averaging,
+    aggregator_of,
     broadcast,
     check_options,
     description,
@@ -93,7 +93,7 @@ class GradientReducer(Averaging):
         self.model = model
         with alike_on_all(self.world, "GradientReducer: model and options") as settings:
             check_options(self._name, model, seed, overlap)
-            self.aggregator = made(self._name, aggregator, options)
+            self.aggregator = aggregator_of(self._name, aggregator, options)
             tensors = tensors_of(model)
             if not any(p.requires_grad for p in model.parameters()):
                 raise ValueError("GradientReducer: model: no parameter requires a gradient")

@@ -21,10 +21,10 @@ from ... import store
 from ...collectives.checks import NonFiniteGradient
 from ...compress import COMPRESSORS
 from ...compress.base import Aggregator
+from ...compress.momentum import SettingsOf, recommended
 from ...config import ConfigError, UserError, validate
 from ...methods import suggest
 from ...store import Variable
-from ...torch.waiting import SettingsOf, recommended
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
 def method_of(text: str, settings: SettingsOf = "given") -> Aggregator:
     """Return the method of "NAME" or "NAME:OPTION=VALUE,...". Raises UserError.
 
-    settings: see waiting.recommended
+    settings: see compress.momentum.recommended
     """
     name, _, given = text.partition(":")
     if name not in COMPRESSORS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...collectives.method import read_machine
 from ...compress import COMPRESSORS, Aggregator, NoCompression
+from ...compress.momentum import loses, rate_with, told
 from ...config import (
     IMPORT,
     Above0,
@@ -45,7 +46,6 @@ from ...torch.controllers import (
 from ...torch.loss_scaling import check_scale
 from ...torch.precision.policy import PRESETS, Policy
 from ...torch.precision.recording import Recording
-from ...torch.waiting import loses, rate_with, told
 from ...whole_files import read_file_of
 from ...world.ranks import Loopback, Ranks
 from ..settings import blaming, override
@@ -579,7 +579,11 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     for index, row in enumerate(rows):
         if not is_one and "name" not in row:
             raise ConfigError(f"{path}: compare row {index}: name: is missing")
-    jobs = of_rows([partial(_row, raw, row, index, path) for index, row in enumerate(rows)])
+    makes = list[tuple[str, Callable[[str], Job]]]()
+    for index, row in enumerate(rows):
+        where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
+        makes.append((where, partial(_row, raw, row, path)))
+    jobs = of_rows(makes, str(path))
     for name in (names := [job.name for job in jobs]):
         if names.count(name) > 1:
             raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
@@ -593,9 +597,8 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     return runs
 
 
-def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
+def _row(raw: Raw, row: Raw, path: Path, where: str) -> Job:
     merged = laid_over({"name": path.stem} | raw, row)
-    where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
     return read(located(_with_machine(merged, path.parent, where), path.parent), where)
 
 

@@ -79,14 +79,14 @@ class OfMoments(Optimizer):
         return {"betas": (share, self.betas[1])}
 
 
-Exclude = Literal["one_dimensional", "none"]  # the keys of layerwise.EXCLUDES
+Exclude = Literal["one_dimensional", "none"]  # the keys of torch.optimizers.EXCLUDES
 
 
 def groups(
     parameters: Iterable[torch.nn.Parameter], exclude: Exclude, weight_decay: float
 ) -> list[dict[str, Any]]:
     """Return parameters as torch's optimisers take them, those that are excluded without decay."""
-    from ...torch.layerwise import EXCLUDES
+    from ...torch.optimizers import EXCLUDES
 
     sides: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = [], []
     for p in parameters:
@@ -184,12 +184,12 @@ class AdamW(Adam):
 
 
 class LayerWise(Optimizer):
-    """An optimiser of torch/layerwise.py, whose arguments are the keys of the section."""
+    """An optimiser of torch/optimizers.py, whose arguments are the keys of the section."""
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        from ...torch import layerwise
+        from ...torch import optimizers
 
-        built: torch.optim.Optimizer = getattr(layerwise, type(self).__name__)(
+        built: torch.optim.Optimizer = getattr(optimizers, type(self).__name__)(
             parameters, lr=rate, **self.model_dump(exclude={"name"})
         )
         return built

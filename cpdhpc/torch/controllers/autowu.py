@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, cos, pi
+from math import ceil, cos, erfc, pi, sqrt
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -83,11 +83,10 @@ def least(process: Process, x: Array, y: Array, places: Array) -> tuple[float, f
     x, y: float64[n], observations; places: ascending
     The second is the largest probability, over places, that the value there is below the last's.
     """
-    from scipy.special import ndtr
-
     means, variances = process.posterior(x, y, places)
     deviations = np.sqrt(process.variance * np.maximum(variances, 0.0) + JITTER)
-    return float(places[np.argmin(means)]), float(ndtr((means[-1] - means) / deviations).max())
+    highest = np.max((means[-1] - means) / deviations)
+    return float(places[np.argmin(means)]), 0.5 * erfc(-float(highest) / sqrt(2))
 
 
 DRAWN_TO_FIT, DRAWN_TO_TEST, PLACES, TESTS = 100, 500, 500, 5  # of the method

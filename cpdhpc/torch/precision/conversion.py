@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -192,26 +193,25 @@ def _row(layer: nn.Module) -> type[Obedient] | None:
 
 
 def _asks_torch(kind: type[Any]) -> bool:
-    """Whether a class derived from a layer leaves its products to it.
+    """Whether a class derived from a layer leaves its products to it: it has no forward of its own.
 
-    A forward of its own does where it calls super(): a function that says super() has __class__
-    among its free names.
+    Or one that calls super().
     """
-    for name in ("forward", "_conv_forward"):
-        function = vars(kind).get(name)
-        if (
-            function is not None
-            and "__class__" not in inspect.unwrap(function).__code__.co_freevars
-        ):
-            return False
-    return True
+    own = (vars(kind).get(name) for name in ("forward", "_conv_forward"))
+    return all(function is None or _calls_super(function) for function in own)
+
+
+def _calls_super(function: Callable[..., Any]) -> bool:
+    """Whether a method says super(): the compiler gives it a free variable __class__ then."""
+    return "__class__" in inspect.unwrap(function).__code__.co_freevars
 
 
 def _obey(layer: nn.Module, becomes: type[Obedient], of: LayerPolicy, name: str, seed: int) -> None:
-    """Let a layer obey, which keeps its identity and all that it has."""
+    """Let a layer obey, which stays the same object with all that it has: others may share it."""
     kind = type(layer)
-    exact = kind in CONVERTED or kind.__module__.startswith("torch.")
-    layer.__class__ = becomes if exact else type(kind.__name__, (kind, becomes), {})
+    if not (kind in CONVERTED or kind.__module__.startswith("torch.")):
+        becomes = type(kind.__name__, (kind, becomes), {})
+    layer.__class__ = becomes
     assert isinstance(layer, Obedient), "its class is one"
     layer.obey(of, name, seed)
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, field_validator, model_validator
 
-from ...compress.flexpoint import NEVER, autoflex
+from ...compress.bucket import NEVER
+from ...compress.flexpoint import autoflex
 from ...config import Section, Share
 from ...formats import (
     INTEGERS,
