@@ -583,3 +583,16 @@ def test_loss_scales_that_one_rank_has_or_none_may_have_are_told_on_all(world: W
         if world.ranks > 1 or own == 3.0:
             with pytest.raises(ValueError, match=says):
                 LossScaler(reducer, own)
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "kind"), [("lowbitt", ValueError), (3, TypeError)], ids=["name", "type"]
+)
+def test_an_aggregator_that_one_rank_refuses_is_refused_by_all(
+    aggregator: Any, kind: type[Exception]
+) -> None:
+    world = World()
+    given = aggregator if world.rank == world.size - 1 else "none"
+    with pytest.raises(kind, match=r"GradientReducer: aggregator=") as caught:
+        GradientReducer(nn.Linear(2, 2), world, given)
+    assert type(caught.value) is kind
