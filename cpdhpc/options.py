@@ -226,7 +226,9 @@ def of_key(error: Exception, known: Collection[str], table: str) -> tuple[str, s
     """
     if isinstance(error, ArgumentError) and error.argument in known:
         key = table + error.argument
-        return key, f"{key}={error.shown}: {error.allowed}"
+        said = f"{error.argument}={error.shown}: {error.allowed}"
+        if WHOSE.sub("", str(error)) == said:  # else other words name what the argument is of
+            return key, f"{table}{said}"
     for text in (str(error), WHOSE.sub("", str(error))):
         found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
         if found is not None and found[1] in known:
