@@ -17,7 +17,7 @@ from ..whole_files import as_path
 from ..world import files
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .by_slices import Array, array_backend
+from .copies import Array, array_backend
 from .layout import Box, Layout, check_layout
 from .plan import WindowPlan
 

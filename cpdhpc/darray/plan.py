@@ -17,11 +17,19 @@ from ..ops.payloads import Packed
 from ..world.gpu_messages import Carrier, Direct, carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
-from .by_slices import Addresses, Array, ArrayBackend, array_backend
 from .channel import Call, Channel, Kept, drop
-from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
+from .compiled import POLLS, Program
+from .copies import (
+    ACCUMULATE,
+    EXCHANGE,
+    Addresses,
+    Array,
+    ArrayBackend,
+    Operation,
+    array_backend,
+)
 from .describe import Description, Verification, describe, packed_wire, verify
-from .device_moves import SUMS
+from .device import SUMS
 from .layout import Box, Layout, as_box, check_layout
 from .mailbox import SLOTS, Purpose, greet
 from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary

@@ -225,14 +225,16 @@ class Windows:
             yield _piece(combined)
 
     def fills(self, rank: int) -> list[Fill]:
-        """Return the boxes of a window that are filled; later ones lie over earlier ones."""
-        window, found = self.boxes[rank], []
+        """Return the disjoint boxes of a window that are filled; of two axes the last counts."""
+        window, found = self.boxes[rank], list[Fill]()
         for axis, (mode, extent) in enumerate(zip(self.modes, self.layout.shape, strict=True)):
             value = fill_value(mode)
             if value is None or window.empty:
                 continue
             inside = replaced(window, axis, 0, extent)
-            found += [Fill(box, value) for box in window.without(inside.intersect(window))]
+            beyond = list(window.without(inside.intersect(window)))
+            found = [Fill(rest, each) for box, each in found for rest in _without(box, beyond)]
+            found += [Fill(box, value) for box in beyond]
         return found
 
     def shown(self, rank: int) -> list[Integers]:
