@@ -14,8 +14,8 @@ from cpdhpc.config import ConfigError
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.split_images import partition
-from cpdhpc.torch.split_images.grid import ImageGrid
 from cpdhpc.torch.split_images.layers import INSTEAD, LAYERS, page
+from cpdhpc.torch.split_images.windowed import ImageGrid
 from cpdhpc.world.ranks import Loopback
 
 

@@ -13,9 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...ops.tensors import CPU
-from .grid import ImageGrid, Shape
 from .layers import INSTEAD, KNOWN, LAYERS, EachPixel, Unflatten
-from .windowed import Gather
+from .windowed import Gather, ImageGrid, Shape
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
