@@ -41,9 +41,11 @@ def ghosts_of(
 ) -> Frame:
     """Return the frame of arrays that lie as x and out do, and of elements in other memory."""
     size = x.itemsize
-    arrays = [ghost(base, 0, each.shape, size, each.strides) for base, each in ((X, x), (OUT, out))]
+    given, result = (
+        ghost(base, 0, each.shape, size, each.strides) for base, each in ((X, x), (OUT, out))
+    )
     ones = [ghost(each.base, each.offset, (1,), size) for each in elements]
-    return operation.frame(pieces, NUMPY, *arrays, ones)
+    return operation.frame(pieces, NUMPY, given, result, ones)
 
 
 def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> list[Row]:
@@ -134,12 +136,12 @@ class Program:
         memory = np.concatenate([*elements, np.zeros(room, np.uint8)])
         self._list: list[Row] = []
         self.slots = [self._order(slot) for slot in range(SLOTS)]
-        self._table = moves.rows(self._list)
+        self._rows = moves.rows(self._list)
         self._needs_mpi = any(each.requests for each in self._mailboxes)
         self.ends = [_ends(order.whole, self._needs_mpi) for order in self.slots]
         memories = (memory, *(each.room for each in self._mailboxes))
         self.compiled = moves.make_moves(
-            self._table, memories, x, out, inside(operation, self._frame)
+            self._rows, memories, x, out, inside(operation, self._frame)
         )
 
     def _order(self, slot: int) -> Order:
@@ -262,7 +264,7 @@ class Program:
     def _wait(self, found: int, serial: int, number: int) -> int:
         """Wait for what a row waits for, and return the row; see run_moves."""
         index = found if found >= 0 else -1 - found
-        row = self._table[index]
+        row = self._rows[index]
         if row["op"] == moves.TAKE:
             mailbox = self._mailboxes[int(row["source"]) - MEMORY - 1]
             mailbox.stop(f"cannot read what rank {mailbox.other} lends")

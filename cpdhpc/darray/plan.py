@@ -10,6 +10,7 @@ from weakref import finalize, ref
 import numpy as np
 
 from ..collectives.engine import give_up
+from ..errors import ArgumentTypeError
 from ..formats import Format
 from ..ops import type_name
 from ..ops.moves import run_moves
@@ -293,7 +294,7 @@ def _check_out(
 def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) -> Channel:
     """Return the channel for arrays like these, made when they are first met; number the call."""
     if not isinstance(number, int):
-        raise TypeError(f"{operation.name}: number={number!r}: must be an integer")
+        raise ArgumentTypeError(operation.name, "number", number, "must be an integer")
     trail = tuple(call.x.shape[plan.owned.ndim :])
     direct = isinstance(call.carrier, Direct)
     key = operation.name, call.backend.dtype(call.x), trail, direct
@@ -487,7 +488,7 @@ def _checked(
     """Return window, modes and wire of this rank, checked."""
     if world.virtual_ranks != 1:
         raise ValueError("WindowPlan: world has virtual ranks: needs one rank a process")
-    check_layout("WindowPlan: layout", layout, world.size)
-    box = as_box("WindowPlan: window", window, len(layout.shape))
+    check_layout("WindowPlan", "layout", layout, world.size)
+    box = as_box("WindowPlan", "window", window, len(layout.shape))
     modes = parse_boundary(boundary, len(layout.shape))
     return box, modes, packed_wire(wire)

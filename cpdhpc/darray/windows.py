@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError, ArgumentTypeError
 from .layout import Box, Layout
 
 Integers = npt.NDArray[np.int64]
@@ -64,14 +65,14 @@ def parse_boundary(boundary: Boundary, ndim: int) -> tuple[Mode, ...]:
     one = isinstance(boundary, str | Constant)
     modes = (boundary,) * ndim if one else boundary
     if not isinstance(modes, Sequence) or not all(isinstance(m, str | Constant) for m in modes):
-        raise TypeError(f"WindowPlan: boundary={boundary!r}: must be a mode, or one for each axis")
+        allowed = "must be a mode, or one for each axis"
+        raise ArgumentTypeError("WindowPlan", "boundary", boundary, allowed)
     unknown = [mode for mode in modes if isinstance(mode, str) and mode not in MODES]
     if unknown:
-        raise ValueError(
-            f"WindowPlan: boundary={unknown[0]!r}: known are {', '.join(MODES)} and Constant(value)"
-        )
+        allowed = f"known are {', '.join(MODES)} and Constant(value)"
+        raise ArgumentError("WindowPlan", "boundary", unknown[0], allowed)
     if len(modes) != ndim:
-        raise ValueError(f"WindowPlan: boundary={boundary!r}: needs one mode, or {ndim}")
+        raise ArgumentError("WindowPlan", "boundary", boundary, f"needs one mode, or {ndim}")
     return tuple(modes)  # type: ignore[arg-type]
 
 

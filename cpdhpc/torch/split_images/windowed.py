@@ -17,6 +17,7 @@ from torch.nn import functional
 from ...darray.layout import Box, Layout, receptive, whole
 from ...darray.plan import WindowPlan
 from ...darray.windows import Boundary, Constant
+from ...errors import ArgumentError
 from ...world.mpi import as_world
 from ...world.ranks import Ranks
 from ..autograd import exchange
@@ -74,12 +75,11 @@ def _pair(procs: Sequence[int], ranks: int) -> Shape:
     """Return rows and columns. Raises ValueError unless their product divides the ranks."""
     pair = tuple(procs) if isinstance(procs, Sequence) else ()
     if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
-        raise ValueError(f"ImageGrid: procs={procs}: must be rows and columns, 1 or more each")
+        allowed = "must be rows and columns, 1 or more each"
+        raise ArgumentError("ImageGrid", "procs", procs, allowed)
     if ranks % prod(pair):
-        raise ValueError(
-            f"ImageGrid: procs={pair[0]} x {pair[1]} for {ranks} ranks: "
-            f"their number must be a multiple of {prod(pair)}"
-        )
+        allowed = f"the number of ranks, {ranks}, must be a multiple of {prod(pair)}"
+        raise ArgumentError("ImageGrid", "procs", pair, allowed, f"{pair[0]} x {pair[1]}")
     return pair[0], pair[1]
 
 
