@@ -160,6 +160,9 @@ def test_interior_and_boundary_parts_are_the_window() -> None:
         for each, box in zip(found.ranks, case.windows, strict=True):
             assert 0 <= each.interior_cells <= box.size == each.window_cells
             assert each.rank not in (*each.sends_to, *each.recvs_from)
+            pieces = RankPieces(Windows(case.layout, case.windows, case.modes), each.rank)
+            shown = [*pieces.local, *(p for m in pieces.recvs for p in m.pieces), *pieces.fills]
+            assert sum(part.target.size for part in shown) == box.size  # each cell is written once
         assert found.sent_bytes == sum(each.received_bytes for each in found.ranks)
         assert found.messages == sum(len(each.recvs_from) for each in found.ranks)
         assert 0 <= found.interior_share <= 1 <= found.imbalance_owned
