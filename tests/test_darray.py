@@ -234,6 +234,9 @@ def test_out_that_overlaps_is_refused_unless_it_is_the_inside() -> None:
         with pytest.raises(ValueError, match="overlaps"):
             plan.exchange(memory[2:6], memory[0:6])
         assert plan.exchange(memory[1:5], memory[0:6]) is not None
+        assert plan.exchange(np.zeros(8)[::2], np.zeros(6)) is not None  # strides of the next one
+        with pytest.raises(ValueError, match="overlaps"):
+            plan.exchange(memory[1:9:2], memory[0:6])  # begins as the inside does
 
 
 def test_handles_and_freed_plans() -> None:
