@@ -1,6 +1,6 @@
 // Boxes of cells copied and added in one launch; the rest of cuda_loops.cu, which includes it. Each
 // unit of a target is written once, by one thread, as the sum of its box's terms in their order: so
-// there is nothing to wait for between them. darray/device_moves.py makes the tables.
+// there is nothing to wait for between them. darray/device.py makes the tables.
 #include "cuda_sums.h"
 
 namespace {

@@ -20,18 +20,9 @@ from cpdhpc import store
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.autoencoder import probe
 from cpdhpc.lab.autoencoder.command import mosaic
-from cpdhpc.lab.autoencoder.job import (
-    MMAP_MAX,
-    TRIM_THRESHOLD,
-    Geometry,
-    Images,
-    Layer,
-    Source,
-    keep_freed_memory,
-    load,
-    stack,
-)
+from cpdhpc.lab.autoencoder.job import Geometry, Images, Layer, Source, load, stack
 from cpdhpc.lab.autoencoder.layer import gather, scatter
+from cpdhpc.lab.autoencoder.training import MMAP_MAX, TRIM_THRESHOLD, keep_freed_memory
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.train.samples import DataError
 

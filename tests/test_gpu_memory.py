@@ -16,7 +16,7 @@ import pytest
 from simulated_cupy import simulated
 from simulated_gpu import Gpu
 
-from cpdhpc.darray.device_channel import PROGRAMS
+from cpdhpc.darray.device import PROGRAMS
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.world.ranks import Loopback

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from every import every
+from refusing import refused
 from torch import nn
 from training import ROOT, small_data, small_job
 
@@ -14,8 +15,8 @@ from cpdhpc.config import ConfigError
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.split_images import partition
-from cpdhpc.torch.split_images.grid import ImageGrid
 from cpdhpc.torch.split_images.layers import INSTEAD, LAYERS, page
+from cpdhpc.torch.split_images.windowed import ImageGrid
 from cpdhpc.world.ranks import Loopback
 
 
@@ -179,7 +180,7 @@ def test_inputs_of_another_shape_are_refused() -> None:
 
 @every("procs", [(0, 1), (1,), (1, 1.0), (2, 1)])
 def test_grids_that_do_not_fit_are_refused(procs: Any) -> None:
-    with pytest.raises(ValueError, match="ImageGrid: procs="):
+    with refused("ImageGrid", "procs"):
         ImageGrid(Loopback(), procs)
     with pytest.raises(ValueError, match="virtual ranks"):
         ImageGrid(Loopback(2), (2, 1))

@@ -12,12 +12,12 @@ from typing import Any, Self
 import numpy as np
 
 from .. import store
-from ..errors import UserError
+from ..errors import ArgumentError, ArgumentTypeError, UserError
 from ..whole_files import as_path
 from ..world import files
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .by_slices import Array, array_backend
+from .copies import Array, array_backend
 from .layout import Box, Layout, check_layout
 from .plan import WindowPlan
 
@@ -32,8 +32,8 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
     ranks = as_world(world, "redistribute")
 
     def described() -> tuple[str, str]:
-        check_layout("redistribute: layout_from", layout_from, ranks.size)
-        check_layout("redistribute: layout_to", layout_to)
+        check_layout("redistribute", "layout_from", layout_from, ranks.size)
+        check_layout("redistribute", "layout_to", layout_to)
         kind = _check_part("redistribute: x", x, layout_from, ranks.rank)
         if layout_from.shape != layout_to.shape or layout_to.ranks != ranks.size:
             raise ValueError(
@@ -52,9 +52,9 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
 def _root(what: str, root: int | None, world: Ranks) -> int | None:
     """Return root. Raises TypeError or ValueError unless it is None or a rank."""
     if root is not None and (not isinstance(root, int) or isinstance(root, bool)):
-        raise TypeError(f"{what}: root={root!r}: must be a rank or None")
+        raise ArgumentTypeError(what, "root", root, "must be a rank or None")
     if root is not None and not 0 <= root < world.size:
-        raise ValueError(f"{what}: root={root}: ranks are 0..{world.size - 1}")
+        raise ArgumentError(what, "root", root, f"ranks are 0..{world.size - 1}")
     return root
 
 
@@ -125,7 +125,7 @@ class DistArray:
             raise self.world.refuse(error)[0] from None
 
     def _check(self) -> None:
-        check_layout("DistArray: layout", self.layout, self.world.size)
+        check_layout("DistArray", "layout", self.layout, self.world.size)
         _check_part("DistArray: local", self.local, self.layout, self.world.rank)
 
     @classmethod
@@ -140,7 +140,7 @@ class DistArray:
         ranks = as_world(world, what)
 
         def alike() -> tuple[int | None, str, Any, str]:
-            check_layout(f"{what}: layout", layout, ranks.size)
+            check_layout(what, "layout", layout, ranks.size)
             given = _given(what, array, layout, _root(what, root, ranks), ranks.rank)
             return root, layout.digest[:12], *given
 
@@ -363,7 +363,7 @@ def _read(
     world: Ranks, file: BufferedReader, name: str, rooms: Mapping[str, store.Room], layout: Layout
 ) -> Array:
     """Return this rank's box of a dataset. Raises UserError where it does not fit."""
-    check_layout("load: layout", layout)
+    check_layout("load", "layout", layout)
     if name not in rooms:
         known = ", ".join(rooms) or "none at all"
         raise UserError(f"load: {file.name}: has no dataset {name!r}, only {known}")

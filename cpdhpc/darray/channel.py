@@ -14,9 +14,9 @@ from ..ops.moves import ADDED
 from ..ops.payloads import Packed
 from ..world.gpu_messages import Direct, Staged
 from ..world.ranks import Ranks
-from .by_slices import NUMPY, Addresses, Array, ArrayBackend, Bytes, Cut
-from .compiled import EXCHANGE, Operation, Plain, Program
-from .device_channel import DeviceChannel
+from .compiled import Plain, Program
+from .copies import EXCHANGE, NUMPY, Addresses, Array, ArrayBackend, Bytes, Frame, Operation, do
+from .device import DeviceChannel
 from .mailbox import SLOTS, Inbox, Mailbox, Outbox, Purpose
 from .windows import Message, RankPieces
 
@@ -120,9 +120,11 @@ class Channel:
         n = self.cells_bytes(message)
         return n if self.wire is None else self.wire.size_bytes(n // self.itemsize)
 
-    def cut(self, backend: ArrayBackend) -> Cut:
-        """Return what slices need to know."""
-        return Cut(self.pieces.owned, self.pieces.window, backend)
+    def frame(self, call: Call) -> Frame:
+        """Return the frame of a call by slices."""
+        backend, x, out = call.sliced
+        elements = [backend.stage(out, each) for each in self.elements()]
+        return self.operation.frame(self.pieces, backend, x, out, elements)
 
     def prepare(self, call: Call) -> None:
         """Give a call its serial number, before anything is sent.
@@ -170,17 +172,17 @@ class Channel:
         self.messages_counter[0] += len(self.sending)
 
     def _begin_by_slices(self, call: Call) -> None:
-        backend, x, out = call.sliced
-        cut = self.cut(backend)
+        frame = self.frame(call)
         for outbox, message in self.sending:
             outbox.reserve(call.slot, call.serial)
             payload = outbox.payload(call.slot)
             memory = self._cells_of(message, payload)
-            self.operation.pack(cut, message.pieces, x, backend.stage(x, memory))
+            values = frame.backend.stage(frame.owned, memory)
+            do(self.operation.pack(frame, message, values))
             if self.wire is not None:
                 self.wire.encode(memory.view(np.float32), None, NO_KEY, 0, payload)
             outbox.send(call.slot, call.serial, call.number)
-        self.operation.own(cut, self.pieces, x, out)
+        do(self.operation.own(frame))
 
     def progress(self, call: Call) -> bool:
         """Whether all messages of a call have come; MPI is asked for each, so that it goes on."""
@@ -205,15 +207,15 @@ class Channel:
         self.open.remove(call.serial)
 
     def _finish_by_slices(self, call: Call) -> None:
-        backend, _, out = call.sliced
-        cut = self.cut(backend)
+        frame = self.frame(call)
         for inbox, message in self.receiving:
             inbox.receive(call.slot, call.serial, call.number)
             payload = inbox.payload(call.slot)
             memory = self._cells_of(message, payload)
             if self.wire is not None:
                 self.wire.decode(payload, None, memory.view(np.float32))
-            self.operation.unpack(cut, message.pieces, backend.stage(out, memory), out)
+            values = frame.backend.stage(frame.owned, memory)
+            do(self.operation.unpack(frame, message, values))
             inbox.release(call.slot, call.serial)
 
     def _cells_of(self, message: Message, payload: Bytes) -> Bytes:
@@ -239,17 +241,17 @@ class Channel:
                 self.pieces,
                 self.sending,
                 self.receiving,
-                self.fill_values(),
+                self.elements(),
                 x,
                 out,
                 self.dtype,
             )
         return self.programs[key]
 
-    def fill_values(self) -> list[Bytes]:
-        """Return the element that each fill of an exchange writes."""
-        fills = self.pieces.fills if self.operation is EXCHANGE else ()
-        return [self.backend.element(self.like, fill.value) for fill in fills]
+    def elements(self) -> list[Bytes]:
+        """Return what each fill of an exchange writes; zero for sums."""
+        fills = [each.value for each in self.pieces.fills] if self.operation.is_copy else [0]
+        return [self.backend.element(self.like, value) for value in fills]
 
     def device(self, call: Call) -> DeviceChannel:
         """Return what does the calls on the GPU that has a call's arrays, its stream's turn."""
@@ -259,7 +261,7 @@ class Channel:
         if number not in self.on_gpu:
             self.on_gpu[number] = DeviceChannel(
                 self.world, self.what, carrier, self.pieces, self.operation, self.sending,
-                self.receiving, self.wire, self.fill_values(), self.dtype,
+                self.receiving, self.wire, self.elements(), self.dtype,
                 prod(self.trail) * self.itemsize, self.stream,
             )  # fmt: skip
         return self.on_gpu[number]

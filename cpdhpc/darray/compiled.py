@@ -1,13 +1,8 @@
-"""Exchange and accumulate compiled: lists of copies and sums cut where MPI has something to do.
-
-EXCHANGE and ACCUMULATE, at the end, are the two operations: each sends what the other receives.
-"""
+"""Operations compiled: lists of copies and sums, cut where MPI has something to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,179 +10,76 @@ import numpy.typing as npt
 
 from ..ops import moves
 from ..ops.moves import MEMORY, OUT, Row, Side, X, run_moves
-from . import by_slices
-from .by_slices import Array, Bytes, Cut
-from .layout import Box
+from .copies import NUMPY, Addresses, Bytes, Copy, Frame, Operation, addressed
 from .mailbox import HEAD_BYTES, SLOTS, Inbox, Mailbox, Outbox
-from .windows import Message, Piece, RankPieces
+from .windows import Message, RankPieces
 
 Plain = npt.NDArray[np.generic]
+SPACE = 1 << 44  # bytes for the ghosts of a base: more than an array has
 
 
-class Frame(NamedTuple):
-    """The arrays of a program: what their boxes and strides are.
+def ghost(
+    base: int,
+    offset: int,
+    shape: Sequence[int],
+    itemsize: int,
+    strides: Sequence[int] | None = None,
+) -> Addresses:
+    """Return an array that says where it lies from a base on, and may not be read; see side_of."""
+    return addressed((base + 1) * SPACE + offset, shape, itemsize, strides)
 
-    owned, window: the boxes of the plan; one: the bases of the arrays that lie on them
-    strides: of these two arrays, in bytes; trail: further axes
+
+def side_of(view: Addresses) -> Side:
+    """Return where a part of a ghost lies."""
+    address = int(view.__array_interface__["data"][0])
+    base, offset = divmod(address + SPACE // 2, SPACE)
+    return Side(base - 1, offset - SPACE // 2, view.strides)
+
+
+def ghosts_of(
+    operation: Operation, pieces: RankPieces, x: Addresses, out: Addresses, elements: Sequence[Side]
+) -> Frame:
+    """Return the frame of arrays that lie as x and out do, and of elements in other memory."""
+    size = x.itemsize
+    given, result = (
+        ghost(base, 0, each.shape, size, each.strides) for base, each in ((X, x), (OUT, out))
+    )
+    ones = [ghost(each.base, each.offset, (1,), size) for each in elements]
+    return operation.frame(pieces, NUMPY, given, result, ones)
+
+
+def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> list[Row]:
+    """Return the rows that do copies of ghosts.
+
+    spare: where MEMORY has room for a sum of many terms that is added to its target
     """
-
-    owned: Box
-    window: Box
-    on_owned: int
-    on_window: int
-    owned_strides: Sequence[int]
-    window_strides: Sequence[int]
-    trail: tuple[int, ...]
-    itemsize: int
-    dtype: str
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of a cell, with all its further axes."""
-        return self.itemsize * prod(self.trail)
-
-    def source(self, piece: Piece) -> Side:
-        """Return where a piece lies in the array on the owned box; axes of step 0 do not move."""
-        strides, ndim = list(self.owned_strides), self.owned.ndim
-        ahead = _offset(strides, piece.source.start, self.owned.start)
-        for axis in range(ndim):
-            strides[axis] *= abs(piece.steps[axis])
-        return Side(self.on_owned, ahead, strides)
-
-    def target(self, piece: Piece) -> Side:
-        """Return where a piece lies in the array on the window, in the order of its source."""
-        strides, box = list(self.window_strides), piece.target
-        ahead = _offset(strides, box.start, self.window.start)
-        for axis, step in enumerate(piece.steps):
-            if step < 0:
-                ahead += (box.shape[axis] - 1) * strides[axis]
-                strides[axis] *= -1
-        return Side(self.on_window, ahead, strides)
-
-    def message(self, base: int, offset: int, piece: Piece) -> Side:
-        """Return where a piece lies in a message; axes of step 0 do not move."""
-        strides, step = list[int](), self.itemsize
-        for n in reversed(piece.source.shape + self.trail):
-            strides.insert(0, step)
-            step *= n
-        for axis in range(self.owned.ndim):
-            strides[axis] *= abs(piece.steps[axis])
-        return Side(base, offset, strides)
-
-
-def _offset(strides: Sequence[int], start: Sequence[int], origin: Sequence[int]) -> int:
-    pairs = zip(strides, start, origin, strict=False)
-    return sum(stride * (a - o) for stride, a, o in pairs)
-
-
-Pack = Callable[[Frame, Piece, int, int], list[Row]]  # (frame, piece, base, offset of the message)
-
-
-def in_message(
-    frame: Frame, pieces: Sequence[Piece], rows: Pack, base: int, offset: int
-) -> Iterator[Row]:
-    """Yield the rows of all pieces of a message that begins at an offset."""
-    for piece in pieces:
-        yield from rows(frame, piece, base, offset)
-        offset += piece.source.size * frame.cell_bytes
-
-
-def pack_cells(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
-    """Return the rows that copy owned cells into a message."""
-    shape = piece.source.shape + frame.trail
-    to = frame.message(base, offset, piece)
-    return moves.copy(shape, frame.itemsize, frame.source(piece), to)
-
-
-def unpack_cells(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
-    """Return the rows that copy a message to where it shows in a window."""
-    shape = piece.target.shape + frame.trail
-    message = frame.message(base, offset, piece)
-    return moves.copy(shape, frame.itemsize, message, frame.target(piece))
-
-
-def pack_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
-    """Return the rows that copy cells of a window into a message, sums where one shows often."""
-    shape, to = piece.source.shape + frame.trail, frame.message(base, offset, piece)
-    side, rows = frame.target(piece), list[Row]()
-    for place in piece.repeats():
-        ahead = sum((s.start or 0) * d for s, d in zip(place, side.strides, strict=False))
-        start = Side(side.base, side.offset + ahead, side.strides)
-        if rows:
-            rows += moves.add(shape, frame.itemsize, start, to, frame.dtype)
-        else:
-            rows += moves.copy(shape, frame.itemsize, start, to)
+    rows = list[Row]()
+    for _, box, terms, adds in copies:
+        shape, target = box.shape, side_of(box)
+        first, *others = [side_of(np.broadcast_to(term, shape)) for term in terms]
+        total = side_of(ghost(MEMORY, spare, shape, itemsize)) if adds and others else target
+        if adds and not others:
+            rows += moves.add(shape, itemsize, first, target, dtype)
+            continue
+        begin = moves.fill if first.base == MEMORY else moves.copy
+        rows += begin(shape, itemsize, first, total)
+        for term in others:
+            rows += moves.add(shape, itemsize, term, total, dtype)
+        if adds:
+            rows += moves.add(shape, itemsize, total, target, dtype)
     return rows
 
 
-def add_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
-    """Return the rows that add a message to owned cells."""
-    shape = piece.source.shape + frame.trail
-    message = frame.message(base, offset, piece)
-    return moves.add(shape, frame.itemsize, message, frame.source(piece), frame.dtype)
-
-
-Own = tuple[Bytes, list[Row]]  # memory, which rows know as the base MEMORY, and the rows
-
-
-def show_own(frame: Frame, pieces: RankPieces, values: Sequence[Bytes]) -> Own:
-    """Return what fills, and copies own cells to where they show in the window.
-
-    values: the element that each fill writes
-    """
-    rows = list[Row]()
-    for i, fill in enumerate(pieces.fills):
-        side = frame.target(_whole(fill.target))
-        shape = fill.target.shape + frame.trail
-        rows += moves.fill(shape, frame.itemsize, Side(MEMORY, i * frame.itemsize, ()), side)
-    for piece in pieces.local:
-        shape = piece.target.shape + frame.trail
-        rows += moves.copy(shape, frame.itemsize, frame.source(piece), frame.target(piece))
-    return np.concatenate([*values, np.zeros(1, np.uint8)]), rows
-
-
-def sum_own(frame: Frame, pieces: RankPieces, values: Sequence[Bytes]) -> Own:
-    """Return what begins the sums with own cells.
-
-    Its memory is an element of zeros, and behind it room for the largest piece.
-    """
-    rows, local = list[Row](), pieces.local
-    for box in pieces.uncovered:
-        side, shape = frame.source(_whole(box)), box.shape + frame.trail
-        rows += moves.fill(shape, frame.itemsize, Side(MEMORY, 0, ()), side)
-    for piece in local:
-        shape = piece.source.shape + frame.trail
-        if piece.is_itself:
-            rows += moves.copy(shape, frame.itemsize, frame.target(piece), frame.source(piece))
-    for piece in local:
-        if not piece.is_itself:
-            rows += pack_sums(frame, piece, MEMORY, frame.itemsize)
-            rows += add_sums(frame, piece, MEMORY, frame.itemsize)
-    largest = max((piece.source.size for piece in local), default=0)
-    return np.zeros(frame.itemsize + largest * frame.cell_bytes, np.uint8), rows
-
-
-def _whole(box: Box) -> Piece:
-    return Piece(box, box, (1,) * box.ndim)
-
-
-def inside(frame: Frame) -> int:
+def inside(operation: Operation, frame: Frame) -> int:
     """Return how many bytes behind out x may lie, as the owned part of a window; or NOWHERE."""
-    steps = zip(frame.owned.shape + frame.trail, frame.owned_strides, frame.window_strides,
-                strict=True)  # fmt: skip
-    if not frame.window.contains(frame.owned) or any(n > 1 and a != b for n, a, b in steps):
+    pieces, owned = frame.pieces, frame.owned
+    if pieces.owned.empty or not pieces.window.contains(pieces.owned):
         return moves.NOWHERE
-    ahead = _offset(frame.window_strides, frame.owned.start, frame.window.start)
-    return ahead if frame.on_window == OUT else -ahead
-
-
-def frame_of(pieces: RankPieces, x: Plain, out: Plain, dtype: str, from_owned: bool) -> Frame:
-    """Return the frame of two arrays. from_owned: x lies on the owned box, out on the window."""
-    owned, window = pieces.owned, pieces.window
-    trail, itemsize = x.shape[owned.ndim :], x.itemsize
-    if from_owned:
-        return Frame(owned, window, X, OUT, x.strides, out.strides, trail, itemsize, dtype)
-    return Frame(owned, window, OUT, X, out.strides, x.strides, trail, itemsize, dtype)
+    part = pieces.inside(frame.window)
+    steps = zip(owned.shape, owned.strides, part.strides, strict=True)
+    if any(n > 1 and a != b for n, a, b in steps):
+        return moves.NOWHERE
+    return side_of(part).offset * (1 if operation.is_copy else -1)
 
 
 POLLS = 200  # of a word, before the world waits for it
@@ -216,7 +108,7 @@ class Order(NamedTuple):
 class Program:
     """An operation on arrays of given strides, through mailboxes that are connected.
 
-    sending, receiving: the mailboxes; fill_values: the element that each fill of the pieces writes
+    sending, receiving: the mailboxes; elements: of the frame, as bytes
     slots: the spans for each slot; compiled: what run_moves takes
     ends: for each slot the first row of a call, the one up to which MPI is not needed, and the
         one behind the last
@@ -228,22 +120,29 @@ class Program:
         pieces: RankPieces,
         sending: Sending,
         receiving: Receiving,
-        fill_values: Sequence[Bytes],
+        elements: Sequence[Bytes],
         x: Plain,
         out: Plain,
         dtype: str,
     ) -> None:
         self._operation, self._sending, self._receiving = operation, sending, receiving
-        self._frame = frame_of(pieces, x, out, dtype, operation.is_copy)
+        self._itemsize, self._dtype = x.itemsize, dtype
+        sides = [Side(MEMORY, i * x.itemsize, ()) for i in range(len(elements))]
+        self._frame = ghosts_of(operation, pieces, x, out, sides)
         self._mailboxes: list[Mailbox] = [each for each, _ in (*sending, *receiving)]
-        memory, self._own = operation.own_rows(self._frame, pieces, fill_values)
+        own, self._spare = list(operation.own(self._frame)), len(elements) * x.itemsize
+        self._own = self._rows_of(own)
+        room = max((each.target.nbytes for each in own if each.adds), default=1)
+        memory = np.concatenate([*elements, np.zeros(room, np.uint8)])
         self._list: list[Row] = []
         self.slots = [self._order(slot) for slot in range(SLOTS)]
         self._rows = moves.rows(self._list)
         self._needs_mpi = any(each.requests for each in self._mailboxes)
         self.ends = [_ends(order.whole, self._needs_mpi) for order in self.slots]
         memories = (memory, *(each.room for each in self._mailboxes))
-        self.compiled = moves.make_moves(self._rows, memories, x, out, inside(self._frame))
+        self.compiled = moves.make_moves(
+            self._rows, memories, x, out, inside(operation, self._frame)
+        )
 
     def _order(self, slot: int) -> Order:
         """Add the rows of a slot; return their spans."""
@@ -266,9 +165,16 @@ class Program:
     def _packed(self, slot: int, i: int) -> list[Row]:
         """Return the rows that pack a message."""
         mailbox, message = self._sending[i]
-        base, start = MEMORY + 1 + i, mailbox.head_at(slot) + HEAD_BYTES
-        pack = self._operation.pack_rows
-        return list(in_message(self._frame, message.pieces, pack, base, start))
+        payload = self._payload(MEMORY + 1 + i, mailbox.head_at(slot), mailbox)
+        return self._rows_of(self._operation.pack(self._frame, message, payload))
+
+    def _payload(self, base: int, head: int, mailbox: Mailbox) -> Addresses:
+        """Return the ghost of a payload."""
+        n = mailbox.size_bytes // self._itemsize
+        return ghost(base, head + HEAD_BYTES, (n,), self._itemsize)
+
+    def _rows_of(self, copies: Iterable[Copy]) -> list[Row]:
+        return rows_of(copies, self._itemsize, self._dtype, self._spare)
 
     def _is_lent(self, i: int) -> bool:
         """Whether a message is lent when begin and finish are one call: it lies together in x."""
@@ -313,8 +219,8 @@ class Program:
         mailbox, message = self._receiving[i]
         base, head = MEMORY + 1 + len(self._sending) + i, mailbox.head_at(slot)
         rows = [moves.await_(base, head, 0, is_message=True)]
-        unpack, payload = self._operation.unpack_rows, head + HEAD_BYTES
-        unpacked = list(in_message(self._frame, message.pieces, unpack, base, payload))
+        payload = self._payload(base, head, mailbox)
+        unpacked = self._rows_of(self._operation.unpack(self._frame, message, payload))
         if mailbox.lends:
             rows.append(self._taking(mailbox, base, head, unpacked))
         rows += unpacked
@@ -386,49 +292,3 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
         else:
             joined.append(span)
     return joined
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An exchange or its transpose, by slices and by rows of moves.
-
-    sent, received: the messages of a rank; own: what needs no message
-    is_copy: whether cells travel and arrive as they are, from the owned box to the window
-    """
-
-    name: str
-    sent: Callable[[RankPieces], Sequence[Message]]
-    received: Callable[[RankPieces], Sequence[Message]]
-    pack: Callable[[Cut, Sequence[Piece], Array, Array], None]
-    unpack: Callable[[Cut, Sequence[Piece], Array, Array], None]
-    own: Callable[[Cut, RankPieces, Array, Array], None]
-    pack_rows: Pack
-    unpack_rows: Pack
-    own_rows: Callable[[Frame, RankPieces, Sequence[Bytes]], Own]
-    is_copy: bool
-
-
-EXCHANGE = Operation(
-    "exchange",
-    lambda pieces: pieces.sends,
-    lambda pieces: pieces.recvs,
-    by_slices.pack_cells,
-    by_slices.unpack_cells,
-    by_slices.show_own,
-    pack_cells,
-    unpack_cells,
-    show_own,
-    is_copy=True,
-)
-ACCUMULATE = Operation(
-    "accumulate",
-    lambda pieces: pieces.recvs,
-    lambda pieces: pieces.sends,
-    by_slices.pack_sums,
-    by_slices.add_sums,
-    by_slices.sum_own,
-    pack_sums,
-    add_sums,
-    sum_own,
-    is_copy=False,
-)

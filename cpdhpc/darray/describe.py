@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError
 from ..formats import INTEGERS, Format
 from ..ops import payloads
 from ..world.ranks import Ranks
@@ -124,7 +125,8 @@ def _imbalance(values: Sequence[int]) -> float:
 def packed_wire(wire: str | Format) -> payloads.Packed | None:
     """Return what encodes the cells that travel; None for "raw". Raises TypeError or ValueError."""
     if isinstance(wire, str) and wire in INTEGERS:
-        raise ValueError(f"WindowPlan: wire={wire!r}: integers are for sums: use raw or a format")
+        allowed = "integers are for sums: use raw or a format"
+        raise ArgumentError("WindowPlan", "wire", wire, allowed)
     return payloads.packed_wire(wire, "WindowPlan")
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..partition import split
 
 
@@ -99,16 +100,17 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def as_box(what: str, value: object, ndim: int) -> Box:
-    """Return a value as a Box of integers. Raises TypeError or ValueError, naming what."""
+def as_box(function: str, argument: str, value: object, ndim: int) -> Box:
+    """Return a value as a Box of integers. Raises TypeError or ValueError unless it is one."""
     if not isinstance(value, Box):
-        raise TypeError(f"{what} is {type(value).__name__}: must be a Box")
+        raise ArgumentTypeError(function, argument, value, "must be a Box")
     try:
         ends = [tuple(int(i.__index__()) for i in side) for side in value]
     except (AttributeError, TypeError):
-        raise TypeError(f"{what}={value!r}: start and stop must hold integers") from None
+        allowed = "start and stop must hold integers"
+        raise ArgumentTypeError(function, argument, value, allowed) from None
     if any(len(side) != ndim for side in ends):
-        raise ValueError(f"{what}={value!r}: must have {ndim} axes, as the domain")
+        raise ArgumentError(function, argument, value, f"must have {ndim} axes, as the domain")
     return Box(*ends)
 
 
@@ -127,14 +129,16 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not all(hasattr(n, "__index__") for n in self.shape):
-            raise TypeError(f"Layout: shape={self.shape}: must hold integers")
+            raise ArgumentTypeError("Layout", "shape", self.shape, "must hold integers")
         if not self.shape or min(self.shape) < 1:
-            raise ValueError(f"Layout: shape={self.shape}: needs axes, of 1 cell or more each")
+            allowed = "needs axes, of 1 cell or more each"
+            raise ArgumentError("Layout", "shape", self.shape, allowed)
         if prod(self.shape) >= 2**63:
-            raise ValueError(f"Layout: shape={self.shape}: must have fewer than 2**63 cells")
+            allowed = "must have fewer than 2**63 cells"
+            raise ArgumentError("Layout", "shape", self.shape, allowed)
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         named = enumerate(self.owners)
-        boxes = [as_box(f"Layout: box of rank {i}", box, len(self.shape)) for i, box in named]
+        boxes = [as_box("Layout", f"box of rank {i}", box, len(self.shape)) for i, box in named]
         boxes = [_clipped(box, self.shape) if box.empty else box for box in boxes]
         object.__setattr__(self, "owners", tuple(boxes))
         _check_tiling(whole(self.shape), boxes)
@@ -148,7 +152,8 @@ class Layout:
         """
         shape, procs = tuple(shape), tuple(procs)
         if len(shape) != len(procs) or min(procs, default=1) < 1:
-            raise ValueError(f"Layout: procs={procs}: needs 1 or more for each axis of {shape}")
+            allowed = f"needs 1 or more for each axis of {shape}"
+            raise ArgumentError("Layout", "procs", procs, allowed)
         cuts = [[split(n, p, i) for i in range(p)] for n, p in zip(shape, procs, strict=True)]
         return cls(shape, tuple(Box(*zip(*part, strict=True)) for part in product(*cuts)))
 
@@ -184,12 +189,13 @@ class Layout:
         return sha256(repr((self.shape, self.owners)).encode()).hexdigest()
 
 
-def check_layout(what: str, layout: object, ranks: int | None = None) -> None:
-    """Raise TypeError, naming what, where layout is none, ValueError where it is of other ranks."""
+def check_layout(function: str, argument: str, layout: object, ranks: int | None = None) -> None:
+    """Raise TypeError unless layout is one, ValueError if it is of another number of ranks."""
     if not isinstance(layout, Layout):
-        raise TypeError(f"{what} is {type(layout).__name__}: must be a Layout")
+        raise ArgumentTypeError(function, argument, layout, "must be a Layout")
     if ranks is not None and layout.ranks != ranks:
-        raise ValueError(f"{what} has {layout.ranks} boxes for {ranks} ranks")
+        shown, allowed = f"one of {layout.ranks} boxes", f"must have {ranks}, one for each rank"
+        raise ArgumentError(function, argument, layout, allowed, shown)
 
 
 def _clipped(box: Box, shape: Sequence[int]) -> Box:
@@ -257,7 +263,7 @@ def receptive(
     numbers = {name: _each_axis(name, value, box.ndim) for name, value in given.items()}
     for name in ("size", "step", "dilation"):
         if min(numbers[name]) < 1:
-            raise ValueError(f"receptive: {name}={given[name]}: must be 1 or more")
+            raise ArgumentError("receptive", name, given[name], "must be 1 or more")
     axes = list(zip(box.start, box.stop, *numbers.values(), strict=True))
     start = tuple(lo * t - p for lo, _, _, t, p, _ in axes)
     stop = tuple((hi - 1) * t - p + d * (s - 1) + 1 for _, hi, s, t, p, d in axes)
@@ -267,5 +273,5 @@ def receptive(
 def _each_axis(name: str, value: PerAxis, ndim: int) -> tuple[int, ...]:
     numbers = [int(n) for n in np.ravel(value)] * (ndim if np.ndim(value) == 0 else 1)
     if len(numbers) != ndim or np.ndim(value) > 1:
-        raise ValueError(f"receptive: {name}={value}: needs one number, or {ndim}, one an axis")
+        raise ArgumentError("receptive", name, value, f"needs one number, or {ndim}, one an axis")
     return tuple(numbers)

@@ -10,6 +10,7 @@ from weakref import finalize, ref
 import numpy as np
 
 from ..collectives.engine import give_up
+from ..errors import ArgumentTypeError
 from ..formats import Format
 from ..ops import type_name
 from ..ops.moves import run_moves
@@ -17,11 +18,19 @@ from ..ops.payloads import Packed
 from ..world.gpu_messages import Carrier, Direct, carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
-from .by_slices import Addresses, Array, ArrayBackend, array_backend
 from .channel import Call, Channel, Kept, drop
-from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
+from .compiled import POLLS, Program
+from .copies import (
+    ACCUMULATE,
+    EXCHANGE,
+    Addresses,
+    Array,
+    ArrayBackend,
+    Operation,
+    array_backend,
+)
 from .describe import Description, Verification, describe, packed_wire, verify
-from .device_moves import SUMS
+from .device import SUMS
 from .layout import Box, Layout, as_box, check_layout
 from .mailbox import SLOTS, Purpose, greet
 from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary
@@ -285,7 +294,7 @@ def _check_out(
 def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) -> Channel:
     """Return the channel for arrays like these, made when they are first met; number the call."""
     if not isinstance(number, int):
-        raise TypeError(f"{operation.name}: number={number!r}: must be an integer")
+        raise ArgumentTypeError(operation.name, "number", number, "must be an integer")
     trail = tuple(call.x.shape[plan.owned.ndim :])
     direct = isinstance(call.carrier, Direct)
     key = operation.name, call.backend.dtype(call.x), trail, direct
@@ -479,7 +488,7 @@ def _checked(
     """Return window, modes and wire of this rank, checked."""
     if world.virtual_ranks != 1:
         raise ValueError("WindowPlan: world has virtual ranks: needs one rank a process")
-    check_layout("WindowPlan: layout", layout, world.size)
-    box = as_box("WindowPlan: window", window, len(layout.shape))
+    check_layout("WindowPlan", "layout", layout, world.size)
+    box = as_box("WindowPlan", "window", window, len(layout.shape))
     modes = parse_boundary(boundary, len(layout.shape))
     return box, modes, packed_wire(wire)

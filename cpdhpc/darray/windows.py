@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError, ArgumentTypeError
 from .layout import Box, Layout
 
 Integers = npt.NDArray[np.int64]
@@ -64,14 +65,14 @@ def parse_boundary(boundary: Boundary, ndim: int) -> tuple[Mode, ...]:
     one = isinstance(boundary, str | Constant)
     modes = (boundary,) * ndim if one else boundary
     if not isinstance(modes, Sequence) or not all(isinstance(m, str | Constant) for m in modes):
-        raise TypeError(f"WindowPlan: boundary={boundary!r}: must be a mode, or one for each axis")
+        allowed = "must be a mode, or one for each axis"
+        raise ArgumentTypeError("WindowPlan", "boundary", boundary, allowed)
     unknown = [mode for mode in modes if isinstance(mode, str) and mode not in MODES]
     if unknown:
-        raise ValueError(
-            f"WindowPlan: boundary={unknown[0]!r}: known are {', '.join(MODES)} and Constant(value)"
-        )
+        allowed = f"known are {', '.join(MODES)} and Constant(value)"
+        raise ArgumentError("WindowPlan", "boundary", unknown[0], allowed)
     if len(modes) != ndim:
-        raise ValueError(f"WindowPlan: boundary={boundary!r}: needs one mode, or {ndim}")
+        raise ArgumentError("WindowPlan", "boundary", boundary, f"needs one mode, or {ndim}")
     return tuple(modes)  # type: ignore[arg-type]
 
 
@@ -225,14 +226,16 @@ class Windows:
             yield _piece(combined)
 
     def fills(self, rank: int) -> list[Fill]:
-        """Return the boxes of a window that are filled; later ones lie over earlier ones."""
-        window, found = self.boxes[rank], []
+        """Return the disjoint boxes of a window that are filled; of two axes the last counts."""
+        window, found = self.boxes[rank], list[Fill]()
         for axis, (mode, extent) in enumerate(zip(self.modes, self.layout.shape, strict=True)):
             value = fill_value(mode)
             if value is None or window.empty:
                 continue
             inside = replaced(window, axis, 0, extent)
-            found += [Fill(box, value) for box in window.without(inside.intersect(window))]
+            beyond = list(window.without(inside.intersect(window)))
+            found = [Fill(rest, each) for box, each in found for rest in _without(box, beyond)]
+            found += [Fill(box, value) for box in beyond]
         return found
 
     def shown(self, rank: int) -> list[Integers]:

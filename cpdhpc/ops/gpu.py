@@ -442,7 +442,7 @@ def move_boxes(
 ) -> None:
     """Copy and add boxes of cells; see kernels/cuda_moves.h.
 
-    kind: what a unit is; table: int64[n], which darray/device_moves.py makes; boxes, units: of it
+    kind: what a unit is; table: int64[n], which darray/device.py makes; boxes, units: of it
     x, out: addresses of arrays on CuPy's current GPU, which their units fit; memory: uint8[m]
     """
     check("table", table, np.int64)

@@ -1,21 +1,20 @@
-"""Faults put into exchanges and accumulations, by slices and compiled, to see that they are found.
+"""Faults put into the description of exchanges and accumulations, to see that they are found.
 
 python -m mpi4py tests/helpers/darray_mutants.py prints how many of 200 random plans verify refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from darray_cases import draw
 
-from cpdhpc.darray import by_slices, compiled
-from cpdhpc.darray.compiled import ACCUMULATE
+from cpdhpc.darray import copies
+from cpdhpc.darray.copies import ACCUMULATE
 from cpdhpc.darray.plan import WindowPlan
-from cpdhpc.ops import moves
 
 PLANS = 200
 
@@ -35,77 +34,33 @@ def of_sums(**functions: Any) -> Iterator[None]:
 
 def dropped() -> Any:
     """What other ranks' windows send back is not added."""
-    return of_sums(unpack=lambda *_: None, unpack_rows=lambda *_: [])
+    return of_sums(unpack=lambda *_: [])
 
 
 def assigned() -> Any:
     """What comes from other ranks takes the place of the sum."""
-
-    def unpack(cut: Any, pieces: Any, values: Any, out: Any) -> None:
-        for piece, part in by_slices.parts(cut, pieces, out, values):
-            out[piece.source.slices(cut.owned.start)] = part
-
-    def rows(frame: Any, piece: Any, base: int, offset: int) -> Any:
-        came = frame.message(base, offset, piece)
-        shape = piece.source.shape + frame.trail
-        return moves.copy(shape, frame.itemsize, came, frame.source(piece))
-
-    return of_sums(unpack=unpack, unpack_rows=rows)
+    return of_sums(unpack=lambda *given: assigning(copies.add_sums(*given)))
 
 
-@contextmanager
-def ignored_flip() -> Iterator[None]:
-    """Mirrored cells are shown, and summed, in the order of their sources."""
-    target = compiled.Frame.target
-
-    def straight(self: Any, piece: Any) -> Any:
-        return target(self, piece._replace(steps=tuple(map(abs, piece.steps))))
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(compiled.Frame, "target", straight))
-        stack.enter_context(patch.object(by_slices.ArrayBackend, "flip", lambda self, x, axes: x))
-        yield
-
-
-@contextmanager
-def one_of_many() -> Iterator[None]:
-    """Of the cells that show the same cell at an edge only the first is summed."""
-    repeats = by_slices.Piece.repeats
-
-    def gathered(self: Any, y: Any, piece: Any) -> Any:
-        return self.turned(y[self.target(piece)], piece)[next(repeats(piece))]
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(by_slices.Cut, "gathered", gathered))
-        stack.enter_context(
-            patch.object(by_slices.Piece, "repeats", lambda self: [next(repeats(self))])
-        )
-        yield
-
-
-@contextmanager
-def own_overwritten() -> Iterator[None]:
+def own_overwritten() -> Any:
     """Mirrors of a rank's own cells take the place of the sum."""
+    return of_sums(own=lambda frame: assigning(copies.sum_own(frame)))
 
-    def own(cut: Any, plan: Any, y: Any, out: Any) -> None:
-        for box in plan.uncovered:
-            out[box.slices(cut.owned.start)] = 0
-        for piece in plan.local:
-            out[piece.source.slices(cut.owned.start)] = cut.gathered(y, piece)
 
-    def rows(frame: Any, piece: Any, base: int, offset: int) -> Any:
-        return moves.copy(
-            piece.source.shape + frame.trail, frame.itemsize,
-            frame.message(base, offset, piece), frame.source(piece),
-        )  # fmt: skip
+def assigning(found: Iterable[copies.Copy]) -> Iterator[copies.Copy]:
+    for each in found:
+        yield each._replace(adds=False)
 
-    def own_rows(*arguments: Any) -> Any:
-        with patch.object(compiled, "add_sums", rows):
-            return before(*arguments)
 
-    before = ACCUMULATE.own_rows
-    with of_sums(own=own, own_rows=own_rows):
-        yield
+def ignored_flip() -> Any:
+    """Mirrored cells are shown, and summed, in the order of their sources."""
+    return patch.object(copies.Frame, "turned", lambda self, values, piece: values)
+
+
+def one_of_many() -> Any:
+    """Of the cells that show the same cell at an edge only the first is summed."""
+    repeats = copies.Piece.repeats
+    return patch.object(copies.Piece, "repeats", lambda self: [next(repeats(self))])
 
 
 MUTANTS: dict[str, Callable[[], Any]] = {

@@ -180,7 +180,7 @@ FAULTS_OF_GRAPHS = {  # the file as well
     ),
     "random numbers of the first run for ever": (GRAPHS, "if method.is_random:", "if False:"),
 }
-MESSAGES, CHANNEL = "cpdhpc/world/gpu_messages.py", "cpdhpc/darray/device_channel.py"
+MESSAGES, CHANNEL = "cpdhpc/world/gpu_messages.py", "cpdhpc/darray/device.py"
 FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI has still to read it
     "means are let go while buckets behind them are averaged": (
         "cpdhpc/torch/overlap.py",

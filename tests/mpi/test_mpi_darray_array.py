@@ -124,7 +124,7 @@ def disagreements(world: World) -> dict[str, Any]:
         "wire": (plan(layout, box, wire="e4m3" if last else "raw"), differ),
         "window": (
             plan(window=(0, 4) if last else box),
-            rf"rank {n - 1} \| WindowPlan: window is tuple: must be a Box",
+            rf"rank {n - 1} \| WindowPlan: window=\(.*\): must be a Box",
         ),
         "axes": (
             plan(window=Box((0,), (4,)) if last else box),
@@ -140,9 +140,9 @@ def disagreements(world: World) -> dict[str, Any]:
         ),
         "ranks": (
             plan(Layout.grid((6, 4), (n + 1, 1)) if last else layout),
-            rf"rank {n - 1} \| WindowPlan: layout has {n + 1} boxes for {n} ranks",
+            rf"rank {n - 1} \| WindowPlan: layout=one of {n + 1} boxes: must have {n}",
         ),
-        "type": (plan(None if last else layout), rf"rank {n - 1} \| WindowPlan: layout is None"),
+        "type": (plan(None if last else layout), rf"rank {n - 1} \| WindowPlan: layout=None"),
         "integers": (
             plan(layout, box, wire="int8"),
             r"rank 0 \| WindowPlan: wire='int8': integers are for sums",
@@ -171,7 +171,7 @@ def disagreements(world: World) -> dict[str, Any]:
             lambda: DistArray.from_global(
                 world, Layout.grid((6, 4), (n + 1, 1)) if last else layout, np.zeros((6, 4))
             ),
-            rf"rank {n - 1} \| DistArray\.from_global: layout has {n + 1} boxes for {n} ranks",
+            rf"rank {n - 1} \| DistArray\.from_global: layout=one of {n + 1} boxes: must have {n}",
         ),
         "saved": (
             lambda: DistArray(world, layout, local).save(3 if last else "none/x.h5"),

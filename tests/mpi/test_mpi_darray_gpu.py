@@ -16,7 +16,7 @@ import pytest
 from darray_cases import Case, any_bits, draw, own, shown, wanted_sums
 
 from cpdhpc.darray.array import DistArray
-from cpdhpc.darray.by_slices import CUPY, array_backend
+from cpdhpc.darray.copies import CUPY, array_backend
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 

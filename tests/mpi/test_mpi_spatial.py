@@ -19,7 +19,7 @@ from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.torch.split_images import partition
-from cpdhpc.torch.split_images.grid import ImageGrid
+from cpdhpc.torch.split_images.windowed import ImageGrid
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

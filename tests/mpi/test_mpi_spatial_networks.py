@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[Callable[[ImageGrid, bool], Any], str]] = {
         lambda grid, last: ImageGrid(grid.world, None if last else grid.procs), "procs=None"
     ),
     "model": (lambda grid, last: partition(3 if last else nn.Conv2d(1, 1, 3), (8, 8), grid),
-              "model is int"),
+              "model=3"),
     "size": (lambda grid, last: partition(nn.Conv2d(1, 1, 3), (8,) if last else (8, 8), grid),
              r"shape=\(8,\)"),
     "layer": (

@@ -18,7 +18,7 @@ from ..train.checkpoint import Files, claimed
 from ..train.progress import Display
 from .job import Geometry, load
 from .layer import MacroLayer
-from .training import Diverged, Stack, Step, read_steps, resume, save, save_record
+from .training import Diverged, Stack, Step, read_steps, resume, save, save_record, set_process
 
 Array = npt.NDArray[Any]
 SHOWN = 20  # lines of progress of a layer
@@ -45,7 +45,7 @@ def train(
     paths = Files.called(directory, job.name)
     runs = {job.name: (paths.record, paths.checkpoint)}
     with claimed(world, directory, runs, resume), catching() as caught:
-        job.set_process(own)
+        set_process(own, job.train)
         images = world.agreed(job.data.load)
         try:
             stack = Stack(job, own, images)

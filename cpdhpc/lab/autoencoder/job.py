@@ -7,7 +7,6 @@ Every rank reads all images and takes the same random crops, of which it keeps i
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from ...config import (
 from ...darray.layout import balanced_grid
 from ...ordinary import open_ordinary
 from ...whole_files import read_file_of
-from ...world.ranks import Ranks
 from ..settings import blaming, override
 from ..train.data import find, read_digits, read_idx
 from ..train.samples import DataError
@@ -237,24 +235,6 @@ LOADERS = {
 }
 
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of glibc's mallopt, malloc.h
-NEVER = 2**31 - 1  # bytes at the end of the heap, from which they would be given back
-
-
-def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, of any size; return whether it does, which takes glibc.
-
-    Otherwise every tensor above 32 MiB is pages that the kernel clears anew: an iteration of the
-    autoencoder with 11 million parameters and 32 images took 428 ms instead of 195 (one core).
-    For the whole process and to its end; all threads.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False
-    return bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, NEVER))
-
-
 class Layer(Section):
     """[[layer]]: filters, L2 pooling and local contrast normalisation, one after the other.
 
@@ -412,14 +392,6 @@ class Autoencoder(Section):
     data: Source
     layer: Annotated[tuple[Layer, ...], Field(strict=False, min_length=1)]
     train: Train = Train()
-
-    def set_process(self, world: Ranks) -> None:
-        """Set torch's threads, and what becomes of freed memory, for this process."""
-        from ..train.setup import own_threads
-
-        own_threads(world, self.train.threads)
-        if self.train.keep_memory:
-            keep_freed_memory()
 
     def toml(self) -> str:
         """Return the job as TOML text, every default filled in."""

@@ -5,6 +5,7 @@ Its files: the record of iterations, and checkpoints that any number of ranks ta
 
 from __future__ import annotations
 
+import ctypes
 import time
 from io import BufferedReader
 from math import fsum
@@ -25,12 +26,35 @@ from ...world.files import opened
 from ...world.ranks import Ranks
 from .. import provenance
 from ..train.checkpoint import CheckpointError, check_same
-from ..train.setup import own_device
-from .job import MAY_DIFFER, Autoencoder, Images, procs_of, stack
+from ..train.setup import own_device, own_threads
+from .job import MAY_DIFFER, Autoencoder, Images, Train, procs_of, stack
 from .layer import MacroLayer
 
 Array = npt.NDArray[Any]
 Tensor = torch.Tensor
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of glibc's mallopt, malloc.h
+NEVER = 2**31 - 1  # bytes at the end of the heap, from which they would be given back
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what is freed, of any size; return whether it does, which takes glibc.
+
+    Otherwise every tensor above 32 MiB is pages that the kernel clears anew: an iteration of the
+    autoencoder with 11 million parameters and 32 images took 428 ms instead of 195 (one core).
+    For the whole process and to its end; all threads.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, NEVER))
+
+
+def set_process(world: Ranks, train: Train) -> None:
+    """Set torch's threads, and what becomes of freed memory, for this process to its end."""
+    own_threads(world, train.threads)
+    if train.keep_memory:
+        keep_freed_memory()
 
 
 class Step(NamedTuple):

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     from ...ops.tensors import values_of
     from ..autoencoder import probe
     from ..autoencoder.job import load
-    from ..autoencoder.training import Stack, resume
+    from ..autoencoder.training import Stack, resume, set_process
     from ..train.checkpoint import Files
 
     png = arguments.png
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
 
     job, images, pixels = world.agreed(checked, "probe")
     directory = arguments.out or Path("results") / job.name
-    job.set_process(world)
+    set_process(world, job.train)
     stack, untrained = Stack(job, world, images), Stack(job, world, images)
     checkpoint = Files.called(directory, job.name).checkpoint
     if not resume(checkpoint, stack):

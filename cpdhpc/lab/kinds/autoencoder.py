@@ -63,12 +63,12 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     """Make an iteration on noise ready; see Kind.measure. Collective."""
     import numpy as np
 
-    from ..autoencoder.training import Stack, Step
+    from ..autoencoder.training import Stack, Step, set_process
     from ..train.setup import agreed
 
     place.take_device(case.factors)
     world, job = place.world, _job(case.factors)
-    job.set_process(world)
+    set_process(world, job.train)
     trained = Stack(job, world, agreed(world, job.data.load))
     layer = trained.layers[0]
     for plan in layer.plans.values() if check else ():

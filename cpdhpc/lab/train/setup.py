@@ -25,7 +25,7 @@ from ...torch.precision.conversion import (
 from ...torch.precision.updates import RoundedUpdates
 from ...torch.reducer import GradientReducer
 from ...torch.split_images import partition
-from ...torch.split_images.grid import ImageGrid
+from ...torch.split_images.windowed import ImageGrid
 from ...world.cores import threads_of_rank
 from ...world.gpu_messages import gpu_aware, use_gpu
 from ...world.ranks import Ranks

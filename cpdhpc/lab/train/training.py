@@ -14,7 +14,7 @@ from ...torch.controllers import Controller
 from ...torch.loss_scaling import LossScaler
 from ...torch.precision.recorder import Recorder
 from ...torch.reducer import GradientReducer
-from ...torch.split_images.grid import ImageGrid
+from ...torch.split_images.windowed import ImageGrid
 from ...world.ranks import Ranks
 from . import checkpoint, gradients
 from .adversary import Adversary

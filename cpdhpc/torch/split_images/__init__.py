@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .grid import ImageGrid as ImageGrid
     from .splitting import partition as partition
+    from .windowed import ImageGrid as ImageGrid
 else:
     from ...lazy import lazily as _lazily
 
-    __getattr__, __dir__ = _lazily(__name__, {"ImageGrid": "grid", "partition": "splitting"})
+    __getattr__, __dir__ = _lazily(__name__, {"ImageGrid": "windowed", "partition": "splitting"})
 
 __all__ = ["ImageGrid", "partition"]

@@ -17,16 +17,17 @@ from ...darray.plan import WindowPlan
 from ...ops.tensors import values_of
 from ...world.ranks import Ranks
 from ..autograd import exchange
-from .grid import ImageGrid, Shape
 from .windowed import (
     AvgPool2d,
     Conv2d,
     ConvTranspose2d,
     Gather,
+    ImageGrid,
     MaxPool2d,
     Pad2d,
     PixelShuffle,
     PixelUnshuffle,
+    Shape,
     SplitLayer,
     Upsample,
     check_part,
@@ -292,6 +293,13 @@ BATCH = "statistics of the whole batch of all groups"
 PIXEL = "each pixel by itself: as they are; over channels where they take dim=1"
 GATHER = "gather the maps first; what follows is computed by all ranks of a group alike"
 DROP = "the mask of the serial layer, drawn whole; torch's generators must stand alike"
+EACH_PIXEL = (
+    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU,
+    nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Hardshrink, nn.Softshrink,
+    nn.Tanhshrink, nn.Softplus, nn.Softsign, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Threshold,
+    nn.GLU, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.LocalResponseNorm,
+    nn.ChannelShuffle,
+)  # fmt: skip
 LAYERS: dict[type[nn.Module], tuple[type[SplitLayer], str]] = {
     # layer -> what does it on parts of images, and in which words
     nn.Conv2d: (Conv2d, CONV),
@@ -319,36 +327,7 @@ LAYERS: dict[type[nn.Module], tuple[type[SplitLayer], str]] = {
     nn.AdaptiveAvgPool2d: (Gather, GATHER),
     nn.AdaptiveMaxPool2d: (Gather, GATHER),
     nn.Flatten: (Gather, GATHER),
-    nn.Identity: (EachPixel, PIXEL),
-    nn.ReLU: (EachPixel, PIXEL),
-    nn.ReLU6: (EachPixel, PIXEL),
-    nn.LeakyReLU: (EachPixel, PIXEL),
-    nn.PReLU: (EachPixel, PIXEL),
-    nn.ELU: (EachPixel, PIXEL),
-    nn.CELU: (EachPixel, PIXEL),
-    nn.SELU: (EachPixel, PIXEL),
-    nn.GELU: (EachPixel, PIXEL),
-    nn.SiLU: (EachPixel, PIXEL),
-    nn.Mish: (EachPixel, PIXEL),
-    nn.Hardswish: (EachPixel, PIXEL),
-    nn.Hardsigmoid: (EachPixel, PIXEL),
-    nn.Hardtanh: (EachPixel, PIXEL),
-    nn.Hardshrink: (EachPixel, PIXEL),
-    nn.Softshrink: (EachPixel, PIXEL),
-    nn.Tanhshrink: (EachPixel, PIXEL),
-    nn.Softplus: (EachPixel, PIXEL),
-    nn.Softsign: (EachPixel, PIXEL),
-    nn.Sigmoid: (EachPixel, PIXEL),
-    nn.LogSigmoid: (EachPixel, PIXEL),
-    nn.Tanh: (EachPixel, PIXEL),
-    nn.Threshold: (EachPixel, PIXEL),
-    nn.GLU: (EachPixel, PIXEL),
-    nn.Softmax: (EachPixel, PIXEL),
-    nn.Softmin: (EachPixel, PIXEL),
-    nn.LogSoftmax: (EachPixel, PIXEL),
-    nn.Softmax2d: (EachPixel, PIXEL),
-    nn.LocalResponseNorm: (EachPixel, PIXEL),
-    nn.ChannelShuffle: (EachPixel, PIXEL),
+    **dict.fromkeys(EACH_PIXEL, (EachPixel, PIXEL)),
 }
 INSTEAD = {  # layers that cannot be split, and functions over pixels -> what to use
     nn.Linear: "gather the maps before it: nn.Flatten(1) or nn.AdaptiveAvgPool2d",

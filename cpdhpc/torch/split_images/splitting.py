@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...errors import ArgumentError, ArgumentTypeError
 from ...ops.tensors import CPU
-from .grid import ImageGrid, Shape
 from .layers import INSTEAD, KNOWN, LAYERS, EachPixel, Unflatten
-from .windowed import Gather
+from .windowed import Gather, ImageGrid, Shape
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -135,7 +135,7 @@ class _Trace(TorchFunctionMode):
     def run(self, model: nn.Module, shape: Sequence[int]) -> None:
         """Run the model. Raises TypeError or ValueError where it cannot be split."""
         if not isinstance(model, nn.Module):
-            raise TypeError(f"partition: model is {type(model).__name__}: must be an nn.Module")
+            raise ArgumentTypeError("partition", "model", model, "must be an nn.Module")
         x = _mark(torch.empty(_input_shape(model, shape), device="meta", dtype=_dtype(model)))
         layers = self._prepared(model)
         try:
@@ -364,9 +364,8 @@ def _input_shape(model: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a batch of two images."""
     size = tuple(shape)
     if len(size) not in (2, 3) or not all(isinstance(n, int) and n > 0 for n in size):
-        raise ValueError(
-            f"partition: shape={shape}: must be (rows, columns) or (channels, rows, columns)"
-        )
+        allowed = "must be (rows, columns) or (channels, rows, columns)"
+        raise ArgumentError("partition", "shape", shape, allowed)
     if len(size) == 3:
         return (2, *size)
     for module in model.modules():

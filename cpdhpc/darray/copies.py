@@ -1,16 +1,20 @@
-"""Pieces of windows packed and unpacked by slices of NumPy and torch arrays, of any dtype.
+"""What exchange and accumulate copy and add, and what they need of each kind of array.
 
-This is what an exchange and its transpose mean; compiled.py does the same in compiled loops, and
-device_moves.py on GPUs. Arrays are sliced, assigned and added alike, by operators; what differs
-between kinds, those of GPUs too, is said first.
+EXCHANGE and ACCUMULATE, at the end, are the only description. It is a list of boxes that are
+written, each with the arrays whose sum it becomes. do works through the list by slices; rows_of in
+compiled.py and tables in device.py translate it. These give it ghosts, arrays of which only the
+place and the strides are looked at.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import add, attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,13 +23,11 @@ import numpy.typing as npt
 
 from ..ops import misread, to_host, type_name
 from .layout import Box
-from .windows import Piece, RankPieces
+from .windows import Message, Piece, RankPieces
 
 Array = Any  # of any backend
 Bytes = npt.NDArray[np.uint8]
-
-
-Addresses = npt.NDArray[np.generic]  # says where an array lies in a GPU's memory; may not be read
+Addresses = npt.NDArray[np.generic]  # says where an array lies; may not be read
 
 
 class ArrayBackend:
@@ -98,7 +100,7 @@ class _Cupy(ArrayBackend):
         return None
 
     def addresses(self, x: Array) -> Addresses:
-        return _addresses(x, x.data.ptr, x.strides, x.dtype.itemsize)
+        return addressed(x.data.ptr, x.shape, x.dtype.itemsize, x.strides)
 
     def device(self, x: Array) -> int:
         return int(x.device.id)
@@ -169,7 +171,8 @@ class _TorchGpu(_Torch):
 
     def addresses(self, x: Array) -> Addresses:
         size_bytes = self.itemsize(x)
-        return _addresses(x, x.data_ptr(), [n * size_bytes for n in x.stride()], size_bytes)
+        strides = [n * size_bytes for n in x.stride()]
+        return addressed(x.data_ptr(), x.shape, size_bytes, strides)
 
     def device(self, x: Array) -> int:
         return int(x.device.index)
@@ -180,10 +183,13 @@ class _TorchGpu(_Torch):
         return in_stream(x.device)
 
 
-def _addresses(x: Array, address: int, strides: Sequence[int], itemsize: int) -> Addresses:
+def addressed(
+    address: int, shape: Sequence[int], itemsize: int, strides: Sequence[int] | None = None
+) -> Addresses:
+    """Return an array that lies at an address of any memory. strides: None for C's order."""
     interface = {
-        "shape": tuple(x.shape), "typestr": f"|V{itemsize}", "data": (address, False),
-        "strides": tuple(strides), "version": 3,
+        "shape": tuple(shape), "typestr": f"|V{itemsize}", "data": (address, False),
+        "strides": None if strides is None else tuple(strides), "version": 3,
     }  # fmt: skip
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
@@ -207,100 +213,142 @@ def array_backend(what: str, x: Array) -> ArrayBackend:
     )
 
 
-class Cut(NamedTuple):
-    """What pieces are cut from: the boxes of a rank's two arrays, and their backend."""
+class Copy(NamedTuple):
+    """A box that is written: it becomes the sum of the terms, or if it adds, is raised by that.
 
-    owned: Box
-    window: Box
+    box: of the cells that the rank owns or of its window; in a message: of the owner's cells
+    terms: arrays of the target's shape, or of 1 along axes on which all cells get the same
+    """
+
+    box: Box
+    target: Array
+    terms: Sequence[Array]
+    adds: bool = False
+
+
+class Frame(NamedTuple):
+    """A rank's pieces and its two arrays, on the owned box and on the window.
+
+    elements: arrays of one element: what each fill writes, or zero, with which sums begin
+    """
+
+    pieces: RankPieces
     backend: ArrayBackend
+    owned: Array
+    window: Array
+    elements: Sequence[Array]
 
-    def shown(self, x: Array, piece: Piece) -> Array:
-        """Return the cells of a piece in the array on the owned box."""
-        return x[piece.source.slices(self.owned.start)]
+    def of_owned(self, box: Box) -> Array:
+        """Return a box of the array on the owned box."""
+        return self.owned[box.slices(self.pieces.owned.start)]
 
-    def target(self, piece: Piece) -> tuple[slice, ...]:
-        """Return where a piece lies in the array on the window."""
-        return piece.target.slices(self.window.start)
+    def of_window(self, box: Box) -> Array:
+        """Return a box of the array on the window."""
+        return self.window[box.slices(self.pieces.window.start)]
 
     def turned(self, values: Array, piece: Piece) -> Array:
         """Return values backwards along the axes that a piece shows so."""
         return self.backend.flip(values, [i for i, step in enumerate(piece.steps) if step < 0])
 
-    def gathered(self, y: Array, piece: Piece) -> Array:
-        """Return a piece of a window in the shape of its source.
-
-        Where one cell shows many times these are added one after another, the last axis fastest.
-        """
-        values = self.turned(y[self.target(piece)], piece)
-        places = list(piece.repeats())
-        if len(places) == 1:
-            return values
-        total = values[places[0]]
-        for place in places[1:]:
-            total = total + values[place]
-        return total
+    def gathered(self, piece: Piece) -> list[Array]:
+        """Return the parts of the window that each show all of a piece's source, in order."""
+        values = self.turned(self.of_window(piece.target), piece)
+        return [values[place] for place in piece.repeats()]
 
 
-def parts(
-    cut: Cut, pieces: Sequence[Piece], array: Array, values: Array
-) -> Iterator[tuple[Piece, Array]]:
-    """Yield pieces and the part of a message that each takes, in the shape of its source.
-
-    array: from which or to which the cells go, with the further axes
-    """
-    trail, start = tuple(array.shape[cut.owned.ndim :]), 0
-    for piece in pieces:
+def parts(frame: Frame, message: Message, values: Array) -> Iterator[tuple[Piece, Array]]:
+    """Yield pieces and the part of a message that each takes, in the shape of its source."""
+    trail, start = tuple(frame.owned.shape[frame.pieces.owned.ndim :]), 0
+    for piece in message.pieces:
         shape = piece.source.shape + trail
         stop = start + prod(shape)
         yield piece, values[start:stop].reshape(shape)
         start = stop
 
 
-def pack_cells(cut: Cut, pieces: Sequence[Piece], x: Array, values: Array) -> None:
-    """Write the cells of an owned box that pieces show into a message."""
-    for piece, part in parts(cut, pieces, x, values):
-        part[...] = cut.shown(x, piece)
+def pack_cells(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
+    """Yield the owned cells that another rank's window shows, into a message."""
+    for piece, part in parts(frame, message, values):
+        yield Copy(piece.source, part, [frame.of_owned(piece.source)])
 
 
-def unpack_cells(cut: Cut, pieces: Sequence[Piece], values: Array, out: Array) -> None:
-    """Write a message where its pieces show in a window."""
-    for piece, part in parts(cut, pieces, out, values):
-        out[cut.target(piece)] = cut.turned(part, piece)
+def unpack_cells(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
+    """Yield a message's cells, to where they show in the window."""
+    for piece, part in parts(frame, message, values):
+        yield Copy(piece.target, frame.of_window(piece.target), [frame.turned(part, piece)])
 
 
-def pack_sums(cut: Cut, pieces: Sequence[Piece], y: Array, values: Array) -> None:
-    """Write the cells of a window into a message, in the shapes of their sources."""
-    for piece, part in parts(cut, pieces, y, values):
-        part[...] = cut.gathered(y, piece)
+def show_own(frame: Frame) -> Iterator[Copy]:
+    """Yield what fills the window's cells that no one owns, and what shows the rank's own."""
+    for fill, element in zip(frame.pieces.fills, frame.elements, strict=True):
+        yield Copy(fill.target, frame.of_window(fill.target), [element])
+    for piece in frame.pieces.local:
+        shown = frame.turned(frame.of_owned(piece.source), piece)
+        yield Copy(piece.target, frame.of_window(piece.target), [shown])
 
 
-def add_sums(cut: Cut, pieces: Sequence[Piece], values: Array, out: Array) -> None:
-    """Add a message to the owned cells that its pieces show."""
-    for piece, part in parts(cut, pieces, out, values):
-        _add(cut, piece, part, out)
+def pack_sums(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
+    """Yield the sums of the window's cells that show another rank's, into a message."""
+    for piece, part in parts(frame, message, values):
+        yield Copy(piece.source, part, frame.gathered(piece))
 
 
-def _add(cut: Cut, piece: Piece, values: Array, out: Array) -> None:
-    """Add values to the owned cells that a piece shows."""
-    place = piece.source.slices(cut.owned.start)
-    out[place] = out[place] + values
+def add_sums(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
+    """Yield what adds a message to the owned cells."""
+    for piece, part in parts(frame, message, values):
+        yield Copy(piece.source, frame.of_owned(piece.source), [part], adds=True)
 
 
-def show_own(cut: Cut, pieces: RankPieces, x: Array, out: Array) -> None:
-    """Fill what no one owns in a window, and what shows this rank's own cells."""
-    for fill in pieces.fills:
-        out[fill.target.slices(cut.window.start)] = fill.value
-    for piece in pieces.local:
-        out[cut.target(piece)] = cut.turned(cut.shown(x, piece), piece)
+def sum_own(frame: Frame) -> Iterator[Copy]:
+    """Yield what begins sums: the window's own cell where it shows, else zero; then mirrors."""
+    (zero,) = frame.elements
+    for box in frame.pieces.uncovered:
+        yield Copy(box, frame.of_owned(box), [zero])
+    for piece in sorted(frame.pieces.local, key=lambda piece: not piece.is_itself):
+        own, shown = frame.of_owned(piece.source), frame.gathered(piece)
+        yield Copy(piece.source, own, shown, adds=not piece.is_itself)
 
 
-def sum_own(cut: Cut, pieces: RankPieces, y: Array, out: Array) -> None:
-    """Begin the sums: the cell of the window itself where there is one, else zero; then mirrors."""
-    for box in pieces.uncovered:
-        out[box.slices(cut.owned.start)] = 0
-    for piece in pieces.local:
-        if piece.is_itself:
-            out[piece.source.slices(cut.owned.start)] = y[cut.target(piece)]
-    for piece in pieces.local:
-        if not piece.is_itself:
-            _add(cut, piece, cut.gathered(y, piece), out)
+def do(copies: Iterable[Copy]) -> None:
+    """Write the boxes by slices."""
+    for _, target, terms, adds in copies:
+        total = reduce(add, terms)
+        target[...] = target + total if adds else total
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An exchange or its transpose.
+
+    sent, received: the messages of a rank; pack, unpack: what is written for one of each
+    own: what is written before, without messages
+    is_copy: whether cells travel and arrive as they are, from the owned box to the window
+    """
+
+    name: str
+    sent: Callable[[RankPieces], Sequence[Message]]
+    received: Callable[[RankPieces], Sequence[Message]]
+    pack: Callable[[Frame, Message, Array], Iterable[Copy]]
+    unpack: Callable[[Frame, Message, Array], Iterable[Copy]]
+    own: Callable[[Frame], Iterable[Copy]]
+    is_copy: bool
+
+    def frame(
+        self,
+        pieces: RankPieces,
+        backend: ArrayBackend,
+        x: Array,
+        out: Array,
+        elements: Sequence[Array],
+    ) -> Frame:
+        """Return the frame of what is given and what is written."""
+        owned, window = (x, out) if self.is_copy else (out, x)
+        return Frame(pieces, backend, owned, window, elements)
+
+
+EXCHANGE = Operation(
+    "exchange", attrgetter("sends"), attrgetter("recvs"), pack_cells, unpack_cells, show_own, True
+)
+ACCUMULATE = Operation(
+    "accumulate", attrgetter("recvs"), attrgetter("sends"), pack_sums, add_sums, sum_own, False
+)

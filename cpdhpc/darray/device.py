@@ -1,28 +1,33 @@
-"""What a channel does where arrays are on a GPU: a launch, messages, and a launch behind them.
+"""What a channel does if arrays are on a GPU: a launch, messages, and a launch after them.
 
 All messages of a call lie in one piece of memory, so that one kernel packs them and one copy takes
 them down to pinned memory, from which they go to the mailboxes; those that come take the same way
 back. Where MPI takes GPU memory, mailboxes carry heads alone, and cells go straight to MPI.
+
+A launch reads a table of boxes of cells. Each cell is written once, as the sum of its terms in
+their order, so a launch has nothing to wait for in itself. kernels/cuda_moves.h reads the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from math import gcd
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..formats import TILE, packed_bytes, shift_count, tiles
 from ..ops import backend_of
+from ..ops.moves import MEMORY, OUT, Side, X
 from ..ops.payloads import Packed
 from ..world.gpu_messages import Direct, Staged
 from ..world.node_memory import ALIGNED_BYTES
 from ..world.ranks import Ranks
-from .by_slices import Addresses, Array, Bytes
-from .compiled import Operation, Receiving, Sending
-from .device_moves import WIDEST_BYTES, Place, Table, Tables, tables
+from .compiled import Receiving, Sending, ghost, ghosts_of, side_of
+from .copies import Addresses, Array, Bytes, Copy, Operation
+from .layout import Box
 from .mailbox import SLOTS
 from .windows import Message, RankPieces
 
@@ -36,7 +41,8 @@ PROGRAMS = 16  # of a channel: for so many strides
 class Way:
     """Where the messages of one direction lie, among cells and in what travels.
 
-    places: of the cells; parts: of each message, the slices of what travels that are its payload
+    places: messages, and the offset of the first cell of each
+    parts: of each message, the slices of what travels that are its payload
     cells_bytes, size_bytes: of all
     """
 
@@ -57,7 +63,7 @@ class Way:
             ]  # fmt: skip
             self.cells_bytes = starts[-1]
             self.size_bytes = wire.size_bytes(ends[-1] * TILE)
-        self.places = [Place(*each) for each in zip(messages, starts, strict=False)]
+        self.places = list(zip(messages, starts, strict=False))
 
 
 def _words(count: int, wire: Packed) -> int:
@@ -102,7 +108,7 @@ class DeviceChannel:
     """The calls of a channel on one GPU, in its library's current stream.
 
     carrier: of the world, for the GPU; the other arguments are the channel's
-    values: the element that each fill writes; stream: of the plan's messages
+    elements: of frames, as bytes; stream: of the plan's messages
     """
 
     def __init__(
@@ -115,14 +121,14 @@ class DeviceChannel:
         sending: Sending,
         receiving: Receiving,
         wire: Packed | None,
-        values: Sequence[Bytes],
+        elements: Sequence[Bytes],
         dtype: str,
         cell_bytes: int,
         stream: int,
     ) -> None:
         self._world, self._what, self._carrier, self._pieces = world, what, carrier, pieces
         self._operation, self._sending, self._receiving = operation, sending, receiving
-        self._wire, self._values, self._dtype, self._stream = wire, values, dtype, stream
+        self._wire, self._elements, self._dtype, self._stream = wire, elements, dtype, stream
         self._direct, self._streams = isinstance(carrier, Direct), carrier.streams
         self._out = Way([message for _, message in sending], cell_bytes, wire)
         self._in = Way([message for _, message in receiving], cell_bytes, wire)
@@ -231,8 +237,8 @@ class DeviceChannel:
                     gpu_runtime.wait(room.done)  # the GPU may read a table until then
                 del self._programs[next(iter(self._programs))]
             made = tables(
-                self._pieces, self._out.places, self._in.places, self._values, x, out,
-                self._dtype, self._operation.is_copy,
+                self._operation, self._pieces, self._out.places, self._in.places,
+                self._elements, x, out, self._dtype,
             )  # fmt: skip
             there = [None if t is None else gpu_runtime.to_device(t.numbers) for t in made]
             self._programs[key] = Program(made, *there)
@@ -256,3 +262,201 @@ class DeviceChannel:
             self._await_sends(room)
             gpu_runtime.wait(room.landed)
             gpu_runtime.wait(room.done)
+
+
+TABLE = 3  # base of what stands in the table itself: values that fill; X, OUT and MEMORY are 0..2
+BEGINS = 4  # is added to the base of a term that begins a partial sum; as in cuda_moves.h
+AXES = 6  # of a box, with that of the units
+WIDEST_BYTES = 16  # of a unit that is copied
+COPIES = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}  # bytes of a unit -> kind of move_boxes
+SUMS = {  # dtype -> kind of move_boxes, and bytes of a unit
+    **{f"{sign}int{8 * n}": (5 + i, n) for i, n in enumerate((1, 2, 4, 8)) for sign in ("", "u")},
+    **{"float32": (9, 4), "complex64": (9, 4), "float64": (10, 8), "complex128": (10, 8)},
+    **{"float16": (11, 2), "bfloat16": (12, 2)},
+}
+
+
+class Table(NamedTuple):
+    """What a launch reads, int64[n]: the kind of its units, and how many boxes and units."""
+
+    kind: int
+    numbers: npt.NDArray[np.int64]
+    boxes: int
+    units: int
+
+
+class Region(NamedTuple):
+    """Cells that are written once, and the terms of which they are sums.
+
+    terms: arrays of the target's shape, and whether a partial sum begins with each
+    """
+
+    box: Box
+    target: Addresses
+    terms: tuple[tuple[Addresses, bool], ...]
+
+    def part(self, box: Box) -> Region:
+        """Return a part of the cells."""
+        place = box.slices(self.box.start)
+        terms = tuple((term[place], begins) for term, begins in self.terms)
+        return Region(box, self.target[place], terms)
+
+
+def each_once(copies: Iterable[Copy], regions: Sequence[Region] = ()) -> list[Region]:
+    """Return the regions and those of copies: what adds is laid over the ones before."""
+    found = list(regions)
+    for box, target, terms, adds in copies:
+        shown = [np.broadcast_to(term, target.shape) for term in terms]
+        new = Region(box, target, tuple((t, adds and i == 0) for i, t in enumerate(shown)))
+        if not adds:
+            found.append(new)
+            continue
+        before, found = found, []
+        for region in before:
+            both = region.box.intersect(box)
+            found += [region.part(rest) for rest in region.box.without(both)]
+            if not both.empty:
+                part = region.part(both)
+                found.append(part._replace(terms=part.terms + new.part(both).terms))
+    return found
+
+
+class Tables(NamedTuple):
+    """Both launches of an operation; None where there is nothing to do."""
+
+    begin: Table | None
+    finish: Table | None
+
+
+Places = Sequence[tuple[Message, int]]  # messages, and the offset of the first cell of each
+
+
+def tables(
+    operation: Operation,
+    pieces: RankPieces,
+    sent: Places,
+    received: Places,
+    elements: Sequence[Bytes],
+    x: Addresses,
+    out: Addresses,
+    dtype: str,
+) -> Tables:
+    """Return the launches of an operation. elements: of the frame, as bytes."""
+    sides = [Side(TABLE, i * WIDEST_BYTES, ()) for i in range(len(elements))]
+    frame, is_copy = ghosts_of(operation, pieces, x, out, sides), operation.is_copy
+    n = prod(x.shape[pieces.owned.ndim :])
+
+    def payload(message: Message, offset: int) -> Addresses:
+        return ghost(MEMORY, offset, (message.cells * n,), x.itemsize)
+
+    packed = [operation.pack(frame, each, payload(each, at)) for each, at in sent]
+    unpacked = [operation.unpack(frame, each, payload(each, at)) for each, at in received]
+    itself = Region(pieces.owned, frame.owned, ((frame.owned, False),))
+    begin = each_once(operation.own(frame)) + each_once(chain(*packed))
+    finish = each_once(chain(*unpacked), [] if is_copy else [itself])
+    ahead = x.ctypes.data - out.ctypes.data if np.may_share_memory(x, out) else None
+    unit_bytes = gcd(WIDEST_BYTES, x.ctypes.data, out.ctypes.data) if is_copy else SUMS[dtype][1]
+
+    def table(regions: Sequence[Region]) -> Table | None:
+        left = [region for region in regions if not _is_there(region, ahead)]
+        return _table(left, x.itemsize, unit_bytes, elements, None if is_copy else dtype)
+
+    return Tables(table(begin), table(finish))
+
+
+def _is_there(region: Region, ahead: int | None) -> bool:
+    """Whether cells are what they become. ahead: bytes from out to x, None where apart."""
+    target, term = side_of(region.target), side_of(region.terms[0][0])
+    moved = {OUT: 0, X: ahead}.get(term.base)
+    if moved is None or len(region.terms) > 1 or target.base != OUT:
+        return False
+    steps = zip(region.target.shape, term.strides, target.strides, strict=True)
+    return term.offset + moved == target.offset and all(n == 1 or a == b for n, a, b in steps)
+
+
+class _Loops(NamedTuple):
+    """A box for the kernel: (count, stride of the target, of each term) of each axis, by bytes."""
+
+    target: Side
+    terms: tuple[Side, ...]
+    axes: list[tuple[int, tuple[int, ...]]]
+
+
+def _loops(region: Region, itemsize: int, still: bool) -> Iterator[_Loops]:
+    """Yield boxes of at most AXES axes, the last one of bytes that lie together.
+
+    still: whether units are whole elements, so that values that fill do not move within one
+    """
+    shape, target = region.target.shape, side_of(region.target)
+    if 0 in shape:
+        return
+    found = [(side_of(term), begins) for term, begins in region.terms]
+    terms = tuple(side._replace(base=side.base + BEGINS * begins) for side, begins in found)
+    sides = (target, *terms)
+    axes = [(itemsize, tuple(int(not still or s.base % BEGINS != TABLE) for s in sides))]
+    strides = [side.strides for side in sides]
+    along = sorted(zip(shape, *strides, strict=True), key=lambda axis: abs(axis[1]))
+    for n, *steps in along:  # threads side by side write side by side
+        inner, below = axes[0]
+        if n > 1 and tuple(steps) == tuple(inner * step for step in below):
+            axes[0] = n * inner, below
+        elif n > 1:
+            axes.insert(0, (n, tuple(steps)))
+    yield from _unrolled(target, terms, axes)
+
+
+def _unrolled(
+    target: Side, terms: tuple[Side, ...], axes: list[tuple[int, tuple[int, ...]]]
+) -> Iterator[_Loops]:
+    if len(axes) <= AXES:
+        yield _Loops(target, terms, axes)
+        return
+    n, steps = axes[0]
+    for i in range(n):
+        sides = [
+            side._replace(offset=side.offset + i * step)
+            for side, step in zip((target, *terms), steps, strict=True)
+        ]
+        yield from _unrolled(sides[0], tuple(sides[1:]), axes[1:])
+
+
+def _table(
+    regions: Sequence[Region],
+    itemsize: int,
+    unit_bytes: int,
+    elements: Sequence[Bytes],
+    added: str | None,
+) -> Table | None:
+    """Return the table of some regions; added: the dtype of sums, None where cells are copied."""
+    boxes = [loops for each in regions for loops in _loops(each, itemsize, still=True)]
+    if not boxes:
+        return None
+    for box in boxes if added is None else ():
+        sides = (side for side in (box.target, *box.terms) if side.base % BEGINS != TABLE)
+        steps = (step for _, each in box.axes[:-1] for step in each)
+        unit_bytes = gcd(unit_bytes, box.axes[-1][0], *steps, *(side.offset for side in sides))
+    if unit_bytes < itemsize:
+        boxes = [loops for each in regions for loops in _loops(each, itemsize, still=False)]
+    heads, terms, units = list[list[int]](), list[list[int]](), 0
+    for box in boxes:
+        counts, strides = _by_units(box, unit_bytes)
+        heads.append([units, len(terms), box.target.base, box.target.offset, *counts, *strides[0]])
+        terms += [[t.base, t.offset, *s] for t, s in zip(box.terms, strides[1:], strict=True)]
+        units += int(np.prod(counts))
+    heads.append([units, len(terms), *[0] * (len(heads[0]) - 2)])
+    behind = 8 * (sum(map(len, heads)) + sum(map(len, terms)))  # bytes, where the values are
+    for term in terms:
+        term[1] += behind if term[0] % BEGINS == TABLE else 0
+    wide = [np.resize(value, WIDEST_BYTES) for value in elements]
+    numbers = np.array([n for row in (*heads, *terms) for n in row], np.int64)
+    numbers = np.concatenate([numbers, *(value.view(np.int64) for value in wide)])
+    kind = COPIES[unit_bytes] if added is None else SUMS[added][0]
+    return Table(kind, numbers, len(boxes), units)
+
+
+def _by_units(box: _Loops, unit_bytes: int) -> tuple[list[int], list[list[int]]]:
+    """Return the counts of AXES axes, and the strides of the target and of each term."""
+    (size_bytes, moves), outer = box.axes[-1], box.axes[:-1]
+    axes = [*outer, (size_bytes // unit_bytes, tuple(unit_bytes * step for step in moves))]
+    axes = [(1, (0,) * len(moves))] * (AXES - len(axes)) + axes
+    return [n for n, _ in axes], [list(side) for side in zip(*(s for _, s in axes), strict=True)]
