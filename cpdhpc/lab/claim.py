@@ -21,7 +21,7 @@ from typing import TextIO
 from .. import ordinary
 from ..config import UserError
 from ..whole_files import open_own, put, sealed_json, unsealed_json
-from .schedulers import around
+from .schedulers import current
 
 JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
 
@@ -50,7 +50,7 @@ class Claim:
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
-            job_id=around().own_job(),
+            job_id=current().own_job(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             restarts=restarts,
             state="running",
@@ -65,7 +65,7 @@ class Claim:
         return claim
 
     def __str__(self) -> str:
-        job = f", {around().TITLE} job {self.job_id}" if self.job_id else ""
+        job = f", {current().TITLE} job {self.job_id}" if self.job_id else ""
         return f"process {self.pid} on {self.host}{job}, since {self.started}"
 
     def of_job(self, other: Claim) -> bool:
@@ -172,14 +172,14 @@ REQUEUED_S = 90.0  # for the ranks of a job's former life, which has 30 s to end
 def _lock(file: TextIO, path: Path, claim: Claim, what: str, say: Callable[[str], None]) -> None:
     """Lock a file. Raises ClaimError where another process has it, OSError where none can.
 
-    Who has it as this job's former life, before it was requeued, is waited for.
+    If the holder is this job before it was requeued, it is waited for.
     """
     end_s, told = time.monotonic() + REQUEUED_S, False
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            before, is_again = read_claim(path), around().restarts() > 0
+            before, is_again = read_claim(path), current().restarts() > 0
             waits = is_again and before is not None and claim.of_job(before)
             if not waits or time.monotonic() > end_s:
                 raise ClaimError(_busy(path, what)) from None

@@ -20,6 +20,7 @@ from ..compress import COMPRESSORS
 from ..compress.base import Aggregator, Context, Mean, as_table, averaged, nonfinite_layers
 from ..compress.bucket import Bucket, Entry, State, redistributed
 from ..compress.momentum import advice_for_loop
+from ..errors import ArgumentError, ArgumentTypeError
 from ..methods import check_bool, check_whole, suggest
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.tensors import CPU, PLACES, as_bytes, check_device, in_stream, tensor_of, values_of
@@ -50,12 +51,12 @@ def aggregator_of(function: str, given: str | Aggregator, options: dict[str, Any
     """
     if isinstance(given, Aggregator):
         if options:
-            raise TypeError(f"{function}: options={options}: the aggregator has its own")
+            raise ArgumentTypeError(function, "options", options, "the aggregator has its own")
         return given
-    if not isinstance(given, str):  # plain errors, which keep their type on other ranks
-        raise TypeError(f"{function}: aggregator={given!r}: must be a name or an Aggregator")
+    if not isinstance(given, str):
+        raise ArgumentTypeError(function, "aggregator", given, "must be a name or an Aggregator")
     if given not in COMPRESSORS:
-        raise ValueError(f"{function}: aggregator={given!r}: {suggest(given, COMPRESSORS)}")
+        raise ArgumentError(function, "aggregator", given, suggest(given, COMPRESSORS))
     return made(COMPRESSORS[given], as_table(options), f"{function}: {given}")
 
 

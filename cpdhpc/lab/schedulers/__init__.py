@@ -9,6 +9,6 @@ SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm}
 DEFAULT = "slurm"
 
 
-def around() -> Scheduler:
+def current() -> Scheduler:
     """Return the scheduler whose job this process is in, the default one outside of jobs."""
     return next((each for each in SCHEDULERS.values() if each.own_job()), SCHEDULERS[DEFAULT])

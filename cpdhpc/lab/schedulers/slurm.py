@@ -79,7 +79,8 @@ def own_job() -> str:
 
 def restarts() -> int:
     """Return how often that job was put into the queue again."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
 
 
 def facts() -> dict[str, str]:

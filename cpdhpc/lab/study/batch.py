@@ -25,7 +25,7 @@ from ..claim import Claim, read_claim
 from ..kinds.base import Calls, Measure, Measuring
 from ..kinds.place import Place, environment
 from ..provenance import difference, hosts
-from ..schedulers import around
+from ..schedulers import current
 from ..signals import Caught, Interrupted, catching
 from ..study_data import Array, Case, Factor, Outcomes, Result, over_ranks
 from ..study_data.statistics import is_enough
@@ -58,7 +58,7 @@ def prove(world: World, nodes: int, ppn: int) -> None:
         raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{advice}")
     counts = Counter(world.nodes)
     if len(counts) != nodes or set(counts.values()) != {ppn}:
-        found, by = " + ".join(map(str, counts.values())), around()
+        found, by = " + ".join(map(str, counts.values())), current()
         raise PlacementError(
             f"batch: MPI has {found} processes, by nodes; {asked}: ask "
             f"{by.TITLE} for {by.shape(nodes, ppn)}"
@@ -327,7 +327,7 @@ class _Runner:
         def write() -> None:
             assert result is not None, "process 0 measures all cases"
             extra: dict[str, int | str] = {
-                "job_id": around().own_job(),
+                "job_id": current().own_job(),
                 "restarts": self.restarts,
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
             }

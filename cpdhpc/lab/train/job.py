@@ -286,9 +286,8 @@ class Job(Section):
         }
         by_ranks = "stages.count", "train.image_grid", "adversarial.epsilon", "update"
         others = [key for key in usual if key != "stages.count"]
-        alone: list[
-            tuple[str, Any, Iterable[str]]
-        ] = [  # what is asked for, whether it is, and keys that have to be as usual then
+        # what is asked for, whether it is, and keys that have to be as usual then
+        alone: list[tuple[str, Any, Iterable[str]]] = [
             ("adversarial", self.adversarial.epsilon, ("update", "train.image_grid")),
             ("precision", not self.precision.empty, ("train.image_grid",)),
             ("record", self.record.number, by_ranks),
@@ -375,11 +374,11 @@ class Job(Section):
         if not self._waits(gradient):
             return ""
         changes = self._with_less_momentum(gradient)
-        rate = [
-            f"{RATE} = {keys['learning_rate']:g}" for keys in (changes.pop("train", {}),) if keys
-        ]
+        rate = changes.pop("train", {}).get("learning_rate")
         tables = [(table, dump_toml(keys).splitlines()) for table, keys in changes.items()]
-        write = " and ".join([*(f"{table}.{x}" for table, lines in tables for x in lines), *rate])
+        lines = [f"{table}.{line}" for table, found in tables for line in found]
+        lines += [] if rate is None else [f"{RATE} = {rate:g}"]
+        write = " and ".join(lines)
         if self._has_too_much(gradient):
             return told(gradient, loses(self._kept_share(gradient), f"write {write}"))
         is_asked = self.train.settings == "recommended"
