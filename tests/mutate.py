@@ -105,7 +105,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],
-    "collectives/known.py": ["known"],
+    "collectives/recorded.py": ["known"],
     "collectives/predict.py": ["cost"],
     "lab/study_data/statistics.py": ["statistics"],
     "lab/study/cases.py": STUDY,

@@ -6,10 +6,9 @@ from every import every
 from exact_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
 
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import INTEGERS, packed_bytes, tiles
 from cpdhpc.world.ranks import Loopback
 

@@ -5,11 +5,10 @@ import pytest
 from every import every
 from exact_oracle import format_of
 
-from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import sum_bits
 from cpdhpc.world.ranks import Loopback
 

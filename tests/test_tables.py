@@ -14,7 +14,7 @@ from allreduce_oracle import expected
 from every import every
 
 import cpdhpc
-from cpdhpc.collectives.simulate import simulate
+from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import Cast, Rounding, TableFormat, parse_format, shift_count
 from cpdhpc.lab.study.cases import expand, load_study

@@ -89,6 +89,9 @@ copy = np.copyto
 ROUNDINGS = {word: code for code, word in enumerate(get_args(Rounding))}  # as in cast.h
 CAST_NUMBERS = 18  # before what owns a table
 Numbers = tuple[Any, ...]
+# What a run of a call list may come to besides 0, as in cpu_call_list_calls.h
+WAITING, OVERLAPS, UNLIKE, ABSENT, STRANGE = -1, -2, -3, -4, -5
+LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpdhpc.collectives.engine import BufferPool
-from cpdhpc.collectives.known import Recordings
+from cpdhpc.collectives.recorded import Recordings
 from cpdhpc.world.mpi import World
 
 # What is no leak. Buffers that are kept grow until the largest of each kind has been drawn, which

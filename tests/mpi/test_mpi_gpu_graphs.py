@@ -9,11 +9,10 @@ import pytest
 from gpus import N, gradients, late, same
 
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.lab.bench.allreduce import add_latency, run_latency
 from cpdhpc.ops.payloads import Growth
 
