@@ -36,8 +36,8 @@ from ..formats import (
 )
 from ..methods import EXACT, GROW, SCALINGS, USUAL, check_integer, said_by, suggest
 from ..ops import placed
+from ..ops.common import fitting_shift
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
-from ..ops.reference import fitting_shift
 from ..randomness import check_key
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES, Layout, group_size

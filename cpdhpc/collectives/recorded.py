@@ -19,10 +19,9 @@ from numpy import empty, float32, ndarray
 from .. import _cpu
 from .._cpu import run_agreed, run_list
 from ..methods import check_whole
-from ..ops import cpu
+from ..ops import cpu, kernel_threads
 from ..ops.cpu import ABSENT, FEW_LOOKS, LOOKS, OVERLAPS, STRANGE, UNLIKE, WAITING
 from ..ops.payloads import Array
-from ..ops.threads import kernel_threads
 from ..randomness import random_key
 from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared, round_trip_ns
