@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from .arrays import unpack as unpack
     from .collectives.allreduce import Allreduce as Allreduce
     from .collectives.allreduce import allreduce as allreduce
+    from .collectives.allreduce import simulate as simulate
     from .collectives.checks import NonFiniteGradient as NonFiniteGradient
     from .collectives.recorded import empty_shared as empty_shared
-    from .collectives.simulate import simulate as simulate
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat
     from .formats import parse_format as parse_format
@@ -79,7 +79,7 @@ else:
             "parse_format": "formats",
             "quantize": "arrays",
             "set_kernel_threads": "ops",
-            "simulate": "collectives.simulate",
+            "simulate": "collectives.allreduce",
             "torch": "",
             **dict.fromkeys(
                 ("precision", "quantized", "split_images", "train"), ""

@@ -1,5 +1,5 @@
 // Selection by magnitude: float32 bits without the sign, compared as integers.
-// ops/reference_sparse.py specifies it.
+// ops/reference.py specifies it.
 #ifndef CPD_SPARSE_H
 #define CPD_SPARSE_H
 

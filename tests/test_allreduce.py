@@ -10,10 +10,9 @@ from allreduce_oracle import expected, shift_by_fractions
 from every import every
 
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import Segment, aps_shift
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import parse_format
 from cpdhpc.world.ranks import Loopback
 

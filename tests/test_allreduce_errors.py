@@ -10,11 +10,10 @@ import pytest
 from every import every
 
 from cpdhpc import ops
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.world.mpi import as_world
 from cpdhpc.world.ranks import Loopback
 

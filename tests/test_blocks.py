@@ -21,10 +21,9 @@ from test_packing import some_values
 
 from cpdhpc import store
 from cpdhpc.collectives import predict
-from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import DEFAULT
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.darray.describe import packed_wire
 from cpdhpc.formats import (

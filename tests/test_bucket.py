@@ -6,8 +6,8 @@ from every import every
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.collectives.method import Segment
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.compress.bucket import Bucket
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=6)

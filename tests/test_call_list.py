@@ -16,7 +16,7 @@ from rank_threads import all_reduces, run_threads
 
 from cpdhpc import _cpu
 from cpdhpc.collectives import recorded
-from cpdhpc.ops import call_list
+from cpdhpc.ops.cpu import WAITING
 
 ROOT = Path(__file__).parents[1]
 # Raw payloads need no loops but copies.
@@ -92,12 +92,12 @@ def test_a_round_trip_is_measured_where_both_come():
     """And takes no longer than a look at the time where the other one does not."""
     boards = np.zeros((2, 128), np.uint8)
     before_s = time.perf_counter()
-    assert call_list.round_trip(boards[0], boards[1], True, 1) == 0
+    assert _cpu.round_trip(boards[0], boards[1], True, 1) == 0
     assert time.perf_counter() - before_s < 5  # 10 ms, where nobody else has the core
     found = [0, 0]
 
     def measure(mine, call):
-        found[mine] = call_list.round_trip(boards[mine], boards[1 - mine], mine == 0, call)
+        found[mine] = _cpu.round_trip(boards[mine], boards[1 - mine], mine == 0, call)
 
     for call in range(2, 1000):  # on a busy machine one of them may come late
         threads = [threading.Thread(target=measure, args=(mine, call)) for mine in range(2)]
@@ -112,17 +112,17 @@ def test_a_round_trip_is_measured_where_both_come():
 
 def test_waits_end_by_time_however_many_looks_there_are_left():
     """A look takes long where others have the core: who waits must get to see the time."""
-    board = call_list.make_board(tuple(np.zeros(128, np.uint8) for _ in range(2)))
-    assert call_list.meet(board, 1, 1 << 60) == call_list.WAITING
+    board = _cpu.make_board(tuple(np.zeros(128, np.uint8) for _ in range(2)))
+    assert _cpu.meet(board, 1, 1 << 60) == WAITING
     x, word = np.zeros(1, np.float32), np.zeros(8, np.uint8)
-    calls = call_list.make_list(x, x.copy(), ((np.zeros(8, np.uint8),),))
-    call_list.begin_segment(calls, 0)
-    call_list.add_word(calls, word, 0)
+    calls = _cpu.make_list(x, x.copy(), ((np.zeros(8, np.uint8),),))
+    _cpu.begin_segment(calls, 0)
+    _cpu.add_word(calls, word, 0)
     counter = np.zeros(1, np.int64)
-    call_list.end_list(calls, 1, False, counter, 0, counter, 0)
-    assert call_list.run_list(calls, 1, 1 << 60, x, x.copy()) == call_list.WAITING
+    _cpu.end_list(calls, 1, False, counter, 0, counter, 0)
+    assert _cpu.run_list(calls, 1, 1 << 60, x, x.copy()) == WAITING
     word[0] = 1
-    assert call_list.resume_list(calls, 1) == 0
+    assert _cpu.resume_list(calls, 1) == 0
 
 
 @pytest.mark.slow

@@ -11,11 +11,10 @@ import pytest
 from every import every
 
 from cpdhpc.collectives import predict as model
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
 from cpdhpc.collectives.predict import choose, fastest, predict
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.formats import TILE
 from cpdhpc.lab.bench import machine as bench

@@ -6,11 +6,10 @@ from allreduce_oracle import exact_sum, format_of, integers_of, shared_shift, su
 from every import every
 
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import INTEGERS, packed_bytes, sum_bits, tiles
 from cpdhpc.world.ranks import Loopback
 

@@ -9,22 +9,13 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.collectives import known
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc._cpu import end_list, make_board, make_list, run_agreed
+from cpdhpc.collectives import recorded
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.collectives.known import KEPT, Known, Recordings, keep, know, know_as, run_known
 from cpdhpc.collectives.method import Method, Op, Reduced, Segment
-from cpdhpc.collectives.simulate import simulate
-from cpdhpc.ops.call_list import (
-    LOOKS,
-    OVERLAPS,
-    STRANGE,
-    UNLIKE,
-    end_list,
-    make_board,
-    make_list,
-    run_agreed,
-)
+from cpdhpc.collectives.recorded import KEPT, Known, Recordings, keep, know, know_as, run_known
+from cpdhpc.ops.cpu import LOOKS, OVERLAPS, STRANGE, UNLIKE
 from cpdhpc.world.mpi import World as MpiWorld
 from cpdhpc.world.ranks import Loopback
 
@@ -194,7 +185,7 @@ def test_a_call_is_known_where_it_is_a_recording_and_nothing_else() -> None:
     x, keeps = np.ones(5, np.float32), object()
     reduced = Reduced((x,), *TOLD)
     found = {}
-    for name, method, recorded, board in (
+    for name, method, is_recorded, board in (
         ("plain", Method("raw"), True, True),
         ("tiles", Method("e4m3", scaling="tile"), True, True),
         ("shared shifts", Method("e4m3", scaling="aps"), True, True),
@@ -208,7 +199,7 @@ def test_a_call_is_known_where_it_is_a_recording_and_nothing_else() -> None:
         know(world, "k", keeps, method, x, None, (), reduced)
         assert not calls, "nothing is made for it"
         entry = world.recordings.entry(method, 5, NODES)
-        entry.recording = Stub() if recorded else None  # type: ignore[assignment]
+        entry.recording = Stub() if is_recorded else None  # type: ignore[assignment]
         segments = [Segment("x", 0, 5)]
         know(world, "k", keeps, method, x, None, (), reduced)
         know(world, "k", keeps, method, x, segments, tuple(segments), reduced)
@@ -229,11 +220,11 @@ def test_the_second_call_is_recorded_and_later_ones_adapt(monkeypatch: pytest.Mo
         made.append((given, how))
         return Stub()
 
-    monkeypatch.setattr(known, "Recording", recording)
+    monkeypatch.setattr(recorded, "Recording", recording)
     x, world = np.ones(5, np.float32), World()
     for scaling, adapts in (("tile", 0), ("aps", 2)):
         method = Method("e4m3", "ring", scaling=scaling)
-        found: list[Any] = [known.recording_of(world, method, x, (), None) for _ in range(4)]  # type: ignore[arg-type]
+        found: list[Any] = [recorded.recording_of(world, method, x, (), None) for _ in range(4)]  # type: ignore[arg-type]
         assert found[0] is None and found[1] is found[2] is found[3] is not None
         assert found[1].adapted == adapts
         given, how = made.pop()
@@ -242,20 +233,20 @@ def test_the_second_call_is_recorded_and_later_ones_adapt(monkeypatch: pytest.Mo
     digests = [entry.digest for entry in world.recordings.values()]
     assert len(set(digests)) == 2 and all(digests)
     world.virtual_ranks = 2
-    assert known.recording_of(world, method, x, (), None) is None  # type: ignore[arg-type]
+    assert recorded.recording_of(world, method, x, (), None) is None  # type: ignore[arg-type]
     world.virtual_ranks = 1
-    assert known.recording_of(world, method, x.tolist(), (), None) is None  # type: ignore[arg-type]
+    assert recorded.recording_of(world, method, x.tolist(), (), None) is None  # type: ignore[arg-type]
 
 
 def test_plain_arrays_are_one_and_none_or_one() -> None:
     x, own = np.ones(2), np.ones(2).view(type("Own", (np.ndarray,), {}))
     for xs, outs in (([x], None), ((x,), [x]), ([x], (x,))):
-        assert known.are_plain(xs, outs)
+        assert recorded.are_plain(xs, outs)
     for xs, outs in (
         *((x, None), ([], None), ([x, x], None), ([own], None), ([[1.0]], None)),
         *(([x], x), ([x], []), ([x], [x, x]), ([x], [own])),
     ):
-        assert not known.are_plain(xs, outs)
+        assert not recorded.are_plain(xs, outs)
 
 
 def test_a_compiled_run_takes_lists_of_one_plain_array() -> None:

@@ -32,7 +32,7 @@ ORDER = (  # parts of the package: each may import itself and those before it
 )
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("world/mpi.py",),
-    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py", "ops/gpu_sums.py"),
+    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py"),
     "cupyx": ("ops/gpu_runtime.py",),
     "torch": ("compress/lgc.py", "ops/tensors.py", "torch/", "lab/"),
     "h5py": ("store.py",),
@@ -203,6 +203,24 @@ def test_importing_starts_nothing() -> None:
         "assert threading.active_count() == 1\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=1800)
+
+
+MOST_LOADED = 27  # modules of the package; as many on 2 ranks
+
+
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+def test_an_all_reduce_loads_no_more_than_it_needs(wire: str) -> None:
+    """Nothing of GPUs, of predictions, of files that are read and written, of the specification."""
+    program = (
+        "import sys, numpy, cpdhpc\n"
+        "cpdhpc.allreduce(cpdhpc.World(), numpy.ones(9, numpy.float32), wire=sys.argv[1])\n"
+        "print(*(name for name in sys.modules if name.partition('.')[0] == 'cpdhpc'))\n"
+    )
+    command = [sys.executable, "-c", program, wire]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    loaded = done.stdout.split()
+    assert "cpdhpc.collectives.allreduce" in loaded
+    assert len(loaded) <= MOST_LOADED, sorted(loaded)
 
 
 def test_an_unknown_public_name_is_an_error() -> None:

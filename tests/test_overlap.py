@@ -24,7 +24,7 @@ from cpdhpc.lab.train.loop import run
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.setup import prepare
 from cpdhpc.lab.train.training import Training
-from cpdhpc.ops.threads import SLICE_NS, take_short_slices
+from cpdhpc.ops.common import SLICE_NS, take_short_slices
 from cpdhpc.torch.overlap import PAUSE_S, reducing_thread
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ending import Timeout

@@ -5,10 +5,9 @@ import pytest
 from every import every
 from test_faults import MPIRUN, launch_with_a_death
 
-from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.world.ranks import Loopback
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH")
@@ -83,7 +82,7 @@ DYING = """
 import os, signal, threading
 from cpdhpc import RankFailure
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.collectives.simulate import simulate
+from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 world, me, method = World(timeout_s=900), World().rank, Allreduce("raw", "tree")
 x = np.full(1500, float(1 << me), np.float32)

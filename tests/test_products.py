@@ -16,9 +16,8 @@ from gfloat import RoundMode, round_ndarray
 
 from cpdhpc import _cpu, quantize, set_kernel_threads
 from cpdhpc.formats import Cast, FloatFormat, Rounding, TableFormat, parse_format
-from cpdhpc.ops import cpu, reference
+from cpdhpc.ops import cpu, kernel_threads, reference
 from cpdhpc.ops.products import Arithmetic, Products
-from cpdhpc.ops.threads import kernel_threads
 from cpdhpc.randomness import random_key
 from cpdhpc.torch.precision import matmul
 

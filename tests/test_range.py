@@ -13,8 +13,8 @@ import pytest
 from every import every
 
 import cpdhpc
+from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.compress import LowBit
 from cpdhpc.compress.payload import decode_sparse, encode_sparse
 from cpdhpc.darray.describe import packed_wire

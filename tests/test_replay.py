@@ -16,7 +16,7 @@ from studies import no_numbers
 from training import ROOT
 
 from cpdhpc import store
-from cpdhpc.collectives.simulate import simulate
+from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.lab.cli import main, parser

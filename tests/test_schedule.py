@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc._cpu import add_word, begin_segment, end_list, make_list, resume_list, run_list
+from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.engine import Exchange, ScheduleError, run
 from cpdhpc.collectives.schedules import (
     SCHEDULES,
@@ -18,16 +19,7 @@ from cpdhpc.collectives.schedules import (
     tree_children,
     tree_parent,
 )
-from cpdhpc.collectives.simulate import simulate
-from cpdhpc.ops.call_list import (
-    WAITING,
-    add_word,
-    begin_segment,
-    end_list,
-    make_list,
-    resume_list,
-    run_list,
-)
+from cpdhpc.ops.cpu import WAITING
 from cpdhpc.partition import chunk
 from cpdhpc.world.ranks import Loopback, numbered
 

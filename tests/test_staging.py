@@ -16,9 +16,8 @@ from simulated_cupy import simulated
 from simulated_gpu import Gpu
 from simulated_kernels import BODIES
 
-from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import INTEGERS, Cast, parse_format
 from cpdhpc.ops import cpu
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS

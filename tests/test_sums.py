@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.collectives.expected import MOST_SUMMED, Sums
-from cpdhpc.collectives.predict import choose
+from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.method import Sums
+from cpdhpc.collectives.predict import MOST_SUMMED, choose, stagnation
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import TILE
 from cpdhpc.world.ranks import Loopback, numbered
 
@@ -117,8 +116,8 @@ def test_what_is_expected_is_near_what_comes(wire, algorithm, ranks, size):
     algorithm, _, accumulate = algorithm.partition(":")
     nodes = tuple(rank // size for rank in range(ranks)) if size else (0,) * ranks
     method = Allreduce(wire, algorithm, accumulate=accumulate or "requantise")
-    assert method.stagnation((0,) * 4) is None
-    said = method.stagnation(nodes)
+    assert stagnation(method, (0,) * 4) is None
+    said = stagnation(method, nodes)
     if algorithm == "hier":
         assert said is None  # sums inside nodes and between them are short
         return
@@ -141,7 +140,7 @@ def test_auto_leaves_out_sums_that_stagnate():
     one_node, some = (0,) * 256, (0,) * 4
     options = {"algorithm": "auto", "accumulate": "requantise"}
     taken = choose(Allreduce("e4m3", **options), one_node, 1 << 24)
-    assert taken.algorithm in ("rhd", "tree", "dbtree") and taken.stagnation(one_node) is None
+    assert taken.algorithm in ("rhd", "tree", "dbtree") and stagnation(taken, one_node) is None
     grown = choose(Allreduce("e4m3", algorithm="auto", accumulate="grow"), (0,) * 1024, 1 << 20)
     assert grown.algorithm in ("torus", "rhd", "hier")
     assert choose(Allreduce("e4m3", **options), some, 1 << 24).algorithm == "ring"

@@ -15,7 +15,7 @@ from every import every
 from outcomes import differing, of_tiles
 
 import cpdhpc
-from cpdhpc.collectives.simulate import simulate
+from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import Cast, Rounding, TableFormat, parse_format
 from cpdhpc.lab.study.cases import expand, load_study

@@ -17,7 +17,7 @@ from refusing import refused
 
 from cpdhpc.config import UserError
 from cpdhpc.formats import TILE, Cast, FloatFormat, parse_format
-from cpdhpc.ops import cpu, kernel_threads, omp_num_threads, set_kernel_threads, threads
+from cpdhpc.ops import common, cpu, kernel_threads, omp_num_threads, set_kernel_threads
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.ranks import Loopback
 
@@ -28,9 +28,9 @@ SIZES = (SHARED, SHARED + 1, 300_001, 9 * 32 * TILE - 1)
 @pytest.fixture(autouse=True)
 def number_of_threads() -> Iterator[None]:
     """Each test leaves the number as it was."""
-    before = list(threads._chosen)
+    before = list(common._chosen)
     yield
-    threads._chosen[:] = before
+    common._chosen[:] = before
 
 
 def values(n: int) -> np.ndarray:
@@ -109,14 +109,14 @@ def test_threads_start_when_they_are_needed_and_in_children_too() -> None:
 
 
 def test_the_number_is_given_or_of_openmp_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads._chosen.clear()
+    common._chosen.clear()
     monkeypatch.setenv("OMP_NUM_THREADS", " 4, 2")
     assert kernel_threads() == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert kernel_threads() == 4, "read once"
     set_kernel_threads(2)
     assert kernel_threads() == 2
-    threads._chosen.clear()
+    common._chosen.clear()
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert kernel_threads() == 1 and omp_num_threads() is None
     for wrong in (0, -1, 1.5, "2", None):

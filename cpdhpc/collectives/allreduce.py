@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import finalize
 
 import numpy as np
 
 from ..formats import Format, Overflow, Rounding
-from ..methods import USUAL
+from ..methods import USUAL, said_by
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
 from ..world.mpi import World, as_world
-from ..world.ranks import Ranks
+from ..world.ranks import Loopback, Ranks
 from .checks import (
     check_alike,
     check_arrays,
@@ -29,6 +29,7 @@ from .checks import (
     check_out,
     check_run,
     check_shifts,
+    check_simulated,
     check_world,
     is_finite,
     iteration_error,
@@ -40,13 +41,13 @@ from .checks import (
     shared_shifts,
 )
 from .engine import Program, Take, run, sum_by_mpi
-from .graphs import Graphed, check_graphs
-from .known import are_plain, know, know_as, recording_of, run_known
 from .method import CHOSEN, MPI_ALLREDUCE, Machine, Method, Op, Reduced, Segment, Shifts, as_machine
-from .predict import choose
 from .rank_program import program
-from .recorded import Recording
+from .recorded import Recording, are_plain, know, know_as, recording_of, run_known
 from .schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from .graphs import Graphed
 
 
 class Prepared:
@@ -89,7 +90,12 @@ class Prepared:
         flat, total = x.reshape(-1), np.empty_like(x) if np.may_share_memory(x, out) else out
         shifts = self._method.first_shifts(self._parts)
         given = self._world, self._method, flat, total.reshape(-1), self._parts, shifts
-        self._recording = Graphed(*given) if on_gpu(x) else Recording(*given, moves=False)
+        if on_gpu(x):
+            from .graphs import Graphed
+
+            self._recording = Graphed(*given)
+        else:
+            self._recording = Recording(*given, moves=False)
         finalize(self, self._recording.drop)
         self._copies = total is not out  # what is found not finite must leave x alone
         self._reduced = self._returned(shifts)
@@ -275,6 +281,8 @@ class Allreduce(Method):
             world.chosen.add(name)
             return named(self, name)
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
+        from .predict import choose
+
         size = getattr(x, "size", 0)  # what is no array is refused later
         found = choose(self, world.nodes, size if isinstance(size, int) else 0)
         assert isinstance(found, Allreduce)  # as self is
@@ -309,7 +317,10 @@ class Allreduce(Method):
                     check_out(xs, outs, len(xs) if every else 1)
                 if self.exact or self.algorithm == MPI_ALLREDUCE:
                     check_world(self, world)
-                check_graphs(self, world, xs, graphs)
+                if graphs is not False:
+                    from .graphs import check_graphs
+
+                    check_graphs(self, world, xs, graphs)
         except Exception as found:  # whatever: the other ranks are to hear of it
             error = found if iteration is not None else of_prepare(found)
         flat = [] if error else [x.reshape(-1) for x in xs]
@@ -324,9 +335,12 @@ class Allreduce(Method):
         what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
-        line = self.stagnation(world.nodes) if self.algorithm in SCHEDULES else None
-        if line and world.rank == 0:
-            warnings.warn(line, stacklevel=2)
+        if self.algorithm in SCHEDULES and self.rounded_sums(world.nodes) is not None:
+            from .predict import stagnation
+
+            line = stagnation(self, world.nodes)
+            if line and world.rank == 0:
+                warnings.warn(line, stacklevel=2)
         return parts
 
     @cached_property
@@ -492,3 +506,40 @@ def allreduce(
         return note_written(out)
     result = reduced.arrays[0]
     return result if not given or given[0] is xs[0] else sys.modules["torch"].from_numpy(result)
+
+
+def simulate(
+    xs: Sequence[Array],
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    accumulate: str | None = None,
+    op: Op = "sum",
+    out: Array | None = None,
+    *,
+    nodes: Sequence[Hashable] | None = None,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    headroom: str = "n",
+    seed: int = 0,
+    iteration: int = 0,
+    segments: Sequence[Segment] | None = None,
+    machine: Machine | str | Path | None = None,
+) -> Array:
+    """Return what allreduce gives for ranks that have these arrays, by the very same code.
+
+    xs: one array for each rank; nodes: as Loopback, for algorithm "hier"; the other arguments,
+    and errors: as allreduce. Raises ValueError for algorithm "mpi", which has no schedule.
+    """
+    check_simulated(xs)
+    try:
+        world = Loopback(len(xs), nodes=nodes)
+    except (TypeError, ValueError) as error:
+        raise said_by("simulate", error) from None
+    x = xs if len(xs) != 1 else xs[0]
+    return allreduce(
+        world, x, wire, algorithm, scaling, accumulate, op, out,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom,
+        seed=seed, iteration=iteration, segments=segments, machine=machine,
+    )  # fmt: skip

@@ -6,14 +6,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import backend_of, is_of_gpu
-from ..world.gpu_messages import Direct, Staged, carrier_of
+from ..ops import backend_of, is_of_gpu, on_gpu
 from ..world.ranks import RankFailure, Ranks, Wait
+
+if TYPE_CHECKING:
+    from ..world.gpu_messages import Direct, Staged
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -140,6 +142,18 @@ def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
     world.abort(said if is_of_gpu(error) else f"{said}\n{traceback.format_exc()}")
 
 
+def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
+    """Return what carries arrays like this in a call that begins; for NumPy arrays the world.
+
+    Collective: the first time that a world is given GPU arrays.
+    """
+    if not on_gpu(like):
+        return world
+    from ..world.gpu_messages import carrier_of_gpu
+
+    return carrier_of_gpu(world)
+
+
 def sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> int:
     """Sum the hosted ranks here, and the processes by MPI_Allreduce; return 0. Collective."""
     carrier, add = carrier_of(world, flat[0]), backend_of(flat[0]).add
@@ -182,7 +196,7 @@ class _Run(Generic[Result]):
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
         self.window = window
         if carrier is None:
-            carrier = world if isinstance(like, np.ndarray) else carrier_of(world, like)
+            carrier = carrier_of(world, like)
         self.carrier = carrier
         self.results: list[list[Result]] = [[]] * pieces
         self.opened = 0

@@ -12,10 +12,10 @@ import numpy as np
 
 from ..ops import backend_of, on_gpu
 from ..ops.payloads import Array
-from ..world.gpu_messages import Carrier, Direct, Staged, carrier_of
+from ..world.gpu_messages import Carrier, Direct, Staged
 from ..world.ranks import Ranks
 from .checks import is_finite
-from .engine import BufferPool, Exchange, Program, Take, fresh, give_up, run
+from .engine import BufferPool, Exchange, Program, Take, carrier_of, fresh, give_up, run
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, shift_bytes
 from .rank_program import Piece, program
 

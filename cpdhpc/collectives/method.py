@@ -36,12 +36,9 @@ from ..formats import (
 )
 from ..methods import EXACT, GROW, SCALINGS, USUAL, check_integer, said_by, suggest
 from ..ops import placed
+from ..ops.common import fitting_shift
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
-from ..ops.reference import fitting_shift
-from ..options import made
 from ..randomness import check_key
-from ..whole_files import check_sealed, read_file_of
-from .expected import MOST_SUMMED, Sums, expected_error
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES, Layout, group_size
 
@@ -237,6 +234,9 @@ def read_machine(path: Path) -> MachineFile:
 
     Raises ConfigError, a ValueError, for anything else; StoreError, one too, where it is damaged.
     """
+    from ..options import made
+    from ..whole_files import check_sealed, read_file_of
+
     check_sealed(path)
     return made(MachineFile, read_file_of(path, "machine"), str(path))
 
@@ -256,11 +256,32 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
         raise ConfigError(f"allreduce: machine: {error}") from None
 
 
+class Sums(NamedTuple):
+    """How the contributions of all ranks are added.
+
+    chains: the terms of sums that are rounded before each addition: of contributions, then of
+        such sums, and so on
+    held: contributions that are added without rounding first, each rounded once
+    """
+
+    chains: tuple[int, ...]
+    held: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Terms of the longest sum."""
+        return max(self.chains)
+
+    def at_most(self, ranks: int) -> Sums:
+        """Return sums of so many contributions at most."""
+        *first, last = self.chains
+        below = max(1, self.held) * int(np.prod(first, initial=1))
+        return self._replace(chains=(*first, max(1, min(last, ranks // below))))
+
+
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
-WORSE = 3  # times the error of one rounding, from which on a sum's error is said
-LONG = 5  # terms of a sum below which its error is not looked at
 CHOSEN = (AUTO, USUAL)  # when the ranks and their nodes are known
 
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
@@ -392,33 +413,12 @@ class Method:
         free = self.exact or self.accumulate is None
         return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
 
-    def stagnation(self, nodes: tuple[int, ...]) -> str | None:
-        """Return a line that says what error to expect, if that grows with so many ranks.
-
-        nodes: the node of each rank
-        That is so if sums of more than a few terms are rounded before each addition, and in rings
-        also if they grow.
-        """
-        sums, wire = self._rounded_sums(nodes), self.payloads
-        if sums is None or sums.longest < LONG or not isinstance(wire, Packed):
-            return None
-        if self.accumulating == GROW:
-            few = Layout(nodes[:MOST_SUMMED])
-            wire = replace(wire, growth=SCHEDULES[self.algorithm].growth(few))
-        whole, once, kind = expected_error(wire, sums)
-        if whole < WORSE * once:
-            return None
-        assert self.fmt is not None, "it is packed"
-        return (
-            f"allreduce: algorithm={self.algorithm!r}, accumulate={self.accumulating!r}: the sum "
-            f"of {len(nodes)} ranks in {self.fmt.name}, {kind}, is expected to have a relative "
-            f"error of {whole:.2g}, one rounding {once:.2g}: algorithm='usual' avoids that"
-        )
-
-    def _rounded_sums(self, nodes: tuple[int, ...]) -> Sums | None:
+    def rounded_sums(self, nodes: tuple[int, ...]) -> Sums | None:
         """Return what sums are rounded before each addition, None if their error is bounded.
 
-        Of kahan, whose roundings are made up for, those between nodes.
+        nodes: the node of each rank
+        So in rings also sums that grow; of kahan, whose roundings are made up for, those between
+        nodes.
         """
         ranks, way = len(nodes), self.accumulating
         rings = {"ring": (ranks,), "biring": (1 + ranks // 2, 2)}

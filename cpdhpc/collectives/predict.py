@@ -1,4 +1,8 @@
-"""Predicted time of an all-reduce: its programs run on clocks, with kernels that only take time."""
+"""What to expect of an all-reduce: its time, and its error where sums are rounded again and again.
+
+For the time its programs run on clocks, with kernels that only take time. For the error one sum is
+formed.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import count
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..formats import SHARED, TILE, tiles
-from ..methods import USUAL
-from ..ops.payloads import Array
+from ..methods import GROW, USUAL
+from ..ops.payloads import Array, Packed
+from ..randomness import random_key
 from .engine import Exchange, Program, ScheduleError
-from .method import AUTO, Machine, Method, Segment, as_machine
+from .method import AUTO, Machine, Method, Segment, Sums, as_machine
 from .rank_program import Piece, Plan, program
 from .recorded import parts_of
 from .schedules import SCHEDULES, Layout, Schedule
@@ -432,6 +438,99 @@ def _all_alike(schedule: Schedule, nodes: tuple[int, ...]) -> Sequence[bool] | N
     return near
 
 
+MOST_SUMMED = 4096  # of the sum that is formed: of more ranks it is no better
+
+
+class Expected(NamedTuple):
+    """Relative errors: of the whole sum, and of rounding once.
+
+    kind: of DATA, the contributions of which these are
+    """
+
+    whole: float
+    once: float
+    kind: str
+
+
+DATA = {"of a common direction and noise": 1.0, "of noise alone": 0.0}  # how much is in common
+NOISE = 3.0
+
+
+@lru_cache(maxsize=256)
+def expected_error(wire: Packed, sums: Sums) -> Expected:
+    """Return the larger error of sums of 1,024 values by a wire, each tile with its own shift.
+
+    A rank's contribution is a direction that all share plus three times as much noise, or noise
+    alone, as in docs/accuracy.md. It takes some 40 us a rank, of MOST_SUMMED at most.
+    """
+    sums = sums.at_most(MOST_SUMMED)
+    return max(_error(replace(wire, fit=True), sums, kind) for kind in DATA)
+
+
+def _error(wire: Packed, sums: Sums, kind: str) -> Expected:
+    rng, numbers = np.random.default_rng(0), count()
+    common, exact = DATA[kind] * rng.standard_normal(TILE), np.zeros(TILE)
+
+    def contribution() -> Array:
+        x = (common + NOISE * rng.standard_normal(TILE)).astype(np.float32)
+        exact[...] += x
+        return x
+
+    def rounded(x: Array, terms: int) -> Array:
+        used, out = wire.of(terms), np.empty(TILE, np.float32)
+        payload = np.empty(used.size_bytes(TILE), np.uint8)
+        used.encode(x, None, random_key(0, next(numbers)), 0, payload)
+        used.decode(payload, None, out)
+        return out
+
+    def total(chains: Sequence[int]) -> tuple[Array, int]:
+        """Return a sum of sums, and how many contributions are in it."""
+        if not chains:
+            parts = [rounded(contribution(), 1) for _ in range(sums.held)] or [contribution()]
+            return np.asarray(np.sum(parts, 0, np.float32)), len(parts)
+        found, terms = total(chains[:-1])
+        for _ in range(chains[-1] - 1):
+            part, more = total(chains[:-1])
+            found, terms = rounded(found, terms) + part, terms + more
+        return found, terms
+
+    with np.errstate(all="ignore"):
+        found, _ = total(sums.chains)
+        normal = np.random.default_rng(1).standard_normal(TILE)
+        whole, once = (
+            float(np.linalg.norm(rounded(x.astype(np.float32), 1) - x0) / np.linalg.norm(x0))
+            for x, x0 in ((found, exact), (normal, normal))
+        )
+        return Expected(whole, once, kind)
+
+
+LONG = 5  # terms of a sum below which its error is not looked at
+WORSE = 3  # times the error of one rounding, from which on a sum's error is said
+
+
+def stagnation(method: Method, nodes: tuple[int, ...]) -> str | None:
+    """Return a line that says what error to expect, if that grows with so many ranks.
+
+    nodes: the node of each rank
+    That is so if sums of more than a few terms are rounded before each addition.
+    """
+    sums, wire = method.rounded_sums(nodes), method.payloads
+    if sums is None or sums.longest < LONG or not isinstance(wire, Packed):
+        return None
+    if method.accumulating == GROW:
+        few = Layout(nodes[:MOST_SUMMED])
+        wire = replace(wire, growth=SCHEDULES[method.algorithm].growth(few))
+    whole, once, kind = expected_error(wire, sums)
+    if whole < WORSE * once:
+        return None
+    assert method.fmt is not None, "it is packed"
+    return (
+        f"allreduce: algorithm={method.algorithm!r}, accumulate={method.accumulating!r}: the sum "
+        f"of {len(nodes)} ranks in {method.fmt.name}, {kind}, is expected to have a relative "
+        f"error of {whole:.2g}, one rounding {once:.2g}: algorithm='usual' avoids that"
+    )
+
+
 ALIKE = 1.05  # times the least prediction: nearer ones cannot be told apart
 
 
@@ -448,7 +547,7 @@ def fastest(times_s: Mapping[str, float]) -> str:
 def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
     """Return a method of algorithm "auto" with the algorithm that is predicted to be fastest.
 
-    Of those whose error does not grow with ranks, as Method.stagnation finds it, if there are any.
+    Of those whose error does not grow with ranks, as stagnation finds it, if there are any.
     A function of its arguments alone, so the same on all ranks.
     """
     machine = as_machine(method.machine)
@@ -458,7 +557,7 @@ def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
             found[name] = replace(method, algorithm=name)
     if method.algorithm != AUTO or not found:
         raise ValueError(f"choose: {method}: nothing to choose from")
-    good = {name: each for name, each in found.items() if each.stagnation(nodes) is None}
+    good = {name: each for name, each in found.items() if stagnation(each, nodes) is None}
     found = good or found
     times_s = {name: predict(machine, each, nodes, n).time_s for name, each in found.items()}
     return found[fastest(times_s)]

@@ -1,27 +1,34 @@
-"""All-reduces written down once, as compiled kernels and messages, and run time after time."""
+"""All-reduces that come again: written down once, as compiled kernels and messages, run often.
+
+A call list is all that without the interpreter; kernels/cpu_call_list_calls.h says what each of its
+compiled functions does. A world keeps them by method and size, and knows calls by their arguments.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy import empty, float32, ndarray
 
+from .. import _cpu
+from .._cpu import run_agreed, run_list
 from ..methods import check_whole
-from ..ops import call_list
-from ..ops.call_list import ABSENT, FEW_LOOKS, LOOKS, UNLIKE, WAITING, Kernels, run_agreed, run_list
+from ..ops import cpu, kernel_threads
+from ..ops.cpu import ABSENT, FEW_LOOKS, LOOKS, OVERLAPS, STRANGE, UNLIKE, WAITING
 from ..ops.payloads import Array
-from ..ops.threads import kernel_threads
 from ..randomness import random_key
 from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared, round_trip_ns
 from ..world.ranks import Ranks, Wait
-from .checks import is_finite
+from .checks import is_finite, raise_nonfinite
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
-from .method import Method, Segment, Shifts, shift_bytes
+from .method import Method, Reduced, Segment, Shifts, shift_bytes
 from .rank_program import Piece, Plan, program, spans
 
 WORD_BYTES = 8
@@ -31,6 +38,15 @@ FAR_BYTES = 1 << 12  # of float32, from which on it matters whether processes ar
 FAR_NS = 180  # a word there and back: 100 by way of a cache, 300 between two chiplets of an EPYC
 MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
 FOLLOWED_BYTES = 1 << 20  # of float32: to copy more takes longer than to make requests anew
+
+
+KEPT = 64  # methods and sizes, those that were used last
+# Of 62 bits, so that hardly one is a digest of check_alike, of 56. Two numbers, so that no
+# iteration of one recording is one of another.
+DIGEST, ITERATION, MASK = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, (1 << 62) - 1
+
+LISTS = list, tuple
+new_reduced = partial(tuple.__new__, Reduced)  # in half the time that Reduced takes
 
 
 class Followed(NamedTuple):
@@ -45,6 +61,54 @@ class Followed(NamedTuple):
     of: int
     start: int
     stop: int
+
+
+class Kernels:
+    """Stands for the kernels of a wire, and has what is asked of them written down.
+
+    calls: of make_list, with a segment; out: its result, where what is not finite counts
+    streams: whether copies to out go past the caches, so that its lines are not read
+    """
+
+    def __init__(self, calls: Any, out: Array, streams: bool) -> None:
+        self._list, self._out, self._streams = calls, out, streams
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return partial(self._write, getattr(cpu, name))
+
+    def add(self, a: Array, b: Array, out: Array) -> int:
+        """Add float32 values."""
+        return self._write(_cpu.add, 1, a, b, out)
+
+    def subtract(self, a: Array, b: Array, out: Array) -> int:
+        """Write a - b, as a + b / -1, which has the same bits; out is not a."""
+        self.divide(b, -1.0, out)
+        return self.add(a, out, out)
+
+    def copy(self, out: Array, x: Array) -> int:
+        """Copy values or bytes."""
+        if self._streams and np.may_share_memory(out, self._out):
+            return self.copy_past_caches(out, x)
+        return self._write(_cpu.copy, 1, x, out)
+
+    def copy_past_caches(self, out: Array, x: Array) -> int:
+        """Copy values or bytes to memory, for whoever has no cache in common with this core."""
+        return self._write(_cpu.copy_past_caches, 1, x, out)
+
+    def divide(self, x: Array, divisor: float, out: Array) -> int:
+        """Divide float32 values."""
+        return self._write(_cpu.divide, 1, x, divisor, out)
+
+    def _write(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> int:
+        """Write down a call, unless it is about nothing; return 0, as nothing is found yet."""
+        if all(each.size for each in arguments if isinstance(each, np.ndarray)):
+            out = options.get("out")
+            _cpu.record(self._list, out is not None and np.may_share_memory(out, self._out))
+            try:
+                kernel(*arguments, **options)
+            finally:
+                _cpu.record(None, False)
+        return 0
 
 
 def parts_of(plan: Plan, n: int, in_node: bool) -> list[Piece]:
@@ -92,7 +156,7 @@ class Recording:
         self.freed, self.what = False, f"allreduce {method.algorithm}"
         self._sent, self._sent_bytes = 0, 0
         self._world, self._rank = world, world.hosted.start
-        self._mpi: Any = world.plain_mpi()[0] if isinstance(world, World) else None
+        self._of_mpi = world if isinstance(world, World) else None  # else there are no requests
         self._divisor, self._unseen = method.divisor(world.ranks), method.result_unseen
         self._shared: Shared | None = world.shared()
         self._near = () if self._shared is None else self._shared.near
@@ -125,7 +189,7 @@ class Recording:
         self._ended = [self._word() for _ in range(slots)]
         # What no cache holds is written past them, unless it is divided afterwards.
         streams = self.out.nbytes >= STREAMED_BYTES and self._divisor is None
-        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()))
+        self._list = _cpu.make_list(self.x, self.out, tuple(self._all_ended()))
         self._kernels = Kernels(self._list, self.out, streams)
         self._far = self._is_far()
         pools = [(self._pool(slot, self._far), self._pool(slot, False)) for slot in range(slots)]
@@ -133,13 +197,13 @@ class Recording:
         plan = replace(self.plan, wire=wire, copy=self._kernels.copy)
         for number, part in enumerate(parts * turns):
             slot = number % slots
-            call_list.begin_segment(self._list, slot)
+            _cpu.begin_segment(self._list, slot)
             for pool in pools[slot]:
                 pool.rewind()
             self._record_part(plan, part, number, *pools[slot])
         self._world_waits(self._notes)
         sent = world.bytes_sent[:1], self._sent_bytes // turns
-        call_list.end_list(
+        _cpu.end_list(
             self._list, turns, self._lends, *sent, world.messages_sent[:1], self._sent // turns
         )
 
@@ -159,7 +223,7 @@ class Recording:
             self._send(exchange, number, mailbox, ends)
             received = self._receive(exchange, number, pool)
         for address, wait in ends:
-            call_list.add_test(self._list, address, self._label(wait))
+            _cpu.add_test(self._list, address, self._label(wait))
         if self._divisor is not None:
             for start, stop in spans(self.plan, part):
                 values = self.out[start:stop]
@@ -203,14 +267,14 @@ class Recording:
             if note is None:
                 note = self._shared.note(self._copied(payload, mailbox))
             word = self._word()
-            call_list.add_word(self._list, word, -1)
+            _cpu.add_word(self._list, word, -1)
             message = np.concatenate([note, self._shared.note(word)])
             requests = self._world.isend(self._rank, to, message)
             self._notes.append(wait_to_send(requests, self._rank, self.what, exchange))
             return
         for request in self._init(partial(self._world.send_init, self._rank, to), payload, number):
-            address = call_list.handle_of(self._mpi, request)
-            call_list.add_start(self._list, address)
+            address = self._handle_of(request)
+            _cpu.add_start(self._list, address)
             ends.append((address, wait_to_send([request], self._rank, self.what, exchange)))
 
     def _receive(self, exchange: Exchange, number: int, pool: BufferPool) -> Array:
@@ -225,18 +289,18 @@ class Recording:
             wait = wait_to_receive(requests, self._rank, self.what, exchange)
             self._world_waits([wait])
             word = self._shared.payload(note[NOTE_BYTES:])
-            call_list.add_word(self._list, word, self._label(wait))
+            _cpu.add_word(self._list, word, self._label(wait))
             return self._shared.payload(note[:NOTE_BYTES])
         buffer = exchange.place if self._follows or not self._moves else None
         buffer = pool.take(exchange.nbytes) if buffer is None else buffer
         for request in self._init(
             partial(self._world.recv_init, source, self._rank), buffer, number
         ):
-            address = call_list.handle_of(self._mpi, request)
+            address = self._handle_of(request)
             # Not in front of the segment: over TCP the whole then took 1.4 times as long.
-            call_list.add_start(self._list, address)
+            _cpu.add_start(self._list, address)
             wait = wait_to_receive([request], self._rank, self.what, exchange)
-            call_list.add_test(self._list, address, self._label(wait))
+            _cpu.add_test(self._list, address, self._label(wait))
         return buffer
 
     @property
@@ -266,13 +330,18 @@ class Recording:
         places = self._places_of(x, out)
         if not self._followed or places == self._places:
             return
+        assert self._of_mpi is not None, "requests are MPI's"
         memory = x.view(np.uint8), out.view(np.uint8)
         for each in self._followed:
             made = each.make(memory[each.of][each.start : each.stop], each.stream)
             for request, new in zip(each.requests, made, strict=True):
                 request.Free()
-                call_list.give_handle(self._mpi, request, new)
+                self._of_mpi.give_handle(request, new)
         self._places = places
+
+    def _handle_of(self, request: Any) -> int:
+        assert self._of_mpi is not None, "requests are MPI's"
+        return self._of_mpi.handle_of(request)
 
     def _copied(self, payload: Array, mailbox: BufferPool) -> Array:
         copy = mailbox.take(payload.size)
@@ -400,11 +469,11 @@ class Recording:
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""
-        self._found = call_list.resume_list(self._list, self._looks(FEW_LOOKS))
+        self._found = _cpu.resume_list(self._list, self._looks(FEW_LOOKS))
         return self._found != WAITING
 
     def _reason(self) -> str:
-        labels = call_list.waits_of(self._list)
+        labels = _cpu.waits_of(self._list)
         if not labels:
             return f"{self.what}: waited {{:.1f}} s for the ranks of this node to have read a part"
         reason = self._waits[labels[0]].reason
@@ -440,6 +509,196 @@ class Recording:
             self._world.cache.drop(self)
         else:
             self.free()
+
+
+@dataclass
+class Entry:
+    """What a world knows of a method and a size: the nodes and the number of its calls."""
+
+    nodes: tuple[int, ...]
+    calls: int = 0
+    recording: Recording | None = None
+    digest: int = 0  # of the recording, the same on all processes
+
+    def free(self) -> None:
+        """Free the recording."""
+        if self.recording is not None:
+            self.recording.free()
+
+
+@dataclass(slots=True)
+class Known:
+    """What a call of an all-reduce comes to that is known by its arguments."""
+
+    nodes: tuple[int, ...]
+    recording: Recording
+    digest: int  # of the recording
+    keeps: object  # as it may be known by its identity
+    segments: tuple[Segment, ...]
+    told: tuple[tuple[int, ...], tuple[int, ...], str]  # of Reduced, but for the arrays
+
+
+class Recordings(dict[tuple[Method, int], Entry]):
+    """The entries of a world for methods and sizes, those used last at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = 0
+        self._arrays = BufferPool(partial(np.empty, dtype=np.uint8))
+
+    def entry(self, method: Method, n: int, nodes: tuple[int, ...]) -> Entry:
+        """Return the entry of a method and a size; forget the one that was not used longest."""
+        entry = self.pop((method, n), None)
+        if entry is None or entry.nodes is not nodes:
+            if entry is not None:
+                entry.free()
+            entry = Entry(nodes)
+        self[method, n] = entry
+        if len(self) > KEPT:
+            self.pop(next(iter(self))).free()
+        return entry
+
+    def next_digest(self) -> int:
+        """Return the digest of one more recording, the same on all processes."""
+        self._made += 1
+        return DIGEST * self._made & MASK | 1
+
+    def arrays(self, n: int) -> tuple[Array, Array]:
+        """Return x and out, float32[n], to record: all recordings have the same, and touch none."""
+        self._arrays.rewind()
+        x, out = (self._arrays.take(np.float32().itemsize * n) for _ in range(2))
+        return x.view(np.float32), out.view(np.float32)
+
+
+def recording_of(
+    world: Ranks, method: Method, x: Array, segments: Sequence[Segment], shifts: Shifts
+) -> Recording | None:
+    """Return the recording for arrays like x with these shifts, from the second call on.
+
+    None where a call is not recorded. A function of the calls, so the same on all processes, as it
+    must be. Collective.
+    The arguments are those of Method.plan.
+    """
+    is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
+    if not (is_list and method.is_recorded(world.nodes)):
+        return None
+    recordings = world.cache.get(Recordings, Recordings)
+    entry = recordings.entry(method, x.size, world.nodes)
+    entry.calls += 1
+    if entry.calls == 2:
+        arrays = recordings.arrays(x.size)
+        entry.recording = Recording(world, method, *arrays, segments, shifts, moves=True)
+        entry.digest = recordings.next_digest()
+    elif entry.recording is not None and method.shares_shifts:
+        entry.recording.adapt(segments, shifts)
+    return entry.recording
+
+
+def forget(world: Ranks, method: Method, n: int) -> None:
+    """Forget a method and a size: calls that come again are recorded anew. Collective."""
+    entry = world.cache.get(Recordings, Recordings).pop((method, n), None)
+    if entry is not None:
+        entry.free()
+
+
+def are_plain(xs: Any, outs: Any) -> bool:
+    """Whether these are one NumPy array, and none or one."""
+    if type(xs) not in LISTS or len(xs) != 1 or type(xs[0]) is not ndarray:
+        return False
+    return outs is None or (type(outs) in LISTS and len(outs) == 1 and type(outs[0]) is ndarray)
+
+
+def listed(segments: Any) -> Any:
+    """Return segments as a tuple, if they are a list."""
+    return tuple(segments) if type(segments) is list else segments
+
+
+def know(
+    world: Ranks,
+    what: Hashable,
+    keeps: object,
+    method: Method,
+    x: Array,
+    segments: Any,
+    parts: tuple[Segment, ...],
+    reduced: Reduced,
+) -> None:
+    """Let a call with these arguments be run at once from now on, if it is a recording alone.
+
+    what: the other arguments; keeps: what that knows by its identity; x: an array of the call
+    segments: as given; parts: what they are; reduced: what the call gave
+    """
+    if world.board is None or not (segments is None or type(segments) in LISTS):
+        return
+    entry = world.cache.get(Recordings, Recordings).get((method, x.size))
+    if entry is None or entry.recording is None:
+        return
+    if not (method.shares_shifts or method.hides_nonfinite):
+        whole = parts or (Segment("x", 0, x.size),)
+        told = Known(entry.nodes, entry.recording, entry.digest, keeps, whole, reduced[1:])
+        with suppress(TypeError):  # segments may be lists, which cannot be hashed
+            keep(world.board.known, (what, x.shape, listed(segments)), told)
+
+
+def know_as(world: Ranks, what: Hashable, other: Hashable, x: Array) -> None:
+    """Let a call without segments that is known by other be known by what, too."""
+    if world.board is not None and (other, x.shape, None) in world.board.known:
+        keep(world.board.known, (what, x.shape, None), world.board.known[other, x.shape, None])
+
+
+def keep(calls: dict[Hashable, Known], key: Hashable, known: Known) -> None:
+    """Keep what is known of a call; forget all where it is too much."""
+    if len(calls) >= KEPT:
+        calls.clear()
+    calls[key] = known
+
+
+def run_known(
+    world: Ranks,
+    what: Hashable,
+    segments: Any,
+    iteration: object,
+    xs: Sequence[Any],
+    outs: Sequence[Any] | None,
+) -> Reduced | None:
+    """Run a call whose arguments were seen before, without a look at them. Collective.
+
+    what: the other arguments; iteration: compared over the ranks, if nothing else
+    Returns None, with nothing done, where it is not known here or elsewhere, or others are about
+    to do something else. Raises NonFiniteGradient, as run.
+    """
+    # It is a third of a call of 4 KiB: no function is called that need not be.
+    board = world.board
+    if board is None or board.has_failed or world.account is not None or world.lent_by is not None:
+        return None
+    try:
+        x = xs[0]
+        known = board.known[what, x.shape, segments if segments is None else listed(segments)]
+    except Exception:  # whatever is wrong with the arguments is said later
+        return None
+    recording, number = known.recording, known.digest
+    if recording.freed or world.nodes is not known.nodes or type(iteration) is not int:
+        return None
+    if iteration:
+        if iteration >> 62:  # more than digests tell
+            return None
+        number = (number + ITERATION * iteration) & MASK | 1
+    totals = (empty(x.shape, float32),) if outs is None else outs
+    bad = recording.run_agreed(number, xs, totals, iteration)
+    if bad == OVERLAPS:
+        totals = (empty(x.shape, float32),)
+        bad = recording.run_agreed(number, xs, totals, iteration)
+    if bad:
+        if bad == UNLIKE:
+            board.has_failed = True  # a guess was wrong
+        if bad in (UNLIKE, STRANGE):
+            return None
+        raise_nonfinite(world, [x.reshape(-1)], known.segments, totals[0].reshape(-1))
+    if outs is not None and totals is not outs:
+        np.copyto(outs[0], totals[0])
+        totals = outs
+    sent_shifts, result_shifts, algorithm = known.told
+    return new_reduced(((totals[0],), sent_shifts, result_shifts, algorithm))
 
 
 def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:

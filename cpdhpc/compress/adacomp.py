@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from ..ops import backend_of, placed, to_host
-from ..ops.reference_sparse import MAGNITUDE
+from ..ops.common import MAGNITUDE
 from ..options import Allowed
 from .base import Array, Context, Mean, blocks, zeros
 from .bucket import Bucket

@@ -14,8 +14,8 @@ from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
 from ..methods import USUAL
 from ..ops import backend_of, on_gpu, placed, to_host
+from ..ops.common import MAGNITUDE
 from ..ops.payloads import Exact
-from ..ops.reference_sparse import MAGNITUDE
 from ..options import Allowed
 from ..world.ranks import Ranks
 from .base import (

@@ -9,13 +9,13 @@ from weakref import finalize, ref
 
 import numpy as np
 
-from ..collectives.engine import give_up
+from ..collectives.engine import carrier_of, give_up
 from ..errors import ArgumentTypeError
 from ..formats import Format
 from ..ops import type_name
 from ..ops.moves import run_moves
 from ..ops.payloads import Packed
-from ..world.gpu_messages import Carrier, Direct, carrier_of
+from ..world.gpu_messages import Carrier, Direct
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
 from .channel import Call, Channel, Kept, drop

@@ -7,20 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .threads import kernel_threads, omp_num_threads, set_kernel_threads
-
-__all__ = [
-    "backend_of",
-    "is_of_gpu",
-    "kernel_threads",
-    "misread",
-    "omp_num_threads",
-    "on_gpu",
-    "placed",
-    "set_kernel_threads",
-    "to_host",
-    "type_name",
-]
+from .common import kernel_threads as kernel_threads
+from .common import omp_num_threads as omp_num_threads
+from .common import set_kernel_threads as set_kernel_threads
 
 
 def type_name(x: Any) -> str:

@@ -1,7 +1,8 @@
 """The specification of every array operation: NumPy, float64 and integers, slow and plain.
 
-Codes (a number to its code, codes to packed bits and back), the operations on tiles, and exact
-sums of integers. ops.cpu and ops.gpu have the same functions and must give the same bits.
+Codes (a number to its code, codes to packed bits and back), the operations on tiles, exact sums of
+integers, and sparse operations. ops.cpu and ops.gpu have the same functions and must give the same
+bits.
 """
 
 from __future__ import annotations
@@ -26,23 +27,10 @@ from ..formats import (
 )
 from ..randomness import Key
 from . import products, tables
+from .common import MAGNITUDE, check_rank, threshold_bits
+from .common import fitting_shift as fitting_shift
+from .common import stream_words as stream_words
 from .products import Products
-from .reference_sparse import (
-    clear,
-    count_bits,
-    count_digits,
-    gather,
-    kth_magnitude,
-    mark_above,
-    pack_bitmap,
-    pack_stream,
-    scatter_add,
-    select_above,
-    select_magnitude,
-    stream_words,
-    unpack_bitmap,
-    unpack_stream,
-)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -291,45 +279,6 @@ def matmul(a: Array, b: Array, how: Products, key: Key = (0, 0)) -> Array:
     return products.matmul(a, b, how, round_to).astype(np.float32)
 
 
-__all__ = [
-    "NONFINITE",
-    "NONFINITE_BITS",
-    "SATURATED",
-    "UNDERFLOWED",
-    "add_encode_integers_tiles",
-    "add_integers_tiles",
-    "amax_tiles",
-    "clear",
-    "count_bits",
-    "count_digits",
-    "decode",
-    "decode_add_encode_tiles",
-    "decode_add_tiles",
-    "decode_integers_tiles",
-    "decode_tiles",
-    "encode",
-    "encode_tiles",
-    "fitting_shift",
-    "gather",
-    "kth_magnitude",
-    "mark_above",
-    "matmul",
-    "pack",
-    "pack_bitmap",
-    "pack_stream",
-    "pack_trits",
-    "random31",
-    "scatter_add",
-    "select_above",
-    "select_magnitude",
-    "stream_words",
-    "unpack",
-    "unpack_bitmap",
-    "unpack_stream",
-    "unpack_trits",
-]
-
-NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
 SATURATED, UNDERFLOWED, NONFINITE = range(3)  # columns of counts
 
 
@@ -388,20 +337,6 @@ def _flipped(shifts: Array, fmt: Format) -> Array:
         return shifts
     flipped = 2 * SHIFT_BIAS - shifts.astype(np.int64)
     return np.where(shifts == SHIFT_NONFINITE, SHIFT_NONFINITE, flipped).astype(np.uint8)
-
-
-def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
-    """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max.
-
-    With OCP's blocks the largest magnitude keeps fmt's exponent emax, so that it may be above max.
-    amax_bits: uint32[tiles] as from amax_tiles; returns uint8[tiles]
-    k stays within fmt.shift_min .. fmt.shift_max; all zeros: k = 0, not finite: SHIFT_NONFINITE.
-    """
-    bits = amax_bits.astype(np.int64)
-    exponent = (bits >> 23) - 127
-    k = fmt.emax - exponent - ((bits & 0x7FFFFF) > fmt.max_significand)
-    k = np.where(bits == 0, 0, np.clip(k, fmt.shift_min, fmt.shift_max))
-    return np.where(bits >= NONFINITE_BITS, SHIFT_NONFINITE, k + SHIFT_BIAS).astype(np.uint8)
 
 
 def encode_tiles(
@@ -493,3 +428,147 @@ def decode_add_encode_tiles(
     decode_add_tiles(words_in, shifts_in, cast.fmt, x, total)
     encode_tiles(total, cast, words, shifts, fit=fit, key=key, offset=offset, counts=counts)
     return 0 if out is None else decode_tiles(words, shifts, cast.fmt, out)
+
+
+# Sparse operations: selection by magnitude, access by index, bit streams. Magnitudes are compared
+# as float32 bits without the sign, as integers: so -0.0 equals 0.0, subnormal numbers count, and
+# NaN lies above infinity, ordered by its payload. Indices are uint32, ascending and distinct.
+
+
+def kth_magnitude(x: Array, k: int) -> int:
+    """Return the float32 bits, without the sign, of the k-th largest |x|.
+
+    x: float32[n]. Raises ValueError unless k is 1..n.
+    """
+    check_rank("kth_magnitude", k, x.size, 1)
+    return int(np.sort(x.view(np.uint32) & MAGNITUDE)[x.size - k])
+
+
+def select_magnitude(x: Array, k: int) -> Array:
+    """Return the indices of the k largest |x|, of equal ones those with the lower index.
+
+    x: float32[n]; returns uint32[k], ascending. Raises ValueError unless k is 0..n.
+    """
+    check_rank("select_magnitude", k, x.size, 0)
+    magnitude = (x.view(np.uint32) & MAGNITUDE).astype(np.int64)
+    return np.sort(np.argsort(-magnitude, kind="stable")[:k]).astype(np.uint32)
+
+
+def select_above(x: Array, threshold: float) -> Array:
+    """Return the indices of |x| > threshold, and of NaN.
+
+    x: float32[n]; returns uint32[m], ascending. Raises ValueError unless threshold is 0 or more.
+    """
+    above = (x.view(np.uint32) & MAGNITUDE) > np.uint32(threshold_bits(threshold))
+    return np.flatnonzero(above).astype(np.uint32)
+
+
+def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
+    """Return how many magnitudes lie in each bucket, 2**shift wide, from low on.
+
+    x: float32[n]; returns uint32[buckets]; others than in the buckets are not counted
+    """
+    bucket = ((x.view(np.uint32) & MAGNITUDE).astype(np.int64) - low) >> shift
+    inside = bucket[(bucket >= 0) & (bucket < buckets)]
+    return np.bincount(inside, minlength=buckets).astype(np.uint32)
+
+
+def mark_above(x: Array, bits: int) -> Array:
+    """Return a bit for each value, set where its magnitude is above bits, as pack_bitmap has them.
+
+    x: float32[n]; returns uint32[ceil(n / 32)]
+    """
+    above = np.flatnonzero((x.view(np.uint32) & MAGNITUDE) > np.uint32(bits))
+    return pack_bitmap(above.astype(np.uint32), x.size)
+
+
+def count_bits(words: Array) -> Array:
+    """Return how many bits are set in each 32 words, of 1,024 places.
+
+    words: uint32[w]; returns uint32[ceil(w / 32)]
+    """
+    bits = np.unpackbits(words.view(np.uint8))
+    padded = np.zeros(-(-words.size // 32) * TILE, np.uint8)
+    padded[: bits.size] = bits
+    return padded.reshape(-1, TILE).sum(1, dtype=np.uint32)
+
+
+def gather(x: Array, indices: Array) -> Array:
+    """Return x[indices]: float32[n], uint32[m] to float32[m].
+
+    Raises ValueError unless the indices ascend and are below n; so do scatter_add and clear.
+    """
+    _check_indices("gather", indices, x.size)
+    return x[indices]
+
+
+def scatter_add(out: Array, indices: Array, values: Array) -> None:
+    """Add values to out[indices]: float32[n], uint32[m], float32[m]; each sum rounded once."""
+    _check_indices("scatter_add", indices, out.size)
+    out[indices] += values
+
+
+def clear(x: Array, indices: Array) -> None:
+    """Set x[indices] to 0.0: float32[n], uint32[m]."""
+    _check_indices("clear", indices, x.size)
+    x[indices] = 0
+
+
+def _check_indices(name: str, indices: Array, n: int) -> None:
+    if indices.size and (int(indices[-1]) >= n or (indices[1:] <= indices[:-1]).any()):
+        raise ValueError(f"{name}: indices: must ascend, be distinct and be below {n}")
+
+
+def pack_bitmap(indices: Array, size: int) -> Array:
+    """Return a bit for each of size places, set at the indices: uint32[m] to uint32 words.
+
+    Bit i % 32 of word i // 32 is place i; ceil(size / 32) words.
+    """
+    bits = np.zeros(-(-size // 32) * 32, np.uint8)
+    bits[indices] = 1
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def unpack_bitmap(words: Array) -> Array:
+    """Return where bits are set, ascending: uint32[w] to uint32[m]."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).astype(np.uint32)
+
+
+def pack_stream(codes: Array, widths: Array) -> Array:
+    """Return codes as a stream of bits, code after code, each tile of 1,024 at its own width.
+
+    codes: uint32[n], below 2**width; widths: uint8[tiles(n)], 0..32; returns uint32 words
+    Code i of a tile has bits i * width .. (i + 1) * width - 1 from the tile's first word on, the
+    lowest bit first. Whole tiles fill whole words; the last tile ends with the word it reaches.
+    """
+    parts = []
+    for t, width in enumerate(widths.tolist()):
+        tile = codes[t * TILE : (t + 1) * TILE]
+        bits = (tile[:, None] >> np.arange(width, dtype=np.uint32)) & np.uint32(1)
+        stream = np.zeros(-(-tile.size * width // 32) * 32, np.uint8)
+        stream[: tile.size * width] = bits.reshape(-1)
+        parts.append(np.packbits(stream, bitorder="little").view("<u4"))
+    return np.concatenate([np.empty(0, np.uint32), *parts])
+
+
+def unpack_stream(words: Array, widths: Array, n: int) -> Array:
+    """Return the n codes that pack_stream packed: uint32[stream_words], uint8[tiles] to uint32[n].
+
+    Raises ValueError where the words are not as many as n codes of these widths take.
+    """
+    if words.size != stream_words(widths, n):
+        raise ValueError(
+            f"unpack_stream: {words.size} words given, {stream_words(widths, n)} needed"
+        )
+    codes, start = np.empty(n, np.uint32), 0
+    for t, width in enumerate(widths.tolist()):
+        count = min(TILE, n - t * TILE)
+        used = -(-count * width // 32)
+        stream = np.unpackbits(words[start : start + used].view(np.uint8), bitorder="little")
+        bits = stream[: count * width].reshape(count, width).astype(np.uint32)
+        codes[t * TILE : t * TILE + count] = (bits << np.arange(width, dtype=np.uint32)).sum(
+            1, dtype=np.uint32
+        )
+        start += used
+    return codes

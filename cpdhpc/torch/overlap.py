@@ -14,8 +14,8 @@ import torch
 from ..compress.base import Mean
 from ..compress.bucket import Part
 from ..errors import UserError
+from ..ops.common import take_short_slices
 from ..ops.tensors import OwnStream
-from ..ops.threads import take_short_slices
 from ..world.ranks import Ranks
 
 ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI

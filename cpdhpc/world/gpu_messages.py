@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..methods import check_bool
-from ..ops import on_gpu, to_host
+from ..ops import to_host
 from .ranks import Array, Cache, Ranks, Wait
 
 if TYPE_CHECKING:
@@ -307,13 +307,11 @@ class Staged(Carrier):
         self.wait([landed], what)
 
 
-def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
-    """Return what carries arrays like this in a call that begins; for NumPy arrays the world.
+def carrier_of_gpu(world: Ranks) -> Direct | Staged:
+    """Return what carries arrays of CuPy's current GPU in a call that begins.
 
-    Collective: the first time that a world is given GPU arrays.
+    Collective: the first time that a world is asked.
     """
-    if not on_gpu(like):
-        return world
     from ..ops import gpu_runtime
 
     device = gpu_runtime.current_device()

@@ -5,6 +5,7 @@ The only file that imports mpi4py, and only when it is used.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import pickle
@@ -12,17 +13,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+from .. import _cpu
 from ..errors import UserError
 from ..methods import check_whole
 from . import ending
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
-from .files import check_box, write_box
 from .node_memory import Shared, share
 from .ranks import Array, RankFailure, Ranks, Wait, check_process_list, named, numbered, of_rank
 
@@ -247,6 +248,25 @@ class World(Ranks):
         if self.processes > 1:
             self.collective_bytes += size_bytes
 
+    @cached_property
+    def _compiled(self) -> ctypes.CDLL:
+        """The library of MPI that is loaded, which compiled code calls from then on."""
+        library = ctypes.CDLL(self._mpi.__file__)
+        calls = library.MPI_Start, library.MPI_Test
+        _cpu.use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
+        return library
+
+    def handle_of(self, request: Any) -> int:
+        """Return the address of the handle of a persistent request, for compiled code."""
+        assert self._compiled, "so that its calls are known"
+        return int(self._mpi._addressof(request))
+
+    def give_handle(self, request: Any, other: Any) -> None:
+        """Let a request that is freed be the other one, whose object is not used any more."""
+        ctypes.memmove(
+            self._mpi._addressof(request), self._mpi._addressof(other), self._mpi._sizeof(other)
+        )
+
     def plain_mpi(self) -> tuple[Any, Any]:
         """Return mpi4py.MPI and this world's communicator, for calls that are not through World."""
         return self._mpi, self._comm
@@ -297,6 +317,8 @@ class World(Ranks):
         Where some write for others and fail, Open MPI 5 leaves those waiting: who failed then ends
         the job after the time-out.
         """
+        from .files import check_box, write_box
+
         where = path, offset, shape, start, box
         self.agreed(lambda: check_box(*where), "writing a file", Exception)
         self.agree(write_box(self._mpi, self._comm, *where), "writing a file")
@@ -454,14 +476,17 @@ class World(Ranks):
         raise SystemExit(1)  # in case MPI_Abort returns
 
 
-_keyval: list[int] = []  # of the attribute that holds a communicator's world
-
-
 def _forget(comm: Any, keyval: int, world: World) -> None:
     """Free a world together with its communicator, but not when MPI itself ends."""
     mpi = running_mpi()
     if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         world.free()
+
+
+@cache
+def _keyval() -> int:
+    """Return the key of the attribute that holds a communicator's world."""
+    return int(running_mpi().Comm.Create_keyval(delete_fn=_forget))
 
 
 def as_world(world_or_comm: Any, function: str) -> Ranks:
@@ -479,11 +504,9 @@ def as_world(world_or_comm: Any, function: str) -> Ranks:
             f"{function}: world is {given}: must be a World, a Loopback or an mpi4py "
             "intra-communicator"
         )
-    if not _keyval:
-        _keyval.append(mpi.Comm.Create_keyval(delete_fn=_forget))
-    world = world_or_comm.Get_attr(_keyval[0])
+    world = world_or_comm.Get_attr(_keyval())
     if world is None:
         world = World(world_or_comm)
-        world_or_comm.Set_attr(_keyval[0], world)
+        world_or_comm.Set_attr(_keyval(), world)
     assert isinstance(world, World)
     return world

@@ -17,17 +17,8 @@ from weakref import finalize
 
 import numpy as np
 
-from ..ops.call_list import (
-    FEW_LOOKS,
-    LOOKS,
-    WAITING,
-    absent_from,
-    make_board,
-    meet,
-    meet_again,
-    round_trip,
-)
-from ..ops.cpu import read_memory
+from .._cpu import absent_from, make_board, meet, meet_again, round_trip
+from ..ops.cpu import FEW_LOOKS, LOOKS, WAITING, read_memory
 from .ranks import Array, Ranks, Wait
 
 BLOCK_BYTES = 8 << 20  # the least that is asked of the system

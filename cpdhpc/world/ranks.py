@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from ..errors import Refused, UserError, reworded
 from ..methods import check_whole
-from ..whole_files import open_own
 
 T = TypeVar("T")
 
@@ -500,6 +499,8 @@ class Loopback(Ranks):
         """Write the box."""
         if not box.size:
             return
+        from ..whole_files import open_own
+
         whole = box.shape == tuple(shape)
         with open(path, "r+b", opener=open_own) as file:
             for row in [()] if whole else np.ndindex(box.shape[:-1]):  # what lies together

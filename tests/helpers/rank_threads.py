@@ -27,9 +27,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from cpdhpc.collectives import recorded
-from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.world import node_memory
 from cpdhpc.world.ranks import Loopback, Ranks
 

@@ -14,7 +14,7 @@ import numpy as np
 import simulated_kernels
 from simulated_gpu import Error, Event, Gpu, Owner, Stream
 
-OURS = ("gpu", "gpu_runtime", "gpu_sums")  # modules of cpdhpc.ops that import cupy
+OURS = ("gpu", "gpu_runtime")  # modules of cpdhpc.ops that import cupy
 
 
 CUDA, LEGACY = 2, 1  # DLPack's numbers of the device, and of the null stream

@@ -25,8 +25,8 @@ import numpy as np
 from cpdhpc.collectives.allreduce import Allreduce, Prepared
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.engine import BufferPool
-from cpdhpc.collectives.known import Recordings
 from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.recorded import Recordings
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, MICROSCALING, TILE, tiles
 from cpdhpc.methods import EXACT

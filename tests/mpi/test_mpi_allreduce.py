@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import TableFormat
 from cpdhpc.ops.payloads import Growth, parse_wire
 from cpdhpc.world.mpi import World

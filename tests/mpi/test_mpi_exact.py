@@ -5,10 +5,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi

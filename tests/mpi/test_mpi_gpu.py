@@ -13,11 +13,10 @@ import pytest
 from gpus import N, gradients, late, same
 
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.lab.bench.allreduce import add_latency, run_latency
 from cpdhpc.lab.bench.allreduce_cases import cases_of_size
 from cpdhpc.ops.payloads import Growth

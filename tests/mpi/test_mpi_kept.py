@@ -9,7 +9,7 @@ from cpdhpc.collectives import method as choices
 from cpdhpc.collectives import recorded
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.engine import BufferPool
-from cpdhpc.collectives.known import KEPT, Recordings, forget
+from cpdhpc.collectives.recorded import KEPT, Recordings, forget
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import TILE
 from cpdhpc.world.mpi import World

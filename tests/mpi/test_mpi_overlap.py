@@ -154,7 +154,7 @@ def test_a_list_that_waits_looks_no_more_often_than_the_pauses_allow(
 ) -> None:
     """The last rank is late: the others sleep, and look once after each pause."""
     pause_s, looks = 0.01, []
-    resume = recorded.call_list.resume_list
+    resume = recorded._cpu.resume_list
 
     def counted(*given: Any) -> int:
         looks.append(given[1])
@@ -162,7 +162,7 @@ def test_a_list_that_waits_looks_no_more_often_than_the_pauses_allow(
 
     method, x = configured(wire="raw", algorithm="ring"), np.ones(5000, np.float32)
     results = [method.run(world, [x]).arrays[0] for _ in range(2)]  # the second one records
-    monkeypatch.setattr(recorded.call_list, "resume_list", counted)
+    monkeypatch.setattr(recorded._cpu, "resume_list", counted)
     world.pause_s, late = pause_s, world.process == world.processes - 1 > 0
     world.barrier()
     begun_s = time.monotonic()

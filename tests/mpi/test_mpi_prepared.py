@@ -9,15 +9,15 @@ from itertools import product
 import numpy as np
 import pytest
 
+from cpdhpc import _cpu
 from cpdhpc.collectives import rank_program, recorded
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.collectives.known import KEPT, Recordings
 from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.recorded import KEPT, Recordings
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.formats import sum_bits
-from cpdhpc.ops import call_list
+from cpdhpc.ops.cpu import WAITING
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Wait, numbered
 
@@ -186,17 +186,17 @@ def test_messages_move_while_a_list_waits_for_a_word(world):
             verdict = bool(buffer.all())
         else:
             (request,) = own.send_init(0, 1, payload)
-            address = call_list.handle_of(own.plain_mpi()[0], request)
-            calls = call_list.make_list(payload, payload.copy(), ((np.zeros(8, np.uint8),),))
-            call_list.begin_segment(calls, 0)
-            call_list.add_start(calls, address)
-            call_list.add_word(calls, word, 0)
-            call_list.add_test(calls, address, 1)
-            call_list.end_list(calls, 1, False, counter, 0, counter, 0)
+            address = own.handle_of(request)
+            calls = _cpu.make_list(payload, payload.copy(), ((np.zeros(8, np.uint8),),))
+            _cpu.begin_segment(calls, 0)
+            _cpu.add_start(calls, address)
+            _cpu.add_word(calls, word, 0)
+            _cpu.add_test(calls, address, 1)
+            _cpu.end_list(calls, 1, False, counter, 0, counter, 0)
             arrays, looks = (payload, payload.copy()), 10_000_000
-            found, until = call_list.run_list(calls, 1, looks, *arrays), time.monotonic() + 60
-            while found == call_list.WAITING and time.monotonic() < until:
-                found = call_list.resume_list(calls, looks)
+            found, until = _cpu.run_list(calls, 1, looks, *arrays), time.monotonic() + 60
+            while found == WAITING and time.monotonic() < until:
+                found = _cpu.resume_list(calls, looks)
             verdict = found == 0
             request.Free()
     elif shared is not None:

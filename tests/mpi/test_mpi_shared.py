@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from test_mpi_allreduce import assert_simulated, gradients
 
-from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.rank_program import PIECES
 from cpdhpc.collectives.recorded import empty_shared
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi

@@ -7,8 +7,7 @@ import pytest
 from gpus import TIMEOUT_S, gradients, late, same
 from simulated_cupy import simulated
 
-from cpdhpc.collectives.allreduce import allreduce
-from cpdhpc.collectives.simulate import simulate
+from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.world import gpu_messages
 from cpdhpc.world.mpi import World
 

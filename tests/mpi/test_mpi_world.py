@@ -5,9 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.collectives.simulate import simulate
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.world.mpi import World, as_world
 from cpdhpc.world.ranks import Loopback, numbered

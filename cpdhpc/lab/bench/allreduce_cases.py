@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...collectives.allreduce import Allreduce
+from ...collectives.engine import carrier_of
 from ...collectives.method import AUTO
 from ...collectives.schedules import SCHEDULES
 from ...methods import MEMCPY
 from ...ops import to_host
 from ...world.cores import threads_of_rank
-from ...world.gpu_messages import carrier_of, use_own_gpu
+from ...world.gpu_messages import use_own_gpu
 from ...world.ranks import Ranks
 from .harness import on_device, whole
 

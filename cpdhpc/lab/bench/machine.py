@@ -15,10 +15,9 @@ import numpy as np
 
 from ... import store
 from ...collectives.allreduce import Allreduce
-from ...collectives.known import forget
 from ...collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
 from ...collectives.predict import Prediction, choose, fastest, predict
-from ...collectives.recorded import FAR_NS, PART_VALUES
+from ...collectives.recorded import FAR_NS, PART_VALUES, forget
 from ...config import ConfigError, UserError, dump_toml
 from ...formats import Cast, Format, packed_bytes, parse_format, tiles
 from ...ops import cpu

@@ -34,7 +34,7 @@ from ...formats import (
 )
 from ...methods import suggest
 from ...ops import backend_of
-from ...ops.reference import NONFINITE_BITS, fitting_shift
+from ...ops.common import NONFINITE_BITS, fitting_shift
 from ...randomness import Key
 
 Array = npt.NDArray[Any]
