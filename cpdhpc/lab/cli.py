@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import __version__
 from ..lazy import to_install
 from ..methods import nearest, suggest
+from .settings import options
 
 if TYPE_CHECKING:
     from ..world.mpi import World
@@ -61,11 +62,10 @@ def path_of(text: str) -> Path:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Add the time after which a wait for other processes ends the job."""
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help="end the job, and say who waits for whom, where a wait takes longer (default 600)",
+    options(parser)(
+        "--timeout SECONDS",
+        "end the job, and say who waits for whom, where a wait takes longer (default 600)",
+        seconds,
     )
 
 
@@ -80,24 +80,17 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
     from .settings import add_settings
 
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
+    add = options(parser)
+    add("file FILE.toml", "the job", Path)
     add_settings(parser, f"lay a value over the file's, as {example}; may be repeated")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where files go (default: results/ + FILE's name)"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoints in DIR and skip the runs that are complete",
-    )
+    add("--out DIR", "where files go (default: results/ + FILE's name)", Path)
+    add("--resume", "go on from the checkpoints in DIR and skip the runs that are complete")
 
 
 def add_autoencoder(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of autoencoder: those of train, and a picture."""
     _add_job(parser, "train.iterations=3 or data.path=FILE")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE.png", help="draw the first layer's filters into an image"
-    )
+    options(parser)("--png FILE.png", "draw the first layer's filters into an image", Path)
 
 
 TIMEOUT_S = 600.0  # of every wait for other processes

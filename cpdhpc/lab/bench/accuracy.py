@@ -30,6 +30,7 @@ from ...world.ranks import Loopback
 from ..outputs import check_file
 from ..precision import measures
 from ..report.figures import Axis, Chart, Panel, Series, image, styles
+from ..settings import options
 from .harness import check_options, parse_counts, parse_names
 
 SCALINGS = {  # label: (scaling, headroom)
@@ -87,30 +88,21 @@ class AccuracyCase(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     few = "e4m3,e3m2fn,e2m1fn,e1m1fn"
-    parser.add_argument("--ranks", default="2,8,32,128,512,1024", metavar="N,...", help="of sums")
-    parser.add_argument("--formats", default=few, metavar="NAME,...", help="formats")
-    parser.add_argument(
-        "--ways",
-        default=WAYS,
-        metavar="NAME,...",
-        help=f"algorithms, with a way to accumulate as ring:requantise, or all: of {USUAL},"
+    add = options(parser)
+    add("--ranks N,...", "of sums", "2,8,32,128,512,1024")
+    add("--formats NAME,...", "formats", few)
+    add(
+        "--ways NAME,...",
+        f"algorithms, with a way to accumulate as ring:requantise, or all: of {USUAL},"
         f"{','.join(SCHEDULES)}, of {','.join(ACCUMULATES)},{EXACT}",
+        WAYS,
     )
-    parser.add_argument(
-        "--scalings",
-        default="tile",
-        metavar="NAME,...",
-        help=f"or all: of {','.join(SCALINGS).replace(', ', ' ')}",
-    )
-    parser.add_argument(
-        "--data", default="agreeing,noise", metavar="NAME,...", help=f"of {','.join(DATA)}"
-    )
-    parser.add_argument("--values", type=int, default=2048, metavar="N", help="of each rank")
-    parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="errors are medians over so many"
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="write all errors and bytes")
-    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the errors")
+    add("--scalings NAME,...", f"or all: of {','.join(SCALINGS).replace(', ', ' ')}", "tile")
+    add("--data NAME,...", f"of {','.join(DATA)}", "agreeing,noise")
+    add("--values N", "of each rank", 2048)
+    add("--seeds N", "errors are medians over so many", 1)
+    add("--csv FILE.csv", "write all errors and bytes", Path)
+    add("--png FILE.png", "draw the errors", Path)
 
 
 def contributions(data: str, ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]]:
@@ -255,15 +247,15 @@ DRAWN: dict[str, Callable[[np.random.Generator, int], npt.NDArray[np.float64]]] 
 def add_rounding(parser: argparse.ArgumentParser) -> None:
     """Add the options of bench rounding."""
     parser.description = run_rounding.__doc__
-    parser.add_argument("--formats", default=DEFAULT_FORMATS, metavar="NAME,...", help="formats")
-    parser.add_argument("--values", type=int, default=1 << 20, metavar="N", help="that are drawn")
-    parser.add_argument(
-        "--gradients",
-        type=Path,
+    add = options(parser)
+    add("--formats NAME,...", "formats", DEFAULT_FORMATS)
+    add("--values N", "that are drawn", 1 << 20, type=int)
+    add(
+        "--gradients FILE.h5",
+        "recorded gradients (train.record_gradients), rounded as well",
+        [],
         nargs="*",
-        default=[],
-        metavar="FILE.h5",
-        help="recorded gradients (train.record_gradients), rounded as well",
+        type=Path,
     )
 
 

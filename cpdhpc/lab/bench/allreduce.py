@@ -27,6 +27,7 @@ from ...ops import on_gpu
 from ...ops.payloads import parse_wire
 from ...world.cores import own_cores
 from ...world.ranks import Ranks
+from ..settings import options
 from .allreduce_cases import (
     BASELINES,
     CALLS,
@@ -75,66 +76,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choices(parser)
     add_device(parser)
     add_beside(parser)
-    parser.add_argument(
-        "--baselines",
-        metavar="NAME,...",
-        help=f"of {','.join(BASELINES)} (default: those that can run)",
-    )
+    add = options(parser)
+    add("--baselines NAME,...", f"of {','.join(BASELINES)} (default: those that can run)")
     add_samples(parser, 9, 2)
     add_all(parser, "every call of each method, and the columns of nccl-tests")
-    parser.add_argument(
-        "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
-    )
+    add("--predict MACHINE.toml", "show predictions; used by auto", Path)
 
 
 def add_all(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the option that shows all that was measured."""
-    parser.add_argument("--all", action="store_true", help=f"print {what}; files have all of it")
+    options(parser)("--all", f"print {what}; files have all of it")
 
 
 def add_beside(parser: argparse.ArgumentParser) -> None:
     """Add the options of how all-reduces are called, and of the bound beside their times."""
-    parser.add_argument(
-        "--calls",
-        metavar="NAME,...",
-        help="plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
+    add = options(parser)
+    add(
+        "--calls NAME,...",
+        "plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
         "share memory; graphs: prepared, as CUDA graphs (default: those that the device knows)",
     )
-    parser.add_argument(
-        "--link",
-        type=float,
-        metavar="GBIT",
-        help="rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong); "
+    add(
+        "--link GBIT",
+        "rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong); "
         "bound: the longer of memcpy, of the array by all ranks at once, and of 2 (N - 1) / N of "
         "the bytes on the wire at that rate, N nodes",
+        float,
     )
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which all-reduces."""
-    parser.add_argument(
-        "--sizes",
-        default="64KiB:16MiB:x16",
-        metavar="SIZE,...",
-        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR",
+    add = options(parser)
+    add("--sizes SIZE,...", "bytes of float32: 1MiB,16MiB or first:last:xFACTOR", "64KiB:16MiB:x16")
+    add(
+        "--algorithms NAME,...",
+        f"of {','.join(SCHEDULES)},{AUTO}: the fastest whose error stays as ranks grow",
+        "ring,tree,direct",
     )
-    parser.add_argument(
-        "--algorithms",
-        default="ring,tree,direct",
-        metavar="NAME,...",
-        help=f"of {','.join(SCHEDULES)},{AUTO}: the fastest whose error stays as ranks grow",
-    )
-    parser.add_argument(
-        "--wires", default="raw,e4m3", metavar="NAME,...", help="raw, formats, mxfp4"
-    )
-    parser.add_argument(
-        "--scalings", default="tile", metavar="NAME,...", help=f"of {','.join(SCALINGS)}"
-    )
-    parser.add_argument(
-        "--accumulate",
-        default="default",
-        metavar="NAME,...",
-        help=f"of {','.join(ACCUMULATES)}, or default, the algorithm's own",
+    add("--wires NAME,...", "raw, formats, mxfp4", "raw,e4m3")
+    add("--scalings NAME,...", f"of {','.join(SCALINGS)}", "tile")
+    add(
+        "--accumulate NAME,...",
+        f"of {','.join(ACCUMULATES)}, or default, the algorithm's own",
+        "default",
     )
 
 
@@ -318,7 +303,7 @@ LATENCY = Allreduce("raw", "tree")  # of small arrays, the fastest
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
     """Add the options of bench latency."""
-    parser.add_argument("--sizes", default="8:4MiB:x4", metavar="SIZE,...", help="bytes of float32")
+    options(parser)("--sizes SIZE,...", "bytes of float32", "8:4MiB:x4")
     add_device(parser)
     add_beside(parser)
     add_samples(parser, 200, 20)

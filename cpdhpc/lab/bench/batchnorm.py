@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ...config import UserError
 from ...torch.quantized import fold, integer_norm
 from ...torch.quantized.integers import MOST_BITS, steps
+from ..settings import options
 from .harness import check_options
 
 Array = npt.NDArray[Any]
@@ -25,14 +26,10 @@ MOST_RANGE = 2**24  # so that trying all of it takes seconds
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument(
-        "--settings",
-        default="36720:4,16384:4,16384:8,4096:2",
-        metavar="RANGE:BITS,...",
-        help="of sums and of codes",
-    )
-    parser.add_argument("--channels", type=int, default=200, metavar="N", help="of each setting")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="that they are drawn by")
+    add = options(parser)
+    add("--settings RANGE:BITS,...", "of sums and of codes", "36720:4,16384:4,16384:8,4096:2")
+    add("--channels N", "of each setting", 200)
+    add("--seed N", "that they are drawn by", 0)
 
 
 def drawn(rng: np.random.Generator, channels: int, most: int, bits: int) -> tuple[Array, Array]:

@@ -29,7 +29,7 @@ from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
 from ..report.figures import Axis, Chart, Panel, Series, image, spread, styles
-from ..settings import override
+from ..settings import options, override
 from ..train.gradients import Gradients, load_all
 from .harness import add_device, machine_line, parse_counts, parse_methods, take_device
 from .replay import PHASES, Replayed, of_digits, replay
@@ -40,33 +40,28 @@ SCHEMA = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument(
-        "--gradients",
-        type=Path,
+    add = options(parser)
+    add(
+        "--gradients FILE.h5",
+        "of precision record or train.record_gradients, of one run (default: digits, now)",
+        Path,
         nargs="+",
-        metavar="FILE.h5",
-        help="of precision record or train.record_gradients, of one run (default: digits, now)",
     )
-    parser.add_argument(
-        "--methods",
+    add(
+        "--methods NAME[:OPTION=VALUE,...]",
+        "compressors, apart by spaces or commas, as lowbit:wire=e3m0 (default: all)",
+        list(COMPRESSORS),
         nargs="+",
-        default=list(COMPRESSORS),
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="compressors, apart by spaces or commas, as lowbit:wire=e3m0 (default: all)",
     )
-    parser.add_argument(
+    add(
         "--settings",
+        "recommended: methods as a job's train.settings has them (default: given)",
+        "given",
         choices=get_args(SettingsOf),
-        default="given",
-        help="recommended: methods as a job's train.settings has them (default: given)",
     )
     add_device(parser)
-    parser.add_argument(
-        "--ranks", metavar="N,...", help="numbers of ranks (default: 2,4,... up to those recorded)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write compress.h5 and compress.png there"
-    )
+    add("--ranks N,...", "numbers of ranks (default: 2,4,... up to those recorded)")
+    add("--out DIR", "write compress.h5 and compress.png there", Path)
 
 
 @dataclass(frozen=True)

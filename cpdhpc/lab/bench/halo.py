@@ -24,6 +24,7 @@ from ...world.cores import own_cores
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import add_options, given, spec_of
+from ..settings import options
 from .halo_cases import (
     ACCUMULATE,
     COPIED,
@@ -62,19 +63,16 @@ BLOCKING, OVERLAPPED, WITH_PROGRESS = "blocking", "overlapped", "overlapped, wit
 # of its halo, corners included, in parts that fit a cache.
 def add_overlap(parser: argparse.ArgumentParser) -> None:
     """Add the options of overlap."""
-    parser.add_argument(
+    add = options(parser)
+    add(
         "--overlap",
-        action="store_true",
-        help="instead: a stencil with blocking and with overlapped exchange, equal in every bit",
+        "instead: a stencil with blocking and with overlapped exchange, equal in every bit",
     )
-    parser.add_argument(
-        "--passes", type=int, default=1, metavar="N", help="how often the stencil is computed"
-    )
-    parser.add_argument(
-        "--link",
-        type=float,
-        metavar="GBIT",
-        help="rate of a link, for the bound, 1e9 bit/s (default: the time of the exchange)",
+    add("--passes N", "how often the stencil is computed", 1)
+    add(
+        "--link GBIT",
+        "rate of a link, for the bound, 1e9 bit/s (default: the time of the exchange)",
+        float,
     )
 
 
@@ -267,23 +265,12 @@ class Row(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
-    parser.add_argument(
-        "--usual", default=",".join(USUAL), metavar="NAME,...", help=f"of {usual_text}"
-    )
-    parser.add_argument(
-        "--operations", default=EXCHANGE, metavar="NAME,...", help=f"of {','.join(OPERATIONS)}"
-    )
-    parser.add_argument(
-        "--ways", default="; ".join(ALL_WAYS), metavar="NAME;...", help="parted by semicolons"
-    )
+    add = options(parser)
+    add("--usual NAME,...", f"of {usual_text}", ",".join(USUAL))
+    add("--operations NAME,...", f"of {','.join(OPERATIONS)}", EXCHANGE)
+    add("--ways NAME;...", "parted by semicolons", "; ".join(ALL_WAYS))
     add_options(parser)
-    parser.add_argument(
-        "--calls",
-        type=int,
-        default=0,
-        metavar="N",
-        help="calls of a sample (default: as fill a millisecond)",
-    )
+    add("--calls N", "calls of a sample (default: as fill a millisecond)", 0)
     add_device(parser)
     add_overlap(parser)
     add_samples(parser, 31, 3, "samples")

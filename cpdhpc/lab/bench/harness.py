@@ -24,6 +24,7 @@ from ...world.mpi import library_version
 from ...world.ranks import Ranks, Wait
 from ..outputs import check_file
 from ..provenance import cpu_clone, hosts, processor
+from ..settings import options
 
 Name = TypeVar("Name")
 Floats = NDArray[np.float64]
@@ -162,11 +163,10 @@ def add_repeats(
     parser: argparse.ArgumentParser, repeats: int, warmup: int, calls: str = "calls"
 ) -> None:
     """Add the options that say how often; repeats, warmup: their defaults."""
-    parser.add_argument("--repeats", type=int, default=repeats, metavar="N", help=f"timed {calls}")
+    add = options(parser)
+    add("--repeats N", f"timed {calls}", repeats)
     if warmup:
-        parser.add_argument(
-            "--warmup", type=int, default=warmup, metavar="N", help=f"{calls} before"
-        )
+        add("--warmup N", f"{calls} before", warmup)
 
 
 def add_samples(
@@ -174,17 +174,14 @@ def add_samples(
 ) -> None:
     """Add the options of add_repeats, and that of the file of all samples."""
     add_repeats(parser, repeats, warmup, calls)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
-    )
+    options(parser)("--out FILE.h5", "write every sample, for report", Path)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where arrays are."""
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where arrays are")
-    parser.add_argument(
-        "--oversubscribe-gpus", action="store_true", help="let processes of a node share GPUs"
-    )
+    add = options(parser)
+    add("--device", "where arrays are", "cpu", choices=["cpu", "gpu"])
+    add("--oversubscribe-gpus", "let processes of a node share GPUs")
 
 
 def take_device(arguments: argparse.Namespace, world: Ranks) -> str:

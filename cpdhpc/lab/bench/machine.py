@@ -27,6 +27,7 @@ from ...world.cores import own_cores
 from ...world.node_memory import round_trip_ns
 from ...world.ranks import Ranks
 from ..provenance import attributes
+from ..settings import options
 from .allreduce import add_choices, parse_methods
 from .harness import (
     Floats,
@@ -71,16 +72,16 @@ class Sample(NamedTuple):
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--out", type=Path, required=True, metavar="MACHINE.toml", help="the file")
-    parser.add_argument("--format", default="e4m3", metavar="NAME", help="of the codec's times")
+    add = options(parser)
+    add("--out MACHINE.toml", "the file", Path, required=True)
+    add("--format NAME", "of the codec's times", "e4m3")
     add_repeats(parser, 30, 1)
-    parser.add_argument(
-        "--beside",
-        type=Path,
-        metavar="MACHINE.toml",
-        help="show what an earlier fit predicts, too, of cores as far apart as then",
+    add(
+        "--beside MACHINE.toml",
+        "show what an earlier fit predicts, too, of cores as far apart as then",
+        Path,
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes only, for tests")
+    add("--quick", "small sizes only, for tests")
 
 
 def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
@@ -362,11 +363,10 @@ def judged(machine: Machine, samples: Sequence[Sample]) -> str:
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("machine", type=Path, metavar="MACHINE.toml", help="written by bench fit")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=1, metavar="N", help="for the steps of hier"
-    )
+    add = options(parser)
+    add("machine MACHINE.toml", "written by bench fit", Path)
+    add("--ranks N", "number of ranks", int, required=True)
+    add("--ranks-per-node N", "for the steps of hier", 1)
     add_choices(parser)
 
 

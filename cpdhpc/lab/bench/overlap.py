@@ -29,7 +29,7 @@ from ...ops import set_kernel_threads
 from ...ops.tensors import await_device, values_of
 from ...world.mpi import World
 from ...world.ranks import Ranks
-from ..settings import add_settings, settings_of
+from ..settings import add_settings, options, settings_of
 from ..signals import Caught
 from ..train.command import Trainer, check_jobs
 from ..train.data import Dataset, Source, shard
@@ -46,9 +46,10 @@ COMPUTE, REDUCE, IN_TURN, OVERLAPPED = CASES = "compute", "reduce", "in turn", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="a job, as of train")
+    add = options(parser)
+    add("file FILE.toml", "a job, as of train", Path)
     add_settings(parser, "lay a value over the file's, as train.batch=120; may be repeated")
-    parser.add_argument("--rows", metavar="NAME,...", help="of the file's rows (default: all)")
+    add("--rows NAME,...", "of the file's rows (default: all)")
     add_repeats(parser, 10, 2, "steps")
 
 

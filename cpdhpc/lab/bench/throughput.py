@@ -27,6 +27,7 @@ from ...compress import COMPRESSORS
 from ...compress.bucket import Bucket
 from ...config import UserError, among
 from ..report.figures import IDEAL, Axis, Chart, Panel, Series, image, styles
+from ..settings import options
 from .harness import check_options, parse_counts, parse_names
 from .traffic import Call, calls_of, price
 
@@ -222,45 +223,25 @@ MEASURED_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--network", default="resnet50", metavar="NAME", help=", ".join(NETWORKS))
-    parser.add_argument(
-        "--methods",
+    add = options(parser)
+    add("--network NAME", ", ".join(NETWORKS), "resnet50")
+    add(
+        "--methods NAME",
+        "compressors, apart by spaces or commas (default: all)",
+        list(COMPRESSORS),
         nargs="+",
-        default=list(COMPRESSORS),
-        metavar="NAME",
-        help="compressors, apart by spaces or commas (default: all)",
     )
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="samples of a worker")
-    parser.add_argument(
-        "--workers", default="1,2,4,8,16,32,64,128,256,512", metavar="N,...", help="numbers of them"
-    )
-    parser.add_argument(
-        "--links", default="1,10,100,400", metavar="GBIT,...", help="rates, 1e9 bit/s"
-    )
+    add("--batch N", "samples of a worker", 32)
+    add("--workers N,...", "numbers of them", "1,2,4,8,16,32,64,128,256,512")
+    add("--links GBIT,...", "rates, 1e9 bit/s", "1,10,100,400")
     compute = parser.add_mutually_exclusive_group()
-    compute.add_argument(
-        "--rate", type=float, metavar="RATE", help="samples/s of one worker, as you measured"
-    )
-    compute.add_argument(
-        "--tflops",
-        type=float,
-        metavar="TFLOPS",
-        help="of one worker in training (default: measured here)",
-    )
-    parser.add_argument(
-        "--machine",
-        type=Path,
-        metavar="MACHINE.toml",
-        help="times, written by bench fit (default: round figures)",
-    )
-    parser.add_argument(
-        "--algorithms",
-        default="ring,rhd",
-        metavar="NAME,...",
-        help="an all-reduce takes the fastest of these",
-    )
-    parser.add_argument("--bucket-mib", type=float, default=25.0, metavar="MIB", help="as of a job")
-    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the figures")
+    add = options(compute)
+    add("--rate RATE", "samples/s of one worker, as you measured", float)
+    add("--tflops TFLOPS", "of one worker in training (default: measured here)", float)
+    add("--machine MACHINE.toml", "times, written by bench fit (default: round figures)", Path)
+    add("--algorithms NAME,...", "an all-reduce takes the fastest of these", "ring,rhd")
+    add("--bucket-mib MIB", "as of a job", 25.0)
+    add("--png FILE.png", "draw the figures", Path)
 
 
 @dataclass(frozen=True)

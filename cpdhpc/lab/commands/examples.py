@@ -10,13 +10,14 @@ from pathlib import Path
 from ...errors import UserError
 from ...shipped import folder
 from ...whole_files import StoreError, replacing
+from ..settings import options
 
 EXAMPLES = ("inputs", "slurm", "docs")  # folders that the command writes
 
 
 def add_examples(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of examples."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where they go")
+    options(parser)("directory DIR", "where they go", Path)
 
 
 def run_examples(arguments: argparse.Namespace) -> None:

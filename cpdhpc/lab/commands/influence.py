@@ -17,37 +17,35 @@ from ... import store
 from ...ops import set_kernel_threads
 from ...world.ranks import Ranks
 from ..influence.show import draw, tables
-from ..settings import add_settings
+from ..settings import add_settings, options
 from ..train.progress import Display
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("run_of", type=Path, metavar="RUN", help="a run's record, or its directory")
-    parser.add_argument("--test", metavar="A:B,...", default="",
-                        help="numbers of test samples, as 0:100 or 3,7,90:99")  # fmt: skip
-    parser.add_argument("--train", metavar="A:B,...", default=":",
-                        help="numbers of training samples (default: all)")  # fmt: skip
-    parser.add_argument("--self", dest="own", action="store_true",
-                        help="find the influence of training samples on themselves")  # fmt: skip
-    parser.add_argument("--layers", nargs="+", default=["last"], metavar="NAME",
-                        help="whose gradients: last (default), the linear layer that runs last; "
-                        "all; or names of layers")  # fmt: skip
-    parser.add_argument("--projection", type=int, metavar="N", default=0,
-                        help="compare N random sums of gradients, right on average (default 0: "
-                        "whole gradients)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the projection")
-    parser.add_argument("--epochs", metavar="N,...", default="",
-                        help="which kept epochs (default: all)")  # fmt: skip
+    add = options(parser)
+    add("run_of RUN", "a run's record, or its directory", Path)
+    add("--test A:B,...", "numbers of test samples, as 0:100 or 3,7,90:99", "")
+    add("--train A:B,...", "numbers of training samples (default: all)", ":")
+    add("--self", "find the influence of training samples on themselves", dest="own")
+    add(
+        "--layers NAME",
+        "whose gradients: last (default), the linear layer that runs last; all; or names of layers",
+        ["last"],
+        nargs="+",
+    )
+    add(
+        "--projection N",
+        "compare N random sums of gradients, right on average (default 0: whole gradients)",
+        0,
+    )
+    add("--seed N", "of the projection", 0)
+    add("--epochs N,...", "which kept epochs (default: all)", "")
     add_settings(parser, "where the data is now; must be that of the run", "data.KEY")
-    parser.add_argument("--memory", type=int, default=1024, metavar="MIB",
-                        help="of a rank for gradients and scores")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.h5",
-                        help="scores (default: RUN's name with .influence.h5)")  # fmt: skip
-    parser.add_argument("--png", type=Path, metavar="FILE.png",
-                        help="draw test images with their proponents and opponents")  # fmt: skip
-    parser.add_argument("--top", type=int, default=5, metavar="N",
-                        help="of these that are shown")  # fmt: skip
+    add("--memory MIB", "of a rank for gradients and scores", 1024)
+    add("--out FILE.h5", "scores (default: RUN's name with .influence.h5)", Path)
+    add("--png FILE.png", "draw test images with their proponents and opponents", Path)
+    add("--top N", "of these that are shown", 5)
 
 
 def run(arguments: argparse.Namespace, world: Ranks) -> int:

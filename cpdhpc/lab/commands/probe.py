@@ -22,7 +22,7 @@ from ... import store
 from ...config import ConfigError
 from ...store import Variable
 from ...world.ranks import Ranks
-from ..settings import add_settings
+from ..settings import add_settings, options
 
 Array = npt.NDArray[Any]
 SHOWN = 5  # images beside each optimal stimulus
@@ -31,17 +31,18 @@ MOST_STIMULI = 16  # of a layer in the picture
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job that was trained")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where it was trained to "
-                        "(default: results/NAME, as for training)")  # fmt: skip
+    add = options(parser)
+    add("file FILE.toml", "the job that was trained", Path)
+    add("--out DIR", "where it was trained to (default: results/NAME, as for training)", Path)
     add_settings(parser, "as it was trained")
-    parser.add_argument("--images", type=Path, metavar="FILE",
-                        help="HDF5 with datasets images and labels, or .npy (default: the digits "
-                        "of scikit-learn)")  # fmt: skip
-    parser.add_argument("--labels", type=Path, metavar="FILE.npy", help="of images in a .npy file")
-    parser.add_argument("--features", type=Path, metavar="FILE.h5",
-                        help="write all layers' responses to the images")  # fmt: skip
-    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw what was found")
+    add(
+        "--images FILE",
+        "HDF5 with datasets images and labels, or .npy (default: the digits of scikit-learn)",
+        Path,
+    )
+    add("--labels FILE.npy", "of images in a .npy file", Path)
+    add("--features FILE.h5", "write all layers' responses to the images", Path)
+    add("--png FILE.png", "draw what was found", Path)
 
 
 class Found(NamedTuple):
