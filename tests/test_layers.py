@@ -27,7 +27,7 @@ ORDER = (  # parts of the package: each may import itself and those before it
     # the laboratory
     *("lab/__init__", "lab/signals", "lab/settings", "lab/claim", "lab/outputs"),
     *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
-    *("lab/study_data", "lab/report", "lab/precision", "lab/bench", "lab/kinds", "lab/study"),
+    *("lab/study_data", "lab/report", "lab/precision", "lab/kinds", "lab/bench", "lab/study"),
     *("lab/commands", "lab/cli", "__main__"),
 )
 ONLY_HERE = {  # outside package -> where it may be imported
@@ -155,7 +155,7 @@ def test_parts_are_there() -> None:
 
 LONGEST = 500  # lines of two modules that may as well be one
 ALONE = {  # module that only one of its room imports -> why it is one
-    "lab/bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
+    "lab/bench/accuracy": "errors counted on one process; throughput takes its random gradients, too",
     "lab/train/norms": "what is observed of a step, not how it goes",
 }
 

@@ -222,9 +222,13 @@ COMMANDS: dict[str, Command | Group] = {
                 "error of the simulated sum by algorithm, accumulation and scaling",
                 "bench.accuracy",
             ),
-            "batchnorm": Command("batch norms as integers: shifts, differences", "bench.batchnorm"),
+            "batchnorm": Command(
+                "batch norms as integers: shifts, differences", "bench.accuracy", "batchnorm"
+            ),
             "codec": Command(
-                "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
+                "codec rates on one core or more, in GB/s of float32, beside memcpy",
+                "kinds.codec",
+                "codec",
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",
@@ -233,7 +237,8 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "layer": Command(
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
-                "bench.layer",
+                "kinds.autoencoder",
+                "layer",
             ),
             "predict": Command(
                 "predicted times on any number of ranks, from a file of bench fit; needs no MPI",

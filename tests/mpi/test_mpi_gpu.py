@@ -16,7 +16,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
 from cpdhpc.collectives.simulate import simulate
-from cpdhpc.lab.bench.allreduce_cases import cases_of_size
+from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
 from cpdhpc.world import gpu_messages
 
 pytestmark = pytest.mark.mpi

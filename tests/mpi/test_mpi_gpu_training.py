@@ -20,7 +20,7 @@ from cpdhpc.lab.autoencoder import probe
 from cpdhpc.lab.autoencoder.job import Autoencoder
 from cpdhpc.lab.autoencoder.training import Stack, resume, save
 from cpdhpc.lab.bench.allreduce import parse_baselines
-from cpdhpc.lab.bench.allreduce_cases import cases_of_size, group_of, missing
+from cpdhpc.lab.kinds.allreduce_cases import cases_of_size, group_of, missing
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train.datasets import Digits
 from cpdhpc.lab.train.job import Job

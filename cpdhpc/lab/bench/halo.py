@@ -24,8 +24,7 @@ from ...world.cores import own_cores
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import add_options, given, spec_of
-from ..settings import options
-from .halo_cases import (
+from ..kinds.halo_cases import (
     ACCUMULATE,
     COPIED,
     EXCHANGE,
@@ -38,7 +37,7 @@ from .halo_cases import (
     Setting,
     open_cases,
 )
-from .harness import (
+from ..kinds.harness import (
     Measured,
     Point,
     Times,
@@ -52,6 +51,7 @@ from .harness import (
     parse_names,
     take_device,
 )
+from ..settings import options
 
 PART_BYTES = 1 << 18  # of a part: a few of them fit into a core's second cache
 GIGABIT = 1e9 / 8  # bytes

@@ -26,10 +26,7 @@ from ...whole_files import sealed
 from ...world.cores import own_cores
 from ...world.node_memory import round_trip_ns
 from ...world.ranks import Ranks
-from ..provenance import attributes
-from ..settings import options
-from .allreduce import add_choices, parse_methods
-from .harness import (
+from ..kinds.harness import (
     Floats,
     add_repeats,
     check_options,
@@ -40,6 +37,9 @@ from .harness import (
     parse_sizes,
     ping_pong,
 )
+from ..provenance import attributes
+from ..settings import options
+from .allreduce import add_choices, parse_methods
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")

@@ -29,6 +29,7 @@ from ...ops import set_kernel_threads
 from ...ops.tensors import await_device, values_of
 from ...world.mpi import World
 from ...world.ranks import Ranks
+from ..kinds.harness import Times, add_repeats, check_options, interleave_ranks, machine_line
 from ..settings import add_settings, options, settings_of
 from ..signals import Caught
 from ..train.command import Trainer, check_jobs
@@ -38,8 +39,7 @@ from ..train.job import Job, load
 from ..train.output import Files
 from ..train.setup import Training, prepare
 from ..train.step import backward
-from .harness import Times, add_repeats, check_options, interleave_ranks, machine_line
-from .traffic import LATE
+from .throughput import LATE
 
 COMPUTE, REDUCE, IN_TURN, OVERLAPPED = CASES = "compute", "reduce", "in turn", "overlapped"
 

@@ -19,9 +19,9 @@ from ...config import UserError
 from ...store import StoreError
 from ...world.cores import own_cores
 from ...world.mpi import World, library_version
-from ..bench.harness import interleave_ranks
 from ..claim import Claim, read_claim
 from ..kinds.base import Calls, Measuring
+from ..kinds.harness import interleave_ranks
 from ..kinds.place import Place
 from ..provenance import difference
 from ..signals import Caught, Interrupted, catching

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ...world.ranks import Loopback, Ranks
-from ..bench.harness import FURTHER, Measured, Point
 from ..kinds.base import Measure
+from ..kinds.harness import FURTHER, Measured, Point
 from ..kinds.place import environment
 from ..provenance import hosts
 from ..study_data.factors import Case, Factor, Result, over_ranks
