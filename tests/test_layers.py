@@ -155,7 +155,7 @@ def test_parts_are_there() -> None:
 
 LONGEST = 500  # lines of two modules that may as well be one
 ALONE = {  # module that only one of its room imports -> why it is one
-    "lab/bench/accuracy": "errors counted on one process; throughput takes its random gradients, too",
+    "lab/bench/accuracy": "errors on one process; throughput has its random gradients, too",
     "lab/train/norms": "what is observed of a step, not how it goes",
 }
 

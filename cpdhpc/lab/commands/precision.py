@@ -12,7 +12,7 @@ from ...config import ConfigError, UserError, dump_toml, suggest, validate
 from ...torch.precision.policy import PRESETS, Policy
 from ...torch.precision.recording import KINDS, load
 from ..precision.evidence import OVER
-from ..precision.replay import KIND, Question, replay
+from ..precision.measures import KIND, Question, replay
 from ..settings import add_settings, options, settings_of
 
 if TYPE_CHECKING:

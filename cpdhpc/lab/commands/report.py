@@ -33,7 +33,7 @@ from ..study_data.study_file import ReportError, StudyFile, load_study_file
 
 
 def _search_report(path: Path) -> Report:
-    from ..precision.report import search_report
+    from ..precision.evidence import search_report
 
     return search_report(path)
 
