@@ -21,7 +21,8 @@ from cpdhpc.config import UserError, validate
 from cpdhpc.lab.bench import allreduce
 from cpdhpc.lab.bench.allreduce import parse_baselines
 from cpdhpc.lab.bench.compress import replay
-from cpdhpc.lab.kinds import allreduce_cases, codec
+from cpdhpc.lab.kinds import allreduce_cases
+from cpdhpc.lab.kinds import codec_cases as codec
 from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
 from cpdhpc.lab.kinds.harness import take_device
 from cpdhpc.lab.kinds.place import Place
@@ -60,7 +61,7 @@ def test_the_codec_is_timed_on_the_gpu(
     with simulated() as (gpu, _):
         finish = gpu.finish
         monkeypatch.setattr(gpu, "finish", lambda s: (synchronised.append(gpu), finish(s)))
-        measured = codec.run_codec(parsed(codec.add_codec, *names))
+        measured = codec.run(parsed(codec.add_arguments, *names))
     assert {point.factors["operation"] for point in measured.points} == {"memcpy", "encode", "hop"}
     assert "arrays on a GPU of each process, simulated" in capsys.readouterr().out
     assert len(synchronised) >= 6  # two calls of three operations
@@ -68,7 +69,7 @@ def test_the_codec_is_timed_on_the_gpu(
 
 def test_threads_are_of_the_cpu() -> None:
     with pytest.raises(UserError, match=r"--threads 1,2: .* must be 1 with --device gpu"):
-        codec.run_codec(parsed(codec.add_codec, "--device=gpu", "--threads=1,2"))
+        codec.run(parsed(codec.add_arguments, "--device=gpu", "--threads=1,2"))
 
 
 @pytest.mark.parametrize(

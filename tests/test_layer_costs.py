@@ -8,8 +8,8 @@ from every import every
 
 from cpdhpc.lab.autoencoder.job import Autoencoder, Geometry, Layer
 from cpdhpc.lab.autoencoder.training import Stack
+from cpdhpc.lab.bench.layer import layer_costs
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.kinds.autoencoder import layer_costs
 from cpdhpc.world.ranks import Loopback
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import __version__
 from ..lazy import to_install
 from ..methods import nearest, suggest
-from .settings import options
 
 if TYPE_CHECKING:
     from ..world.mpi import World
@@ -62,6 +61,8 @@ def path_of(text: str) -> Path:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Add the time after which a wait for other processes ends the job."""
+    from .settings import options
+
     options(parser)(
         "--timeout SECONDS",
         "end the job, and say who waits for whom, where a wait takes longer (default 600)",
@@ -78,7 +79,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
-    from .settings import add_settings
+    from .settings import add_settings, options
 
     add = options(parser)
     add("file FILE.toml", "the job", Path)
@@ -89,6 +90,8 @@ def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
 
 def add_autoencoder(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of autoencoder: those of train, and a picture."""
+    from .settings import options
+
     _add_job(parser, "train.iterations=3 or data.path=FILE")
     options(parser)("--png FILE.png", "draw the first layer's filters into an image", Path)
 
@@ -208,13 +211,14 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "probe": Command(
                 "what neurons of a trained stack answer to: accuracy, optimal stimuli, features",
-                "commands.probe",
+                "commands.trained",
+                "probe",
                 on_ranks=True,
             )
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
-    "influence": Command("find which samples made a loss", "commands.influence", on_ranks=True),
+    "influence": Command("find which samples made a loss", "commands.trained", "influence", True),
     "bench": Group(
         "measure this machine, predict others; which of it goes under mpirun is said",
         {
@@ -227,8 +231,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "codec": Command(
                 "codec rates on one core or more, in GB/s of float32, beside memcpy",
-                "kinds.codec",
-                "codec",
+                "kinds.codec_cases",
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",
@@ -237,8 +240,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "layer": Command(
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
-                "kinds.autoencoder",
-                "layer",
+                "bench.layer",
             ),
             "predict": Command(
                 "predicted times on any number of ranks, from a file of bench fit; needs no MPI",

@@ -18,7 +18,7 @@ from cpdhpc.lab.autoencoder import probe  # noqa: E402
 from cpdhpc.lab.autoencoder.command import shown  # noqa: E402
 from cpdhpc.lab.autoencoder.job import Autoencoder, procs_of  # noqa: E402
 from cpdhpc.lab.autoencoder.training import Stack, resume, save  # noqa: E402
-from cpdhpc.lab.kinds.autoencoder import layer_costs  # noqa: E402
+from cpdhpc.lab.bench.layer import layer_costs  # noqa: E402
 from cpdhpc.world import mpi  # noqa: E402
 from cpdhpc.world.ranks import Loopback  # noqa: E402
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from ...errors import UserError
 from ...shipped import folder
 from ...whole_files import StoreError, replacing
-from ..settings import options
 
 EXAMPLES = ("inputs", "slurm", "docs")  # folders that the command writes
 
 
 def add_examples(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of examples."""
-    options(parser)("directory DIR", "where they go", Path)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where they go")
 
 
 def run_examples(arguments: argparse.Namespace) -> None:
