@@ -44,6 +44,7 @@ from ..kinds.harness import (
     on_device,
     parse_counts,
     parse_methods,
+    table,
     take_device,
     whole,
 )
@@ -388,7 +389,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
             f"# gradients: {recorded[0].source}, {size:,} values in {len(recorded[0].layers)} "
             f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
         )
-        print("\n".join([*table(points, size, world.processes), *growth(points), *left_out]))
+        print("\n".join([*table_of(points, size, world.processes), *growth(points), *left_out]))
         if arguments.settings == "recommended":
             for text, method in methods.items():
                 if method.holds_back:
@@ -494,7 +495,7 @@ COLUMNS = {  # heading -> width and digits
 SHOWN_RANKS = 8
 
 
-def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
+def table_of(points: Sequence[Point], values: int, processes: int) -> list[str]:
     """Return the table of methods on 8 ranks, or the next smaller number.
 
     values: of a gradient, whose float32 bytes the column "of float32" relates to
@@ -503,7 +504,6 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
     ranks = max(some) if some else min(p.ranks for p in points)
     shown = [p for p in points if p.ranks == ranks]
     width = max(len(p.method) for p in points)
-    heads = " ".join(f"{name:>{form.partition('.')[0]}}" for name, form in COLUMNS.items())
     lines = [
         f"# {ranks} ranks, {ranks // processes} a process; bytes sent by the rank that sends most "
         "in an iteration, and relative to one float32 gradient; what a process hands to MPI's "
@@ -512,8 +512,8 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
         "share of its values that a rank sends; non-zero: share of the mean; ns a value and rank",
         "# ms: an iteration, after two that are not timed, with a barrier before each collective; "
         "of it travel: in collectives, each from its barrier on; local: processor time of all else",
-        f"# {'method':<{width}} {heads}",
     ]
+    rows = []
     for point in shown:
         done = point.done
         most = float(done.sent_bytes.max())
@@ -529,9 +529,9 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
         cells += [done.sent_share, done.nonzero_share, 1e3 * done.time_s, 1e9 * value_s]
         cells += [1e3 * done.travel_s, 1e3 * done.local_s]
         cells += [100 * done.shares[phase] for phase in PHASES]
-        text = " ".join(f"{c:{form}}" for c, form in zip(cells, COLUMNS.values(), strict=True))
-        lines.append(f"  {point.method:<{width}} {text.replace('nan%', '   -')}")
-    return lines
+        rows.append([point.method, *cells])
+    found = table({"method": f"<{width}"} | COLUMNS, rows)
+    return lines + [line.replace("nan%", "   -") for line in found]
 
 
 def growth(points: Sequence[Point]) -> list[str]:
@@ -541,15 +541,13 @@ def growth(points: Sequence[Point]) -> list[str]:
     width = max(map(len, methods))
     found = {(p.method, p.ranks): p.done for p in points}
     lines = ["# bytes sent by the rank that sends most, and share of the mean that is not zero"]
-    lines.append(f"# {'method':<{width}} " + " ".join(f"{f'{r} ranks':>17}" for r in ranks))
-    for method in methods:
-        cells = [found.get((method, each)) for each in ranks]
-        text = [
-            f"{'-':>17}" if c is None else f"{c.sent_bytes.max():>9.0f} {c.nonzero_share:>7.1%}"
-            for c in cells
-        ]
-        lines.append(f"  {method:<{width}} " + " ".join(text))
-    return lines
+
+    def cell(done: Replayed | None) -> str:
+        return "-" if done is None else f"{done.sent_bytes.max():>9.0f} {done.nonzero_share:>7.1%}"
+
+    rows = [(method, *(cell(found.get((method, n))) for n in ranks)) for method in methods]
+    forms = {"method": f"<{width}"} | {f"{n} ranks": "17" for n in ranks}
+    return lines + table(forms, rows)
 
 
 def _write(

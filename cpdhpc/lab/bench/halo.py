@@ -49,6 +49,7 @@ from ..kinds.harness import (
     interleave_ranks,
     machine_line,
     parse_names,
+    table,
     take_device,
 )
 from ..settings import options
@@ -196,17 +197,18 @@ def _table(
 ) -> list[str]:
     """times_s: of the slowest rank."""
     medians_s = {name: float(np.median(each)) for name, each in times_s.items()}
+    rows = [
+        (name, *(1e3 * t for t in (medians_s[name], each.min(), each.max())))
+        + (np.median(times_s[BLOCKING] / each),)
+        for name, each in times_s.items()
+    ]
+    forms = {"": "25", "time (ms)": "10.3f", "min": "9.3f", "max": "9.3f", "x blocking": "11.2f"}
     lines = [
         "#",
         f"# {setting}: {size_bytes} bytes a rank; {arguments.passes} pass(es); "
         "results equal in every bit",
-        f"# {'':>25} {'time (ms)':>10} {'min':>9} {'max':>9} {'x blocking':>11}",
+        *table(forms, rows),
     ]
-    for name, each in times_s.items():
-        lines.append(
-            f"  {name:>25} {1e3 * medians_s[name]:>10.3f} {1e3 * each.min():>9.3f} "
-            f"{1e3 * each.max():>9.3f} {np.median(times_s[BLOCKING] / each):>11.2f}"
-        )
     message_s, what = medians_s["exchange alone"], "exchange alone"
     if arguments.link:
         message_s, what = size_bytes / (arguments.link * GIGABIT), "bytes / link"
@@ -360,8 +362,8 @@ def measure(
                 for case, times_s in zip(cases, times, strict=True)
             ]
     if world.process == 0:
-        for row in rows:
-            print(line(row, rows, arguments.warmup), flush=True)
+        cells = [line(row, rows, arguments.warmup) for row in rows]
+        print("\n".join(table(COLUMNS, cells)), flush=True)
     return rows
 
 
@@ -417,8 +419,6 @@ def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
         *comments(
             [f"{setting}: {size_bytes} bytes a rank, in runs of {_run_bytes(setting, plan)}"]
         ),
-        f"# {'operation':>10} {'way':>21} {'time (us)':>10} {'min':>9} {'max':>9} {'GB/s':>7} "
-        f"{'x MPI':>6} {'calls':>6}",
     ]
 
 
@@ -435,8 +435,14 @@ def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
     return run_bytes
 
 
-def line(row: Row, rows: Sequence[Row], warmup: int) -> str:
-    """Return a row of the table."""
+COLUMNS = {
+    **{"operation": "10", "way": "21", "time (us)": "10.2f", "min": "9.2f", "max": "9.2f"},
+    **{"GB/s": "7.2f", "x MPI": "6", "calls": "6"},
+}
+
+
+def line(row: Row, rows: Sequence[Row], warmup: int) -> tuple[object, ...]:
+    """Return a row of the table, whose columns are COLUMNS."""
     case, times_s = row.case, row.slowest(warmup)
     time_s = float(np.median(times_s))
     by_mpi = [
@@ -446,11 +452,9 @@ def line(row: Row, rows: Sequence[Row], warmup: int) -> str:
     ]
     best = min(by_mpi, key=np.median, default=None)
     beside = "-" if best is None else f"{np.median(best / times_s):.2f}"
-    return (
-        f"  {case.operation:>10} {case.way:>21} {1e6 * time_s:>10.2f} "
-        f"{1e6 * times_s.min():>9.2f} {1e6 * times_s.max():>9.2f} "
-        f"{row.size_bytes / time_s / GIGA:>7.2f} {beside:>6} {row.calls:>6}"
-    )
+    times_us = (1e6 * each for each in (time_s, times_s.min(), times_s.max()))
+    rate = row.size_bytes / time_s / GIGA
+    return (case.operation, case.way, *times_us, rate, beside, row.calls)
 
 
 def point(row: Row) -> Point:

@@ -36,6 +36,7 @@ from ..kinds.harness import (
     nonnegative,
     parse_sizes,
     ping_pong,
+    table,
 )
 from ..provenance import attributes
 from ..settings import options
@@ -311,6 +312,12 @@ def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
     store.put(path, sealed(dump_toml(asdict(file))))
 
 
+SHOWN = {  # heading -> form
+    **{"size(B)": "11", "algorithm": "9", "wire": "6", "time(us)": "12.1f"},
+    **{"predicted(us)": "13.1f", "ratio": "6.2f", "fitted": "6"},
+}
+
+
 def show(
     machine: Machine, fields: Sequence[str], fitted: Sequence[Sample], checked: Sequence[Sample]
 ) -> None:
@@ -319,17 +326,13 @@ def show(
     for name, value in asdict(machine).items():
         print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
     print("# lower quartile of calls; fitted: no: the fit has not seen it")
-    print(
-        f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'time(us)':>12} {'predicted(us)':>13} "
-        f"{'ratio':>6} {'fitted':>6}"
-    )
     samples = [*fitted, *checked]
-    for sample, ratio in zip(samples, ratios(machine, samples), strict=True):
-        print(
-            f"  {4 * sample.n:>11} {sample.method.algorithm:>9} {sample.method.wire!s:>6} "
-            f"{1e6 * sample.time_s:>12.1f} {1e6 * sample.time_s * ratio:>13.1f} "
-            f"{ratio:>6.2f} {'no' if sample in checked else 'yes':>6}"
-        )
+    rows = [
+        (4 * s.n, s.method.algorithm, str(s.method.wire), 1e6 * s.time_s, 1e6 * s.time_s * ratio)
+        + (ratio, "no" if s in checked else "yes")
+        for s, ratio in zip(samples, ratios(machine, samples), strict=True)
+    ]
+    print("\n".join(table(SHOWN, rows)))
     print("\n".join(f"# {text}" for text in [judged(machine, fitted), judged(machine, checked)]))
 
 
@@ -370,6 +373,12 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     add_choices(parser)
 
 
+PREDICTED = {
+    **{"size(B)": "11", "algorithm": "11", "wire": "6", "scaling": "9", "accumulate": "10"},
+    **{"time(us)": "12.1f", "algbw(GB/s)": "11.3f", "wire bytes": "13", " fastest": "<8"},
+}
+
+
 def run_predict(arguments: argparse.Namespace) -> None:
     """Print a table of predictions, and in words what they rest on."""
     check_options(arguments, 1, "ranks", "ranks_per_node")
@@ -387,20 +396,14 @@ def run_predict(arguments: argparse.Namespace) -> None:
     print("\n".join(f"# {text}" for text in rests_on(file, arguments, list(found.values()))))
     for text in skipped:
         print(f"# left out: {text}")
-    print(
-        f"# {'size(B)':>11} {'algorithm':>11} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
-        f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13}  fastest"
-    )
-    for (size, name, taken), prediction in found.items():
-        packed = taken.fmt is not None
-        best = min(each.time_s for (at, *_), each in found.items() if at == size)
-        print(
-            f"  {size:>11} {name:>11} {taken.wire!s:>6} "
-            f"{taken.scaling if packed else '-':>9} "
-            f"{taken.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
-            f"{size / prediction.time_s / 1e9:>11.3f} {prediction.wire_bytes:>13} "
-            f" {'*' if prediction.time_s == best else ''}".rstrip()
-        )
+    rows = []
+    for (size, name, taken), each in found.items():
+        how = (taken.scaling, taken.accumulating) if taken.fmt is not None else ("-", "float32")
+        best = min(other.time_s for (at, *_), other in found.items() if at == size)
+        row = (size, name, str(taken.wire), *map(str, how), 1e6 * each.time_s)
+        rate = size / each.time_s / 1e9
+        rows.append((*row, rate, each.wire_bytes, " *" if each.time_s == best else ""))
+    print("\n".join(table(PREDICTED, rows)))
 
 
 def rests_on(

@@ -31,7 +31,7 @@ from ...compress.base import Aggregator, Array, Context
 from ...compress.bucket import Bucket, State, split_bucket
 from ...config import UserError, among
 from ...world.ranks import Loopback
-from ..kinds.harness import check_options, parse_counts, parse_names
+from ..kinds.harness import check_options, parse_counts, parse_names, table
 from ..report.figures import IDEAL, Axis, Chart, Panel, Series, image, styles
 from ..settings import options
 from .accuracy import contributions
@@ -378,11 +378,9 @@ def _table(
 ) -> list[str]:
     """Return the table of one speed of links."""
     rows = [f"# {sample}/s by workers, links of {link:g} Gb/s"]
-    rows.append(f"# {'method':>12} " + " ".join(f"{count:>9}" for count in workers))
-    for (speed, name), each in rates.items():
-        if speed == link:
-            rows.append(f"  {name:>12} " + " ".join(f"{rate:>9.4g}" for rate in each))
-    return rows
+    forms = {"method": "12"} | {str(count): "9.4g" for count in workers}
+    of_link = [(name, *each) for (speed, name), each in rates.items() if speed == link]
+    return rows + table(forms, of_link)
 
 
 def chart(

@@ -226,6 +226,25 @@ def comments(lines: Iterable[str]) -> list[str]:
     ]
 
 
+def table(forms: Mapping[str, str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table: its headings as a comment, then the rows.
+
+    forms: heading -> format of the numbers below, as "9.3g"; those with "<" are to the left
+    """
+    sides = {name: form.partition(".")[0] for name, form in forms.items()}
+    sides = {name: side if side[0] == "<" else f">{side}" for name, side in sides.items()}
+
+    def line(begin: str, cells: Iterable[object], by: Iterable[str]) -> str:
+        return " ".join([begin, *(f"{c:{form}}" for c, form in zip(cells, by, strict=True))])
+
+    def below(row: Sequence[object]) -> list[str]:
+        some = zip(row, forms, strict=True)
+        return [sides[name] if isinstance(cell, str) else forms[name] for cell, name in some]
+
+    lines = [line("#", forms, sides.values()), *(line(" ", row, below(row)) for row in rows)]
+    return [each.rstrip() for each in lines]
+
+
 def machine_line(world: Ranks) -> str:
     """Return processor, cores, ranks, MPI library, kernels in a line. Collective."""
     names = hosts(world)
