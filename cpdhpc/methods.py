@@ -52,7 +52,7 @@ BASELINES = {  # all-reduces of other libraries: the wires they know, and how th
 BASELINE_DEVICES = {"mpi": ("cpu", "gpu"), "gloo": ("cpu",), "nccl": ("gpu",)}  # of their arrays
 
 MEMCPY = "memcpy"
-CODEC_OPERATIONS = (  # bench.codec carries them out
+CODEC_OPERATIONS = (  # kinds.codec_cases carries them out
     "encode",
     "encode tile",
     "stochastic",

@@ -12,7 +12,8 @@ import pytest
 from every import every
 
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.lab.bench.allreduce_cases import (
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.kinds.allreduce_cases import (
     Data,
     TimedCase,
     bound_s,
@@ -22,8 +23,7 @@ from cpdhpc.lab.bench.allreduce_cases import (
     schedule_case,
     wire_bytes,
 )
-from cpdhpc.lab.bench.harness import interleave, interleave_ranks
-from cpdhpc.lab.cli import main
+from cpdhpc.lab.kinds.harness import interleave, interleave_ranks
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.methods import MEMCPY
 from cpdhpc.ops import cpu

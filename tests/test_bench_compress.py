@@ -18,8 +18,16 @@ from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.sparse import allgather
 from cpdhpc.compress import COMPRESSORS, Context, Dgc, Mean, NoCompression, TopK
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.lab.bench.compress import method_of
-from cpdhpc.lab.bench.replay import PACKAGE, PHASES, Clock, Profile, of_digits, phase_of, replay
+from cpdhpc.lab.bench.compress import (
+    PACKAGE,
+    PHASES,
+    Clock,
+    Profile,
+    method_of,
+    of_digits,
+    phase_of,
+    replay,
+)
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.train import gradients
 from cpdhpc.lab.train.gradients import Gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ from simulated_gpu import Gpu
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.compress import TopK
 from cpdhpc.config import UserError, validate
-from cpdhpc.lab.bench import allreduce, allreduce_cases, codec
+from cpdhpc.lab.bench import allreduce
 from cpdhpc.lab.bench.allreduce import parse_baselines
-from cpdhpc.lab.bench.allreduce_cases import cases_of_size
-from cpdhpc.lab.bench.harness import take_device
-from cpdhpc.lab.bench.replay import replay
+from cpdhpc.lab.bench.compress import replay
+from cpdhpc.lab.kinds import allreduce_cases
+from cpdhpc.lab.kinds import codec_cases as codec
+from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
+from cpdhpc.lab.kinds.harness import take_device
 from cpdhpc.lab.kinds.place import Place
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.study.batch import TimedCalls
@@ -31,9 +34,9 @@ from cpdhpc.lab.train.gradients import Gradients
 from cpdhpc.world.ranks import Loopback
 
 
-def parsed(module: Any, *arguments: str) -> argparse.Namespace:
+def parsed(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
+    add(parser)
     return parser.parse_args(arguments)
 
 
@@ -58,7 +61,7 @@ def test_the_codec_is_timed_on_the_gpu(
     with simulated() as (gpu, _):
         finish = gpu.finish
         monkeypatch.setattr(gpu, "finish", lambda s: (synchronised.append(gpu), finish(s)))
-        measured = codec.run(parsed(codec, *names))
+        measured = codec.run(parsed(codec.add_arguments, *names))
     assert {point.factors["operation"] for point in measured.points} == {"memcpy", "encode", "hop"}
     assert "arrays on a GPU of each process, simulated" in capsys.readouterr().out
     assert len(synchronised) >= 6  # two calls of three operations
@@ -66,7 +69,7 @@ def test_the_codec_is_timed_on_the_gpu(
 
 def test_threads_are_of_the_cpu() -> None:
     with pytest.raises(UserError, match=r"--threads 1,2: .* must be 1 with --device gpu"):
-        codec.run(parsed(codec, "--device=gpu", "--threads=1,2"))
+        codec.run(parsed(codec.add_arguments, "--device=gpu", "--threads=1,2"))
 
 
 @pytest.mark.parametrize(
@@ -139,4 +142,4 @@ def test_without_a_gpu_a_line_says_so() -> None:
     with simulated() as (gpu, _):
         gpu.count = 0
         with pytest.raises(UserError, match=r"^use_gpu: process 0 sees no GPU"):
-            take_device(parsed(allreduce, "--device", "gpu"), Loopback())
+            take_device(parsed(allreduce.add_arguments, "--device", "gpu"), Loopback())

@@ -13,8 +13,8 @@ from cpdhpc.collectives.predict import ALIKE
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import UserError, dump_toml
 from cpdhpc.lab.bench.allreduce import run
-from cpdhpc.lab.bench.harness import parse_counts, parse_sizes
 from cpdhpc.lab.cli import main, parser
+from cpdhpc.lab.kinds.harness import parse_counts, parse_sizes
 from cpdhpc.world.ranks import Loopback
 
 

@@ -14,7 +14,7 @@ from simulated_gpu import CAPTURED, INVALIDATED, ISOLATION, UNSUPPORTED, Error
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.config import UserError
 from cpdhpc.lab.bench.allreduce import add_latency, parse_beside
-from cpdhpc.lab.bench.allreduce_cases import cases_of_size
+from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
 from cpdhpc.world.ranks import Loopback
 
 X = np.arange(100, dtype=np.float32)

@@ -14,12 +14,12 @@ from cpdhpc.darray.layout import Box, Layout, balanced_grid
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.windows import MODES
 from cpdhpc.lab.bench.halo import ALL_WAYS, USUAL, settings_of, usual
-from cpdhpc.lab.bench.halo_cases import ACCUMULATE, EXCHANGE, WAYS, HaloCase, given_and_expected
-from cpdhpc.lab.bench.harness import parse_names
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.darray_show import CUT, colours_of, parts_of, spec_of
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.kinds import halo as halo_kind
+from cpdhpc.lab.kinds.halo_cases import ACCUMULATE, EXCHANGE, WAYS, HaloCase, given_and_expected
+from cpdhpc.lab.kinds.harness import parse_names
 from cpdhpc.world.ranks import Loopback
 
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}

@@ -17,8 +17,8 @@ from training import ROOT, model_bytes, prepared, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, merge, validate
-from cpdhpc.lab.commands.influence import add_arguments, run
 from cpdhpc.lab.commands.report import Outputs, load, report
+from cpdhpc.lab.commands.trained import add_influence, run_influence
 from cpdhpc.lab.influence.rows import LastLayer, Layers, Projection
 from cpdhpc.lab.train import checkpoint
 from cpdhpc.lab.train.checkpoint import Files
@@ -222,9 +222,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def influence(*arguments: object) -> dict[str, np.ndarray[Any, Any]]:
     """Run the command; return what it wrote."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_influence(parser)
     given = parser.parse_args([str(each) for each in arguments])
-    assert run(given, Loopback()) == 0
+    assert run_influence(given, Loopback()) == 0
     out = given.out or given.run_of / "small-s0.influence.h5"
     with xarray.open_dataset(out, engine="h5netcdf") as found:
         assert found.scores.dims == ("test", "train")

@@ -27,7 +27,7 @@ ORDER = (  # parts of the package: each may import itself and those before it
     *("lab/__init__", "lab/signals", "lab/settings"),
     *("lab/schedulers", "lab/claim"),
     *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
-    *("lab/study_data", "lab/report", "lab/precision", "lab/bench", "lab/kinds", "lab/study"),
+    *("lab/study_data", "lab/report", "lab/precision", "lab/kinds", "lab/bench", "lab/study"),
     *("lab/commands", "lab/cli", "__main__"),
 )
 ONLY_HERE = {  # outside package -> where it may be imported

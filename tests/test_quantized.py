@@ -15,7 +15,7 @@ from training import Stop, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError, validate
-from cpdhpc.lab.bench.batchnorm import differing, drawn, independent
+from cpdhpc.lab.bench.accuracy import differing, drawn, independent
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.signals import Caught, Interrupted
 from cpdhpc.lab.train.checkpoint import Files

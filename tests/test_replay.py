@@ -20,8 +20,16 @@ from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.lab.cli import main, parser
-from cpdhpc.lab.precision.measures import error, rounded
-from cpdhpc.lab.precision.replay import OUTPUTS, PRODUCTS, Question, _Layer, _patches, replay
+from cpdhpc.lab.precision.measures import (
+    OUTPUTS,
+    PRODUCTS,
+    Question,
+    _Layer,
+    _patches,
+    error,
+    replay,
+    rounded,
+)
 from cpdhpc.lab.report.figures import NO_VALUE, SETTINGS, Map, draw
 from cpdhpc.lab.report.other_files import NORMAL, replay_report
 from cpdhpc.lab.report.tables import Report

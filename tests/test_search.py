@@ -40,12 +40,12 @@ from cpdhpc.lab.precision.evidence import (
     Evidence,
     Place,
     Trial,
+    _worth,
     asked_of,
+    search_report,
     width,
 )
-from cpdhpc.lab.precision.proposals import in_products
-from cpdhpc.lab.precision.report import _worth, search_report
-from cpdhpc.lab.precision.search import Search, narrowing, told
+from cpdhpc.lab.precision.search import Search, in_products, narrowing, told
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train import progress
 from cpdhpc.lab.train.command import Trainer

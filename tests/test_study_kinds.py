@@ -16,8 +16,8 @@ from cpdhpc.collectives.rank_program import ACCUMULATES as REAL_ACCUMULATES
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf
 from cpdhpc.formats import NAMED, NAMED_WIRES
-from cpdhpc.lab.bench.allreduce_cases import BASELINES as REAL_BASELINES
 from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.kinds.allreduce_cases import BASELINES as REAL_BASELINES
 from cpdhpc.lab.study_data import ABSENT
 from cpdhpc.lab.train.job import Job
 from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MEMCPY

@@ -14,10 +14,19 @@ from cpdhpc.collectives import sparse
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.lab.bench import traffic
+from cpdhpc.lab.bench import throughput as traffic
 from cpdhpc.lab.bench.accuracy import contributions
-from cpdhpc.lab.bench.throughput import NETWORKS, Layer, Model, Network
-from cpdhpc.lab.bench.traffic import LATE, Call, calls_of, count_calls, price
+from cpdhpc.lab.bench.throughput import (
+    LATE,
+    NETWORKS,
+    Call,
+    Layer,
+    Model,
+    Network,
+    calls_of,
+    count_calls,
+    price,
+)
 from cpdhpc.lab.cli import main
 from cpdhpc.world.ranks import Loopback
 

@@ -61,11 +61,12 @@ def path_of(text: str) -> Path:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Add the time after which a wait for other processes ends the job."""
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help="end the job, and say who waits for whom, where a wait takes longer (default 600)",
+    from .settings import options
+
+    options(parser)(
+        "--timeout SECONDS",
+        "end the job, and say who waits for whom, where a wait takes longer (default 600)",
+        seconds,
     )
 
 
@@ -78,26 +79,21 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
-    from .settings import add_settings
+    from .settings import add_settings, options
 
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
+    add = options(parser)
+    add("file FILE.toml", "the job", Path)
     add_settings(parser, f"lay a value over the file's, as {example}; may be repeated")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where files go (default: results/ + FILE's name)"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoints in DIR and skip the runs that are complete",
-    )
+    add("--out DIR", "where files go (default: results/ + FILE's name)", Path)
+    add("--resume", "go on from the checkpoints in DIR and skip the runs that are complete")
 
 
 def add_autoencoder(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of autoencoder: those of train, and a picture."""
+    from .settings import options
+
     _add_job(parser, "train.iterations=3 or data.path=FILE")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE.png", help="draw the first layer's filters into an image"
-    )
+    options(parser)("--png FILE.png", "draw the first layer's filters into an image", Path)
 
 
 TIMEOUT_S = 600.0  # of every wait for other processes
@@ -215,13 +211,14 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "probe": Command(
                 "what neurons of a trained stack answer to: accuracy, optimal stimuli, features",
-                "commands.probe",
+                "commands.trained",
+                "probe",
                 on_ranks=True,
             )
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
-    "influence": Command("find which samples made a loss", "commands.influence", on_ranks=True),
+    "influence": Command("find which samples made a loss", "commands.trained", "influence", True),
     "bench": Group(
         "measure this machine, predict others; which of it goes under mpirun is said",
         {
@@ -229,9 +226,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "error of the simulated sum by algorithm, accumulation and scaling",
                 "bench.accuracy",
             ),
-            "batchnorm": Command("batch norms as integers: shifts, differences", "bench.batchnorm"),
+            "batchnorm": Command(
+                "batch norms as integers: shifts, differences", "bench.accuracy", "batchnorm"
+            ),
             "codec": Command(
-                "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
+                "codec rates on one core or more, in GB/s of float32, beside memcpy",
+                "kinds.codec_cases",
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",

@@ -1,11 +1,11 @@
-"""Options that commands share: --set KEY=VALUE, laid over a file's, and files to be written."""
+"""Options of commands, a line each; --set KEY=VALUE, laid over a file's; files to be written."""
 
 from __future__ import annotations
 
 import os
 import re
 import tomllib
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,29 @@ def override(
         _check_path(merge(raw, changes), parts, setting)
         changes = merge(changes, change)
     return (lay or merge)(raw, changes)
+
+
+def options(parser: ArgumentParser | _ArgumentGroup) -> Callable[..., None]:
+    """Return what adds an argument to a parser: add("--every N", help, default or type).
+
+    Without a word for its value an option is a flag; further: as of add_argument
+    """
+
+    def add(form: str, said: str, given: Any = None, **further: Any) -> None:
+        name, _, value = form.partition(" ")
+        if value:
+            further["metavar"] = value
+        if callable(given):
+            further["type"] = given
+        elif given is not None:
+            further["default"] = given
+            if type(given) in (int, float):
+                further.setdefault("type", type(given))
+        elif not value:
+            further["action"] = "store_true"
+        parser.add_argument(name, help=said, **further)
+
+    return add
 
 
 def add_settings(parser: ArgumentParser, said: str, key: str = "KEY") -> None:

@@ -15,10 +15,10 @@ from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.compress import COMPRESSORS, NoCompression
 from cpdhpc.config import UserError
-from cpdhpc.lab.bench.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
-from cpdhpc.lab.bench.harness import Measured, Point, check_out
-from cpdhpc.lab.bench.replay import replay
+from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.cli import main
+from cpdhpc.lab.kinds.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
+from cpdhpc.lab.kinds.harness import Measured, Point, check_out
 from cpdhpc.lab.study.batch import write_benchmark
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.lab.train.gradients import Gradients

@@ -18,7 +18,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
 from cpdhpc.lab.bench.allreduce import add_latency, run_latency
-from cpdhpc.lab.bench.allreduce_cases import cases_of_size
+from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
 from cpdhpc.ops.payloads import Growth
 from cpdhpc.world import gpu_messages
 

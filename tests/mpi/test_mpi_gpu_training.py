@@ -20,7 +20,7 @@ from cpdhpc.lab.autoencoder import probe
 from cpdhpc.lab.autoencoder.job import Autoencoder
 from cpdhpc.lab.autoencoder.training import Stack, resume, save
 from cpdhpc.lab.bench.allreduce import parse_baselines
-from cpdhpc.lab.bench.allreduce_cases import cases_of_size, group_of, missing
+from cpdhpc.lab.kinds.allreduce_cases import cases_of_size, group_of, missing
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.data import Digits
 from cpdhpc.lab.train.job import Job

@@ -20,9 +20,9 @@ from cpdhpc.lab.bench.halo import (
     Stencil,
     check,
 )
-from cpdhpc.lab.bench.halo_cases import COPIED, OURS, WAYS, Setting, open_cases
 from cpdhpc.lab.darray_show import spec_of
 from cpdhpc.lab.kinds.halo import HALO
+from cpdhpc.lab.kinds.halo_cases import COPIED, OURS, WAYS, Setting, open_cases
 from cpdhpc.lab.kinds.place import Place
 from cpdhpc.lab.study_data import Case
 from cpdhpc.ops import moves

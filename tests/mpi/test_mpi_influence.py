@@ -11,7 +11,7 @@ from training import run_job, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError
-from cpdhpc.lab.commands.influence import add_arguments, run
+from cpdhpc.lab.commands.trained import add_influence, run_influence
 from cpdhpc.lab.train.imports import ImportedData
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
@@ -44,8 +44,8 @@ def digits(lost=-1):
 
 def influence(ranks: Ranks, *arguments: object) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    run(parser.parse_args([str(each) for each in arguments]), ranks)
+    add_influence(parser)
+    run_influence(parser.parse_args([str(each) for each in arguments]), ranks)
 
 
 def test_ranks_give_the_bits_of_one_process_and_one_error(

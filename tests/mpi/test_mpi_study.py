@@ -13,8 +13,8 @@ from training import write_idx
 
 from cpdhpc.config import UserError
 from cpdhpc.lab import provenance
-from cpdhpc.lab.bench.allreduce_cases import TimedCase
 from cpdhpc.lab.claim import Claim, read_claim
+from cpdhpc.lab.kinds.allreduce_cases import TimedCase
 from cpdhpc.lab.study.batch import (
     FAILED,
     FINISHED,

@@ -7,7 +7,7 @@ byte/s.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from ...ops import on_gpu
 from ...ops.payloads import parse_wire
 from ...world.cores import own_cores
 from ...world.ranks import Ranks
-from .allreduce_cases import (
+from ..kinds.allreduce_cases import (
     BASELINES,
     CALLS,
     Array,
@@ -39,14 +39,15 @@ from .allreduce_cases import (
     missing,
     wire_bytes,
 )
-from .allreduce_table import GIGA, Row, columns_of, heading, latency_heading, latency_line, lines
-from .harness import (
+from ..kinds.harness import (
     Measured,
     Point,
+    Times,
     add_device,
     add_samples,
     check_options,
     check_out,
+    comments,
     interleave_ranks,
     machine_line,
     parse_names,
@@ -54,6 +55,8 @@ from .harness import (
     ping_pong,
     take_device,
 )
+from ..report import units
+from ..settings import options
 
 
 class Asked(NamedTuple):
@@ -75,66 +78,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choices(parser)
     add_device(parser)
     add_beside(parser)
-    parser.add_argument(
-        "--baselines",
-        metavar="NAME,...",
-        help=f"of {','.join(BASELINES)} (default: those that can run)",
-    )
+    add = options(parser)
+    add("--baselines NAME,...", f"of {','.join(BASELINES)} (default: those that can run)")
     add_samples(parser, 9, 2)
     add_all(parser, "every call of each method, and the columns of nccl-tests")
-    parser.add_argument(
-        "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
-    )
+    add("--predict MACHINE.toml", "show predictions; used by auto", Path)
 
 
 def add_all(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the option that shows all that was measured."""
-    parser.add_argument("--all", action="store_true", help=f"print {what}; files have all of it")
+    options(parser)("--all", f"print {what}; files have all of it")
 
 
 def add_beside(parser: argparse.ArgumentParser) -> None:
     """Add the options of how all-reduces are called, and of the bound beside their times."""
-    parser.add_argument(
-        "--calls",
-        metavar="NAME,...",
-        help="plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
+    add = options(parser)
+    add(
+        "--calls NAME,...",
+        "plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
         "share memory; graphs: prepared, as CUDA graphs (default: those that the device knows)",
     )
-    parser.add_argument(
-        "--link",
-        type=float,
-        metavar="GBIT",
-        help="rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong); "
+    add(
+        "--link GBIT",
+        "rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong); "
         "bound: the longer of memcpy, of the array by all ranks at once, and of 2 (N - 1) / N of "
         "the bytes on the wire at that rate, N nodes",
+        float,
     )
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which all-reduces."""
-    parser.add_argument(
-        "--sizes",
-        default="64KiB:16MiB:x16",
-        metavar="SIZE,...",
-        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR",
+    add = options(parser)
+    add("--sizes SIZE,...", "bytes of float32: 1MiB,16MiB or first:last:xFACTOR", "64KiB:16MiB:x16")
+    add(
+        "--algorithms NAME,...",
+        f"of {','.join(SCHEDULES)},{AUTO}: the fastest whose error stays as ranks grow",
+        "ring,tree,direct",
     )
-    parser.add_argument(
-        "--algorithms",
-        default="ring,tree,direct",
-        metavar="NAME,...",
-        help=f"of {','.join(SCHEDULES)},{AUTO}: the fastest whose error stays as ranks grow",
-    )
-    parser.add_argument(
-        "--wires", default="raw,e4m3", metavar="NAME,...", help="raw, formats, mxfp4"
-    )
-    parser.add_argument(
-        "--scalings", default="tile", metavar="NAME,...", help=f"of {','.join(SCALINGS)}"
-    )
-    parser.add_argument(
-        "--accumulate",
-        default="default",
-        metavar="NAME,...",
-        help=f"of {','.join(ACCUMULATES)}, or default, the algorithm's own",
+    add("--wires NAME,...", "raw, formats, mxfp4", "raw,e4m3")
+    add("--scalings NAME,...", f"of {','.join(SCALINGS)}", "tile")
+    add(
+        "--accumulate NAME,...",
+        f"of {','.join(ACCUMULATES)}, or default, the algorithm's own",
+        "default",
     )
 
 
@@ -318,7 +305,7 @@ LATENCY = Allreduce("raw", "tree")  # of small arrays, the fastest
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
     """Add the options of bench latency."""
-    parser.add_argument("--sizes", default="8:4MiB:x4", metavar="SIZE,...", help="bytes of float32")
+    options(parser)("--sizes SIZE,...", "bytes of float32", "8:4MiB:x4")
     add_device(parser)
     add_beside(parser)
     add_samples(parser, 200, 20)
@@ -345,3 +332,208 @@ def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
                 print("\n".join([*([] if rows else above), last]), flush=True)
             rows += found
     return Measured("latency", "allreduce", points(rows), arguments.warmup, cores)
+
+
+GIGA = 1e9
+
+
+class Row(NamedTuple):
+    """A case at a size: times_s float64[repeats, processes], bound_s, predicted_s or nan."""
+
+    size_bytes: int
+    case: TimedCase
+    times_s: Times
+    bound_s: float
+    predicted_s: float
+
+    def median_s(self, warmup: int) -> float:
+        """Return the median of the slowest rank's times."""
+        return float(np.median(self.times_s[warmup:].max(axis=1)))
+
+
+class Beside(NamedTuple):
+    """What a row is shown beside: ranks, calls that do not count, medians of mpi and memcpy."""
+
+    ranks: int
+    warmup: int
+    mpi_s: float
+    copy_s: float
+
+
+class Column(NamedTuple):
+    """A column of the table: two lines of heading, characters, the text of a row."""
+
+    over: str
+    unit: str
+    width: int
+    text: Callable[[Row, Beside], str]
+
+
+def _slowest_us(row: Row, of: Beside) -> Times:
+    return 1e6 * row.times_s[of.warmup :].max(axis=1)
+
+
+def _rate(size_bytes: float, row: Row, of: Beside) -> str:
+    return f"{size_bytes / row.median_s(of.warmup) / GIGA:.2f}"
+
+
+def _bus_bytes(row: Row, of: Beside) -> float:
+    return row.size_bytes * 2 * (of.ranks - 1) / of.ranks
+
+
+def _by_prediction(text: Callable[[Row, Beside], str]) -> Callable[[Row, Beside], str]:
+    return lambda row, of: "-" if np.isnan(row.predicted_s) else text(row, of)
+
+
+NAME = Column("", "algorithm", 13, lambda row, of: row.case.name)
+CALL = Column("", "call", 8, lambda row, of: row.case.call)
+TYPE = Column("", "wire", 6, lambda row, of: row.case.wire)
+SCALING = Column("", "scaling", 9, lambda row, of: row.case.scaling)
+ACCUMULATE = Column("", "accumulate", 10, lambda row, of: row.case.accumulate)
+TIME = Column("time", "(us)", 10, lambda row, of: f"{1e6 * row.median_s(of.warmup):.1f}")
+ALGBW = Column("algbw", "(GB/s)", 7, lambda row, of: _rate(row.size_bytes, row, of))
+BESIDE = [
+    Column("", "error", 8, lambda row, of: f"{row.case.error:.1e}" if row.case.is_sum else "-"),
+    Column("", "x mpi", 6, lambda row, of: f"{of.mpi_s / row.median_s(of.warmup):.2f}"),
+    Column("/", "memcpy", 6, lambda row, of: f"{row.median_s(of.warmup) / of.copy_s:.2f}"),
+    Column("/", "bound", 6, lambda row, of: f"{row.median_s(of.warmup) / row.bound_s:.2f}"),
+]
+PREDICTED = Column(
+    "predicted", "(us)", 10, _by_prediction(lambda row, of: f"{1e6 * row.predicted_s:.1f}")
+)
+PREDICTION = Column(
+    "predicted",
+    "/ time",
+    9,
+    _by_prediction(lambda row, of: f"{row.predicted_s / row.median_s(of.warmup):.2f}"),
+)
+ALL = [
+    Column("size", "(B)", 11, lambda row, of: str(row.size_bytes)),
+    Column("", "count", 11, lambda row, of: str(row.size_bytes // 4)),
+    *(NAME, CALL, TYPE, SCALING, ACCUMULATE, TIME),
+    Column("min", "(us)", 10, lambda row, of: f"{_slowest_us(row, of).min():.1f}"),
+    Column("max", "(us)", 10, lambda row, of: f"{_slowest_us(row, of).max():.1f}"),
+    ALGBW,
+    Column("busbw", "(GB/s)", 7, lambda row, of: _rate(_bus_bytes(row, of), row, of)),
+    Column(
+        "wirebw",
+        "(GB/s)",
+        7,
+        lambda row, of: _rate(row.case.wire_bytes, row, of) if row.case.method else "-",
+    ),
+    *BESIDE,
+]
+SHORT = [
+    Column("", "size", 9, lambda row, of: units.size(row.size_bytes)),
+    *(NAME, TYPE, CALL, TIME, ALGBW, *BESIDE),
+]
+
+
+def columns_of(arguments: argparse.Namespace, methods: Sequence[Allreduce]) -> list[Column]:
+    """Return the columns of the table; without --all only those that tell rows apart."""
+    with_prediction = arguments.predict is not None
+    if arguments.all:
+        return [*ALL, *([PREDICTED, PREDICTION] if with_prediction else [])]
+    of = [(m.wire, m.algorithm) for m in methods]
+    scaled = len({*zip(of, (m.scaling for m in methods), strict=True)}) > len({*of})
+    added = len({*zip(of, (m.accumulate for m in methods), strict=True)}) > len({*of})
+    further = [*([SCALING] if scaled else []), *([ACCUMULATE] if added else [])]
+    return [*SHORT[:3], *further, *SHORT[3:], *([PREDICTION] if with_prediction else [])]
+
+
+def heading(
+    where: str,
+    cores: str,
+    arguments: argparse.Namespace,
+    skipped: Sequence[str],
+    columns: Sequence[Column],
+) -> list[str]:
+    """Return the lines above the table."""
+    rates = "algbw: size / time"
+    if arguments.all:
+        rates += "; busbw: 2 (p - 1) / p of it; wirebw: bytes that left a rank / time"
+    lines = [
+        f"all-reduce of float32, sum, out of place: {where}",
+        cores,
+        f"time: the slowest rank from a barrier; {arguments.repeats} calls after "
+        f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
+        f"{rates}; error: relative, Euclidean norm",
+        "x mpi: how many times as fast as MPI_Allreduce (mpi); / memcpy: of the array by all ranks "
+        "at once; by medians, as all ratios",
+        "/ bound: the longer of memcpy and 2 (N - 1) / N of the bytes on the wire over the link of "
+        "each of N nodes",
+        *([] if arguments.all else [FASTEST]),
+        *(f"left out: {text}" for text in skipped),
+    ]
+    names = [" ".join(f"{getattr(each, name):>{each.width}}" for each in columns)
+             for name in ("over", "unit")]  # fmt: skip
+    return [*comments(lines), *(f"# {text}" for text in names)]
+
+
+FASTEST = "of each method the call whose median is the least; --all shows all calls and columns"
+
+
+def lines(
+    rows: Sequence[Row], columns: Sequence[Column], ranks: int, arguments: argparse.Namespace
+) -> list[str]:
+    """Return the lines of the table; rows: of a size, mpi and memcpy first; time is the median."""
+    warmup = arguments.warmup
+    beside = Beside(ranks, warmup, *(each.median_s(warmup) for each in rows[:2]))
+    shown = rows if arguments.all else fastest(rows, warmup)
+    return [
+        "  " + " ".join(f"{each.text(row, beside):>{each.width}}" for each in columns)
+        for row in shown
+    ]
+
+
+def fastest(rows: Sequence[Row], warmup: int) -> list[Row]:
+    """Return the row with the least median of those that differ only in the call."""
+    alike: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        of = row.case
+        alike.setdefault((of.name, of.wire, of.scaling, of.accumulate), []).append(row)
+    return [min(each, key=lambda row: row.median_s(warmup)) for each in alike.values()]
+
+
+def latency_heading(where: str, cores: str, rows: Sequence[Row], whole: bool) -> list[str]:
+    """Return the lines above the table; rows: of a size; whole: least and greatest latencies too.
+
+    A row has one column, or a group of three.
+    """
+    names = [row.case.algorithm for row in rows[:2]]
+    calls = [row.case.call for row in rows[2:]]
+    told = [
+        f"all-reduce of float32, sum: {where}",
+        cores,
+        "Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before; "
+        "mpi: MPI_Allreduce; memcpy: of the array by all ranks at once",
+        "/memcpy, /bound: of the best of ours, by medians over calls of the slowest rank, as in "
+        "files; bound: the longer of memcpy and 2 (N - 1) / N of the bytes over a node's link",
+    ]
+    if not whole:
+        told.append("us, Avg; of ours the tree in float32, by how it is called")
+        heads = "".join(f"{each:>11}" for each in (*names, *calls))
+        return [*comments(told), f"{'# Size(B)':<10}{heads}{'/memcpy':>9}{'/bound':>8}"]
+    names += [f"tree, raw, {call}" for call in calls]
+    latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
+    columns = " ".join(f"{each:>15}" for each in latency * len(rows))
+    return [
+        *comments(told),
+        f"#{'':<9} " + " ".join(f"{each:>47}" for each in names),
+        f"{'# Size(B)':<10} {columns}{'/memcpy':>9}{'/bound':>9}{'Iterations':>12}",
+    ]
+
+
+def latency_line(rows: Sequence[Row], warmup: int, whole: bool) -> str:
+    """Return a row of the table, of the rows of a size; whole: as in latency_heading."""
+    by_rank = [1e6 * row.times_s[warmup:].mean(axis=0) for row in rows]
+    best_s = min(row.median_s(warmup) for row in rows[2:])
+    ratios = best_s / rows[1].median_s(warmup), best_s / rows[1].bound_s
+    size = rows[0].size_bytes
+    if not whole:
+        means = "".join(f"{each.mean():>11.2f}" for each in by_rank)
+        return f"{size:<10}{means}{ratios[0]:>9.2f}{ratios[1]:>8.2f}"
+    cells = [cell for each in by_rank for cell in (each.mean(), each.min(), each.max())]
+    figures = " ".join(f"{cell:>15.2f}" for cell in cells)
+    shown = "".join(f"{ratio:>9.2f}" for ratio in ratios)
+    return f"{size:<10} {figures}{shown}{len(rows[0].times_s) - warmup:>12}"

@@ -24,7 +24,7 @@ from ...world.cores import own_cores
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import add_options, given, spec_of
-from .halo_cases import (
+from ..kinds.halo_cases import (
     ACCUMULATE,
     COPIED,
     EXCHANGE,
@@ -37,7 +37,7 @@ from .halo_cases import (
     Setting,
     open_cases,
 )
-from .harness import (
+from ..kinds.harness import (
     Measured,
     Point,
     Times,
@@ -49,8 +49,10 @@ from .harness import (
     interleave_ranks,
     machine_line,
     parse_names,
+    table,
     take_device,
 )
+from ..settings import options
 
 PART_BYTES = 1 << 18  # of a part: a few of them fit into a core's second cache
 GIGABIT = 1e9 / 8  # bytes
@@ -62,19 +64,16 @@ BLOCKING, OVERLAPPED, WITH_PROGRESS = "blocking", "overlapped", "overlapped, wit
 # of its halo, corners included, in parts that fit a cache.
 def add_overlap(parser: argparse.ArgumentParser) -> None:
     """Add the options of overlap."""
-    parser.add_argument(
+    add = options(parser)
+    add(
         "--overlap",
-        action="store_true",
-        help="instead: a stencil with blocking and with overlapped exchange, equal in every bit",
+        "instead: a stencil with blocking and with overlapped exchange, equal in every bit",
     )
-    parser.add_argument(
-        "--passes", type=int, default=1, metavar="N", help="how often the stencil is computed"
-    )
-    parser.add_argument(
-        "--link",
-        type=float,
-        metavar="GBIT",
-        help="rate of a link, for the bound, 1e9 bit/s (default: the time of the exchange)",
+    add("--passes N", "how often the stencil is computed", 1)
+    add(
+        "--link GBIT",
+        "rate of a link, for the bound, 1e9 bit/s (default: the time of the exchange)",
+        float,
     )
 
 
@@ -198,17 +197,18 @@ def _table(
 ) -> list[str]:
     """times_s: of the slowest rank."""
     medians_s = {name: float(np.median(each)) for name, each in times_s.items()}
+    rows = [
+        (name, *(1e3 * t for t in (medians_s[name], each.min(), each.max())))
+        + (np.median(times_s[BLOCKING] / each),)
+        for name, each in times_s.items()
+    ]
+    forms = {"": "25", "time (ms)": "10.3f", "min": "9.3f", "max": "9.3f", "x blocking": "11.2f"}
     lines = [
         "#",
         f"# {setting}: {size_bytes} bytes a rank; {arguments.passes} pass(es); "
         "results equal in every bit",
-        f"# {'':>25} {'time (ms)':>10} {'min':>9} {'max':>9} {'x blocking':>11}",
+        *table(forms, rows),
     ]
-    for name, each in times_s.items():
-        lines.append(
-            f"  {name:>25} {1e3 * medians_s[name]:>10.3f} {1e3 * each.min():>9.3f} "
-            f"{1e3 * each.max():>9.3f} {np.median(times_s[BLOCKING] / each):>11.2f}"
-        )
     message_s, what = medians_s["exchange alone"], "exchange alone"
     if arguments.link:
         message_s, what = size_bytes / (arguments.link * GIGABIT), "bytes / link"
@@ -267,23 +267,12 @@ class Row(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
-    parser.add_argument(
-        "--usual", default=",".join(USUAL), metavar="NAME,...", help=f"of {usual_text}"
-    )
-    parser.add_argument(
-        "--operations", default=EXCHANGE, metavar="NAME,...", help=f"of {','.join(OPERATIONS)}"
-    )
-    parser.add_argument(
-        "--ways", default="; ".join(ALL_WAYS), metavar="NAME;...", help="parted by semicolons"
-    )
+    add = options(parser)
+    add("--usual NAME,...", f"of {usual_text}", ",".join(USUAL))
+    add("--operations NAME,...", f"of {','.join(OPERATIONS)}", EXCHANGE)
+    add("--ways NAME;...", "parted by semicolons", "; ".join(ALL_WAYS))
     add_options(parser)
-    parser.add_argument(
-        "--calls",
-        type=int,
-        default=0,
-        metavar="N",
-        help="calls of a sample (default: as fill a millisecond)",
-    )
+    add("--calls N", "calls of a sample (default: as fill a millisecond)", 0)
     add_device(parser)
     add_overlap(parser)
     add_samples(parser, 31, 3, "samples")
@@ -373,8 +362,8 @@ def measure(
                 for case, times_s in zip(cases, times, strict=True)
             ]
     if world.process == 0:
-        for row in rows:
-            print(line(row, rows, arguments.warmup), flush=True)
+        cells = [line(row, rows, arguments.warmup) for row in rows]
+        print("\n".join(table(COLUMNS, cells)), flush=True)
     return rows
 
 
@@ -430,8 +419,6 @@ def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
         *comments(
             [f"{setting}: {size_bytes} bytes a rank, in runs of {_run_bytes(setting, plan)}"]
         ),
-        f"# {'operation':>10} {'way':>21} {'time (us)':>10} {'min':>9} {'max':>9} {'GB/s':>7} "
-        f"{'x MPI':>6} {'calls':>6}",
     ]
 
 
@@ -448,8 +435,14 @@ def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
     return run_bytes
 
 
-def line(row: Row, rows: Sequence[Row], warmup: int) -> str:
-    """Return a row of the table."""
+COLUMNS = {
+    **{"operation": "10", "way": "21", "time (us)": "10.2f", "min": "9.2f", "max": "9.2f"},
+    **{"GB/s": "7.2f", "x MPI": "6", "calls": "6"},
+}
+
+
+def line(row: Row, rows: Sequence[Row], warmup: int) -> tuple[object, ...]:
+    """Return a row of the table, whose columns are COLUMNS."""
     case, times_s = row.case, row.slowest(warmup)
     time_s = float(np.median(times_s))
     by_mpi = [
@@ -459,11 +452,9 @@ def line(row: Row, rows: Sequence[Row], warmup: int) -> str:
     ]
     best = min(by_mpi, key=np.median, default=None)
     beside = "-" if best is None else f"{np.median(best / times_s):.2f}"
-    return (
-        f"  {case.operation:>10} {case.way:>21} {1e6 * time_s:>10.2f} "
-        f"{1e6 * times_s.min():>9.2f} {1e6 * times_s.max():>9.2f} "
-        f"{row.size_bytes / time_s / GIGA:>7.2f} {beside:>6} {row.calls:>6}"
-    )
+    times_us = (1e6 * each for each in (time_s, times_s.min(), times_s.max()))
+    rate = row.size_bytes / time_s / GIGA
+    return (case.operation, case.way, *times_us, rate, beside, row.calls)
 
 
 def point(row: Row) -> Point:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...config import ConfigError, validate
 from ...darray.layout import Box, Layout, receptive
 from ...darray.windows import Windows
-from .harness import check_options
+from ..kinds.harness import check_options
+from ..settings import options
 
 if TYPE_CHECKING:
     from ..autoencoder.job import Geometry
@@ -41,7 +42,7 @@ class Cost(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    options = {
+    sizes = {
         "ranks": (64, "number of ranks, a square grid or nearly"),
         "image": (200, "side of the images"),
         "channels": (3, "values of a pixel"),
@@ -51,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pool": (3, "side of a pool, in blocks"),
         "batch": (96, "images of an iteration"),
     }
-    for name, (default, text) in options.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    add = options(parser)
+    for name, (default, text) in sizes.items():
+        add(f"--{name} N", text, default)
 
 
 def run(arguments: argparse.Namespace) -> None:

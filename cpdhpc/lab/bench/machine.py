@@ -25,9 +25,7 @@ from ...whole_files import sealed
 from ...world.cores import own_cores
 from ...world.node_memory import round_trip_ns
 from ...world.ranks import Ranks
-from ..provenance import attributes
-from .allreduce import add_choices, parse_methods
-from .harness import (
+from ..kinds.harness import (
     Floats,
     add_repeats,
     check_options,
@@ -37,7 +35,11 @@ from .harness import (
     nonnegative,
     parse_sizes,
     ping_pong,
+    table,
 )
+from ..provenance import attributes
+from ..settings import options
+from .allreduce import add_choices, parse_methods
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
@@ -70,16 +72,16 @@ class Sample(NamedTuple):
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--out", type=Path, required=True, metavar="MACHINE.toml", help="the file")
-    parser.add_argument("--format", default="e4m3", metavar="NAME", help="of the codec's times")
+    add = options(parser)
+    add("--out MACHINE.toml", "the file", Path, required=True)
+    add("--format NAME", "of the codec's times", "e4m3")
     add_repeats(parser, 30, 1)
-    parser.add_argument(
-        "--beside",
-        type=Path,
-        metavar="MACHINE.toml",
-        help="show what an earlier fit predicts, too, of cores as far apart as then",
+    add(
+        "--beside MACHINE.toml",
+        "show what an earlier fit predicts, too, of cores as far apart as then",
+        Path,
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes only, for tests")
+    add("--quick", "small sizes only, for tests")
 
 
 def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
@@ -309,6 +311,12 @@ def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
     store.put(path, sealed(dump_toml(asdict(file))))
 
 
+SHOWN = {  # heading -> form
+    **{"size(B)": "11", "algorithm": "9", "wire": "6", "time(us)": "12.1f"},
+    **{"predicted(us)": "13.1f", "ratio": "6.2f", "fitted": "6"},
+}
+
+
 def show(
     machine: Machine, fields: Sequence[str], fitted: Sequence[Sample], checked: Sequence[Sample]
 ) -> None:
@@ -317,17 +325,13 @@ def show(
     for name, value in asdict(machine).items():
         print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
     print("# lower quartile of calls; fitted: no: the fit has not seen it")
-    print(
-        f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'time(us)':>12} {'predicted(us)':>13} "
-        f"{'ratio':>6} {'fitted':>6}"
-    )
     samples = [*fitted, *checked]
-    for sample, ratio in zip(samples, ratios(machine, samples), strict=True):
-        print(
-            f"  {4 * sample.n:>11} {sample.method.algorithm:>9} {sample.method.wire!s:>6} "
-            f"{1e6 * sample.time_s:>12.1f} {1e6 * sample.time_s * ratio:>13.1f} "
-            f"{ratio:>6.2f} {'no' if sample in checked else 'yes':>6}"
-        )
+    rows = [
+        (4 * s.n, s.method.algorithm, str(s.method.wire), 1e6 * s.time_s, 1e6 * s.time_s * ratio)
+        + (ratio, "no" if s in checked else "yes")
+        for s, ratio in zip(samples, ratios(machine, samples), strict=True)
+    ]
+    print("\n".join(table(SHOWN, rows)))
     print("\n".join(f"# {text}" for text in [judged(machine, fitted), judged(machine, checked)]))
 
 
@@ -361,12 +365,17 @@ def judged(machine: Machine, samples: Sequence[Sample]) -> str:
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("machine", type=Path, metavar="MACHINE.toml", help="written by bench fit")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=1, metavar="N", help="for the steps of hier"
-    )
+    add = options(parser)
+    add("machine MACHINE.toml", "written by bench fit", Path)
+    add("--ranks N", "number of ranks", int, required=True)
+    add("--ranks-per-node N", "for the steps of hier", 1)
     add_choices(parser)
+
+
+PREDICTED = {
+    **{"size(B)": "11", "algorithm": "11", "wire": "6", "scaling": "9", "accumulate": "10"},
+    **{"time(us)": "12.1f", "algbw(GB/s)": "11.3f", "wire bytes": "13", " fastest": "<8"},
+}
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
@@ -386,20 +395,14 @@ def run_predict(arguments: argparse.Namespace) -> None:
     print("\n".join(f"# {text}" for text in rests_on(file, arguments, list(found.values()))))
     for text in skipped:
         print(f"# left out: {text}")
-    print(
-        f"# {'size(B)':>11} {'algorithm':>11} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
-        f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13}  fastest"
-    )
-    for (size, name, taken), prediction in found.items():
-        packed = taken.fmt is not None
-        best = min(each.time_s for (at, *_), each in found.items() if at == size)
-        print(
-            f"  {size:>11} {name:>11} {taken.wire!s:>6} "
-            f"{taken.scaling if packed else '-':>9} "
-            f"{taken.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
-            f"{size / prediction.time_s / 1e9:>11.3f} {prediction.wire_bytes:>13} "
-            f" {'*' if prediction.time_s == best else ''}".rstrip()
-        )
+    rows = []
+    for (size, name, taken), each in found.items():
+        how = (taken.scaling, taken.accumulating) if taken.fmt is not None else ("-", "float32")
+        best = min(other.time_s for (at, *_), other in found.items() if at == size)
+        row = (size, name, str(taken.wire), *map(str, how), 1e6 * each.time_s)
+        rate = size / each.time_s / 1e9
+        rows.append((*row, rate, each.wire_bytes, " *" if each.time_s == best else ""))
+    print("\n".join(table(PREDICTED, rows)))
 
 
 def rests_on(

@@ -29,7 +29,8 @@ from ...ops import set_kernel_threads
 from ...ops.tensors import await_device, values_of
 from ...world.mpi import World
 from ...world.ranks import Ranks
-from ..settings import add_settings, settings_of
+from ..kinds.harness import Times, add_repeats, check_options, interleave_ranks, machine_line
+from ..settings import add_settings, options, settings_of
 from ..signals import Caught
 from ..train.checkpoint import Files
 from ..train.command import Trainer, check_jobs
@@ -38,17 +39,17 @@ from ..train.samples import Dataset, Source, shard, taken
 from ..train.setup import own_threads, prepare
 from ..train.step import backward
 from ..train.training import Training
-from .harness import Times, add_repeats, check_options, interleave_ranks, machine_line
-from .traffic import LATE
+from .throughput import LATE
 
 COMPUTE, REDUCE, IN_TURN, OVERLAPPED = CASES = "compute", "reduce", "in turn", "overlapped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="a job, as of train")
+    add = options(parser)
+    add("file FILE.toml", "a job, as of train", Path)
     add_settings(parser, "lay a value over the file's, as train.batch=120; may be repeated")
-    parser.add_argument("--rows", metavar="NAME,...", help="of the file's rows (default: all)")
+    add("--rows NAME,...", "of the file's rows (default: all)")
     add_repeats(parser, 10, 2, "steps")
 
 

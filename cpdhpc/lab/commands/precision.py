@@ -12,8 +12,8 @@ from ...config import ConfigError, UserError, dump_toml, suggest, validate
 from ...torch.precision.policy import PRESETS, Policy
 from ...torch.precision.recording import KINDS, load
 from ..precision.evidence import OVER
-from ..precision.replay import KIND, Question, replay
-from ..settings import add_settings, settings_of
+from ..precision.measures import KIND, Question, replay
+from ..settings import add_settings, options, settings_of
 
 if TYPE_CHECKING:
     from ...world.mpi import World
@@ -37,32 +37,23 @@ def add_record(parser: argparse.ArgumentParser) -> None:
         "Train a job file's run as train does, and record what passes through layers: keys of "
         "[record]. Exit statuses and the run's own files are those of train."
     )
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job, of one run")
-    parser.add_argument(
-        "--layers", type=_names, metavar="PATTERN,...", help='as "conv*" (default all)'
-    )
-    parser.add_argument("--tensors", type=_names, metavar="KIND,...", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--every", type=int, metavar="N", help="iterations apart, from 0")
-    parser.add_argument(
-        "--count", type=int, metavar="N", help="so many of them at most (default 20)"
-    )
-    parser.add_argument("--iterations", type=_counts, metavar="N,...", help="in place of --every")
-    parser.add_argument("--max-mib", type=float, metavar="MIB", help="of all arrays (default 256)")
-    parser.add_argument(
+    add = options(parser)
+    add("file FILE.toml", "the job, of one run", Path)
+    add("--layers PATTERN,...", 'as "conv*" (default all)', _names)
+    add("--tensors KIND,...", f"of {', '.join(KINDS)}", _names)
+    add("--every N", "iterations apart, from 0", int)
+    add("--count N", "so many of them at most (default 20)", int)
+    add("--iterations N,...", "in place of --every", _counts)
+    add("--max-mib MIB", "of all arrays (default 256)", float)
+    add(
         "--thin",
-        action="store_true",
+        "where arrays take more than --max-mib, keep the rows that fit instead of refusing",
         default=None,
-        help="where arrays take more than --max-mib, keep the rows that fit instead of refusing",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="the recording")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="DIR",
-        help="the run's own files (default: results/ + FILE's name)",
-    )
+    add("--out FILE.h5", "the recording", Path)
+    add("--results DIR", "the run's own files (default: results/ + FILE's name)", Path)
     add_settings(parser, "as train")
-    parser.add_argument("--resume", action="store_true", help="as train")
+    add("--resume", "as train")
 
 
 OPTIONS = ("layers", "tensors", "every", "count", "iterations", "max_mib", "thin")
@@ -138,29 +129,21 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
         "What formats, sums over ranks and products do to the tensors of a recording, without "
         "training. Needs neither torch nor MPI."
     )
-    parser.add_argument("file", type=Path, metavar="FILE.h5", help="of precision record")
+    add = options(parser)
+    add("file FILE.h5", "of precision record", Path)
     for name, metavar, text, default in (
         ("formats", "NAME", "tensors are rounded to", asked.formats),
         ("scalings", "NAME", "how they are brought into the range", asked.scalings),
         ("accumulates", "NAME", "products are summed in", asked.accumulates),
     ):
         shown = f"{text} (default {','.join(default)})"
-        parser.add_argument(f"--{name}", type=_names, metavar=f"{metavar},...", help=shown)
-    parser.add_argument(
-        "--ranks",
-        type=_counts,
-        metavar="N,...",
-        help="gradients are summed over (default: 2,4,...)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="the results (default: FILE.replay.h5)"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="write one self-contained page"
-    )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
-    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
-    parser.add_argument("--quiet", action="store_true", help="print no table")
+        add(f"--{name} {metavar},...", shown, _names)
+    add("--ranks N,...", "gradients are summed over (default: 2,4,...)", _counts)
+    add("--out FILE.h5", "the results (default: FILE.replay.h5)", Path)
+    add("--html FILE.html", "write one self-contained page", Path)
+    add("--figures DIR", "write every figure: PNG, SVG", Path)
+    add("--csv DIR", "write every table, all digits", Path)
+    add("--quiet", "print no table")
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
@@ -192,45 +175,30 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "computed, by trainings of a job of one row, under a budget of accuracy or of the "
         "gradient's error. What it may cost is printed first."
     )
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="a job of one row, with seeds")
-    parser.add_argument(
+    add = options(parser)
+    add("file FILE.toml", "a job of one row, with seeds", Path)
+    add(
         "--over",
-        choices=OVER,
-        default=OVER[0],
-        help="what has few bits: gradients that travel (wire, the default), operands and sums of "
+        "what has few bits: gradients that travel (wire, the default), operands and sums of "
         "products (arithmetic), or both",
+        OVER[0],
+        choices=OVER,
     )
-    parser.add_argument(
-        "--budget", type=float, metavar="POINTS", help="accuracy below float32, mean over seeds"
+    add("--budget POINTS", "accuracy below float32, mean over seeds", float)
+    add(
+        "--gradient-error SHARE",
+        "in place of it: error of the mean gradient relative to the float64 one",
+        float,
     )
-    parser.add_argument(
-        "--gradient-error",
-        type=float,
-        metavar="SHARE",
-        help="in place of it: error of the mean gradient relative to the float64 one",
+    add(
+        "--trials N",
+        "trainings at most, each of all seeds, float32, uniform and unseen ones included",
+        40,
     )
-    parser.add_argument(
-        "--trials",
-        type=int,
-        default=40,
-        metavar="N",
-        help="trainings at most, each of all seeds, float32, uniform and unseen ones included",
-    )
-    parser.add_argument(
-        "--test-seeds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="seeds beyond the job's to test the result with",
-    )
+    add("--test-seeds N", "seeds beyond the job's to test the result with", 1)
     add_settings(parser, "of the job")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="of the search (default: results/ + FILE's name + -search)",
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the search in DIR")
+    add("--out DIR", "of the search (default: results/ + FILE's name + -search)", Path)
+    add("--resume", "go on with the search in DIR")
 
 
 def run_search(arguments: argparse.Namespace, world: World) -> int:
@@ -257,7 +225,7 @@ def run_search(arguments: argparse.Namespace, world: World) -> int:
 
 def add_presets(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of presets."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print this one as TOML")
+    options(parser)("name NAME", "print this one as TOML", nargs="?")
 
 
 def run_presets(arguments: argparse.Namespace) -> None:
@@ -278,7 +246,7 @@ def run_presets(arguments: argparse.Namespace) -> None:
 
 def add_show(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of show."""
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
+    options(parser)("file FILE.toml", "the job", Path)
     add_settings(parser, "lay a value over the file's; may be repeated")
 
 

@@ -24,13 +24,14 @@ from ..report.other_files import autoencoder_report, probe_report, replay_report
 from ..report.scaling import ALL, Choice
 from ..report.tables import Listed, Report, Section, Table, counted, slug
 from ..report.trainings import Run, Task, load_run, overview, run_groups, runs_report, tasks_report
+from ..settings import options
 from ..study.folder import Folder
 from ..study.report import BENCHMARK, compress_report, study_report
 from ..study_data.study_file import ReportError, StudyFile, load_study_file
 
 
 def _search_report(path: Path) -> Report:
-    from ..precision.report import search_report
+    from ..precision.evidence import search_report
 
     return search_report(path)
 
@@ -366,26 +367,20 @@ SLOWER = 1  # exit status of --compare --fail-on-slower
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of report."""
-    parser.add_argument(
-        "files",
-        type=Path,
+    add = options(parser)
+    add(
+        "files FILE.h5",
+        "studies and records of training runs, or directories of them",
+        Path,
         nargs="+",
-        metavar="FILE.h5",
-        help="studies and records of training runs, or directories of them",
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="write one self-contained page"
-    )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
-    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
-    parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
-    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw training runs")
-    parser.add_argument(
-        "--tasks",
-        action="store_true",
-        help="each path has the runs of a task: methods beside its float32, a panel for each",
-    )
-    parser.add_argument("--quiet", action="store_true", help="print no table")
+    add("--html FILE.html", "write one self-contained page", Path)
+    add("--figures DIR", "write every figure: PNG, SVG", Path)
+    add("--csv DIR", "write every table, all digits", Path)
+    add("--latex DIR", "write every table for booktabs", Path)
+    add("--png FILE.png", "draw training runs", Path)
+    add("--tasks", "each path has the runs of a task: methods beside its float32, a panel for each")
+    add("--quiet", "print no table")
     _add_choice(parser)
     _add_compare(parser)
 
@@ -399,41 +394,31 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE,...",
         help="only such points; also != < <= > >=; may be repeated",
     )
-    for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
-    for_figures.add_argument(
-        "--y",
-        default="",
-        metavar="NAME",
-        help="time (default), speedup, efficiency, throughput in its studies, or an outcome",
+    add = options(for_figures)
+    add("--x NAME", "factor along the x axis", "")
+    add(
+        "--y NAME",
+        "time (default), speedup, efficiency, throughput in its studies, or an outcome",
+        "",
     )
     for name, text in (("by", "a series"), ("panel", "a panel")):
-        for_figures.add_argument(
-            f"--{name}",
+        add(
+            f"--{name} NAME,...",
+            f"{text} for each value of these",
+            [],
             type=lambda given: given.split(","),
-            default=[],
-            metavar="NAME,...",
-            help=f"{text} for each value of these",
         )
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        metavar="FILE",
-        help="what changed since this study, or the one that a TOML file names with tolerances",
+    add = options(parser)
+    add(
+        "--compare FILE",
+        "what changed since this study, or the one that a TOML file names with tolerances",
+        Path,
     )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="SHARE",
-        help="with --compare: how much longer a point may take, as 0.05",
-    )
-    parser.add_argument(
-        "--fail-on-slower",
-        action="store_true",
-        help=f"with --compare: exit status {SLOWER} where a point is slower",
-    )
+    add("--tolerance SHARE", "with --compare: how much longer a point may take, as 0.05", float)
+    add("--fail-on-slower", f"with --compare: exit status {SLOWER} where a point is slower")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import store
 from ...config import UserError, suggest
-from ..settings import add_settings
+from ..settings import add_settings, options
 from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
 from ..study.folder import Folder, recorded
 from ..study.site import Site, load_site
@@ -30,20 +30,15 @@ HASH = 8  # hexadecimal digits in the name of a folder
 
 def add_study(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that all actions have."""
-    parser.add_argument(
-        "study", type=Path, metavar="STUDY.toml", help="the study, or the folder of one"
-    )
+    add = options(parser)
+    add("study STUDY.toml", "the study, or the folder of one", Path)
     add_settings(parser, "lay a value over the file's, as sweep.ranks=[1,2]; may be repeated")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the study (default: results/ + NAME)"
-    )
+    add("--out DIR", "folder of the study (default: results/ + NAME)", Path)
 
 
 def add_site(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names the profile of a cluster."""
-    parser.add_argument(
-        "--site", type=Path, metavar="FILE.toml", help="profile of the cluster (docs/sites.md)"
-    )
+    options(parser)("--site FILE.toml", "profile of the cluster (docs/sites.md)", Path)
 
 
 def add_study_and_site(parser: argparse.ArgumentParser) -> None:
@@ -193,9 +188,7 @@ def run_render(arguments: argparse.Namespace) -> int:
 def add_render(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of render."""
     add_study_and_site(parser)
-    parser.add_argument(
-        "--script", metavar="NAME", help="print this one alone, as sbatch takes it: 2x4 or collect"
-    )
+    options(parser)("--script NAME", "print this one alone, as sbatch takes it: 2x4 or collect")
 
 
 def render(study: Study, folder: Folder, site: Site, only: str | None = None) -> str:
@@ -259,17 +252,15 @@ def run_resume(arguments: argparse.Namespace) -> int:
 def add_status(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of status."""
     add_study(parser)
-    parser.add_argument(
-        "--summary", action="store_true", help="how many cases of each shape, not each of them"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, a line each time")
-    parser.add_argument(
-        "--watch",
-        type=float,
+    add = options(parser)
+    add("--summary", "how many cases of each shape, not each of them")
+    add("--json", "print JSON, a line each time")
+    add(
+        "--watch SECONDS",
+        f"look again and again (default every {WATCH_S:g} s) while something waits or runs",
+        float,
         nargs="?",
         const=WATCH_S,
-        metavar="SECONDS",
-        help=f"look again and again (default every {WATCH_S:g} s) while something waits or runs",
     )
 
 
@@ -365,10 +356,9 @@ def run_collect(arguments: argparse.Namespace) -> int:
 def add_freeze(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of freeze."""
     add_study(parser)
-    parser.add_argument(
+    options(parser)(
         "--by-hash",
-        action="store_true",
-        help="end the folder's name with the study's hash: other settings go to another folder",
+        "end the folder's name with the study's hash: other settings go to another folder",
     )
 
 
@@ -384,14 +374,11 @@ def run_freeze(arguments: argparse.Namespace) -> int:
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of batch."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
-    parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="nodes of the job (default: the batch's)"
-    )
-    parser.add_argument(
-        "--ppn", type=int, metavar="N", help="ranks per node (default: the batch's)"
-    )
+    add = options(parser)
+    add("folder FOLDER", "of the study", Path)
+    add("number NUMBER", "of the batch, from 0", int)
+    add("--nodes N", "nodes of the job (default: the batch's)", int)
+    add("--ppn N", "ranks per node (default: the batch's)", int)
 
 
 def run_batch(arguments: argparse.Namespace, world: World) -> int:
@@ -405,7 +392,7 @@ def run_batch(arguments: argparse.Namespace, world: World) -> int:
 def add_scripts(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of scripts."""
     add_site(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="where they go")
+    options(parser)("--out DIR", "where they go", Path, required=True)
 
 
 def run_scripts(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from math import isnan, nan
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -36,12 +36,12 @@ from .base import Call, Kind
 
 if TYPE_CHECKING:
     from ...world.mpi import World
-    from ..bench.allreduce_cases import TimedCase
     from ..report.figures import Chart, Series
     from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
     from ..report.tables import Section, Table
     from ..study_data import Case
     from ..study_data.study_file import Point, StudyFile
+    from .allreduce_cases import Data, TimedCase
     from .base import Asked
     from .place import Place
 
@@ -127,16 +127,15 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
     return repeats * (1e-3 + GUESS * float(used["size_bytes"]) * ranks)
 
 
-CACHED_SIZES = 2  # whose data stay from one visit to the next
+def _data(place: Place, n: int, device: str, integers: bool) -> Data:
+    from .allreduce_cases import Data, integer_data, normal_data
+    from .harness import on_device
 
+    def make() -> Data:
+        x, total = (integer_data if integers else normal_data)(n, place.world)
+        return Data(on_device(x, device), total)
 
-@lru_cache(maxsize=CACHED_SIZES)
-def _data(n: int, world: World, device: str, integers: bool) -> Any:
-    from ..bench.allreduce_cases import Data, integer_data, normal_data
-    from ..bench.harness import on_device
-
-    x, total = (integer_data if integers else normal_data)(n, world)
-    return Data(on_device(x, device), total)
+    return place.kept((n, device, integers), make)
 
 
 @contextmanager
@@ -145,7 +144,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     factors, world = case.factors, place.world
     device = place.take_device(factors)
     with _torch_group(world, factors):
-        timed = _timed(world, factors, device)
+        timed = _timed(place, factors, device)
         call = Call(timed.run, timed.prepare)
         if check:
             timed.check(world)
@@ -158,27 +157,27 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
         yield call
 
 
-def _timed(world: World, factors: Factors, device: str) -> TimedCase:
+def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
     """Return the call of a case, not checked yet."""
     import numpy as np
 
     from ...collectives.allreduce import Allreduce
-    from ..bench import allreduce_cases as bench
-    from ..bench.harness import on_device
+    from . import allreduce_cases as bench
+    from .harness import on_device
 
     n, algorithm, wire = int(factors["size_bytes"]) // 4, factors["algorithm"], str(factors["wire"])
     out = on_device(np.empty(n, np.float32), device)
-    integers, normal = (partial(_data, n, world, device, exact) for exact in (True, False))
+    integers, normal = (partial(_data, place, n, device, exact) for exact in (True, False))
     if algorithm in BASELINES:
         name = str(algorithm) if wire == "raw" else f"{algorithm}-{wire}"
-        return bench.BASELINES[name](world, integers(), normal(), out)
+        return bench.BASELINES[name](place.world, integers(), normal(), out)
     method = Allreduce(
         wire,
         str(algorithm),
         None if wire == "raw" else str(factors["value_scaling"]),
         None if wire == "raw" else str(factors["accumulate"]),
     )
-    return bench.schedule_case(world, method, normal() if method.fmt else integers(), out)
+    return bench.schedule_case(place.world, method, normal() if method.fmt else integers(), out)
 
 
 @contextmanager
@@ -187,7 +186,7 @@ def _torch_group(world: World, factors: Factors) -> Iterator[None]:
 
     Raises UserError on all ranks where torch or what it needs is missing.
     """
-    from ..bench.allreduce_cases import group_of, missing
+    from .allreduce_cases import group_of, missing
 
     library = str(factors["algorithm"])
     if library in BASELINES and (reason := missing(world, library)):
@@ -206,8 +205,8 @@ def _bound_s(place: Place, timed: TimedCase) -> float:
     """
     import numpy as np
 
-    from ..bench import allreduce_cases as bench
-    from ..bench.harness import interleave_ranks
+    from . import allreduce_cases as bench
+    from .harness import interleave_ranks
 
     world, data = place.world, timed.data
     if world.ranks == 1:

@@ -54,8 +54,8 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     import numpy as np
 
     from ...partition import split
-    from ..bench.codec import check_against_reference, operations
-    from ..bench.harness import on_device
+    from .codec_cases import check_against_reference, operations
+    from .harness import on_device
 
     factors, world = case.factors, place.world
     operation = str(factors["operation"])

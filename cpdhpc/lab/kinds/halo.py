@@ -14,12 +14,12 @@ from ..study_data import DEVICE, Factor, Factors, Value, device_used, positive
 from .base import Call, Kind
 
 if TYPE_CHECKING:
-    from ..bench.halo_cases import Setting
     from ..report.points import Layout, SeedGroup
     from ..report.tables import Section
     from ..study_data import Case
     from ..study_data.study_file import StudyFile
     from .base import Asked
+    from .halo_cases import Setting
     from .place import Place
 
 TRANSFERS = ("exchange", "accumulate")
@@ -66,7 +66,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an exchange ready; see Kind.measure. Collective."""
-    from ..bench.halo_cases import open_cases, relative_error
+    from .halo_cases import open_cases, relative_error
 
     of, world = case.factors, place.world
     setting = _setting(case, world.processes)
@@ -93,8 +93,8 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
 
 def _setting(case: Case, ranks: int) -> Setting:
     from ...darray.layout import balanced_grid
-    from ..bench.halo_cases import Setting
     from ..darray_show import spec_of
+    from .halo_cases import Setting
 
     of = case.factors
     grids = {"rows": [ranks, 1], "columns": [1, ranks], "grid": balanced_grid(ranks, 2)}

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ...world.gpu_messages import use_gpu
 from ...world.mpi import World
-from ..bench.harness import ping_pong
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
 from ..schedulers import SCHEDULERS
 from ..study_data import Factors, Outcomes
+from .harness import ping_pong
 
+T = TypeVar("T")
+KEPT = 2  # data of cases that stay from one visit to the next, as they take turns
 POWERCAP = Path("/sys/class/powercap")
 LOOK_S = 60.0  # a counter of RAPL begins anew after 2**18 J or so, 9 minutes at 500 W
 
@@ -124,6 +126,7 @@ class Place:
         own = world.hosted.start
         first = world.nodes.index(world.nodes[own]) == own  # of the processes of this node
         self._meter = node_meter() if first else None
+        self._kept: dict[Hashable, Any] = {}
 
     def take_device(self, factors: Factors) -> str:
         """Return where a case's arrays are; on "gpu" each process has one of its own. Collective.
@@ -135,6 +138,14 @@ class Place:
             use_gpu(self.world)
             self._gpu = gpu()
         return device
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what make gives for a key, the same again while it is one of the last KEPT."""
+        found: T = self._kept.pop(key) if key in self._kept else make()
+        self._kept[key] = found
+        for old in list(self._kept)[:-KEPT]:
+            del self._kept[old]
+        return found
 
     @cached_property
     def seconds_per_byte(self) -> float:

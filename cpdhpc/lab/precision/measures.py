@@ -1,4 +1,4 @@
-"""What rounding does to arrays, counted: exponents, what formats lose, errors of sums and products.
+"""What rounding does to arrays and recorded tensors: exponents, losses, errors of sums, products.
 
 All compare with float64, in NumPy, on one process. Formats, scalings and algorithms are those of
 gradients that travel: kernels and simulator are the ones of training.
@@ -7,8 +7,9 @@ gradients that travel: kernels and simulator are the ones of training.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,26 @@ from ...collectives.allreduce import Allreduce
 from ...collectives.checks import NonFiniteGradient
 from ...collectives.method import Segment, aps_shift
 from ...collectives.schedules import SCHEDULES
-from ...formats import SHARED, SHIFT_BIAS, Cast, TableFormat, packed_bytes, shift_count, tiles
+from ...compress.bucket import Bucket
+from ...config import ConfigError
+from ...formats import (
+    SHARED,
+    SHIFT_BIAS,
+    TILE,
+    Cast,
+    FloatFormat,
+    TableFormat,
+    packed_bytes,
+    parse_format,
+    shift_count,
+    tiles,
+)
 from ...methods import EXACT, suggest
 from ...ops import cpu, type_name
 from ...randomness import random_key
+from ...store import Variable
 from ...torch.precision.products import matmul
+from ...torch.precision.recording import Recorded, Tensor
 from ...world.ranks import Loopback
 
 Array = npt.NDArray[Any]
@@ -227,3 +243,422 @@ def _floats(function: str, x: Array) -> Floats:
         came = f"{type_name(x)} of {getattr(x, 'dtype', None)}"
         raise TypeError(f"{function}: x is {came}: a NumPy array of float32 is allowed")
     return np.ascontiguousarray(x).reshape(-1)
+
+
+KIND = "replay"  # of the file of results
+SUMMED = 64  # tiles of a rank's gradients that are summed at most, evenly spread
+SEEN = 3  # iterations whose sums and products are looked at, evenly spread
+OUTPUTS = 16  # rows and columns of a product that are formed at most, evenly spread
+ORDERS: dict[str, dict[str, Any]] = {  # of the sums of products -> arguments of matmul
+    "ascending": {},
+    "pairwise": {"order": "pairwise"},
+    "chunks of 64": {"chunk": 64},
+    "Kahan": {"kahan": True},
+}
+PADDINGS = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a recording.
+
+    formats, scalings: in which tensors are rounded, and gradients summed
+    ranks: over how many the gradients are summed; empty: 2, 4, ... up to those that were recorded
+    accumulates: formats in which products are summed
+    Raises ConfigError, with the option of the command, for a name that is not known, for a list of
+    names that is empty, and for a number of ranks below 1.
+    """
+
+    formats: tuple[str, ...] = ("e4m3", "e5m2")
+    scalings: tuple[str, ...] = ("none", "aps", "tile")
+    ranks: tuple[int, ...] = ()
+    accumulates: tuple[str, ...] = ("e5m10", "e6m9", "bf16", "e5m5")
+
+    def __post_init__(self) -> None:
+        for option in ("formats", "scalings", "accumulates"):
+            if not getattr(self, option):
+                raise ConfigError(f"precision replay: --{option}: names none: give one or more")
+        for count in self.ranks:
+            if count < 1:
+                raise ConfigError(f"precision replay: --ranks {count}: must be 1 or more")
+        try:
+            found = {name: parse_format(name) for name in (*self.formats, *self.accumulates)}
+        except ValueError as problem:
+            raise ConfigError(f"precision replay: {problem}") from None
+        for name in self.accumulates:
+            if not isinstance(found[name], FloatFormat):
+                raise ConfigError(f"precision replay: --accumulates {name}: should be as e5m10")
+        for scaling in self.scalings:
+            if scaling not in SCALINGS:
+                known = ", ".join(SCALINGS)
+                raise ConfigError(f"precision replay: --scalings {scaling}: known are {known}")
+
+
+class Answers(NamedTuple):
+    """Groups of labelled arrays for store.write, and what could not be answered, and why."""
+
+    groups: dict[str, dict[str, Variable]]
+    left_out: list[str]
+
+
+def replay(recorded: Recorded, question: Question) -> Answers:
+    """Return what formats, sums and products do to the tensors of a recording.
+
+    Raises ConfigError where the recording is empty.
+    """
+    if not recorded.tensors:
+        raise ConfigError(f"{recorded.file}: holds no iteration yet")
+    left_out = list[str]()
+    groups = {"exponents": _histograms(recorded), "formats": _ranges(question)}
+    groups["rounding"] = _rounding(recorded, question)
+    if summed := _sums(recorded, question, left_out):
+        groups["sums"] = summed
+    if multiplied := _products(recorded, question, left_out):
+        groups["products"] = multiplied
+    return Answers(groups, list(dict.fromkeys(left_out)))
+
+
+def _labels(recorded: Recorded) -> tuple[list[tuple[str, str]], list[int]]:
+    """Return what names the rows of tables, kind and name, and the iterations."""
+    return list(dict.fromkeys((t.kind, t.name) for t in recorded.tensors)), recorded.iterations
+
+
+def _table(
+    recorded: Recorded,
+    further: tuple[tuple[str, Array, str], ...],
+    columns: dict[str, str],
+    rows: Callable[[Array], dict[str, Any]],
+    dtype: Any = np.float64,
+) -> dict[str, Variable]:
+    """Return columns by tensor, iteration and further labels, of what rows says of values.
+
+    further: name, labels and long name of the axes behind; columns: long name by name
+    """
+    tensors, iterations = _labels(recorded)
+    dims = ("tensor", "iteration", *(name for name, _, _ in further))
+    shape = len(tensors), len(iterations), *(len(labels) for _, labels, _ in further)
+    missing = -1 if dtype is np.int64 else math.nan
+    found = {
+        name: np.full(shape[:2] if name in WHOLE else shape, missing, dtype) for name in columns
+    }
+    for each in recorded.tensors:
+        at = tensors.index((each.kind, each.name)), iterations.index(each.iteration)
+        for name, value in rows(each.read()).items():
+            found[name][at] = value
+    labels = {name: Variable((name,), values, text) for name, values, text in further}
+    return _axes(tensors, iterations) | labels | {
+        name: Variable(dims[: values.ndim], values, columns[name])
+        for name, values in found.items()
+    }  # fmt: skip
+
+
+WHOLE = ("zeros", "subnormals", "infinities", "nans")  # columns without an axis of exponents
+
+
+def _axes(tensors: list[tuple[str, str]], iterations: list[int]) -> dict[str, Variable]:
+    return {
+        "tensor": Variable(("tensor",), np.array([" ".join(each) for each in tensors]), "tensor"),
+        "iteration": Variable(("iteration",), np.array(iterations), "iteration, from 0"),
+    }
+
+
+def _histograms(recorded: Recorded) -> dict[str, Variable]:
+    columns = {
+        "count": "normal float32 values with floor(log2|x|) = exponent; -1: not recorded",
+        "zeros": "values that are zero",
+        "subnormals": "values that are subnormal in float32",
+        "infinities": "values that are infinite",
+        "nans": "values that are NaN",
+    }
+
+    def rows(x: Array) -> dict[str, Any]:
+        of = exponents(x)
+        return {"count": of.counts} | {name: getattr(of, name) for name in WHOLE}
+
+    axis = ("exponent", np.arange(LOWEST, HIGHEST + 1), "exponent of a power of two")
+    return _table(recorded, (axis,), columns, rows, np.int64)
+
+
+def _ranges(question: Question) -> dict[str, Variable]:
+    formats = [parse_format(name) for name in question.formats]
+    by = ("format",)
+    lowest = np.log2([fmt.smallest for fmt in formats])
+    return {
+        "format": Variable(by, np.array(question.formats), "number format"),
+        "bits": Variable(by, np.array([fmt.bits for fmt in formats]), "bits of a value"),
+        "lowest": Variable(by, lowest, "exponent of the smallest positive number"),
+        "normal": Variable(by, np.array([f.emin for f in formats]), "of the smallest normal one"),
+        "highest": Variable(by, np.array([f.top for f in formats]), "of the largest number"),
+    }
+
+
+def _rounding(recorded: Recorded, question: Question) -> dict[str, Variable]:
+    columns = {
+        "underflowed": "share of non-zero values that become zero",
+        "saturated": "share of non-zero values beyond the largest number",
+        "subnormal": "share of non-zero values that become subnormal",
+        "relative_error": "||rounded - x|| / ||x||",
+        "largest_error": "max|rounded - x| / max|x|",
+        "snr_db": "power of x over that of the error, in dB",
+    }
+    casts = [Cast(parse_format(name)) for name in question.formats]
+
+    def rows(x: Array) -> dict[str, Any]:
+        found = {name: np.empty((len(casts), len(question.scalings))) for name in columns}
+        for i, cast in enumerate(casts):
+            for j, scaling in enumerate(question.scalings):
+                done = rounded(x, cast, scaling)
+                wrong = error(done.values, x)
+                for name in ("underflowed", "saturated", "subnormal"):
+                    found[name][i, j] = done.share(getattr(done, name))
+                found["relative_error"][i, j], found["largest_error"][i, j] = wrong
+                found["snr_db"][i, j] = wrong.snr_db
+        return found
+
+    further = (
+        ("format", np.array(question.formats), "number format"),
+        ("scaling", np.array(question.scalings), "how values are brought into its range"),
+    )
+    return _table(recorded, further, columns, rows)
+
+
+def _spread(count: int, most: int) -> Array:
+    """Return at most so many of 0..count - 1, evenly spread, with the first and the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+
+
+def _seen(recorded: Recorded) -> list[int]:
+    iterations = recorded.iterations
+    return [iterations[i] for i in _spread(len(iterations), SEEN)]
+
+
+def _sums(
+    recorded: Recorded, question: Question, left_out: list[str]
+) -> dict[str, Variable] | None:
+    """Return the errors of sums over ranks of all gradients that were recorded, as one bucket."""
+    gradients = [each for each in recorded.tensors if each.kind == "gradients"]
+    most = min((each.shape[0] for each in gradients), default=0)
+    counts = question.ranks or tuple(1 << i for i in range(1, most.bit_length()) if 1 << i <= most)
+    for count in counts:
+        if count > most:
+            left_out.append(f"sums over {count} ranks: gradients of {most} were recorded")
+        elif count == 1:
+            left_out.append("sums over 1 rank: nothing is added")
+    counts = tuple(count for count in counts if 2 <= count <= most)
+    ways = [way for way in WAYS if way.algorithm not in ("hier", "gather")]  # for these: as direct
+    if not counts:
+        return None
+    iterations = _seen(recorded)
+    shape = len(iterations), len(question.formats), len(question.scalings), len(ways), len(counts)
+    found = np.full(shape, np.nan)
+    for i, iteration in enumerate(iterations):
+        rows, segments = _bucket([each for each in gradients if each.iteration == iteration])
+        for at in np.ndindex(shape[1:]):
+            wire, scaling = question.formats[at[0]], question.scalings[at[1]]
+            way, count = ways[at[2]], counts[at[3]]
+            try:
+                wrong = sum_error(rows[:count], wire, way, scaling, segments)
+            except ValueError as problem:
+                left_out.append(f"sums, {_named(way)}: {problem}")
+                continue
+            found[(i, *at)] = wrong.relative
+    labels = {
+        "iteration": (np.array(iterations), "iteration, from 0"),
+        "format": (np.array(question.formats), "format of what travels"),
+        "scaling": (np.array(question.scalings), "how values are brought into its range"),
+        "way": (np.array([_named(way) for way in ways]), "algorithm, how partial sums are kept"),
+        "ranks": (np.array(counts), "number of ranks"),
+    }
+    variables = {name: Variable((name,), *each) for name, each in labels.items()}
+    text = "||sum - exact|| / ||exact||, all layers together"
+    return variables | {"relative_error": Variable(tuple(labels), found, text)}
+
+
+def _named(way: Way) -> str:
+    return f"{way.algorithm}, {way.accumulate}"
+
+
+def _bucket(gradients: Sequence[Tensor]) -> tuple[list[Array], tuple[Segment, ...]]:
+    """Return the gradients of each rank as a bucket of whole tiles, at most SUMMED, with layers."""
+    arrays = [each.read() for each in gradients]
+    layers = [each.reshape(len(each), -1) for each in arrays]
+    share = min(1.0, SUMMED / sum(tiles(each.shape[1]) for each in layers))
+    parts = [each[:, _tiles_kept(each.shape[1], share)] for each in layers]
+    bucket = Bucket(
+        tuple(each.name for each in gradients), tuple((p.shape[1],) for p in parts), TILE
+    )
+    ranks = min(len(each) for each in parts)
+    return [
+        bucket.flatten([each[rank] for each in parts]) for rank in range(ranks)
+    ], bucket.segments
+
+
+def _tiles_kept(values: int, share: float) -> Array:
+    """Return the places of the values in a share of the tiles, at least one, evenly spread."""
+    some = _spread(tiles(values), max(1, int(share * tiles(values))))
+    places = (some[:, None] * TILE + np.arange(TILE)).reshape(-1)
+    return places[places < values]
+
+
+class Operands(NamedTuple):
+    """Matrices whose product is one of a layer's three; a: of OUTPUTS rows, b: columns at most."""
+
+    a: Array
+    b: Array
+
+
+def _products(
+    recorded: Recorded, question: Question, left_out: list[str]
+) -> dict[str, Variable] | None:
+    """Return the errors of the three products of layers that are linear or convolutions."""
+    iterations, rows = _seen(recorded), list[tuple[str, Array, Array]]()
+    for name, layer in recorded.layers.items():
+        for product in PRODUCTS:
+            errors = np.full((len(iterations), len(question.accumulates), len(ORDERS)), np.nan)
+            terms = np.zeros(len(iterations), np.int64)
+            for i, iteration in enumerate(iterations):
+                of = _Layer(layer, partial(tensor_of, recorded, iteration, name))
+                try:
+                    operands = PRODUCTS[product](of)
+                except Missing as why:
+                    left_out.append(f"{product} of {name or '(model)'}: {why}")
+                    break
+                terms[i] = operands.a.shape[1]
+                errors[i] = _errors(operands, question.accumulates)
+            else:
+                rows.append((f"{name or '(model)'}, {product}", terms, errors))
+    if not rows:
+        return None
+    labels = {
+        "product": (np.array([name for name, _, _ in rows]), "layer, and which of its products"),
+        "iteration": (np.array(iterations), "iteration, from 0"),
+        "accumulate": (np.array(question.accumulates), "format of partial sums"),
+        "order": (np.array(list(ORDERS)), "order of the sums"),
+    }
+    text = "||product - exact|| / ||exact|| of at most 16 x 16 of its values"
+    return {name: Variable((name,), *each) for name, each in labels.items()} | {
+        "terms": Variable(
+            ("product", "iteration"), np.stack([terms for _, terms, _ in rows]), "summed products"
+        ),
+        "relative_error": Variable(tuple(labels), np.stack([each for _, _, each in rows]), text),
+    }
+
+
+def _errors(operands: Operands, accumulates: Iterable[str]) -> list[list[float]]:
+    finite = all(np.isfinite(each).all() for each in operands)
+    return [
+        [
+            product_error(*operands, accumulate=name, **how).relative if finite else math.nan
+            for how in ORDERS.values()
+        ]
+        for name in accumulates
+    ]
+
+
+class Missing(Exception):
+    """What a product lacks."""
+
+
+def operands(layer: dict[str, Any], read: Callable[[str], Array]) -> dict[str, Operands]:
+    """Return some rows and columns of a layer's products, by name in PRODUCTS.
+
+    layer: its type and geometry; read: its tensor of a kind. Raises Missing where its products are
+    not known, or read does.
+    """
+    of = _Layer(layer, read)
+    return {name: take(of) for name, take in PRODUCTS.items()}
+
+
+def tensor_of(recorded: Recorded, iteration: int, layer: str, kind: str) -> Array:
+    """Return a tensor of a layer for its products. Raises Missing where it is not there whole."""
+    name = f"{layer}.weight".lstrip(".") if kind == "weights" else layer
+    found = recorded.by_name.get((iteration, kind, name))
+    if found is None:
+        raise Missing(f"its {kind} were not recorded")
+    if found.is_thinned and kind != "weights":
+        raise Missing(f"rows of its {kind} were left out")
+    return found.read()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer as products of matrices: convolutions by the patches of their inputs, first group.
+
+    layer: type and geometry; read: the tensor of a kind. Raises Missing where there is none.
+    """
+
+    layer: dict[str, Any]
+    read: Callable[[str], Array]
+
+    @cached_property
+    def spatial(self) -> int:
+        """Number of spatial axes, 0 of a linear layer. Raises Missing for other layers."""
+        kind = str(self.layer["type"])
+        if "kernel_size" in self.layer and "Conv" in kind and "Transpose" not in kind:
+            return len(self.layer["kernel_size"])
+        if "kernel_size" not in self.layer and "groups" not in self.layer and "Linear" in kind:
+            return 0
+        raise Missing(f"a layer of type {kind} has no products that are known")
+
+    @cached_property
+    def groups(self) -> int:
+        return int(self.layer.get("groups", 1))
+
+    @cached_property
+    def weights(self) -> Array:
+        """float32[outputs, terms], of the first group."""
+        self.spatial  # noqa: B018 - it refuses other layers
+        whole = self.read("weights")
+        return whole[: max(1, len(whole) // self.groups)].reshape(-1, math.prod(whole.shape[1:]))
+
+    @cached_property
+    def entered(self) -> Array:
+        """float32[samples, terms]."""
+        x = self.read("activations")
+        if not self.spatial:
+            return x.reshape(-1, x.shape[-1])
+        return _patches(x[:, : x.shape[1] // self.groups], self.layer)
+
+    @cached_property
+    def left(self) -> Array:
+        """float32[samples, outputs], gradients of what the layer gave."""
+        errors = self.read("errors")
+        if not self.spatial:
+            return errors.reshape(-1, errors.shape[-1])
+        errors = errors[:, : errors.shape[1] // self.groups]
+        return np.moveaxis(errors, 1, -1).reshape(-1, errors.shape[1])
+
+
+def _patches(x: Array, layer: dict[str, Any]) -> Array:
+    """Return what each place of a convolution sees of float32[samples, channels, *space]."""
+    size, stride, dilation = (layer[key] for key in ("kernel_size", "stride", "dilation"))
+    padding = layer["padding"]
+    if padding == "same":
+        whole = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+        ends = [(each // 2, each - each // 2) for each in whole]
+    else:
+        ends = [(0, 0)] * len(size) if padding == "valid" else [(each, each) for each in padding]
+    mode: Any = PADDINGS[layer["padding_mode"]]
+    padded = np.pad(x, [(0, 0), (0, 0), *ends], mode)
+    reach = tuple(d * (k - 1) + 1 for d, k in zip(dilation, size, strict=True))
+    space = tuple(range(2, 2 + len(size)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, reach, space)
+    steps = (*(slice(None, None, s) for s in stride), *(slice(None, None, d) for d in dilation))
+    windows = windows[(slice(None), slice(None), *steps)]
+    places = np.moveaxis(windows, 1, 1 + len(size))  # channels behind the places
+    return np.ascontiguousarray(places).reshape(math.prod(places.shape[: 1 + len(size)]), -1)
+
+
+def _operands(a: Array, b: Array) -> Operands:
+    """Return some rows of a and columns of b. Raises Missing where they do not go together."""
+    if a.shape[1] != b.shape[0] or not a.size or not b.size:
+        raise Missing(f"matrices of {a.shape} and {b.shape} do not go together")
+    rows, columns = _spread(a.shape[0], OUTPUTS), _spread(b.shape[1], OUTPUTS)
+    return Operands(np.ascontiguousarray(a[rows]), np.ascontiguousarray(b[:, columns]))
+
+
+PRODUCTS: dict[str, Callable[[_Layer], Operands]] = {
+    "forward": lambda of: _operands(of.entered, of.weights.T),
+    "input gradient": lambda of: _operands(of.left, of.weights),
+    "weight gradient": lambda of: _operands(of.left.T, of.entered),
+}

@@ -344,11 +344,12 @@ def _products(of: Group) -> Section:
         for row in drawn_rows
     ]
     all_drawn, count = len(drawn_rows) == len(wrong), len(drawn_rows)
-    shown = "M" if all_drawn else f"The {count} of {len(wrong)} products with the longest sums; m"
+    longest = f"The {count} of {len(wrong)} products with the longest sums; mean"
+    shown = "Mean" if all_drawn else longest
     chart = Chart(
         "products",
         "Products of layers by the format of partial sums",
-        [f"{shown}ean over iterations, bars to the extremes."],
+        [f"{shown} over iterations, bars to the extremes."],
         "Error of the products of layers by accumulator and order of the sums.",
         panels,
     )

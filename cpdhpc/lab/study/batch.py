@@ -20,9 +20,9 @@ from ...store import StoreError
 from ...world.cores import own_cores
 from ...world.mpi import World, library_version
 from ...world.ranks import Loopback, Ranks
-from ..bench.harness import FURTHER, Measured, Point, interleave_ranks
 from ..claim import Claim, read_claim
 from ..kinds.base import Calls, Measure, Measuring
+from ..kinds.harness import FURTHER, Measured, Point, interleave_ranks
 from ..kinds.place import Place, environment
 from ..provenance import difference, hosts
 from ..schedulers import current

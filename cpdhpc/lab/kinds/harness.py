@@ -23,7 +23,7 @@ from ...world.gpu_messages import gpu_aware, use_gpu
 from ...world.mpi import library_version
 from ...world.ranks import Ranks, Wait
 from ..provenance import cpu_clone, hosts, processor
-from ..settings import check_file
+from ..settings import check_file, options
 
 Name = TypeVar("Name")
 Floats = NDArray[np.float64]
@@ -162,11 +162,10 @@ def add_repeats(
     parser: argparse.ArgumentParser, repeats: int, warmup: int, calls: str = "calls"
 ) -> None:
     """Add the options that say how often; repeats, warmup: their defaults."""
-    parser.add_argument("--repeats", type=int, default=repeats, metavar="N", help=f"timed {calls}")
+    add = options(parser)
+    add("--repeats N", f"timed {calls}", repeats)
     if warmup:
-        parser.add_argument(
-            "--warmup", type=int, default=warmup, metavar="N", help=f"{calls} before"
-        )
+        add("--warmup N", f"{calls} before", warmup)
 
 
 def add_samples(
@@ -174,17 +173,14 @@ def add_samples(
 ) -> None:
     """Add the options of add_repeats, and that of the file of all samples."""
     add_repeats(parser, repeats, warmup, calls)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
-    )
+    options(parser)("--out FILE.h5", "write every sample, for report", Path)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where arrays are."""
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where arrays are")
-    parser.add_argument(
-        "--oversubscribe-gpus", action="store_true", help="let processes of a node share GPUs"
-    )
+    add = options(parser)
+    add("--device", "where arrays are", "cpu", choices=["cpu", "gpu"])
+    add("--oversubscribe-gpus", "let processes of a node share GPUs")
 
 
 def take_device(arguments: argparse.Namespace, world: Ranks) -> str:
@@ -227,6 +223,25 @@ def comments(lines: Iterable[str]) -> list[str]:
         for text in lines
         for number, part in enumerate(textwrap.wrap(text, 94, break_on_hyphens=False) or [""])
     ]
+
+
+def table(forms: Mapping[str, str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table: its headings as a comment, then the rows.
+
+    forms: heading -> format of the numbers below, as "9.3g"; those with "<" are to the left
+    """
+    sides = {name: form.partition(".")[0] for name, form in forms.items()}
+    sides = {name: side if side[0] == "<" else f">{side}" for name, side in sides.items()}
+
+    def line(begin: str, cells: Iterable[object], by: Iterable[str]) -> str:
+        return " ".join([begin, *(f"{c:{form}}" for c, form in zip(cells, by, strict=True))])
+
+    def below(row: Sequence[object]) -> list[str]:
+        some = zip(row, forms, strict=True)
+        return [sides[name] if isinstance(cell, str) else forms[name] for cell, name in some]
+
+    lines = [line("#", forms, sides.values()), *(line(" ", row, below(row)) for row in rows)]
+    return [each.rstrip() for each in lines]
 
 
 def machine_line(world: Ranks) -> str:

@@ -1,17 +1,9 @@
-"""What neurons of a trained autoencoder answer to: python -m cpdhpc autoencoder probe FILE.toml
-
-Takes the checkpoint that training has left in DIR, on any number of ranks. For each concept, a
-label of images, it finds in each layer the one neuron whose response tells it best by a threshold:
-chosen on one half of the images, judged on the other; accuracy is the mean of that on the concept
-and on the rest, so a guess has 50 %. Beside it are the best neuron of the same layers with random
-filters, and the best single pixel. Then come the error of reconstructions of images that training
-did not see (data.held_out), and a picture: the images that excite neurons most, by gradient ascent
-and among those given.
-"""
+"""What trained models are asked: what neurons answer to, which samples made a loss."""
 
 from __future__ import annotations
 
 import argparse
+from inspect import getdoc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,28 +12,33 @@ import numpy.typing as npt
 
 from ... import store
 from ...config import ConfigError
+from ...ops import set_kernel_threads
 from ...store import Variable
 from ...world.ranks import Ranks
-from ..settings import add_settings
+from .. import influence
+from ..settings import add_settings, options
+from ..train.progress import Display
 
 Array = npt.NDArray[Any]
 SHOWN = 5  # images beside each optimal stimulus
 MOST_STIMULI = 16  # of a layer in the picture
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_probe(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job that was trained")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where it was trained to "
-                        "(default: results/NAME, as for training)")  # fmt: skip
+    parser.description = getdoc(run_probe)
+    add = options(parser)
+    add("file FILE.toml", "the job that was trained", Path)
+    add("--out DIR", "where it was trained to (default: results/NAME, as for training)", Path)
     add_settings(parser, "as it was trained")
-    parser.add_argument("--images", type=Path, metavar="FILE",
-                        help="HDF5 with datasets images and labels, or .npy (default: the digits "
-                        "of scikit-learn)")  # fmt: skip
-    parser.add_argument("--labels", type=Path, metavar="FILE.npy", help="of images in a .npy file")
-    parser.add_argument("--features", type=Path, metavar="FILE.h5",
-                        help="write all layers' responses to the images")  # fmt: skip
-    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw what was found")
+    add(
+        "--images FILE",
+        "HDF5 with datasets images and labels, or .npy (default: the digits of scikit-learn)",
+        Path,
+    )
+    add("--labels FILE.npy", "of images in a .npy file", Path)
+    add("--features FILE.h5", "write all layers' responses to the images", Path)
+    add("--png FILE.png", "draw what was found", Path)
 
 
 class Found(NamedTuple):
@@ -53,8 +50,17 @@ class Found(NamedTuple):
     errors: list[float] | None
 
 
-def run(arguments: argparse.Namespace, world: Ranks) -> int:
-    """Probe the stack. Collective. Raises UserError on all ranks alike."""
+def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
+    """What neurons of a trained autoencoder answer to: python -m cpdhpc autoencoder probe FILE.toml
+
+    Takes the checkpoint that training has left in DIR, on any number of ranks. For each concept, a
+    label of images, it finds in each layer the one neuron whose response tells it best by a
+    threshold: chosen on one half of the images, judged on the other; accuracy is the mean of that
+    on the concept and on the rest, so a guess has 50 %. Beside it are the best neuron of the same
+    layers with random filters, and the best single pixel. Then come the error of reconstructions of
+    images that training did not see (data.held_out), and a picture: the images that excite neurons
+    most, by gradient ascent and among those given.
+    """
     from ...ops.tensors import values_of
     from ..autoencoder import probe
     from ..autoencoder.job import load
@@ -252,3 +258,89 @@ def draw(
     bars.set(xlim=(45, 100), xlabel="accuracy of the best neuron in % (50: guess)")
     bars.set_title("bars: mean over concepts; points: concepts", fontsize=9)
     store.put_figure(path, figure, 100)
+
+
+def add_influence(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = getdoc(run_influence)
+    add = options(parser)
+    add("run_of RUN", "a run's record, or its directory", Path)
+    add("--test A:B,...", "numbers of test samples, as 0:100 or 3,7,90:99", "")
+    add("--train A:B,...", "numbers of training samples (default: all)", ":")
+    add("--self", "find the influence of training samples on themselves", dest="own")
+    add(
+        "--layers NAME",
+        "whose gradients: last (default), the linear layer that runs last; all; or names of layers",
+        ["last"],
+        nargs="+",
+    )
+    add(
+        "--projection N",
+        "compare N random sums of gradients, right on average (default 0: whole gradients)",
+        0,
+    )
+    add("--seed N", "of the projection", 0)
+    add("--epochs N,...", "which kept epochs (default: all)", "")
+    add_settings(parser, "where the data is now; must be that of the run", "data.KEY")
+    add("--memory MIB", "of a rank for gradients and scores", 1024)
+    add("--out FILE.h5", "scores (default: RUN's name with .influence.h5)", Path)
+    add("--png FILE.png", "draw test images with their proponents and opponents", Path)
+    add("--top N", "of these that are shown", 5)
+
+
+def run_influence(arguments: argparse.Namespace, world: Ranks) -> int:
+    """Which training samples lowered or raised the loss of test samples: TracIn, arXiv 2002.08484.
+
+    RUN is a run of `cpdhpc train` whose weights were kept (train.keep_every): its record, or a
+    directory with one. For each kept epoch the gradients of single samples are found, and their
+    inner products times the epoch's learning rate are summed: a training sample with a score above
+    0 is a proponent of the test sample, below 0 an opponent. --self finds how much each training
+    sample lowered its own loss: mislabelled ones come first. Samples are dealt to the ranks of
+    mpirun; neither their number nor the memory changes a bit.
+    """
+    from ..influence.scores import KIND, Scores, planned
+    from ..train.setup import agreed, own_threads
+
+    plan = agreed(world, lambda: planned(arguments))
+    set_kernel_threads(own_threads(world, plan.job.train.threads))
+    wanted = plan.wanted
+    scores = agreed(world, lambda: Scores(world, plan.run, plan.gradients, plan.projection, wanted))
+    out = arguments.out or plan.record.with_suffix(f".{KIND}.h5")
+    world.on_first(lambda: store.check_target(out, KIND), "output")
+    display = Display(world.process == 0, 1)
+    if out.exists():
+        display.line(f"{out}: is there already: its scores will be replaced")
+    if plan.status != "complete":
+        display.line(
+            f"{plan.record}: this run has not ended: its status is {plan.status!r}; scores are of "
+            "the weights that it has kept so far"
+        )
+    epochs = ", ".join(str(kept.epoch) for _, kept in plan.run.kept)
+    display.line(
+        f"{plan.job.id}: weights after epoch {epochs}; {len(wanted.test)} test samples, "
+        f"{len(wanted.train)} training samples on {world.processes} processes; gradients of "
+        f"{plan.gradients.values:,} values; passes over them: {len(scores.blocks)}"
+    )
+    display.start("influence", scores.samples, 0)
+    attributes = {
+        "run": plan.job.id,
+        "run_status": plan.status,
+        "layers": " ".join(arguments.layers),
+        "projection": arguments.projection,
+        "projection_seed": arguments.seed,
+        "toml": plan.job.toml(),
+    }
+    try:
+        scores.save(out, attributes, display)
+    finally:
+        display.bar.stop()
+
+    def show() -> None:
+        for line in influence.tables(out, arguments.top):
+            display.line(line)
+        if arguments.png is not None:
+            influence.draw(arguments.png, out, plan.run.train, plan.run.test, arguments.top)
+        display.line(f"scores: {out}")
+
+    world.on_first(show, "show")
+    return 0

@@ -33,6 +33,7 @@ from ...methods import CODEC_OPERATIONS, MEMCPY
 from ...ops import backend_of, cpu, reference, set_kernel_threads, to_host
 from ...world.ranks import Loopback
 from ..provenance import processor
+from ..settings import options
 from .harness import (
     Measured,
     Point,
@@ -62,20 +63,15 @@ MOST_MIB = 1 << 20  # of the host's memory
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add_device(parser)
-    parser.add_argument("--mib", type=float, default=64, metavar="MIB", help="of float32")
-    parser.add_argument("--formats", default=DEFAULT_FORMATS, metavar="NAME,...", help="formats")
-    parser.add_argument("--density", type=float, default=0.01, metavar="SHARE", help="selected")
-    parser.add_argument(
-        "--operations",
-        default=DEFAULT_OPERATIONS,
-        metavar="NAME,...",
-        help=f"of {', '.join(CODEC_OPERATIONS)}",
-    )
-    parser.add_argument("--threads", default="1", metavar="N,...", help="of the CPU")
-    parser.add_argument(
-        "--clones",
-        metavar="NAME,...",
-        help=f"loops of the CPU, of {', '.join(cpu.clones())}; without: {cpu.clone()}",
+    add = options(parser)
+    add("--mib MIB", "of float32", 64, type=float)
+    add("--formats NAME,...", "formats", DEFAULT_FORMATS)
+    add("--density SHARE", "selected", 0.01)
+    add("--operations NAME,...", f"of {', '.join(CODEC_OPERATIONS)}", DEFAULT_OPERATIONS)
+    add("--threads N,...", "of the CPU", "1")
+    add(
+        "--clones NAME,...",
+        f"loops of the CPU, of {', '.join(cpu.clones())}; without: {cpu.clone()}",
     )
     add_samples(parser, 9, calls="calls of each case")
 
