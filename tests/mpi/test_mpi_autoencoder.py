@@ -19,7 +19,7 @@ from cpdhpc.lab.autoencoder.command import shown  # noqa: E402
 from cpdhpc.lab.autoencoder.job import Autoencoder, procs_of  # noqa: E402
 from cpdhpc.lab.autoencoder.training import Stack, resume, save  # noqa: E402
 from cpdhpc.lab.bench.layer import layer_costs  # noqa: E402
-from cpdhpc.world import mpi  # noqa: E402
+from cpdhpc.world import files  # noqa: E402
 from cpdhpc.world.ranks import Loopback  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -174,14 +174,14 @@ def test_interrupted_checkpoints_leave_the_old_one(world, tmp_path, monkeypatch)
     stack, _ = trained(of, world, 2)
     save(path, stack)
     world.barrier()
-    before, real = path.read_bytes(), mpi.write_box
+    before, real = path.read_bytes(), files.write_box
 
     def full(*arguments):
         problem = real(*arguments)
         return OSError("no space left") if world.process == world.processes - 1 else problem
 
     stack.step(stack.batch())
-    monkeypatch.setattr("cpdhpc.world.mpi.write_box", full)
+    monkeypatch.setattr("cpdhpc.world.files.write_box", full)
     with pytest.raises(UserError, match="no space left"):
         save(path, stack)
     monkeypatch.undo()
