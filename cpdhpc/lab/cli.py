@@ -279,6 +279,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.overlap",
                 on_ranks=True,
             ),
+            "step": Command(
+                "a training step of your model beside DistributedDataParallel; under mpirun",
+                "bench.step",
+                on_ranks=True,
+            ),
             "halo": Command(
                 "halo exchanges beside MPI's datatypes and neighbour collectives; under mpirun",
                 "bench.halo",

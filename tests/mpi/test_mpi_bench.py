@@ -15,6 +15,7 @@ from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.compress import COMPRESSORS, NoCompression
 from cpdhpc.config import UserError
+from cpdhpc.lab.bench import step
 from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
@@ -22,6 +23,7 @@ from cpdhpc.lab.kinds.harness import Measured, Point, check_out
 from cpdhpc.lab.study.batch import write_benchmark
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.lab.train.gradients import Gradients
+from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
@@ -53,6 +55,61 @@ def test_gloo_sums(world):
     errors = [case.error for case in cases]
     assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
     assert cases[-1].wire_bytes > 0
+
+
+def step_job(world, tmp_path):
+    """Return the file of a small job, which all processes see."""
+    path = Path(world.gather(str(tmp_path))[0]) / "job.toml"
+    if world.process == 0:
+        path.write_text(
+            '[model]\nname = "mlp"\nhidden = [16]\n[data]\nname = "digits"\n[train]\nbatch = 20\n'
+        )
+    world.barrier()
+    return path
+
+
+def test_steps_end_with_the_mean_of_ddp(world, tmp_path, capsys):
+    """float32's mean is that of DDP but for the order of its sums; e4m3's is near it."""
+    job = step_job(world, tmp_path)
+    given = ["bench", "step", str(job), "--repeats", "2", "--warmup", "0"]
+    methods = ["none", "none:algorithm=rhd", "lowbit:wire=e4m3"]
+    status = main([*given, "--methods", *methods])
+    out = world.gather(capsys.readouterr().out)[0]
+    rows = [line.rsplit(maxsplit=8) for line in out.splitlines() if line[:1] == " "]
+    errors = {row[0].strip(): float(row[-1]) for row in rows if row[0].strip() != "alone"}
+    # a sum of p values is off by (p - 1) 2**-24 of the sum of magnitudes in any order, which is
+    # not far above the length of the mean, as the ranks' gradients are of one network
+    near = {name: error < 2**-18 for name, error in errors.items() if "e4m3" not in name}
+    small = [2**-9 < error < 2**-3 for name, error in errors.items() if "e4m3" in name]
+    assert world.gather(status) == [0] * world.processes
+    assert len(near) == 7 and all(near.values()) and len(small) == 3 and all(small), errors
+
+
+def test_gradients_that_differ_are_an_error(world, tmp_path, monkeypatch):
+    """A reducer that leaves one rank's gradients as they were is noticed."""
+    job = step_job(world, tmp_path)
+    reduce = GradientReducer.reduce
+
+    def forgets(self):
+        before = [p.grad.clone() for p in self.parameters]
+        reduce(self)
+        if self.world.process == self.world.processes - 1:
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+
+    monkeypatch.setattr(GradientReducer, "reduce", forgets)
+    arguments = Namespace(
+        what=str(job),
+        set=[],
+        timeout=None,
+        methods=["none"],
+        repeats=1,
+        warmup=0,
+        batch=1,
+        tokens=0,
+    )
+    with pytest.raises(ArithmeticError, match="none: gradients differ over ranks"):
+        step.run(arguments, world)
 
 
 def test_auto_is_one_algorithm_on_all_ranks(world):

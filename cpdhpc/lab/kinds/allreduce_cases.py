@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -18,6 +21,7 @@ from ...collectives.allreduce import Allreduce
 from ...collectives.engine import carrier_of
 from ...collectives.method import AUTO
 from ...collectives.schedules import SCHEDULES
+from ...errors import UserError
 from ...methods import MEMCPY
 from ...ops import to_host
 from ...world.cores import threads_of_rank
@@ -264,6 +268,7 @@ def wire_bytes(case: TimedCase) -> int:
 
 
 TIMEOUT_S = 600.0
+SIOCGIFADDR = 0x8915  # ioctl: the address of an interface
 GROUPS = ("gloo", "nccl")  # of torch.distributed
 
 
@@ -284,8 +289,9 @@ def torch_group(world: Ranks, backend: str) -> Iterator[None]:
 
         device = torch.device("cuda", gpu_runtime.current_device())
         torch.cuda.set_device(device)
-    names = world.gather(socket.gethostname())
-    host = names[0] if len(set(names)) > 1 else "127.0.0.1"
+    apart = len(set(world.gather(socket.gethostname()))) > 1
+    interface, address = world.agreed(own_address) if apart else ("lo", "127.0.0.1")
+    host = world.gather(address)[0]
     timeout = timedelta(seconds=TIMEOUT_S)
 
     def store(port: int) -> Any:
@@ -294,18 +300,58 @@ def torch_group(world: Ranks, backend: str) -> Iterator[None]:
 
     first = store(0) if world.process == 0 else None
     port = world.gather(first.port if first else 0)[0]
-    dist.init_process_group(
-        backend,
-        store=first or store(port),
-        rank=world.process,
-        world_size=world.processes,
-        timeout=timeout,
-        device_id=device,
-    )
+    with named_interface(interface if backend == "gloo" and apart else ""):
+        dist.init_process_group(
+            backend,
+            store=first or store(port),
+            rank=world.process,
+            world_size=world.processes,
+            timeout=timeout,
+            device_id=device,
+        )
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def own_address() -> tuple[str, str]:
+    """Return an interface of this host and its IPv4 address, by which other hosts reach it.
+
+    The one that the host's name stands for, else the first that is up and no loopback: a name may
+    be unknown, or stand for 127.0.1.1. Raises UserError if there is none.
+    Source: Linux, netdevice(7).
+    """
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    named = ""
+    with suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+    outward = {name: each for name, each in found.items() if not each.startswith("127.")}
+    for name, each in outward.items():
+        if each == named:
+            return name, each
+    if not outward:
+        raise UserError(f"gloo: {socket.gethostname()} has no IPv4 address but loopback's")
+    return next(iter(outward.items()))
+
+
+@contextmanager
+def named_interface(name: str) -> Iterator[None]:
+    """Let gloo take an interface in the block, "": its own choice; a user's choice stays."""
+    if not name or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name  # torch has no argument for it
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def sum_float32(array: Any) -> None:

@@ -1,0 +1,413 @@
+"""A training step of your model: alone, by torch's DistributedDataParallel, and by each method.
+
+WHAT is a job file, as of train, whose model, data, loss and optimizer are taken; or module:function
+that returns a torch.nn.Module: inputs are random then, the loss is the mean square of the outputs
+and the optimizer is SGD with momentum. Each row has a copy of the model, and the rows take steps in
+turns: forward, backward, mean of the gradients, optimizer. "alone" sends nothing. "ddp" is
+DistributedDataParallel over gloo, or over nccl on GPUs that have it; "hook" is the same with
+ddp_hook. The other rows are GradientReducer, "overlap" with overlap=True.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ...collectives.allreduce import Allreduce
+from ...compress.base import Aggregator
+from ...compress.lowbit import LowBit
+from ...compress.none import NoCompression
+from ...config import ConfigError, UserError, told, validate
+from ...ops import set_kernel_threads
+from ...ops.tensors import await_device
+from ...torch.ddp import ddp_hook
+from ...torch.reducer import GradientReducer
+from ...world.mpi import World
+from ..kinds.allreduce_cases import missing, torch_group
+from ..kinds.harness import (
+    Times,
+    add_repeats,
+    check_options,
+    comments,
+    interleave_ranks,
+    machine_line,
+    parse_methods,
+    table,
+)
+from ..settings import add_settings, options, settings_of
+from ..signals import Caught
+from ..train.command import Trainer, check_jobs
+from ..train.imports import ImportedModel
+from ..train.job import Job, load
+from ..train.samples import shard, taken
+from ..train.setup import build_model, own_device, own_threads, samples_of
+from .compress import method_of
+from .throughput import LATE
+
+ALONE, DDP = "alone", "ddp"
+METHODS = ["none", "lowbit:wire=e4m3"]
+SETTLED = 3  # steps after which all that is made once has been made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    add = options(parser)
+    add("what WHAT", "a job, FILE.toml, or module:function of a model")
+    add_settings(parser, "lay a value over the job's, as train.batch=120; may be repeated")
+    add("--batch N", "samples of a rank, for module:function", 2)
+    add("--input N,...", "shape of a sample, for module:function", "3,32,32")
+    add("--tokens N", "samples are integers below N, for module:function", 0)
+    add(
+        "--methods NAME[:OPTION=VALUE,...]",
+        "compressors, apart by spaces or commas",
+        METHODS,
+        nargs="+",
+    )
+    add("--device", "where a model by module:function is", "cpu", choices=["cpu", "gpu"])
+    add_repeats(parser, 10, 2, "steps")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: model() and optimizer(model) make one of each, loss(model) is one forward.
+
+    name: for the heading; bucket_mib: as of GradientReducer
+    """
+
+    name: str
+    model: Callable[[], torch.nn.Module]
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
+    loss: Callable[[torch.nn.Module], torch.Tensor]
+    device: torch.device
+    threads: int
+    bucket_mib: float = 25.0
+
+
+def of_job(arguments: argparse.Namespace, world: World) -> Subject:
+    """Return what a job file trains. Collective. Raises UserError on all processes."""
+
+    def found() -> list[Job]:
+        job = load(Path(arguments.what), settings_of(arguments))[0]
+        needed = {
+            "train.virtual_ranks": (job.train.virtual_ranks, 1),
+            "train.image_grid": (job.train.image_grid, (1, 1)),
+            "stages.count": (job.stages.count, 1),
+        }
+        for key, (given, must) in needed.items():
+            if given != must:
+                raise UserError(f"{job.id}: {key}={given!r}: must be {must!r} for bench step")
+        return [job]
+
+    jobs = world.agreed(found)
+    check_jobs(world, jobs, "bench step: jobs")
+    job, section = jobs[0], jobs[0].train
+    job.check_ranks(world.ranks)
+    data = Trainer(world, Caught(), quiet=True).data_of(job)
+    device = own_device(world, section.device, oversubscribe=section.oversubscribe_gpus)
+    train = samples_of(data)[0]
+    batch = np.arange(section.batch) % len(train)
+    inputs, targets = taken(train, shard(batch, world.ranks, world.rank), 0, device)
+    loss = world.agreed(job.loss.build)
+    return Subject(
+        job.id,
+        lambda: build_model(job, data).to(device),
+        lambda model: job.optimizer.build(model.parameters(), section.learning_rate),
+        lambda model: loss(model(inputs), targets),
+        device,
+        own_threads(world, section.threads),
+        section.bucket_mib,
+    )
+
+
+def of_module(arguments: argparse.Namespace, world: World) -> Subject:
+    """Return what module:function returns, on random inputs. Collective. Raises UserError."""
+    shape = world.agreed(lambda: _shape(arguments.input))
+    network = world.agreed(
+        lambda: validate(
+            ImportedModel,
+            {"import": arguments.what, "import_from": str(Path.cwd())},
+            "bench step",
+        )
+    )
+    device = own_device(world, arguments.device, oversubscribe=False)
+    threads = own_threads(world, 0)
+    drawn = torch.Generator().manual_seed(world.rank)
+    if arguments.tokens:
+        inputs = torch.randint(arguments.tokens, (arguments.batch, *shape), generator=drawn)
+    else:
+        inputs = torch.randn(arguments.batch, *shape, generator=drawn)
+    inputs = inputs.to(device)
+
+    def model() -> torch.nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return network.build((), 0).to(device)
+
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        return model(inputs).float().square().mean()
+
+    def check() -> None:
+        with told(f"{arguments.what}: inputs {tuple(inputs.shape)}"), torch.no_grad():
+            outputs = model()(inputs)
+            if not isinstance(outputs, torch.Tensor):
+                raise ConfigError(f"returned {type(outputs).__name__}: must be a tensor")
+
+    world.agreed(check)
+    return Subject(
+        arguments.what,
+        model,
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+        loss,
+        device,
+        threads,
+    )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas, each 1 or more. Raises UserError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UserError(f"--input {text}: must be numbers, 1 or more")
+    return tuple(map(int, parts))
+
+
+@dataclass
+class Row:
+    """A way to train: step() is one step, whose gradients are left; reduce: of GradientReducer.
+
+    memory: peak bytes of this process by making it and its first steps, NaN if unknown
+    """
+
+    name: str
+    model: torch.nn.Module
+    step: Callable[[], None]
+    reducer: GradientReducer | None = None
+    overlap: bool = False
+    memory: float = field(default=float("nan"))
+
+
+def run(arguments: argparse.Namespace, world: World) -> None:
+    """Measure and print the table. Collective. Raises UserError on all processes."""
+    check_options(arguments, 1, "repeats", "batch")
+    check_options(arguments, 0, "warmup", "tokens")
+    texts = parse_methods(arguments.methods)
+    methods = world.agreed(lambda: {text: method_of(text) for text in texts})
+    make = of_job if arguments.what.endswith(".toml") else of_module
+    subject = make(arguments, world)
+    on_gpu = subject.device.type == "cuda"
+    backend = "nccl" if on_gpu and not missing(world, "nccl") else "gloo"
+    machine = machine_line(world)
+    with ExitStack() as opened:
+        opened.enter_context(torch_group(world, backend))
+        torch.set_num_threads(subject.threads)
+        with _row(subject, world, DDP, "", None):
+            pass  # what torch allocates once is no row's
+        rows = [opened.enter_context(_row(subject, world, *of)) for of in _ways(methods)]
+        exact = _gradients(rows[1].model)
+        errors = [float("nan"), 0.0, *(_error(row, exact) for row in rows[2:])]
+        sums = {text: _sum_of(world, method, exact) for text, method in methods.items()}
+        times = _timed(world, subject, rows, sums, arguments)
+    if world.process == 0:
+        lines = [
+            machine,
+            f"{subject.name}: {len(exact):,} parameters that are trained; "
+            f"{subject.threads} thread(s) of torch a rank, ddp over {backend}",
+            "ms, medians of the slowest rank, rows in turns; reduce: GradientReducer.reduce() "
+            "by itself, sum: the all-reduce of the same values by itself",
+            "memory: peak of a process above that of alone, by the gradients' bytes; error: "
+            "distance of the mean gradient from ddp's, by its length",
+        ]
+        print("\n".join([*comments(lines), *_table(rows, times, errors, 4 * len(exact))]))
+
+
+def _ways(methods: dict[str, Aggregator]) -> Iterator[tuple[str, str, Aggregator | None]]:
+    """Yield kind, name and method of each row; the first two are alone and ddp."""
+    yield ALONE, ALONE, None
+    yield DDP, DDP, None
+    for text, method in methods.items():
+        yield "plain", text, method
+        yield "overlap", f"{text} overlap", method
+        yield "hook", f"{text} hook", method
+
+
+@contextmanager
+def _row(
+    subject: Subject, world: World, kind: str, name: str, method: Aggregator | None
+) -> Iterator[Row]:
+    """Yield a row after its first steps. Collective."""
+    watch = Memory(subject.device)
+    model = subject.model()
+    optimizer = subject.optimizer(model)
+    reducer, called = None, model
+    if kind in (DDP, "hook"):
+        called = DistributedDataParallel(model, bucket_cap_mb=subject.bucket_mib)
+    if kind == "hook" and method is not None:
+        called.register_comm_hook(*ddp_hook(world, method, model=called))  # type: ignore[operator]
+    elif method is not None:
+        reducer = GradientReducer(
+            model, world, method, bucket_mib=subject.bucket_mib, overlap=kind == "overlap"
+        )
+        reducer.epoch = LATE  # all warming up of a method is over
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        subject.loss(called).backward()  # type: ignore[no-untyped-call]
+        if reducer is not None:
+            reducer.reduce()
+        optimizer.step()
+
+    row = Row(name, model, step, reducer, kind == "overlap")
+    for _ in range(SETTLED):
+        step()
+    row.memory = watch.peak_bytes()
+    if kind != ALONE:
+        _check(world, row)
+    with ExitStack() as closing:
+        if reducer is not None:
+            closing.enter_context(reducer)
+        yield row
+
+
+def _check(world: World, row: Row) -> None:
+    """Raise ArithmeticError on all processes unless they have the same gradients. Collective."""
+    own = _gradients(row.model)
+    first = world.gather(own if world.process == 0 else None, "bench step")[0]
+    if not all(world.gather(np.array_equal(own.view(np.uint32), first.view(np.uint32)))):
+        raise ArithmeticError(f"bench step: {row.name}: gradients differ over ranks")
+
+
+def _gradients(model: torch.nn.Module) -> np.ndarray:
+    """Return the gradients of a model, float32[parameters]; zeros where there is none."""
+    return np.concatenate(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).float().cpu().numpy().ravel()
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+    )
+
+
+def _error(row: Row, exact: np.ndarray) -> float:
+    """Return the distance of a row's mean from another, by the length of the latter."""
+    apart = np.linalg.norm(_gradients(row.model).astype(np.float64) - exact)
+    return float(apart / max(float(np.linalg.norm(exact.astype(np.float64))), 1e-300))
+
+
+def _sum_of(world: World, method: Aggregator, like: np.ndarray) -> Callable[[], object] | None:
+    """Return the all-reduce of as many values as a method sends it; None for other methods."""
+    if not isinstance(method, NoCompression | LowBit) or getattr(method, "layers", {}):
+        return None
+    own = vars(method).keys() & {each.name for each in fields(Allreduce)}
+    options = {"op": "mean"} | {name: getattr(method, name) for name in own}
+    config = Allreduce(**options)
+    x, out = like.copy(), np.empty_like(like)
+    return lambda: config.run(world, [x], [out])
+
+
+def _timed(
+    world: World,
+    subject: Subject,
+    rows: Sequence[Row],
+    sums: Mapping[str, Callable[[], object] | None],
+    arguments: argparse.Namespace,
+) -> dict[tuple[str, str], Times]:
+    """Return milliseconds by row and "step", "reduce" or "sum", float64[repeats]. Collective."""
+    cases: dict[tuple[str, str], Callable[[], object]] = {(r.name, "step"): r.step for r in rows}
+    for row in rows:
+        if row.reducer is not None and not row.overlap:
+            cases[row.name, "reduce"] = row.reducer.reduce
+    cases |= {(text, "sum"): each for text, each in sums.items() if each is not None}
+    overlapped = {row.name for row in rows if row.overlap}
+
+    def whole(case: Callable[[], object]) -> None:
+        case()
+        await_device(subject.device)
+
+    def before(case: tuple[str, str]) -> None:
+        set_kernel_threads(1 if case[0] in overlapped else subject.threads)
+
+    run = {case: partial(whole, each) for case, each in cases.items()}
+    found = interleave_ranks(world, run, arguments.repeats, arguments.warmup, before)
+    return {case: 1e3 * each[arguments.warmup :].max(axis=1) for case, each in found.items()}
+
+
+FORMS = {
+    "row": "<28",
+    "step": "8.1f",
+    "fastest": "8.1f",
+    "slowest": "8.1f",
+    "/ ddp": "6.2f",
+    "reduce": "8.1f",
+    "sum": "8.1f",
+    "memory": "7.2f",
+    "error": "8.1e",
+}
+
+
+def _table(
+    rows: Sequence[Row],
+    times: Mapping[tuple[str, str], Times],
+    errors: Sequence[float],
+    gradient_bytes: int,
+) -> list[str]:
+    def median(name: str, what: str) -> float | str:
+        return float(np.median(times[name, what])) if (name, what) in times else "-"
+
+    ddp, alone = float(np.median(times[DDP, "step"])), rows[0].memory
+    cells = []
+    for row, error in zip(rows, errors, strict=True):
+        steps = times[row.name, "step"]
+        step = float(np.median(steps))
+        more = (row.memory - alone) / gradient_bytes
+        cells.append(
+            [
+                row.name, step, steps.min(), steps.max(), step / ddp,
+                median(row.name, "reduce"), median(row.name, "sum"),
+                "-" if row.name == ALONE or np.isnan(more) else more,
+                "-" if np.isnan(error) else error,
+            ]
+        )  # fmt: skip
+    width = max(len(row.name) for row in rows)
+    return table(FORMS | {"row": f"<{width}"}, cells)
+
+
+class Memory:
+    """The most memory that this process takes from now on, above what it has now.
+
+    Linux alone can forget the former peak; elsewhere, and where it may not, the answer is NaN. On
+    GPUs it is what is taken of the device's memory when asked, by all that share it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._now()
+        if device.type == "cpu":
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+
+    def peak_bytes(self) -> float:
+        """Return the peak since this was made, in bytes."""
+        return self._now("VmHWM") - self._before
+
+    def _now(self, name: str = "VmRSS") -> float:
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return float(total - free)
+        gc.collect()
+        if sys.platform != "linux":
+            return float("nan")
+        ctypes.CDLL(None).malloc_trim(0)
+        status = Path("/proc/self/status").read_text()
+        lines = [line.split() for line in status.splitlines() if line.startswith(f"{name}:")]
+        return 1024.0 * int(lines[0][1])
