@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from cpdhpc.lab.bench.step import Memory
 from cpdhpc.lab.cli import main
 
 JOB = """
@@ -77,22 +76,32 @@ def test_each_way_has_its_line(what: list[str], capsys: pytest.CaptureFixture[st
     ways = [f"{name}{way}" for name in names for way in ("", " overlap", " hook")]
     assert list(rows) == ["alone", "ddp", *ways]
     for name, (step, fastest, slowest, by_ddp, reduce, total, _, error) in rows.items():
-        assert 0 < fastest <= step <= slowest
-        # one decimal of the times, two of the ratio
-        assert abs(by_ddp * rows["ddp"][0] - step) <= 0.05 + 0.05 * by_ddp + 0.005 * slowest
+        assert 0 <= fastest <= step <= slowest
+        ddp = rows["ddp"][0]
+        assert abs(by_ddp * ddp - step) <= 0.006 * (1 + by_ddp + ddp)  # two decimals of each
         assert math.isnan(reduce) == math.isnan(total) == (name not in names)
         assert math.isnan(error) if name == "alone" else error == 0 or "e4m3" in name
     assert all(0 < rows[each][7] < 2**-4 for each in ways[3:])  # 3 bits of mantissa: half an ulp
 
 
+TAKEN = """
+import numpy as np, torch
+from cpdhpc.lab.bench.step import Memory
+watch = Memory(torch.device("cpu"))
+taken = np.ones(1 << 22)
+del taken
+print(watch.peak_bytes(), Memory(torch.device("cpu")).peak_bytes())
+"""
+
+
 def test_memory_is_what_is_taken_and_touched() -> None:
-    watch = Memory(torch.device("cpu"))
-    taken = np.ones(1 << 22)
-    del taken
+    """In a process whose other threads take none meanwhile."""
+    run = [sys.executable, "-c", TAKEN]
+    out = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout
+    peak, later = map(float, out.split())
     # what is freed again counts, what was freed before does not. Linux counts pages by threads, in
     # lots of 64 (proc(5), VmRSS: inaccurate), so some may be missing; the interpreter takes others
-    assert (1 << 25) - (1 << 20) <= watch.peak_bytes() < 1.25 * (1 << 25)
-    assert Memory(torch.device("cpu")).peak_bytes() < 1 << 22
+    assert (1 << 25) - (1 << 20) <= peak < 1.25 * (1 << 25) and later < 1 << 22
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from test_layers import PACKAGE, name_of, sources
+from test_import_order import PACKAGE, name_of, sources
 
 from cpdhpc.config import keys_inside
 from cpdhpc.lab.autoencoder.job import Autoencoder

@@ -47,7 +47,7 @@ from .recorded import Recording, are_plain, know, know_as, recording_of, run_kno
 from .schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from .graphs import Graphed
+    from .cuda_graphs import Graphed
 
 
 class Prepared:
@@ -91,7 +91,7 @@ class Prepared:
         shifts = self._method.first_shifts(self._parts)
         given = self._world, self._method, flat, total.reshape(-1), self._parts, shifts
         if on_gpu(x):
-            from .graphs import Graphed
+            from .cuda_graphs import Graphed
 
             self._recording = Graphed(*given)
         else:
@@ -318,7 +318,7 @@ class Allreduce(Method):
                 if self.exact or self.algorithm == MPI_ALLREDUCE:
                     check_world(self, world)
                 if graphs is not False:
-                    from .graphs import check_graphs
+                    from .cuda_graphs import check_graphs
 
                     check_graphs(self, world, xs, graphs)
         except Exception as found:  # whatever: the other ranks are to hear of it

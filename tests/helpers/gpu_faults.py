@@ -125,7 +125,7 @@ FAULTS_OF_MOVES = {  # of the kernel that moves windows
         Type y;""",
     ),
 }
-RUNTIME, GRAPHS = "cpdhpc/ops/gpu_runtime.py", "cpdhpc/collectives/graphs.py"
+RUNTIME, GRAPHS = "cpdhpc/ops/gpu_runtime.py", "cpdhpc/collectives/cuda_graphs.py"
 FAULTS_OF_GRAPHS = {  # the file as well
     "memory that a graph uses is not kept": (
         RUNTIME,

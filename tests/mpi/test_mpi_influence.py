@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from test_training import directory, quiet, together, world  # noqa: F401
+from test_mpi_updates import directory, quiet, together, world  # noqa: F401
 from training import run_job, small_job
 
 from cpdhpc import store

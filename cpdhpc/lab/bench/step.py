@@ -1,6 +1,6 @@
 """A training step of your model: alone, by torch's DistributedDataParallel, and by each method.
 
-WHAT is a job file, as of train, whose model, data, loss and optimizer are taken; or module:function
+MODEL is a job file, as of train, whose model, data, loss and optimizer are taken; or module:function
 that returns a torch.nn.Module: inputs are random then, the loss is the mean square of the outputs
 and the optimizer is SGD with momentum. Each row has a copy of the model, and the rows take steps in
 turns: forward, backward, mean of the gradients, optimizer. "alone" sends nothing. "ddp" is
@@ -30,7 +30,7 @@ from ...compress.lowbit import LowBit
 from ...compress.none import NoCompression
 from ...config import ConfigError, UserError, told, validate
 from ...ops import set_kernel_threads
-from ...ops.tensors import await_device
+from ...ops.tensors import await_device, values_of
 from ...torch.ddp import ddp_hook
 from ...torch.reducer import GradientReducer
 from ...world.mpi import World
@@ -63,7 +63,7 @@ SETTLED = 3  # steps after which all that is made once has been made
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("what WHAT", "a job, FILE.toml, or module:function of a model")
+    add("what MODEL", "a job, FILE.toml, or module:function of a model")
     add_settings(parser, "lay a value over the job's, as train.batch=120; may be repeated")
     add("--batch N", "samples of a rank, for module:function", 2)
     add("--input N,...", "shape of a sample, for module:function", "3,32,32")
@@ -289,13 +289,9 @@ def _check(world: World, row: Row) -> None:
 
 def _gradients(model: torch.nn.Module) -> np.ndarray:
     """Return the gradients of a model, float32[parameters]; zeros where there is none."""
-    return np.concatenate(
-        [
-            (torch.zeros_like(p) if p.grad is None else p.grad).float().cpu().numpy().ravel()
-            for p in model.parameters()
-            if p.requires_grad
-        ]
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    return np.concatenate([values_of(each.float()).ravel() for each in grads])
 
 
 def _error(row: Row, exact: np.ndarray) -> float:
@@ -344,12 +340,12 @@ def _timed(
 
 FORMS = {
     "row": "<28",
-    "step": "8.1f",
-    "fastest": "8.1f",
-    "slowest": "8.1f",
+    "step": "8.2f",
+    "fastest": "8.2f",
+    "slowest": "8.2f",
     "/ ddp": "6.2f",
-    "reduce": "8.1f",
-    "sum": "8.1f",
+    "reduce": "8.2f",
+    "sum": "8.2f",
     "memory": "7.2f",
     "error": "8.1e",
 }
