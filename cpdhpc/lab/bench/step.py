@@ -4,7 +4,7 @@ MODEL is a job file, as of train, whose model, data, loss and optimizer are take
 module:function that returns a torch.nn.Module: inputs are random then, the loss is the mean square
 of the outputs and the optimizer is SGD with momentum. Each row has a copy of the model, and the
 rows take steps in turns: forward, backward, mean of the gradients, optimizer. "alone" sends
-nothing. "ddp" is DistributedDataParallel over gloo, or over nccl on GPUs that have it; "hook" is the
+nothing. "ddp" is DistributedDataParallel over gloo, or over nccl on GPUs; "hook" is the
 same with ddp_hook. The other rows are GradientReducer, "overlap" with overlap=True.
 """
 
