@@ -39,12 +39,32 @@ ADDED = {  # dtype -> how its elements are added
     },
     **{"float32": 4, "float64": 5, "complex64": 4, "complex128": 5},
 }
-NUMBERS = ("op", "kind", "source", "target", "source_offset", "target_offset", "run", "value")
+
+
+class Row(NamedTuple):
+    """One move: run bytes or elements from source to target, within up to LOOPS loops.
+
+    op: COPY to RECALL; kind, value: what it needs, see the functions below
+    source, target: bases, as X; their offsets are in bytes
+    counts, source_strides, target_strides: of the loops, the outermost first; strides in bytes
+    """
+
+    op: int
+    kind: int
+    source: int
+    target: int
+    source_offset: int
+    target_offset: int
+    run: int
+    value: int
+    counts: tuple[int, ...] = (1,) * LOOPS
+    source_strides: tuple[int, ...] = (0,) * LOOPS
+    target_strides: tuple[int, ...] = (0,) * LOOPS
+
+
 ROW = np.dtype(
-    [(name, "i8") for name in NUMBERS]
-    + [(name, "i8", LOOPS) for name in ("counts", "source_strides", "target_strides")]
+    [(name, "i8", LOOPS) if name in Row._field_defaults else (name, "i8") for name in Row._fields]
 )
-Row = tuple[Any, ...]
 
 
 class Side(NamedTuple):
@@ -80,7 +100,7 @@ def fill(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> lis
 
 def post(base: int, offset: int, value: int = 0) -> Row:
     """Return the row that writes the number of the run, then its serial + value, as two words."""
-    return POST, 0, base, base, offset, offset, 1, value, (1,) * LOOPS, (0,) * LOOPS, (0,) * LOOPS
+    return Row(POST, 0, base, base, offset, offset, 1, value)
 
 
 def await_(base: int, offset: int, value: int, is_message: bool) -> Row:
@@ -88,19 +108,17 @@ def await_(base: int, offset: int, value: int, is_message: bool) -> Row:
 
     is_message: whether the word behind it must be the number of the run
     """
-    row = post(base, offset, value)
-    return AWAIT, int(is_message), *row[2:]
+    return Row(AWAIT, int(is_message), base, base, offset, offset, 1, value)
 
 
 def is_run(packed: Sequence[Row]) -> bool:
     """Whether rows that copy are one, of one run."""
-    return len(packed) == 1 and packed[0][8] == (1,) * LOOPS
+    return len(packed) == 1 and packed[0].counts == (1,) * LOOPS
 
 
 def lend(base: int, offset: int, run: Row) -> Row:
     """Return the row that posts a message which lies where a run is copied from; see loans.h."""
-    source, source_offset, size_bytes = run[2], run[4], run[6]
-    return (LEND, 0, source, base, source_offset, offset, size_bytes, *post(0, 0)[7:])
+    return Row(LEND, 0, run.source, base, run.source_offset, offset, run.run, 0)
 
 
 def take(process: int, base: int, offset: int, to: Row, skipped: int) -> Row:
@@ -108,7 +126,7 @@ def take(process: int, base: int, offset: int, to: Row, skipped: int) -> Row:
 
     skipped: rows behind it that are not done then
     """
-    return (TAKE, process, base, to[3], offset, to[5], to[6], skipped, *to[8:])
+    return to._replace(op=TAKE, kind=process, source=base, source_offset=offset, value=skipped)
 
 
 def settle(base: int, offset: int, read: int, skipped: int) -> Row:
@@ -116,12 +134,12 @@ def settle(base: int, offset: int, read: int, skipped: int) -> Row:
 
     offset: of the message; read: of the word that tells up to which serial it was read
     """
-    return (SETTLE, 0, base, base, read, offset, 1, skipped, *post(0, 0)[8:])
+    return Row(SETTLE, 0, base, base, read, offset, 1, skipped)
 
 
 def recall(base: int, offset: int) -> Row:
     """Return the row that makes a loan a packed message, and skips the next if it could."""
-    return (RECALL, 0, base, base, offset, offset, 1, 1, *post(0, 0)[8:])
+    return Row(RECALL, 0, base, base, offset, offset, 1, 1)
 
 
 def _box(
@@ -144,8 +162,8 @@ def _box(
     columns = tuple(zip(*inner, strict=True))
     still = op == FILL  # its source is one element
     return [
-        (op, kind, source.base, target.base, source.offset + (0 if still else ahead),
-         target.offset + there, run, value, *columns)
+        Row(op, kind, source.base, target.base, source.offset + (0 if still else ahead),
+            target.offset + there, run, value, *columns)
         for ahead, there in _offsets(outer)
     ]  # fmt: skip
 

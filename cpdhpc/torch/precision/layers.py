@@ -325,8 +325,19 @@ class Lstm(Obedient, nn.LSTM):
         *,
         policy: Given = None,
     ) -> None:
-        options = bias, batch_first, dropout, bidirectional, proj_size, device, dtype
-        super().__init__(input_size, hidden_size, num_layers, *options, policy=policy)
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            proj_size,
+            device,
+            dtype,
+            policy=policy,
+        )
 
     @property
     def parts(self) -> Sequence[str]:
