@@ -5,6 +5,14 @@ namespace {
 
 const int SUM_LANES = 16;    // value i of a row's part is added to sum i % SUM_LANES
 const int STEP_CHUNK = 512;  // values between two looks at the same memory, which L1 keeps
+const int STEP_AHEAD = 2 * STEP_CHUNK;
+
+CPD_FN i64 chunk_of(i64 left) { return left < STEP_CHUNK ? left : STEP_CHUNK; }
+
+// Fetches a chunk's worth of values that are needed soon: the processor itself stops at each page.
+CPD_FN void expect_chunk(const float* x) {
+    for (int i = 0; i < STEP_CHUNK; i += 16) expect(x + STEP_AHEAD + i);
+}
 
 // Of products of two float32, which are exact in float64.
 struct ProductSum {
@@ -63,50 +71,90 @@ struct RowSums {
 
 void square_sums(const float* w, const float* g, i64 n, LayerSums* sums) {
     RowSums<false> found;
-    found.add_values(w, g, g, n);
+    for (i64 i = 0; i < n; i += STEP_CHUNK) {
+        expect_chunk(w + i), expect_chunk(g + i);
+        found.add_values(w + i, g + i, g + i, chunk_of(n - i));
+    }
     *sums = found.totals();
 }
 
-void momentum_step(const Momentum& by, float* __restrict w, const float* __restrict g,
-                   float* __restrict m, i64 n) {
-    const Momentum f = by;
-    for (i64 i = 0; i < n; ++i) {
-        float next = f.beta * m[i] + (f.a * g[i] + f.c * w[i]);
-        m[i] = next;
-        w[i] = w[i] - f.b * next;
+// Calls body(arrays) with arrays that begin at each group of n values; what is left is copied, and
+// the first WRITTEN arrays are copied back.
+template <int WRITTEN, int COUNT, class Body>
+CPD_FN void each_group(const float* const (&arrays)[COUNT], i64 n, const Body& body) {
+    float* at[COUNT];
+    for (int k = 0; k < COUNT; ++k) at[k] = const_cast<float*>(arrays[k]);
+    i64 i = 0;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
+        body(at);
+#pragma GCC unroll 5
+        for (int k = 0; k < COUNT; ++k) at[k] += CPD_GROUP;
+    }
+    if (i == n) return;
+    const size_t left = (size_t)(n - i) * sizeof(float);
+    float values[COUNT][CPD_GROUP] = {}, *rest[COUNT];
+    for (int k = 0; k < COUNT; ++k) rest[k] = (float*)memcpy(values[k], at[k], left);
+    body(rest);
+    for (int k = 0; k < WRITTEN; ++k) memcpy(at[k], values[k], left);
+}
+
+CPD_FN F read(const float* x) { return load(x, 0, CPD_GROUP); }
+CPD_FN void write(float* x, F value) { store(x, 0, CPD_GROUP, value); }
+
+void momentum_step(const Momentum& by, float* w, const float* g, float* m, i64 n) {
+    const F beta = from_float(by.beta), a = from_float(by.a), b = from_float(by.b),
+            c = from_float(by.c);
+    for (i64 i = 0; i < n; i += STEP_CHUNK) {
+        expect_chunk(w + i), expect_chunk(g + i), expect_chunk(m + i);
+        each_group<2>({w + i, m + i, g + i}, chunk_of(n - i), [=](float* const* x) {
+            F weight = read(x[0]);
+            F next = beta * read(x[1]) + (a * read(x[2]) + c * weight);
+            write(x[0], weight - b * next);
+            write(x[1], next);
+        });
     }
 }
 
-CPD_FN float adam_step(const Moments& f, float m, float v) {
-    float below = __builtin_sqrtf(v) * f.second + f.eps, step = m * f.first / below;
-    return below == 0 ? 0.0f : step;
-}
+// Moments with the same numbers in all lanes.
+struct Adam {
+    F beta1, gain1, beta2, gain2, first, second, eps, scale;
 
-CPD_FN void next_moments(const Moments& f, const float* __restrict g, float* __restrict m,
-                         float* __restrict v, float* __restrict steps, i64 n) {
-    for (i64 i = 0; i < n; ++i) {
-        float slope = f.scale * g[i];
-        float first = f.beta1 * m[i] + f.gain1 * slope;
-        float second = f.beta2 * v[i] + f.gain2 * slope * slope;
-        m[i] = first, v[i] = second;
-        steps[i] = adam_step(f, first, second);
+    CPD_INLINE explicit Adam(const Moments& f)
+        : beta1(from_float(f.beta1)),
+          gain1(from_float(f.gain1)),
+          beta2(from_float(f.beta2)),
+          gain2(from_float(f.gain2)),
+          first(from_float(f.first)),
+          second(from_float(f.second)),
+          eps(from_float(f.eps)),
+          scale(from_float(f.scale)) {}
+    CPD_INLINE F step(F m, F v) const {
+        F below = square_root(v) * second + eps, found = m * first / below;
+        return from_bits(bits_of(found) & (U)(below != F{}));
     }
-}
-
-CPD_FN void add_decay(float decay, const float* __restrict w, float* __restrict steps, i64 n) {
-    for (i64 i = 0; i < n; ++i) steps[i] = steps[i] + decay * w[i];
-}
+    // Writes the next moments, and returns the step.
+    CPD_INLINE F next(float* m, float* v, F g) const {
+        g = scale * g;
+        F first_moment = beta1 * read(m) + gain1 * g;
+        F second_moment = beta2 * read(v) + gain2 * g * g;
+        write(m, first_moment), write(v, second_moment);
+        return step(first_moment, second_moment);
+    }
+};
 
 // The new moments of n values; sums: of weights and of steps with decay.
 void lamb_sums(const Moments& by, float decay, const float* w, const float* g, float* m, float* v,
                i64 n, LayerSums* sums) {
-    const Moments f = by;
+    const Adam adam(by);
+    const F share = from_float(decay);
     RowSums<false> found;
     alignas(64) float steps[STEP_CHUNK];
     for (i64 i = 0; i < n; i += STEP_CHUNK) {
-        i64 some = n - i < STEP_CHUNK ? n - i : STEP_CHUNK;
-        next_moments(f, g + i, m + i, v + i, steps, some);
-        add_decay(decay, w + i, steps, some);
+        const i64 some = chunk_of(n - i);
+        expect_chunk(w + i), expect_chunk(g + i), expect_chunk(m + i), expect_chunk(v + i);
+        each_group<3>({steps, m + i, v + i, g + i, w + i}, some, [=](float* const* x) {
+            write(x[0], adam.next(x[1], x[2], read(x[3])) + share * read(x[4]));
+        });
         found.add_values(w + i, steps, steps, some);
     }
     *sums = found.totals();
@@ -115,24 +163,31 @@ void lamb_sums(const Moments& by, float decay, const float* w, const float* g, f
 // The new moments of n values; sums: all four.
 void adamp_sums(const Moments& by, const float* w, const float* g, float* m, float* v, i64 n,
                 LayerSums* sums) {
-    const Moments f = by;
+    const Adam adam(by);
     RowSums<true> found;
     alignas(64) float steps[STEP_CHUNK];
     for (i64 i = 0; i < n; i += STEP_CHUNK) {
-        i64 some = n - i < STEP_CHUNK ? n - i : STEP_CHUNK;
-        next_moments(f, g + i, m + i, v + i, steps, some);
+        const i64 some = chunk_of(n - i);
+        expect_chunk(w + i), expect_chunk(g + i), expect_chunk(m + i), expect_chunk(v + i);
+        each_group<3>({steps, m + i, v + i, g + i}, some,
+                      [=](float* const* x) { write(x[0], adam.next(x[1], x[2], read(x[3]))); });
         found.add_values(w + i, g + i, steps, some);
     }
     *sums = found.totals();
 }
 
-void move_weights(const Moments& by, const LayerMove& move, float* __restrict w,
-                  const float* __restrict m, const float* __restrict v, i64 n) {
-    const Moments f = by;
-    const LayerMove how = move;
-    for (i64 i = 0; i < n; ++i) {
-        float step = adam_step(f, m[i], v[i]) + how.along * w[i];
-        w[i] = how.keep * w[i] - how.rate * step;
+void move_weights(const Moments& by, const LayerMove& move, float* w, const float* m,
+                  const float* v, i64 n) {
+    const Adam adam(by);
+    const F keep = from_float(move.keep), rate = from_float(move.rate),
+            along = from_float(move.along);
+    for (i64 i = 0; i < n; i += STEP_CHUNK) {
+        expect_chunk(w + i), expect_chunk(m + i), expect_chunk(v + i);
+        each_group<1>({w + i, m + i, v + i}, chunk_of(n - i), [=](float* const* x) {
+            F weight = read(x[0]);
+            F step = adam.step(read(x[1]), read(x[2])) + along * weight;
+            write(x[0], keep * weight - rate * step);
+        });
     }
 }
 

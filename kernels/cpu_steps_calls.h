@@ -17,6 +17,7 @@ struct StepLayer {
     float *w, *m, *v;
     const float* g;
     i64 rows, row;  // how many, and values of each
+    bool has_units;
     LayerNumbers* numbers;
     size_t sums;
     Momentum momentum;  // found by its sums
@@ -138,9 +139,10 @@ class LayerSteps {
 
     void project(StepLayer& l, const LayerSums* of_rows, const LayerSums& all) {
         const LayerNumbers& of = *l.numbers;
-        bool rows = of.adapts;
+        const bool may = of.adapts && l.has_units;
+        bool rows = may;
         for (i64 row = 0; rows && row < l.rows; ++row) rows = is_free(of, of_rows[row], l.row);
-        bool whole = !rows && of.adapts && is_free(of, all, l.rows * l.row);
+        bool whole = !rows && may && is_free(of, all, l.rows * l.row);
         if (!rows) return l.moves.assign(1, adamp_of(of, all, whole));
         l.moves.clear();
         for (i64 row = 0; row < l.rows; ++row) l.moves.push_back(adamp_of(of, of_rows[row], true));
@@ -165,12 +167,15 @@ struct Arrays {
     ~Arrays() {
         for (Py_buffer& view : views) PyBuffer_Release(&view);
     }
-    // null where None is given and may be; else with an error set where it is no such buffer.
+    // Of float32 or None. Returns false with an error set for others.
     bool add(PyObject* object, int flags) {
         Py_buffer view = {};
         if (object != Py_None && PyObject_GetBuffer(object, &view, flags)) return false;
         views.push_back(view);
-        return true;
+        if (!view.buf || !strcmp(view.format ? view.format : "", "f")) return true;
+        PyErr_Format(PyExc_TypeError, "step_layers: format %s given, float32 needed",
+                     view.format ? view.format : "B");
+        return false;
     }
 };
 
@@ -184,11 +189,13 @@ bool take_layers(PyObject* list, const Buffer& rows, const Buffer& numbers, Arra
     const bool moments = steps.rule == CPD_LAMB || steps.rule == CPD_ADAMP;
     for (Py_ssize_t i = 0; i < count; ++i) {
         for (int which = 0; which < 4; ++which) {
-            int flags = which == 1 || steps.rule == CPD_NORMS ? PyBUF_SIMPLE : PyBUF_WRITABLE;
+            int flags = which == 1 || steps.rule == CPD_NORMS ? PyBUF_FORMAT
+                                                              : PyBUF_FORMAT | PyBUF_WRITABLE;
             if (!arrays.add(PyList_GetItem(list, 4 * i + which), flags)) return false;
         }
         const Py_buffer* of = &arrays.views[(size_t)(4 * i)];
-        const i64 size = (i64)of->len, n = size / (i64)sizeof(float), count = rows.at<i64>(0)[i];
+        const i64 n = (i64)of->len / (i64)sizeof(float);
+        const i64 count = steps.rule == CPD_ADAMP && *rows.at<i64>(i) ? *rows.at<i64>(i) : 1;
         bool fits = of[1].len == of->len && n > 0 && count > 0 && n % count == 0 &&
                     (steps.rule == CPD_NORMS || of[2].len == of->len) &&
                     (!moments || of[3].len == of->len);
@@ -200,6 +207,7 @@ bool take_layers(PyObject* list, const Buffer& rows, const Buffer& numbers, Arra
         l.w = (float*)of[0].buf, l.g = (const float*)of[1].buf;
         l.m = (float*)of[2].buf, l.v = (float*)of[3].buf;
         l.rows = count, l.row = n / count;
+        l.has_units = *rows.at<i64>(i) > 0;
         l.numbers = numbers.at<LayerNumbers>(i);
         l.moments = moments_of(*l.numbers);
         steps.layers.push_back(l);

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi_skip
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # rows, values of a row: less than a group of sums, parts of rows, rows and parts of a thread each
-SHAPES = [(1, 1), (3, 5), (1, 16), (7, 147), (2, PART + 17), (1, 3 * PART), (300, 1100)]
+SHAPES = [(1, 1), (3, 5), (1, 16), (7, 147), (2, PART + 17), (1, 3 * PART), (300, 1100), (0, 40)]
 NUMBERS = Numbers(0.1, 0.01, 0.9, 0.99, 1e-6, 1.0, 0.02, 1.25, 1.5, 0.75, 10.0, 5.0, 0.1)
 
 
@@ -25,7 +25,7 @@ def layers(rule: str, seed: int = 0, scale: float = 1.0) -> list[Layer]:
     rng = np.random.default_rng(seed)
     found = []
     for rows, row in SHAPES:
-        w, g, m, v = (rng.standard_normal(rows * row).astype(np.float32) for _ in range(4))
+        w, g, m, v = (rng.standard_normal(max(rows, 1) * row).astype(np.float32) for _ in range(4))
         with np.errstate(over="ignore"):
             w, g, m, v = scale * w, scale * g, scale * m, np.square(scale * v, dtype=np.float32)
         momentum = rule in ("lars", "larc", "novograd")
@@ -138,9 +138,10 @@ def test_each_case_of_adamp_is_met() -> None:
         ({"rule": "sgd"}, "rule='sgd': known are lars"),
         ({"numbers": np.zeros((1, 3))}, "one row a layer"),
         ({"rows": 2}, "layer 0: arrays or rows do not fit"),
+        ({"rows": -1}, "layer 0: arrays or rows do not fit"),
         ({"m": np.zeros(2, np.float32)}, "layer 0: arrays or rows do not fit"),
         ({"v": None}, "layer 0: arrays or rows do not fit"),
-        ({"w": np.zeros(3, np.float64)}, "float64 given, float32 needed"),
+        ({"w": np.zeros(3, np.float64)}, "format d given, float32 needed"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

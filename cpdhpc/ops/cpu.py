@@ -429,7 +429,7 @@ def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
     """Take a step of each layer of an optimiser. See ops.steps."""
     check_layers(rule, layers, numbers)
     arrays = [x for layer in layers for x in layer[:4]]
-    rows = np.array([layer.rows if rule == "adamp" else 1 for layer in layers], np.int64)
+    rows = np.array([layer.rows for layer in layers], np.int64)
     _cpu.step_layers(kernel_threads(), RULES.index(rule), arrays, rows, numbers)
 
 

@@ -50,9 +50,11 @@ class Numbers(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer's float32[n]: weights, gradients, first and second moments; those not needed: None.
+    """A layer's weights, gradients, first and second moments, float32 of any shape, C-contiguous.
 
-    rows: output units, into which AdamP looks
+    Those that a rule does not need: None
+
+    rows: output units, into which AdamP looks; 0: there are none, as of a bias
     """
 
     w: Array
@@ -63,15 +65,11 @@ class Layer(NamedTuple):
 
 
 def check_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
-    """Raise ValueError or TypeError where arrays are not what the rule needs."""
+    """Raise ValueError for an unknown rule, or numbers of another shape."""
     if rule not in RULES:
         raise ValueError(f"step_layers: rule={rule!r}: known are {', '.join(RULES)}")
     if numbers.dtype != np.float64 or numbers.shape != (len(layers), len(Numbers._fields)):
         raise ValueError(f"step_layers: numbers: {numbers.dtype}{numbers.shape}: one row a layer")
-    for layer in layers:
-        for x in layer[:4]:
-            if x is not None and x.dtype != np.float32:
-                raise TypeError(f"step_layers: {x.dtype} given, float32 needed")
 
 
 def dot(a: Array, b: Array) -> float:
@@ -98,8 +96,10 @@ def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
     """
     check_layers(rule, layers, numbers)
     with np.errstate(all="ignore"):  # as the kernels: infinities and NaN go their way
-        for layer, row in zip(layers, numbers, strict=True):
+        for given, row in zip(layers, numbers, strict=True):
             of = Numbers(*row.tolist())
+            flat = (None if x is None else x.reshape(-1) for x in given[:4])
+            layer = Layer(*flat, given.rows)
             if rule == "norms":
                 row[-1] = math.sqrt(dot(layer.g, layer.g))
             elif rule == "novograd":
@@ -203,9 +203,9 @@ class _Row(NamedTuple):
 
 def _adamp(layer: Layer, of: Numbers) -> None:
     step = _moments(layer, of)
-    w, g, s = (x.reshape(layer.rows, -1) for x in (layer.w, layer.g, step))
-    along, decay = np.zeros(layer.rows), of.decay
-    if of.adapts:
+    w, g, s = (x.reshape(layer.rows or 1, -1) for x in (layer.w, layer.g, step))
+    along, decay = np.zeros(len(w)), of.decay
+    if of.adapts and layer.rows:
         each = [
             _Row(dot(a, a), dot(b, b), dot(a, b), dot(a, c))
             for a, b, c in zip(w, g, s, strict=True)
@@ -216,7 +216,7 @@ def _adamp(layer: Layer, of: Numbers) -> None:
         if all(row.is_free(of, w.shape[1]) for row in each):
             along, decay = np.array([row.along for row in each]), of.decay * of.share
         elif whole.is_free(of, w.size):
-            along, decay = np.full(layer.rows, whole.along), of.decay * of.share
+            along, decay = np.full(len(w), whole.along), of.decay * of.share
     keep, rate = np.float32([1 - of.rate * decay, of.rate])
     step = s + (-along).astype(np.float32)[:, None] * w
     w[:] = keep * w - rate * step
