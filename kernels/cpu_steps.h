@@ -4,8 +4,8 @@
 namespace {
 
 const int SUM_LANES = 16;    // value i of a row's part is added to sum i % SUM_LANES
-const int STEP_CHUNK = 512;  // values between two looks at the same memory, which L1 keeps
-const int STEP_AHEAD = 2 * STEP_CHUNK;
+const int STEP_CHUNK = 64;   // values between two looks at the same memory: fetched in small bites
+const int STEP_AHEAD = 512;  // from what is worked on to what is fetched
 
 CPD_FN i64 chunk_of(i64 left) { return left < STEP_CHUNK ? left : STEP_CHUNK; }
 
@@ -55,9 +55,13 @@ struct RowSums {
         gradients.add_group(g, g);
         if (ALL) both.add_group(w, g), steps.add_group(w, s);
     }
+    template <bool FETCH>
     CPD_INLINE void add_values(const float* w, const float* g, const float* s, i64 n) {
         RowSums sums = *this;  // a copy, which stays in registers
-        for (i64 i = 0; i + SUM_LANES <= n; i += SUM_LANES) sums.add_group(w + i, g + i, s + i);
+        for (i64 i = 0; i + SUM_LANES <= n; i += SUM_LANES) {
+            if (FETCH) expect(w + i + STEP_AHEAD), expect(g + i + STEP_AHEAD);
+            sums.add_group(w + i, g + i, s + i);
+        }
         if (n % SUM_LANES) {
             LastGroup last_w(w, n), last_g(g, n), last_s(s, n);
             sums.add_group(last_w.values, last_g.values, last_s.values);
@@ -71,10 +75,7 @@ struct RowSums {
 
 void square_sums(const float* w, const float* g, i64 n, LayerSums* sums) {
     RowSums<false> found;
-    for (i64 i = 0; i < n; i += STEP_CHUNK) {
-        expect_chunk(w + i), expect_chunk(g + i);
-        found.add_values(w + i, g + i, g + i, chunk_of(n - i));
-    }
+    found.add_values<true>(w, g, g, n);
     *sums = found.totals();
 }
 
@@ -155,7 +156,7 @@ void lamb_sums(const Moments& by, float decay, const float* w, const float* g, f
         each_group<3>({steps, m + i, v + i, g + i, w + i}, some, [=](float* const* x) {
             write(x[0], adam.next(x[1], x[2], read(x[3])) + share * read(x[4]));
         });
-        found.add_values(w + i, steps, steps, some);
+        found.add_values<false>(w + i, steps, steps, some);
     }
     *sums = found.totals();
 }
@@ -171,7 +172,7 @@ void adamp_sums(const Moments& by, const float* w, const float* g, float* m, flo
         expect_chunk(w + i), expect_chunk(g + i), expect_chunk(m + i), expect_chunk(v + i);
         each_group<3>({steps, m + i, v + i, g + i}, some,
                       [=](float* const* x) { write(x[0], adam.next(x[1], x[2], read(x[3]))); });
-        found.add_values(w + i, g + i, steps, some);
+        found.add_values<false>(w + i, g + i, steps, some);
     }
     *sums = found.totals();
 }
