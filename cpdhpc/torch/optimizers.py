@@ -50,6 +50,17 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64)
 
 
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return norm of each, float64[tensors]; at least one."""
+    arrays = [memory_in_order([x]) for x in tensors]
+    if any(each is None for each in arrays):
+        return torch.stack([norm(x) for x in tensors])
+    layers = [Layer(x, x, None, None, 0) for each in arrays if each for x in each]
+    found = np.array([Numbers()] * len(layers))
+    step_layers("norms", layers, found)
+    return torch.from_numpy(found[:, -1].copy())
+
+
 def memory_in_order(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]] | None:
     """Return the memory of float32 tensors whose values lie in one dense order; None for others."""
     turned = not tensors[0].is_contiguous()
@@ -119,10 +130,10 @@ class LayerWise(torch.optim.Optimizer):
 
     def _step_compiled(self, compiled: _Compiled, scale: float) -> None:
         own = [
-            self.numbers(group, adapts, time)._replace(scale=scale)
-            for group, adapts, time in compiled.cases.values()
+            list(map(float, self.numbers(group, adapts, time)._replace(scale=scale)))
+            for (_, adapts, time), (_, group) in compiled.cases.items()
         ]
-        table = np.array(own, np.float64)[compiled.case_of]
+        table = np.array(own)[compiled.case_of]
         table[:, -1] = compiled.norms
         step_layers(self.rule, compiled.layers, table)
         for p, norm_of_layer in zip(compiled.parameters, table[:, -1].tolist(), strict=True):
@@ -140,7 +151,7 @@ class LayerWise(torch.optim.Optimizer):
 
     @abstractmethod
     def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
-        """Return what the kernels need of layers, by their group and what _Compiled.add says."""
+        """Return what the kernels need of layers of a group. adapts, time: see _Compiled.add."""
 
     def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
         """Return what all gradients are multiplied by first; None for nothing."""
@@ -157,21 +168,19 @@ class _Compiled:
     def __init__(self) -> None:
         self.parameters, self.layers = list[Tensor](), list[Layer]()
         self.norms, self.case_of = list[float](), list[int]()
-        self.cases = dict[tuple[int, bool, float], tuple[Group, bool, float]]()
-        self._places = dict[tuple[int, bool, float], int]()
+        self.cases = dict[tuple[int, bool, float], tuple[int, Group]]()
 
     def add(
         self, p: Tensor, arrays: list[Any], state: State, group: Group, has_moments: bool
     ) -> None:
-        """Add a layer; those of a group with as many steps are one or two cases."""
+        """Add a layer. adapts: whether it is not excluded; time: steps of moments, this one too."""
         m, v = arrays[2], arrays[3] if has_moments else None
         units = len(arrays[0]) if arrays[0].ndim > 1 else 0
         self.layers.append(Layer(arrays[0], arrays[1], m, v, units))
         time = float(state["step"]) if has_moments else 0.0
         adapts = not _excluded(p, group)
         case = id(group), adapts, time
-        self.cases.setdefault(case, (group, adapts, time))
-        self.case_of.append(self._places.setdefault(case, len(self._places)))
+        self.case_of.append(self.cases.setdefault(case, (len(self.cases), group))[0])
         self.norms.append(float(state["norm"]) if "norm" in state else -1.0)
         self.parameters.append(p)
 
@@ -357,7 +366,7 @@ class Lamb(LayerWise):
         """Return what brings the norm of all gradients down to clip_global_norm."""
         if not self.clip_global_norm or not gradients:
             return None
-        total = norm(torch.stack([norm(gradient) for gradient in gradients]))
+        total = norm(norms(gradients))
         return (self.clip_global_norm / total.clamp(min=self.clip_global_norm)).to(
             gradients[0].dtype
         )
