@@ -153,9 +153,10 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call gave to the kernels."""
     counts: list[int] = []
 
-    def counted(rule: str, layers: Any, numbers: Any) -> None:
+    def counted(rule: str, layers: Any, numbers: Any, threads: int) -> None:
+        assert threads == torch.get_num_threads()
         counts.append(len(layers))
-        step_layers(rule, layers, numbers)
+        step_layers(rule, layers, numbers, threads)
 
     monkeypatch.setattr(optimizers, "step_layers", counted)
     return counts

@@ -425,12 +425,14 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
     return counts
 
 
-def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
-    """Take a step of each layer of an optimiser. See ops.steps."""
+def step_layers(
+    rule: str, layers: Sequence[Layer], numbers: Array, threads: int | None = None
+) -> None:
+    """Take a step of each layer of an optimiser, on so many threads. See ops.steps."""
     check_layers(rule, layers, numbers)
     arrays = [x for layer in layers for x in layer[:4]]
     rows = np.array([layer.rows for layer in layers], np.int64)
-    _cpu.step_layers(kernel_threads(), RULES.index(rule), arrays, rows, numbers)
+    _cpu.step_layers(threads or kernel_threads(), RULES.index(rule), arrays, rows, numbers)
 
 
 def mark_above(x: Array, bits: int) -> Array:

@@ -98,8 +98,9 @@ def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
     with np.errstate(all="ignore"):  # as the kernels: infinities and NaN go their way
         for given, row in zip(layers, numbers, strict=True):
             of = Numbers(*row.tolist())
-            flat = (None if x is None else x.reshape(-1) for x in given[:4])
-            layer = Layer(*flat, given.rows)
+            w, g, m, v = (None if x is None else x.reshape(-1) for x in given[:4])
+            assert w is not None and g is not None
+            layer = Layer(w, g, m, v, given.rows)
             if rule == "norms":
                 row[-1] = math.sqrt(dot(layer.g, layer.g))
             elif rule == "novograd":
@@ -108,11 +109,15 @@ def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
                 {"lars": _lars, "larc": _larc, "lamb": _lamb, "adamp": _adamp}[rule](layer, of)
 
 
+def _singles(*values: float) -> list[np.float32]:
+    return [np.float32(value) for value in values]
+
+
 def _momentum(layer: Layer, beta: float, a: float, b: float, c: float) -> None:
     """m = beta m + (a g + c w); w = w - b m."""
     w, g, m = layer.w, layer.g, layer.m
     assert m is not None
-    beta32, a32, b32, c32 = np.float32([beta, a, b, c])
+    beta32, a32, b32, c32 = _singles(beta, a, b, c)
     m[:] = beta32 * m + (a32 * g + c32 * w)
     w[:] = w - b32 * m
 
@@ -162,8 +167,8 @@ def _moments(layer: Layer, of: Numbers) -> Array:
     """Take in a gradient, and return Adam's step; 0 where it would be divided by 0."""
     m, v = layer.m, layer.v
     assert m is not None and v is not None
-    beta1, gain1, beta2, gain2 = np.float32([of.beta1, 1 - of.beta1, of.beta2, 1 - of.beta2])
-    first, second, eps, scale = np.float32([of.first, of.second, of.eps, of.scale])
+    beta1, gain1, beta2, gain2 = _singles(of.beta1, 1 - of.beta1, of.beta2, 1 - of.beta2)
+    first, second, eps, scale = _singles(of.first, of.second, of.eps, of.scale)
     g = scale * layer.g
     m[:] = beta1 * m + gain1 * g
     v[:] = beta2 * v + (gain2 * g) * g
@@ -217,6 +222,6 @@ def _adamp(layer: Layer, of: Numbers) -> None:
             along, decay = np.array([row.along for row in each]), of.decay * of.share
         elif whole.is_free(of, w.size):
             along, decay = np.full(len(w), whole.along), of.decay * of.share
-    keep, rate = np.float32([1 - of.rate * decay, of.rate])
+    keep, rate = _singles(1 - of.rate * decay, of.rate)
     step = s + (-along).astype(np.float32)[:, None] * w
     w[:] = keep * w - rate * step

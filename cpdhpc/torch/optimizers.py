@@ -4,7 +4,8 @@ Ordinary torch optimisers: `cpdhpc.torch.Lamb(model.parameters(), lr=0.01)`. A l
 tensor. They see averaged gradients, so all ranks take the same step without a message.
 
 Dense float32 layers on the CPU are the kernels', all of a step in one call, with the bits of
-ops.steps. Others are stepped by `update`, the same equations in torch's operations.
+ops.steps, on as many threads as torch has. Others are stepped by `update`, the same equations in
+torch's operations.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([norm(x) for x in tensors])
     layers = [Layer(x, x, None, None, 0) for each in arrays if each for x in each]
     found = np.array([Numbers()] * len(layers))
-    step_layers("norms", layers, found)
+    step_layers("norms", layers, found, torch.get_num_threads())
     return torch.from_numpy(found[:, -1].copy())
 
 
@@ -135,7 +136,7 @@ class LayerWise(torch.optim.Optimizer):
         ]
         table = np.array(own)[compiled.case_of]
         table[:, -1] = compiled.norms
-        step_layers(self.rule, compiled.layers, table)
+        step_layers(self.rule, compiled.layers, table, torch.get_num_threads())
         for p, norm_of_layer in zip(compiled.parameters, table[:, -1].tolist(), strict=True):
             increment_version(p)  # else autograd would not see that it has changed
             self.end(self.state[p], norm_of_layer)

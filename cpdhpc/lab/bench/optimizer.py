@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from ...ops import kernel_threads, set_kernel_threads
+from ...config import validate
 from ..provenance import cpu_clone, processor
 from .harness import Times, add_repeats, check_options, interleave, parse_counts
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--widths", default="64,128,256,448", metavar="N,...", help="channels of the stages"
     )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch and kernels")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch")
     add_repeats(parser, 20, 3, "steps")
 
 
@@ -61,14 +61,12 @@ def layers(widths: list[int]) -> Shapes:
 def _threads(count: int) -> Iterator[None]:
     import torch
 
-    before = torch.get_num_threads(), kernel_threads()
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        torch.set_num_threads(count)
-        set_kernel_threads(count)
         yield
     finally:
-        torch.set_num_threads(before[0])
-        set_kernel_threads(before[1])
+        torch.set_num_threads(before)
 
 
 def measure(shapes: Shapes, repeats: int, warmup: int) -> dict[str, Times]:
@@ -86,7 +84,8 @@ def measure(shapes: Shapes, repeats: int, warmup: int) -> dict[str, Times]:
             p.grad = gradient
         return found
 
-    built = {name: each().build(parameters(), 1e-3) for name, each in OPTIMIZERS.items()}
+    given = {name: validate(each, {}, name) for name, each in OPTIMIZERS.items()}
+    built = {name: each.build(parameters(), 1e-3) for name, each in given.items()}
     loops = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     for name, plain in loops.items():
         momentum = {"momentum": 0.9} if name == "sgd" else {}
@@ -101,11 +100,11 @@ def _lines(shapes: Shapes, times_s: dict[str, Times], threads: int) -> Iterator[
     yield f"# {values:,} float32 values in {len(shapes)} layers; ms of a step, optimisers in turns"
     yield "# ns: of the median, by value; / adam: the median over that of torch's fused Adam"
     width = max(map(len, times_s))
-    yield f"# {'optimizer':<{width}}{'median':>9}{'fastest':>9}{'slowest':>9}{'ns':>7}{'/ adam':>8}"
+    yield f"# {'optimizer':<{width}}{'median':>9}{'fastest':>9}{'slowest':>9}{'ns':>8}{'/ adam':>8}"
     beside = float(np.median(times_s[BESIDE]))
     for name, each in times_s.items():
         median = float(np.median(each))
         yield (
             f"  {name:<{width}}{1e3 * median:>9.2f}{1e3 * each.min():>9.2f}{1e3 * each.max():>9.2f}"
-            f"{1e9 * median / values:>7.2f}{median / beside:>8.2f}"
+            f"{1e9 * median / values:>8.2f}{median / beside:>8.2f}"
         )

@@ -141,8 +141,8 @@ class Sgd(OfMomentum):
         import torch
 
         given = groups(parameters, self.exclude, self.weight_decay)
-        how = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": has_fused(given)}
-        return torch.optim.SGD(given, lr=rate, **how)
+        fused = has_fused(given)
+        return torch.optim.SGD(given, rate, self.momentum, nesterov=self.nesterov, fused=fused)
 
 
 def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Tensor:
