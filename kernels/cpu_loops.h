@@ -530,6 +530,7 @@ void copy(u8* out, const u8* x, i64 size) {
 #include "cpu_integers.h"
 #include "cpu_products.h"
 #include "cpu_sparse.h"
+#include "cpu_steps.h"
 
 extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 encode,
@@ -552,4 +553,9 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 unpack_bitmap,
                                 collect_tile,
                                 copy,
-                                matmul};
+                                matmul,
+                                square_sums,
+                                momentum_step,
+                                lamb_sums,
+                                adamp_sums,
+                                move_weights};

@@ -18,6 +18,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 #include "cpu_moves_calls.h"
 #include "cpu_products_calls.h"
 #include "cpu_sparse_calls.h"
+#include "cpu_steps_calls.h"
 
 namespace {
 
@@ -243,6 +244,7 @@ PyMethodDef methods[] = {
     {"gather", gather, METH_VARARGS, nullptr},
     {"scatter_add", scatter_add, METH_VARARGS, nullptr},
     {"clear", clear, METH_VARARGS, nullptr},
+    {"step_layers", step_layers, METH_VARARGS, nullptr},
     {"matmul", matmul, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
     {"read_loan", read_loan, METH_VARARGS, nullptr},

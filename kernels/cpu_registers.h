@@ -136,6 +136,19 @@ CPD_FN U gather(const int* table, U place) {
 #endif
 }
 
+CPD_FN F square_root(F x) {
+#if CPD_REGISTER == 64
+    return _mm512_maskz_sqrt_ps(0xffff, x);
+#elif CPD_REGISTER == 32
+    return _mm256_sqrt_ps(x);
+#elif defined(CPD_X86)
+    return _mm_sqrt_ps(x);
+#else
+    for (int lane = 0; lane < CPD_GROUP; ++lane) x[lane] = __builtin_sqrtf(x[lane]);
+    return x;
+#endif
+}
+
 // The signs of all lanes, the first lane's the lowest bit.
 CPD_FN u32 signs(I v) {
 #if CPD_REGISTER == 64

@@ -7,6 +7,7 @@
 
 #include "cast.h"
 #include "products_how.h"
+#include "steps.h"
 
 struct Loops {
     const char* name;
@@ -50,6 +51,16 @@ struct Loops {
     // CPD_PANEL floats; index: of out[0][0], of so many outputs.
     void (*matmul)(const Products& how, const float* a, i64 m, i64 k, const float* b, i64 n,
                    i64 column, float* panel, float* out, u64 index, u64 outputs);
+    // Optimisers: w, g, m, v are n weights of a row, their gradients, first and second moments.
+    // The first, third and fourth write sums over them, in the order of ops/steps.py.
+    void (*square_sums)(const float* w, const float* g, i64 n, LayerSums* sums);
+    void (*momentum_step)(const Momentum& by, float* w, const float* g, float* m, i64 n);
+    void (*lamb_sums)(const Moments& by, float decay, const float* w, const float* g, float* m,
+                      float* v, i64 n, LayerSums* sums);
+    void (*adamp_sums)(const Moments& by, const float* w, const float* g, float* m, float* v, i64 n,
+                       LayerSums* sums);
+    void (*move_weights)(const Moments& by, const LayerMove& move, float* w, const float* m,
+                         const float* v, i64 n);
 };
 
 // Compilers other than gcc, other processors and sanitisers get the portable loops alone.

@@ -100,6 +100,8 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "errors.py": ["errors"],
     "ops/payloads.py": ["blocks", "exact", "range", "tables"],
     "ops/products.py": ["products"],
+    "ops/steps.py": ["steps", "optimizers"],
+    "torch/optimizers.py": ["optimizers", "updates"],
     "ops/common.py": ["threads", "selection", "shifts"],
     "ops/cpu.py": ["selection", "ops"],
     "compress/lowbit.py": [*COMPRESS, "config", "methods", "layer_wires", "loss_scaling"],

@@ -15,7 +15,8 @@ import cpdhpc.lab.train
 from cpdhpc.config import validate
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.optimizers import OPTIMIZERS, Exclude
-from cpdhpc.torch import AdamP, Lamb, Larc, Lars, NovoGrad
+from cpdhpc.ops.cpu import step_layers
+from cpdhpc.torch import AdamP, Lamb, Larc, Lars, NovoGrad, optimizers
 from cpdhpc.torch.controllers import DECAYS, DEFAULT_RATE, BySchedule, Schedule, Scheduled, Settings
 from cpdhpc.torch.controllers.adaptive import ByAdaptiveBatch, ByNoiseScale
 from cpdhpc.torch.controllers.autowu import ByAutoWu
@@ -29,12 +30,12 @@ STEPS = 4
 CLOSE = STEPS * 40 * 100 * np.finfo(np.float64).eps
 
 
-def layers() -> list[torch.nn.Parameter]:
+def layers(dtype: torch.dtype = torch.float64) -> list[torch.nn.Parameter]:
     """Weights of two dimensions, of four, a bias; zeros, which have no norm; none at all."""
     rng = np.random.default_rng(3)
     shapes = [(5, 7), (4, 3, 2, 2), (6,), (0, 3)]
-    found = [torch.nn.Parameter(torch.from_numpy(rng.standard_normal(s))) for s in shapes]
-    return [*found, torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))]
+    found = [torch.from_numpy(rng.standard_normal(s)) for s in shapes]
+    return [torch.nn.Parameter(x.to(dtype)) for x in (*found, torch.zeros(2, 2))]
 
 
 def gradients(step: int) -> list[torch.Tensor]:
@@ -42,13 +43,15 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [torch.from_numpy(rng.standard_normal(tuple(p.shape))) for p in layers()]
 
 
-def trained(make: Any, scales: tuple[float, ...] = (1, 1, 1, 1, 1)) -> list[Array]:
+def trained(
+    make: Any, scales: tuple[float, ...] = (1, 1, 1, 1, 1), dtype: torch.dtype = torch.float64
+) -> list[Array]:
     """Weights after STEPS steps, with each layer's gradient times a scale."""
-    parameters = layers()
+    parameters = layers(dtype)
     optimizer = make(parameters)
     for step in range(STEPS):
         for p, g, scale in zip(parameters, gradients(step), scales, strict=True):
-            p.grad = g * scale
+            p.grad = (g * scale).to(dtype)
         optimizer.step()
     return [p.detach().numpy().copy() for p in parameters]
 
@@ -143,6 +146,203 @@ def test_steps_are_those_of_the_paper(name: str) -> None:
     for got, wanted in zip(trained(make), by_hand(rule), strict=True):
         assert np.abs(got - wanted).max(initial=0) <= CLOSE
     assert set(EQUATIONS) == OPTIMIZERS.keys() - {"sgd", "adam", "adamw"}
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call gave to the kernels."""
+    counts: list[int] = []
+
+    def counted(rule: str, layers: Any, numbers: Any, threads: int) -> None:
+        assert threads == torch.get_num_threads()
+        counts.append(len(layers))
+        step_layers(rule, layers, numbers, threads)
+
+    monkeypatch.setattr(optimizers, "step_layers", counted)
+    return counts
+
+
+# The same roundings, of float32; inputs are rounded, too
+CLOSE32 = STEPS * 41 * 100 * float(np.finfo(np.float32).eps)
+
+
+@every("name", EQUATIONS)
+def test_kernels_and_torch_take_the_steps_of_the_paper(
+    name: str, by_kernels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, make = EQUATIONS[name]
+    by_kernels.clear()
+    compiled = trained(make, dtype=torch.float32)
+    assert by_kernels == [4] * STEPS
+    monkeypatch.setattr(optimizers, "memory_in_order", lambda tensors: None)
+    plain = trained(make, dtype=torch.float32)
+    assert by_kernels == [4] * STEPS
+    for got, other, wanted in zip(compiled, plain, by_hand(rule), strict=True):
+        assert got.dtype == other.dtype == np.float32
+        assert np.abs(got - wanted).max(initial=0) <= CLOSE32
+        assert np.abs(got - other).max(initial=0) <= CLOSE32
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.mT.contiguous().mT
+
+
+def last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+LAYOUTS: dict[str, tuple[Any, Any, bool]] = {  # of weights and of gradients; whether compiled
+    "dense": (torch.clone, torch.clone, True),
+    "channels last": (last, last, True),
+    "channels last, not the gradient": (last, torch.clone, False),
+    "the gradient alone": (torch.clone, last, False),
+    "transposed": (turned, turned, False),
+    "a part of rows": (lambda x: torch.cat([x, x], 3)[..., :2], torch.clone, False),
+    "a part of a buffer": (lambda x: torch.cat([x, x])[4:], lambda x: torch.cat([x, x])[:4], True),
+}
+
+
+@every("name", EQUATIONS)
+@every("layout", LAYOUTS)
+def test_any_layout_of_weights_and_gradients(name: str, layout: str, by_kernels: list[int]) -> None:
+    of_weights, of_gradients, compiled = LAYOUTS[layout]
+    rng = np.random.default_rng(5)
+    first = torch.from_numpy(rng.standard_normal((4, 3, 2, 2)).astype("f4"))
+    slopes = [torch.from_numpy(rng.standard_normal((4, 3, 2, 2)).astype("f4")) for _ in range(3)]
+    ours, plain = (torch.nn.Parameter(each) for each in (of_weights(first), first.clone()))
+    by_kernels.clear()
+    for p, change in ((ours, of_gradients), (plain, torch.clone)):
+        optimizer = EQUATIONS[name][1]([p])
+        for slope in slopes:
+            p.grad = change(slope)
+            optimizer.step()
+    assert by_kernels == [1] * (6 if compiled else 3)
+    assert (ours - plain).abs().max() <= CLOSE32
+    if layout in ("dense", "a part of a buffer"):
+        assert torch.equal(ours, plain)
+
+
+@every("name", EQUATIONS)
+def test_other_dtypes_subclasses_and_devices_are_torchs(name: str, by_kernels: list[int]) -> None:
+    by_kernels.clear()
+
+    class Own(torch.Tensor):
+        pass
+
+    kinds: dict[str, torch.nn.Parameter] = {
+        "bfloat16": torch.nn.Parameter(torch.ones(3, 3, dtype=torch.bfloat16)),
+        "float64": torch.nn.Parameter(torch.ones(3, 3, dtype=torch.float64)),
+        "subclass": torch.nn.Parameter(torch.ones(3, 3).as_subclass(Own)),
+        "meta": torch.nn.Parameter(torch.ones(3, 3, device="meta")),
+    }
+    for kind, p in kinds.items():
+        if kind == "meta" and name == "adamp":
+            continue  # it asks for values
+        before = p.detach().clone()
+        p.grad = torch.ones_like(p)
+        EQUATIONS[name][1]([p]).step()
+        assert kind == "meta" or not torch.equal(p.detach(), before)
+    assert not by_kernels
+
+
+@every("name", EQUATIONS)
+def test_what_the_former_version_kept_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stepped by torch's operations, and wrote what they keep."""
+    make, steps = EQUATIONS[name][1], range(2)
+    runs = {}
+    for former in (True, False):
+        parameters = layers(torch.float32)
+        optimizer = make(parameters)
+        with monkeypatch.context() as patched:
+            if former:
+                patched.setattr(optimizers, "memory_in_order", lambda tensors: None)
+            for step in steps:
+                for p, g in zip(parameters, gradients(step), strict=True):
+                    p.grad = g.float()
+                optimizer.step()
+        runs[former] = parameters, optimizer.state_dict()
+    (parameters, kept), (others, now) = runs[True], runs[False]
+    for index, state in now["state"].items():
+        assert {k: (v.shape, v.dtype) for k, v in state.items()} == {
+            k: (v.shape, v.dtype) for k, v in kept["state"][index].items()
+        }
+    resumed = make(parameters)
+    resumed.load_state_dict(kept)
+    going = make(others)
+    going.load_state_dict(now)
+    for p, q, g in zip(parameters, others, gradients(2), strict=True):
+        p.grad, q.grad = g.float(), g.float()
+    resumed.step()
+    going.step()
+    assert all(
+        (p - q).abs().max() <= CLOSE32 for p, q in zip(parameters, others, strict=True) if p.numel()
+    )
+    assert resumed.state_dict()["state"].keys() == going.state_dict()["state"].keys()
+
+
+@every("name", EQUATIONS)
+def test_groups_step_as_optimisers_of_their_own(name: str, by_kernels: list[int]) -> None:
+    make, (one, two) = EQUATIONS[name][1], (layers(torch.float32) for _ in range(2))
+    together = make([{"params": one[:2], "lr": 0.05, "weight_decay": 0.5}, {"params": one[2:]}])
+    apart = [make(two[2:]), make([{"params": two[:2], "lr": 0.05, "weight_decay": 0.5}])]
+    by_kernels.clear()
+    for step in range(3):
+        for p, q, g in zip(one, two, gradients(step), strict=True):
+            p.grad, q.grad = g.float(), g.float()
+        if step == 1:
+            one[1].grad = two[1].grad = None  # so that steps are not counted alike
+        for each in (together, *apart):
+            each.step()
+    assert all(torch.equal(p, q) for p, q in zip(one, two, strict=True))
+    assert by_kernels == [4, 2, 2, 3, 2, 1, 4, 2, 2]
+
+
+def test_lamb_clips_float32_by_the_norms_of_the_kernels(by_kernels: list[int]) -> None:
+    moments = []
+    for clip in (0.0, 1.5):
+        parameters = layers(torch.float32)
+        optimizer = Lamb(parameters, clip_global_norm=clip)
+        for p, g in zip(parameters, gradients(0), strict=True):
+            p.grad = g.float()
+        by_kernels.clear()
+        optimizer.step()
+        moments.append(optimizer.state[parameters[0]]["exp_avg"])
+    assert by_kernels == [4, 4]  # norms, then steps
+    total = math.sqrt(sum(size(g.float().double().numpy()) ** 2 for g in gradients(0)))
+    assert torch.allclose(moments[1], moments[0] * (1.5 / total), rtol=1e-6, atol=0)
+
+
+@every("make", [Lars, Larc, Lamb, NovoGrad, AdamP])
+def test_autograd_sees_that_weights_have_changed(make: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(3, 3))
+    p.grad = torch.ones(3, 3)
+    squares = p.square().sum()
+    make([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
+@every("name", ["sgd", "adam", "adamw"])
+def test_jobs_use_torchs_fused_steps_where_it_has_some(name: str) -> None:
+    """On meta devices it has none. Each step has 20 roundings at most in either way."""
+    options = {"sgd": {"momentum": 0.5, "nesterov": True}}.get(name, {}) | {"weight_decay": 0.1}
+    given = OPTIMIZERS[name](**options)
+    runs = []
+    for fused in (True, False):
+        parameters = layers(torch.float32)
+        optimizer = given.build(parameters, 0.1)
+        assert all(group["fused"] is True for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["fused"] = fused
+        for step in range(STEPS):
+            for p, g in zip(parameters, gradients(step), strict=True):
+                p.grad = g.float()
+            optimizer.step()
+        runs.append(parameters)
+    bound = STEPS * 20 * 10 * float(np.finfo(np.float32).eps)
+    assert all((p - q).abs().max() <= bound for p, q in zip(*runs, strict=True) if p.numel())
+    nowhere = [torch.nn.Parameter(torch.ones(2, device="meta"))]
+    assert given.build(nowhere, 0.1).param_groups[0]["fused"] is False
 
 
 def test_larc_and_adamp_meet_both_of_their_cases() -> None:

@@ -242,6 +242,10 @@ COMMANDS: dict[str, Command | Group] = {
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
                 "bench.layer",
             ),
+            "optimizer": Command(
+                "steps of optimizers beside torch's fused Adam, SGD and AdamW; needs no MPI",
+                "bench.optimizer",
+            ),
             "predict": Command(
                 "predicted times on any number of ranks, from a file of bench fit; needs no MPI",
                 "bench.machine",

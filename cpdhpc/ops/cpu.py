@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from .common import (
 )
 from .common import fitting_shift as fitting_shift
 from .common import stream_words as stream_words
+from .steps import RULES, Layer, check_layers
 
 if TYPE_CHECKING:
     from .products import Arithmetic, Inputs, Products
@@ -421,6 +423,16 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
     counts = np.empty(buckets, np.uint32)
     _cpu.count_digits(kernel_threads(), low, shift, x, counts)
     return counts
+
+
+def step_layers(
+    rule: str, layers: Sequence[Layer], numbers: Array, threads: int | None = None
+) -> None:
+    """Take a step of each layer of an optimiser, on so many threads. See ops.steps."""
+    check_layers(rule, layers, numbers)
+    arrays = [x for layer in layers for x in layer[:4]]
+    rows = np.array([layer.rows for layer in layers], np.int64)
+    _cpu.step_layers(threads or kernel_threads(), RULES.index(rule), arrays, rows, numbers)
 
 
 def mark_above(x: Array, bits: int) -> Array:

@@ -31,6 +31,7 @@ from .common import MAGNITUDE, check_rank, threshold_bits
 from .common import fitting_shift as fitting_shift
 from .common import stream_words as stream_words
 from .products import Products
+from .steps import step_layers as step_layers
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

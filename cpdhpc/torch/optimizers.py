@@ -2,18 +2,26 @@
 
 Ordinary torch optimisers: `cpdhpc.torch.Lamb(model.parameters(), lr=0.01)`. A layer is a parameter
 tensor. They see averaged gradients, so all ranks take the same step without a message.
+
+Dense float32 layers on the CPU are the kernels', all of a step in one call, with the bits of
+ops.steps, on as many threads as torch has. Others are stepped by `update`, the same equations in
+torch's operations.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
+import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
+from ..ops.cpu import step_layers
+from ..ops.steps import Layer, Numbers
 from ..ops.tensors import values_of
 
 Tensor = torch.Tensor
@@ -35,17 +43,52 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # of numbers; and how
 }
 
 
+PLAIN = (Tensor, torch.nn.Parameter)  # other subclasses keep their values elsewhere
+
+
 def norm(x: Tensor) -> Tensor:
     """Return the 2-norm of all values, float64[], so that squares neither overflow nor vanish."""
     return torch.linalg.vector_norm(x, dtype=torch.float64)
 
 
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return norm of each, float64[tensors]; at least one."""
+    arrays = [memory_in_order([x]) for x in tensors]
+    if any(each is None for each in arrays):
+        return torch.stack([norm(x) for x in tensors])
+    layers = [Layer(x, x, None, None, 0) for each in arrays if each for x in each]
+    found = np.array([Numbers()] * len(layers))
+    step_layers("norms", layers, found, torch.get_num_threads())
+    return torch.from_numpy(found[:, -1].copy())
+
+
+def memory_in_order(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]] | None:
+    """Return the memory of float32 tensors whose values lie in one dense order; None for others."""
+    turned = not tensors[0].is_contiguous()
+    found = []
+    for x in tensors:
+        if x.dtype != torch.float32 or not x.is_cpu or type(x) not in PLAIN or x.is_neg():
+            return None
+        if turned:  # channels last: as NHWC it is contiguous
+            if x.ndim != 4:
+                return None
+            x = x.permute(0, 2, 3, 1)
+        if not x.is_contiguous():
+            return None
+        found.append(x.detach().numpy())
+    return found
+
+
 class LayerWise(torch.optim.Optimizer):
     """An optimiser whose rule sees one parameter at a time.
 
+    rule: its name in ops.steps; kept: arrays of a parameter's state, in the order of Layer
     Raises ValueError for numbers out of range and an unknown exclude; a step TypeError for
     parameters that are complex, and gradients that are sparse.
     """
+
+    rule: ClassVar[str]
+    kept: ClassVar[tuple[str, ...]] = ("momentum",)
 
     def __init__(self, params: Parameters, **defaults: Any) -> None:
         super().__init__(params, defaults)
@@ -66,15 +109,50 @@ class LayerWise(torch.optim.Optimizer):
         found = [(p, group) for group in self.param_groups for p in group["params"]]
         given = [(p, p.grad, group) for p, group in found if p.grad is not None and p.numel()]
         for p, gradient, _ in given:
-            if p.is_complex() or gradient.is_sparse:
+            if p.is_complex() or gradient.layout != torch.strided:
                 raise TypeError(
                     f"{type(self).__name__}.step: a parameter of {p.dtype} with a gradient of "
                     f"{gradient.layout}: must be real and dense"
                 )
         scale = self.scale_of_gradients([gradient for _, gradient, _ in given])
+        compiled = _Compiled()
         for p, gradient, group in given:
-            self.update(p, gradient if scale is None else gradient * scale, self.state[p], group)
+            state = self.state[p]
+            self.begin(p, state)
+            arrays = memory_in_order([p, gradient, *[state[name] for name in self.kept]])
+            if arrays is None:
+                g = gradient if scale is None else gradient * scale.to(gradient)
+                self.update(p, g, state, group)
+            else:
+                compiled.add(p, arrays, state, group, bool(self.kept[1:]))
+        if compiled.layers:
+            self._step_compiled(compiled, 1.0 if scale is None else float(values_of(scale)))
         return loss
+
+    def _step_compiled(self, compiled: _Compiled, scale: float) -> None:
+        own = [
+            list(map(float, self.numbers(group, adapts, time)._replace(scale=scale)))
+            for (_, adapts, time), (_, group) in compiled.cases.items()
+        ]
+        table = np.array(own)[compiled.case_of]
+        table[:, -1] = compiled.norms
+        step_layers(self.rule, compiled.layers, table, torch.get_num_threads())
+        for p, norm_of_layer in zip(compiled.parameters, table[:, -1].tolist(), strict=True):
+            increment_version(p)  # else autograd would not see that it has changed
+            self.end(self.state[p], norm_of_layer)
+
+    def begin(self, p: Tensor, state: State) -> None:
+        """Begin a step of a parameter: what it keeps is there then, zeros at first."""
+        for name in self.kept:
+            if name not in state:
+                state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def end(self, state: State, norm_of_layer: float) -> None:
+        """End a step that the kernels have done, which write a norm among the numbers."""
+
+    @abstractmethod
+    def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
+        """Return what the kernels need of layers of a group. adapts, time: see _Compiled.add."""
 
     def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
         """Return what all gradients are multiplied by first; None for nothing."""
@@ -82,7 +160,30 @@ class LayerWise(torch.optim.Optimizer):
 
     @abstractmethod
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
-        """Change one parameter; state is what it keeps, empty at first."""
+        """Change one parameter by torch's operations, of a step that has begun."""
+
+
+class _Compiled:
+    """Layers of one step that the kernels do, and which numbers each of them has."""
+
+    def __init__(self) -> None:
+        self.parameters, self.layers = list[Tensor](), list[Layer]()
+        self.norms, self.case_of = list[float](), list[int]()
+        self.cases = dict[tuple[int, bool, float], tuple[int, Group]]()
+
+    def add(
+        self, p: Tensor, arrays: list[Any], state: State, group: Group, has_moments: bool
+    ) -> None:
+        """Add a layer. adapts: whether it is not excluded; time: steps of moments, this one too."""
+        m, v = arrays[2], arrays[3] if has_moments else None
+        units = len(arrays[0]) if arrays[0].ndim > 1 else 0
+        self.layers.append(Layer(arrays[0], arrays[1], m, v, units))
+        time = float(state["step"]) if has_moments else 0.0
+        adapts = not _excluded(p, group)
+        case = id(group), adapts, time
+        self.case_of.append(self.cases.setdefault(case, (len(self.cases), group))[0])
+        self.norms.append(float(state["norm"]) if "norm" in state else -1.0)
+        self.parameters.append(p)
 
 
 def _check(name: str, group: Group) -> None:
@@ -112,17 +213,29 @@ def _excluded(p: Tensor, group: Group) -> bool:
     return EXCLUDES[group["exclude"]](p)
 
 
-def _zeros(state: State, name: str, p: Tensor) -> Tensor:
-    """Return an array of the state, zeros like p at first."""
-    if name not in state:
-        state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    return state[name]
+def _count(state: State) -> None:
+    """Count a step, the first of which is 1."""
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    state["step"] += 1
 
 
-def _count(state: State) -> int:
-    """Return the number of this step, from 1."""
-    state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-    return int(state["step"])
+def _of_group(group: Group, adapts: bool) -> Numbers:
+    """Return what a layer has of its group in any rule; none that is excluded has a decay."""
+    decay = group["weight_decay"] if adapts else 0.0
+    return Numbers(rate=float(group["lr"]), decay=decay, adapts=float(adapts))
+
+
+def _of_moments(group: Group, adapts: bool, time: float) -> Numbers:
+    """Return the same of an optimiser with Adam's moments, in the step of that number."""
+    beta1, beta2 = group["betas"]
+    return _of_group(group, adapts)._replace(
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        first=1 / (1 - beta1**time),
+        second=1 / math.sqrt(1 - beta2**time),
+    )
 
 
 def _ratio(above: Tensor, below: Tensor, p: Tensor) -> Tensor:
@@ -145,6 +258,8 @@ class Lars(LayerWise):
     arXiv 1708.03888, equation 6 and algorithm 1.
     """
 
+    rule = "lars"
+
     def __init__(
         self,
         params: Parameters,
@@ -163,13 +278,17 @@ class Lars(LayerWise):
             exclude=exclude,
         )
 
+    def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
+        """See LayerWise.numbers."""
+        return _of_group(group, adapts)._replace(beta1=group["momentum"], trust=group["trust"])
+
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """See LayerWise.update."""
         rate = torch.ones((), dtype=p.dtype, device=p.device)
         if not _excluded(p, group):
             rate = _ratio(*_adapting(p, gradient, group), p)
             gradient = gradient + group["weight_decay"] * p
-        velocity = _zeros(state, "momentum", p)
+        velocity = state["momentum"]
         velocity.mul_(group["momentum"]).add_(group["lr"] * rate * gradient)
         p.sub_(velocity)
 
@@ -182,6 +301,8 @@ class Larc(Lars):
     Source: You, Gitman, Ginsburg, arXiv 1708.03888; the bound by the global rate is known as LARC
     from NVIDIA's apex.
     """
+
+    rule = "larc"
 
     def __init__(
         self,
@@ -202,7 +323,7 @@ class Larc(Lars):
             local = torch.where((above > 0) & (below > 0), above / below, bound)
             share = (local / bound).clamp(max=1.0) if group["lr"] > 0 else local * 0
             gradient = (gradient + group["weight_decay"] * p) * share.to(p.dtype)
-        velocity = _zeros(state, "momentum", p)
+        velocity = state["momentum"]
         velocity.mul_(group["momentum"]).add_(gradient)
         p.sub_(group["lr"] * velocity)
 
@@ -215,6 +336,9 @@ class Lamb(LayerWise):
     Source: You et al.: Large batch optimization for deep learning: training BERT in 76 minutes,
     arXiv 1904.00962, algorithm 2, whose phi is the identity.
     """
+
+    rule = "lamb"
+    kept = "exp_avg", "exp_avg_sq"
 
     def __init__(
         self,
@@ -243,10 +367,20 @@ class Lamb(LayerWise):
         """Return what brings the norm of all gradients down to clip_global_norm."""
         if not self.clip_global_norm or not gradients:
             return None
-        total = norm(torch.stack([norm(gradient) for gradient in gradients]))
+        total = norm(norms(gradients))
         return (self.clip_global_norm / total.clamp(min=self.clip_global_norm)).to(
             gradients[0].dtype
         )
+
+    def begin(self, p: Tensor, state: State) -> None:
+        """See LayerWise.begin."""
+        super().begin(p, state)
+        _count(state)
+
+    def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
+        """See LayerWise.numbers."""
+        most = 1.0 if group["trust_clip"] else math.inf
+        return _of_moments(group, adapts, time)._replace(most=most)
 
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """See LayerWise.update."""
@@ -264,8 +398,8 @@ def _adam(p: Tensor, gradient: Tensor, state: State, group: Group) -> Tensor:
 
     Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
     """
-    (beta1, beta2), time = group["betas"], _count(state)
-    first, second = _zeros(state, "exp_avg", p), _zeros(state, "exp_avg_sq", p)
+    (beta1, beta2), time = group["betas"], float(state["step"])
+    first, second = state["exp_avg"], state["exp_avg_sq"]
     first.mul_(beta1).add_(gradient, alpha=1 - beta1)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     below = (second / (1 - beta2**time)).sqrt() + group["eps"]
@@ -280,6 +414,8 @@ class NovoGrad(LayerWise):
     training of deep networks, arXiv 1905.11286, algorithm 1.
     """
 
+    rule = "novograd"
+
     def __init__(
         self,
         params: Parameters,
@@ -293,6 +429,18 @@ class NovoGrad(LayerWise):
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, exclude=exclude
         )
 
+    def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
+        """See LayerWise.numbers."""
+        beta1, beta2 = group["betas"]
+        return _of_group(group, adapts)._replace(beta1=beta1, beta2=beta2, eps=group["eps"])
+
+    def end(self, state: State, norm_of_layer: float) -> None:
+        """See LayerWise.end."""
+        if "norm" in state:
+            state["norm"].fill_(norm_of_layer)
+        else:
+            state["norm"] = torch.tensor(norm_of_layer, dtype=torch.float32)
+
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """See LayerWise.update. The norm is kept, not its square, which float32 may not hold."""
         (beta1, beta2), now = group["betas"], norm(gradient)
@@ -304,7 +452,7 @@ class NovoGrad(LayerWise):
         unit = torch.where(below == 0, torch.zeros_like(gradient), gradient / below)
         if not _excluded(p, group):
             unit = unit + group["weight_decay"] * p
-        p.sub_(group["lr"] * _zeros(state, "momentum", p).mul_(beta1).add_(unit))
+        p.sub_(group["lr"] * state["momentum"].mul_(beta1).add_(unit))
 
 
 class AdamP(LayerWise):
@@ -315,6 +463,9 @@ class AdamP(LayerWise):
     Source: Heo et al.: AdamP: slowing down the slowdown for momentum optimizers on scale-invariant
     weights, ICLR 2021, arXiv 2006.08217, algorithm 2.
     """
+
+    rule = "adamp"
+    kept = "exp_avg", "exp_avg_sq"
 
     def __init__(
         self,
@@ -336,6 +487,17 @@ class AdamP(LayerWise):
             delta=delta,
             decay_share=decay_share,
             exclude=exclude,
+        )
+
+    def begin(self, p: Tensor, state: State) -> None:
+        """See LayerWise.begin."""
+        super().begin(p, state)
+        _count(state)
+
+    def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
+        """See LayerWise.numbers."""
+        return _of_moments(group, adapts, time)._replace(
+            delta=group["delta"], share=group["decay_share"]
         )
 
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:

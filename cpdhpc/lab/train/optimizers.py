@@ -99,6 +99,15 @@ def groups(
     ]
 
 
+FUSED = ("cpu", "cuda")  # types of devices for which torch has steps in one pass
+
+
+def has_fused(given: Iterable[dict[str, Any]]) -> bool:
+    """Whether torch has steps in one pass for all parameters of groups."""
+    parameters = [p for group in given for p in group["params"]]
+    return all(p.device.type in FUSED and p.is_floating_point() for p in parameters)
+
+
 class Sgd(OfMomentum):
     """[optimizer] name = "sgd": stochastic gradient descent, as torch.optim.SGD.
 
@@ -132,12 +141,16 @@ class Sgd(OfMomentum):
         import torch
 
         given = groups(parameters, self.exclude, self.weight_decay)
-        return torch.optim.SGD(given, lr=rate, momentum=self.momentum, nesterov=self.nesterov)
+        fused = has_fused(given)
+        return torch.optim.SGD(given, rate, self.momentum, nesterov=self.nesterov, fused=fused)
 
 
 def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Tensor:
     """Return 1 / (sqrt(v) + eps) of the state before a step, whose bias is corrected."""
-    unbiased = state["exp_avg_sq"] / (1 - self.betas[1] ** float(state["step"]))
+    from ...ops.tensors import values_of
+
+    steps = float(values_of(state["step"]))
+    unbiased = state["exp_avg_sq"] / (1 - self.betas[1] ** steps)
     factors: torch.Tensor = 1 / (unbiased.sqrt() + self.eps)
     return factors
 
@@ -165,7 +178,7 @@ class Adam(OfMoments):
 
         given = groups(parameters, self.exclude, self.weight_decay)
         built: torch.optim.Optimizer = getattr(torch.optim, type(self).__name__)(
-            given, lr=rate, betas=self.betas, eps=self.eps
+            given, lr=rate, betas=self.betas, eps=self.eps, fused=has_fused(given)
         )
         return built
 

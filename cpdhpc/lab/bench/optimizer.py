@@ -1,0 +1,110 @@
+"""Steps of each optimiser beside torch's fused ones, over layers as those of a residual network.
+
+Gradients are there already; nothing is sent. The optimisers take turns, each with weights and
+states of its own, so that caches hold little of what a step touches, as after a backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+
+import numpy as np
+
+from ...config import validate
+from ..provenance import cpu_clone, processor
+from .harness import Times, add_repeats, check_options, interleave, parse_counts
+
+BESIDE = "adam"  # whose fused step the others are divided by
+Shapes = list[tuple[int, ...]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument(
+        "--widths", default="64,128,256,448", metavar="N,...", help="channels of the stages"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch")
+    add_repeats(parser, 20, 3, "steps")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Time each optimiser's step and print the table. Raises UserError."""
+    check_options(arguments, 1, "repeats", "threads")
+    check_options(arguments, 0, "warmup")
+    shapes = layers(parse_counts("--widths", arguments.widths))
+    with _threads(arguments.threads):
+        times_s = measure(shapes, arguments.repeats, arguments.warmup)
+    print("\n".join(_lines(shapes, times_s, arguments.threads)))
+
+
+def layers(widths: list[int]) -> Shapes:
+    """Return the shapes of a residual network's parameters, two blocks a stage, 1,000 classes."""
+
+    def convolution(out: int, into: int, side: int) -> Shapes:
+        return [(out, into, side, side), (out,), (out,)]  # and its batch norm
+
+    before = widths[0]
+    found = convolution(before, 3, 7)
+    for width in widths:
+        found += convolution(width, before, 3) + convolution(width, width, 3)
+        found += convolution(width, before, 1) if width != before else []
+        found += convolution(width, width, 3) + convolution(width, width, 3)
+        before = width
+    return [*found, (1000, before), (1000,)]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(shapes: Shapes, repeats: int, warmup: int) -> dict[str, Times]:
+    """Return the seconds of each optimiser's steps, float64[repeats], the optimisers in turns."""
+    import torch
+
+    from ..train.optimizers import OPTIMIZERS
+
+    draw = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(shape, generator=draw) * 0.01 for shape in shapes]
+
+    def parameters() -> list[torch.nn.Parameter]:
+        found = [torch.nn.Parameter(torch.randn(shape, generator=draw) * 0.1) for shape in shapes]
+        for p, gradient in zip(found, gradients, strict=True):
+            p.grad = gradient
+        return found
+
+    given = {name: validate(each, {}, name) for name, each in OPTIMIZERS.items()}
+    built = {name: each.build(parameters(), 1e-3) for name, each in given.items()}
+    loops = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    for name, plain in loops.items():
+        momentum = {"momentum": 0.9} if name == "sgd" else {}
+        built[f"{name}, not fused"] = plain(parameters(), lr=1e-3, fused=False, **momentum)
+    times_s = interleave({name: each.step for name, each in built.items()}, repeats, warmup)
+    return {name: each[warmup:] for name, each in times_s.items()}
+
+
+def _lines(shapes: Shapes, times_s: dict[str, Times], threads: int) -> Iterator[str]:
+    values = sum(map(prod, shapes))
+    yield (f"# {processor()}, {os.cpu_count()} cores, kernels {cpu_clone()}, {threads} thread(s)")
+    yield f"# {values:,} float32 values in {len(shapes)} layers; ms of a step, optimisers in turns"
+    yield "# ns: of the median, by value; / adam: the median over that of torch's fused Adam"
+    width = max(map(len, times_s))
+    yield f"# {'optimizer':<{width}}{'median':>9}{'fastest':>9}{'slowest':>9}{'ns':>8}{'/ adam':>8}"
+    beside = float(np.median(times_s[BESIDE]))
+    for name, each in times_s.items():
+        median = float(np.median(each))
+        yield (
+            f"  {name:<{width}}{1e3 * median:>9.2f}{1e3 * each.min():>9.2f}{1e3 * each.max():>9.2f}"
+            f"{1e9 * median / values:>8.2f}{median / beside:>8.2f}"
+        )
