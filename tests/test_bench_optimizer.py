@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from every import every
 
-from cpdhpc.lab.bench.optimizer import layers
+from cpdhpc.lab.bench.optimizers import layers
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.train.optimizers import OPTIMIZERS
 

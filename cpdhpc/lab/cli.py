@@ -244,7 +244,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "optimizer": Command(
                 "steps of optimizers beside torch's fused Adam, SGD and AdamW; needs no MPI",
-                "bench.optimizer",
+                "bench.optimizers",
             ),
             "predict": Command(
                 "predicted times on any number of ranks, from a file of bench fit; needs no MPI",

@@ -24,10 +24,10 @@ from .common import (
 )
 from .common import fitting_shift as fitting_shift
 from .common import stream_words as stream_words
-from .steps import RULES, Layer, check_layers
 
 if TYPE_CHECKING:
     from .products import Arithmetic, Inputs, Products
+    from .steps import Layer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # What the GPU needs kernels for
@@ -429,6 +429,8 @@ def step_layers(
     rule: str, layers: Sequence[Layer], numbers: Array, threads: int | None = None
 ) -> None:
     """Take a step of each layer of an optimiser, on so many threads. See ops.steps."""
+    from .steps import RULES, check_layers  # of optimisers alone: an all-reduce does not load it
+
     check_layers(rule, layers, numbers)
     arrays = [x for layer in layers for x in layer[:4]]
     rows = np.array([layer.rows for layer in layers], np.int64)

@@ -15,8 +15,8 @@ from math import prod
 import numpy as np
 
 from ...config import validate
+from ..kinds.harness import Times, add_repeats, check_options, interleave, parse_counts
 from ..provenance import cpu_clone, processor
-from .harness import Times, add_repeats, check_options, interleave, parse_counts
 
 BESIDE = "adam"  # whose fused step the others are divided by
 Shapes = list[tuple[int, ...]]
