@@ -264,6 +264,8 @@ class Allreduce(Method):
                 bad = sum_by_mpi(world, flat, sums)
             else:
                 bad = self._run_programs(world, flat, sums, parts, shifts, iteration)
+            if recording is None and self.result_unseen:
+                bad = not is_finite(sums[0])
             if bad:
                 raise_nonfinite(world, flat, parts, sums[0])
             divisor = self.divisor(world.ranks) if recording is None else None
@@ -370,8 +372,7 @@ class Allreduce(Method):
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
         found = run(world, start, len(pieces), flat[0], what, window)
-        bad = sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
-        return int(not is_finite(totals[0])) if self.result_unseen else bad
+        return sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""

@@ -38,6 +38,8 @@ class Context:
     state: what the method keeps; seed: of this bucket; iteration: from 0
     epoch: how often all samples have been seen, 0.0 where nobody says
     loss_scale: what gradients are multiplied by, which options in their unit have to follow
+    out: float32[bucket.size] that is of use to nobody: where the mean is made there, and is
+        Mean.flat itself, it is not copied
     """
 
     world: Ranks
@@ -46,6 +48,12 @@ class Context:
     iteration: int = 0
     epoch: float = 0.0
     loss_scale: float = 1.0
+    out: Array | None = None
+
+    @property
+    def outs(self) -> list[Array] | None:
+        """out as an all-reduce takes it."""
+        return None if self.out is None else [self.out]
 
     def key(self, name: str, rank: int = 0) -> Key:
         """Return the key of the random numbers that name, this iteration and a rank choose.

@@ -51,6 +51,13 @@ class Bucket:
             found.append(Segment(name, start, end))
         return tuple(found)
 
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """Where the buffer holds no array."""
+        ends = (0, *(segment.stop for segment in self.segments))
+        pairs = zip(ends, self.segments, strict=False)
+        return tuple(slice(end, start) for end, (_, start, _) in pairs if end < start)
+
     @property
     def size(self) -> int:
         """Number of values in the buffer; it ends with the last array."""

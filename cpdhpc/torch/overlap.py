@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
-from weakref import finalize, ref
-
-import torch
 
 from ..compress.base import Mean
 from ..compress.bucket import Part
@@ -52,13 +49,8 @@ def reducing_thread(world: Ranks) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=begin)
 
 
-def _remove(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
 class Overlap:
-    """Watches the gradients of a model, and hands each complete part to one thread, in order.
+    """Is told of the gradients of a model, and hands each complete part to one thread, in order.
 
     All processes go through the parts in the same order, so their collectives match. From the
     first part of a step until means ends, the world belongs to the thread: World refuses the
@@ -72,7 +64,6 @@ class Overlap:
     def __init__(
         self,
         world: Ranks,
-        parameters: Sequence[torch.nn.Parameter],
         parts: Sequence[Part],
         take: Callable[[int], None],
         aggregate: Callable[[int], Mean],
@@ -84,12 +75,6 @@ class Overlap:
         self.executor: ThreadPoolExecutor | None = None
         self._paused = False
         self._part_of = {layer: i for i, part in enumerate(parts) for layer in part.layers}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
-            for layer, parameter in enumerate(parameters)
-        ]
-        # Else a model would keep what nobody can call any more, with its thread.
-        finalize(self, _remove, self._hooks).atexit = False
         self._begin()
 
     def _begin(self) -> None:
@@ -97,17 +82,8 @@ class Overlap:
         self._missing = [len(part.layers) for part in self.parts]
         self._futures: list[Future[Mean]] = []
 
-    def _hook(self, layer: int) -> Callable[[torch.Tensor], None]:
-        overlap = ref(self)
-
-        def gradient_is_there(_: torch.Tensor) -> None:
-            found = overlap()
-            if found is not None:
-                found._has_come(layer)
-
-        return gradient_is_there
-
-    def _has_come(self, layer: int) -> None:
+    def has_come(self, layer: int) -> None:
+        """Take the gradient of a layer, which backward has just made."""
         if self._seen[layer]:
             self.again(layer)
         elif not self._paused:
@@ -185,8 +161,7 @@ class Overlap:
             self._begin()
 
     def close(self, *, finish: bool = True) -> None:
-        """Let go of the model and end the thread; finish: after the part that is under way."""
-        _remove(self._hooks)
+        """End the thread; finish: after the part that is under way."""
         if self.executor is not None:
             self.executor.shutdown(wait=finish, cancel_futures=True)
         if finish and self.world.lent_to in (None, self):
