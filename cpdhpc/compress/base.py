@@ -38,8 +38,8 @@ class Context:
     state: what the method keeps; seed: of this bucket; iteration: from 0
     epoch: how often all samples have been seen, 0.0 where nobody says
     loss_scale: what gradients are multiplied by, which options in their unit have to follow
-    out: float32[bucket.size] that is of use to nobody: where the mean is made there, and is
-        Mean.flat itself, it is not copied
+    out: float32[bucket.size] that is of use to nobody: where the mean is made there, with zeros
+        between layers, and is Mean.flat itself, it is not copied
     """
 
     world: Ranks

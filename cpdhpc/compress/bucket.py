@@ -51,12 +51,13 @@ class Bucket:
             found.append(Segment(name, start, end))
         return tuple(found)
 
-    @cached_property
-    def gaps(self) -> tuple[slice, ...]:
-        """Where the buffer holds no array."""
-        ends = (0, *(segment.stop for segment in self.segments))
-        pairs = zip(ends, self.segments, strict=False)
-        return tuple(slice(end, start) for end, (_, start, _) in pairs if end < start)
+    def clear_gaps(self, flat: Array) -> None:
+        """Write zeros between the arrays of a buffer."""
+        end = 0
+        for _, start, stop in self.segments:
+            if end < start:
+                flat[end:start] = 0
+            end = stop
 
     @property
     def size(self) -> int:

@@ -22,6 +22,7 @@ from ..formats import (
     Cast,
     Overflow,
     Rounding,
+    TableFormat,
     packed_bytes,
     shift_count,
     tiles,
@@ -173,7 +174,8 @@ class LowBit(Aggregator):
             return self._mean(next(iter(groups)), gradients, bucket, context, context.outs)
         if self.error_feedback:  # before the first group moves what is kept
             raise_unless_finite(context.world, gradients, bucket)
-        flat = np.zeros_like(gradients[0]) if context.out is None else context.out
+        flat = np.empty_like(gradients[0]) if context.out is None else context.out
+        bucket.clear_gaps(flat)
         shifts = np.full(len(bucket.names), np.nan)
         for way, layers in groups.items():
             part = _part(bucket, layers)
@@ -208,6 +210,8 @@ class LowBit(Aggregator):
                 iteration=context.iteration,
                 segments=bucket.segments,
             )
+        if isinstance(method.fmt, TableFormat) and 0 not in method.fmt.numbers:
+            bucket.clear_gaps(reduced.arrays[0])
         shifts: Any = reduced.sent_shifts
         if self.layers and not shifts:  # so that all parts of a model have the column
             shifts = np.full(len(bucket.names), np.nan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from ..collectives.allreduce import Allreduce, configured
@@ -38,8 +39,9 @@ class NoCompression(Aggregator):
     def __post_init__(self) -> None:
         machine = machine_of_auto("NoCompression", self.algorithm, self.machine)
         object.__setattr__(self, "machine", machine)
-        self._allreduce()
+        assert self._allreduce  # raises for what is unknown
 
+    @cached_property
     def _allreduce(self) -> Allreduce:
         return configured(
             wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine, finite=True
@@ -47,7 +49,7 @@ class NoCompression(Aggregator):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        reduced = self._allreduce().run(
+        reduced = self._allreduce.run(
             context.world,
             gradients,
             context.outs,

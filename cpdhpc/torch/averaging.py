@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -129,7 +129,7 @@ class Averaging:
     def _aggregate(self, index: int, gradients: list[Array], bucket: Bucket, out: Array) -> Mean:
         """Return the mean of a bucket of a step, whose flat is out. Collective.
 
-        A random stream is a bucket's. Between layers there are zeros, whatever a method has there.
+        A random stream is a bucket's. Between layers there are zeros.
         """
         context = Context(
             self.world,
@@ -143,8 +143,7 @@ class Averaging:
         mean = averaged(self.aggregator, gradients, bucket, context)
         if mean.flat is not out:
             out[...] = placed(mean.flat, out)
-        for gap in bucket.gaps:
-            out[gap] = 0
+            bucket.clear_gaps(out)
         return mean
 
     def _watch_momentum(self) -> None:
@@ -264,6 +263,7 @@ def _check_momentum(
             )
 
 
+@lru_cache(maxsize=1024)  # asked for each bucket in each step
 def part_seed(seed: int, index: int) -> int:
     """Return the seed of a part: seed itself for the first one, others for the others."""
     if index == 0:
