@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import resource
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -597,3 +598,25 @@ def test_an_aggregator_that_one_rank_refuses_is_refused_by_all(
     with refused("GradientReducer", "aggregator") as caught:
         GradientReducer(nn.Linear(2, 2), world, given)
     assert isinstance(caught.value, kind)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_steady_step_takes_no_memory(world: World, wire: str, overlap: bool) -> None:
+    """Not even pages that were given back: a buffer of the model would be 2,000 page faults."""
+    if world.virtual_ranks > 1:
+        pytest.skip("virtual ranks are copied")
+    torch.manual_seed(0)
+    model, faults = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)), []
+    how: dict[str, Any] = {"bucket_mib": 4.0, "overlap": overlap}
+    with GradientReducer(model, world, **WIRES[wire], **how) as reducer:
+        for step in range(8):
+            model.zero_grad(set_to_none=False)
+            x = torch.full((2, 1024), float(step))
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            model(x).square().mean().backward()
+            reducer.reduce()
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    places = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    steady = faults[4:]
+    together(world, len(places) == 1, min(steady) < (1400 if overlap else 300))
