@@ -663,10 +663,11 @@ def run_known(
     iteration: object,
     xs: Sequence[Any],
     outs: Sequence[Any] | None,
+    agreed: int = 0,
 ) -> Reduced | None:
     """Run a call whose arguments were seen before, without a look at them. Collective.
 
-    what: the other arguments; iteration: compared over the ranks, if nothing else
+    what: the other arguments; iteration, agreed: compared over the ranks, if nothing else
     Returns None, with nothing done, where it is not known here or elsewhere, or others are about
     to do something else. Raises NonFiniteGradient, as run.
     """
@@ -686,6 +687,8 @@ def run_known(
         if iteration >> 62:  # more than digests tell
             return None
         number = (number + ITERATION * iteration) & MASK | 1
+    if agreed:
+        number = (number ^ agreed) & MASK | 1
     totals = (empty(x.shape, float32),) if outs is None else outs
     bad = recording.run_agreed(number, xs, totals, iteration)
     if bad == OVERLAPS:

@@ -167,6 +167,12 @@ class LowBit(Aggregator):
                 known = suggest(pattern, modules - {""} or names)
                 raise ValueError(f"LowBit: layers: no layer matches {pattern!r}: {known}")
 
+    @property
+    def compares(self) -> bool:
+        """See Aggregator.compares."""
+        own = type(self).aggregate is LowBit.aggregate
+        return own and not self.layers and not self.error_feedback
+
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         groups = self._groups(bucket)
@@ -209,6 +215,7 @@ class LowBit(Aggregator):
                 outs,
                 iteration=context.iteration,
                 segments=bucket.segments,
+                agreed=context.agreed,
             )
         if isinstance(method.fmt, TableFormat) and 0 not in method.fmt.numbers:
             bucket.clear_gaps(reduced.arrays[0])

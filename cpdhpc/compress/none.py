@@ -47,6 +47,11 @@ class NoCompression(Aggregator):
             wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine, finite=True
         )
 
+    @property
+    def compares(self) -> bool:
+        """See Aggregator.compares."""
+        return type(self).aggregate is NoCompression.aggregate
+
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         reduced = self._allreduce.run(
@@ -55,5 +60,6 @@ class NoCompression(Aggregator):
             context.outs,
             iteration=context.iteration,
             segments=bucket.segments,
+            agreed=context.agreed,
         )
         return Mean.finite(reduced.arrays[0])

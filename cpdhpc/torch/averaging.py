@@ -126,7 +126,9 @@ class Averaging:
     def _name(self) -> str:
         return type(self).__name__
 
-    def _aggregate(self, index: int, gradients: list[Array], bucket: Bucket, out: Array) -> Mean:
+    def _aggregate(
+        self, index: int, gradients: list[Array], bucket: Bucket, out: Array, agreed: int = 0
+    ) -> Mean:
         """Return the mean of a bucket of a step, whose flat is out. Collective.
 
         A random stream is a bucket's. Between layers there are zeros.
@@ -139,6 +141,7 @@ class Averaging:
             self.epoch,
             self.loss_scale,
             out,
+            agreed,
         )
         mean = averaged(self.aggregator, gradients, bucket, context)
         if mean.flat is not out:
