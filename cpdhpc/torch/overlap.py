@@ -34,6 +34,16 @@ def check_overlap(world: Ranks) -> None:
         )
 
 
+def hides(world: Ranks, parts: Sequence[Part]) -> bool:
+    """Return whether overlap is expected to make steps shorter, alike on all ranks.
+
+    So it is where messages leave a node, and a part can leave before the last gradient is there.
+    Within a node the ranks' own cores do the copying, so there is nothing to hide.
+    """
+    several = len(set(world.nodes)) > 1 and len(parts) > 1
+    return several and world.virtual_ranks == 1 and world.thread_level in ENOUGH
+
+
 def pause_s(world: Ranks) -> float:
     """Return how long the thread sleeps between two looks while backward computes on its core.
 

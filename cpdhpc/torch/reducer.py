@@ -36,7 +36,7 @@ from .averaging import (
     tensors_of,
 )
 from .buffers import BufferMode, Buffers, survey
-from .overlap import Overlap, check_overlap
+from .overlap import Overlap, check_overlap, hides
 
 Array = npt.NDArray[Any]
 
@@ -65,7 +65,7 @@ class GradientReducer(Averaging):
     overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward
         a step then but for those in no_sync, p.grad left alone and no other call of MPI until
         reduce(); not with virtual ranks; MPI must give the thread level "serialized". close() ends
-        the thread.
+        the thread. None: where that is expected to be faster, with several buckets on several nodes
     buffers: whose all ranks have after reduce(): "broadcast" those of rank 0, "mean" the mean over
         ranks of floating-point ones and rank 0's others, "none" each its own
     iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
@@ -93,14 +93,14 @@ class GradientReducer(Averaging):
         *,
         seed: int = 0,
         bucket_mib: float = 25.0,
-        overlap: bool = False,
+        overlap: bool | None = False,
         buffers: BufferMode = "broadcast",
         **options: Any,
     ) -> None:
         super().__init__(world, seed)
         self.model = model
         with alike_on_all(self.world, "GradientReducer: model and options") as settings:
-            check_options(self._name, model, seed, overlap)
+            check_options(self._name, model, seed, False if overlap is None else overlap)
             self.aggregator = aggregator_of(self._name, aggregator, options)
             tensors = tensors_of(model)
             if not any(p.requires_grad for p in model.parameters()):
@@ -109,6 +109,8 @@ class GradientReducer(Averaging):
             self._lay_out(bucket_mib)
             self.aggregator.check_layers(self.bucket.names)
             self._buffers = Buffers(model, self.world, buffers)
+            if overlap is None:
+                overlap = hides(self.world, self.parts)
             if overlap:
                 check_overlap(self.world)
             settings |= {
@@ -499,11 +501,13 @@ class GradientReducer(Averaging):
             check_range(self.bucket, mean.flat, self._dtypes)
         self._buffers.share(self._live, self._active)
         self.iteration += 1
+        homes = self._homes[side]
+        if [*map(ADDRESS, homes)] != self._addresses[side]:
+            homes = [self._home(side, layer)[0] for layer in range(len(homes))]
         for layer in which:
-            home, _ = self._home(side, layer)
-            if self._dtypes[layer] is not torch.float32:
-                home = self._rounded(layer, home)
-            self.parameters[layer].grad = home
+            is_float = self._dtypes[layer] is torch.float32
+            mean_of = homes[layer] if is_float else self._rounded(layer, homes[layer])
+            self.parameters[layer].grad = mean_of
         self._taken, self._side = self._side, side
         return mean
 
