@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -136,8 +136,8 @@ class Overlap:
         finally:
             self._paused = before
 
-    def means(self) -> Generator[Mean, None, None]:
-        """Yield the means of all parts as they come, parameters without gradient as they are.
+    def means(self) -> list[Mean]:
+        """Return the means of all parts, parameters without gradient as they are.
 
         Raises what the thread raised, the first error of the step, with no part under way.
         Every wait of the thread has the world's time-out, so this one ends too.
@@ -155,18 +155,11 @@ class Overlap:
                 self._take(layer)
         self._submit()
         self.world.pause_s = 0.0  # nobody computes any more
-        # They are kept until the last one has come. The memory is the thread's stream's: of a mean
-        # that is let go before, a later part would get it, while the caller's stream still reads
-        # it. Parts of the next step begin behind the caller's stream.
-        futures = self._futures
         try:
-            for future in futures:
-                wait([future])
-                self.stream.join()
-                yield future.result()
+            return [future.result() for future in self._futures]
         finally:
-            wait(futures)
-            self.stream.join()  # after an error, too: parts read what the next step writes
+            wait(self._futures)  # after an error, too: parts read what the next step writes
+            self.stream.join()
             self.world.lent_by = self.world.lent_to = None
             self._begin()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, Self
@@ -335,8 +335,7 @@ class GradientReducer(Averaging):
         try:
             with in_stream(self.device):
                 if self._overlap is not None:
-                    with closing(self._overlap.means()) as coming:
-                        means = list(coming)
+                    means = self._overlap.means()
                     self._check_parameters()  # which may have changed since backward
                     return self._finish(means, self._agree())
                 self._roll_call(True)
