@@ -13,12 +13,26 @@ CPD_CLONES void add_values(const float* a, const float* b, i64 n, float* out) {
     for (i64 i = 0; i < n; ++i) out[i] = a[i] + b[i];
 }
 
-CPD_CLONES void divide_values(const float* x, float divisor, i64 n, float* out) {
-    for (i64 i = 0; i < n; ++i) out[i] = x[i] / divisor;
+// Returns how many quotients are not finite.
+CPD_CLONES i64 divide_values(const float* x, float divisor, i64 n, float* out) {
+    i64 count = 0;
+    for (i64 i = 0; i < n;) {  // counted in 32 bits, as many at once as floats
+        const i64 end = n - i < (1 << 20) ? n : i + (1 << 20);
+        u32 bad = 0;
+        for (; i < end; ++i) {
+            const float quotient = x[i] / divisor;
+            u32 bits;
+            memcpy(&bits, &quotient, sizeof bits);
+            bad += (bits & CPD_INF) == CPD_INF;
+            out[i] = quotient;
+        }
+        count += bad;
+    }
+    return count;
 }
 
 // copy(threads, x, out) and copy_past_caches, of any bytes; add(threads, a, b, out) and
-// divide(threads, x, divisor, out), of float32.
+// divide(threads, x, divisor, out), of float32: that returns how many values are not finite then.
 PyObject* copied(PyObject* args, bool past_caches) {
     int threads;
     Buffer x, out;
@@ -54,8 +68,8 @@ PyObject* divide(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "iy*fw*", &threads, &x.view, &divisor, &out.view) ||
         !has_length(out, "out", x.view.len))
         return nullptr;
-    return kept(threads, floats_in(x), [=](const Block& b) {
-        divide_values(x.at<float>(b.first), divisor, b.n, out.at<float>(b.first));
+    return count_kept(threads, floats_in(x), [=](const Block& b) {
+        return divide_values(x.at<float>(b.first), divisor, b.n, out.at<float>(b.first));
     });
 }
 

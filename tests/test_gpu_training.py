@@ -6,14 +6,17 @@ bits; on a real one they are near.
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -367,3 +370,61 @@ def test_steps_with_overlap_are_measured(
     out = capsys.readouterr().out
     assert "the same bits on all ranks\n" in out and "\n  job " in out
     assert len(ends) == 8 and all(ends)
+
+
+@contextmanager
+def traffic() -> Iterator[list[int]]:
+    """Yield a list of the bytes that kernels, CuPy and torch read and write in the block."""
+    emulated, simulated, moved = (
+        sys.modules[name] for name in ("emulated_torch", "simulated_cupy", "cpdhpc.ops.gpu_runtime")
+    )
+    found: list[int] = []
+    run, assign, operate = moved._run, simulated.ndarray.__setitem__, emulated.operate
+
+    def of(*values: Any) -> int:
+        return sum(x.nbytes for x in values if hasattr(x, "nbytes") and hasattr(x, "shape"))
+
+    def counted_run(kernel: Any, blocks: int, args: Any) -> None:
+        found.append(of(*(x for x in args if not isinstance(x, np.generic))))
+        run(kernel, blocks, args)
+
+    def counted_assign(array: Any, key: Any, value: Any) -> None:
+        found.append(array[key].nbytes + of(value))
+        assign(array, key, value)
+
+    def counted_operate(function: Any, args: Any, kwargs: Any) -> Any:
+        out = operate(function, args, kwargs)
+        if any(isinstance(x, emulated.CudaTensor) for x in args):
+            views = any(each.alias_info is not None for each in function._schema.returns)
+            writes = function._schema.name.endswith("_")
+            found.append(of(*args) if writes else 0 if views else of(*args, out))
+        return out
+
+    with (
+        patch.object(moved, "_run", counted_run),
+        patch.object(simulated.ndarray, "__setitem__", counted_assign),
+        patch.object(emulated, "operate", counted_operate),
+    ):
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "most"), [("none", {}, 20.1), ("lowbit", {"wire": "e4m3"}, 18.1)]
+)
+def test_a_steady_reduce_moves_few_bytes_a_value(
+    gpu: Gpu | None, name: str, options: dict[str, Any], most: float
+) -> None:
+    """Gradients and means lie where they are worked on.
+
+    Of float32 8 bytes to copy, 4 to look, 8 to divide; of e4m3 5 to code, 5 to decode, 8 to divide.
+    """
+    if gpu is None:
+        pytest.skip("bytes are counted on the emulated GPU")
+    model = torch.nn.Linear(256, 256).to(DEVICE)
+    reducer = GradientReducer(model, Loopback(), name, **options)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 256, device=DEVICE)).sum().backward()
+        with traffic() as found:
+            reducer.reduce()
+    assert sum(found) <= most * reducer.bucket.size

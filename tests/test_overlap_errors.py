@@ -20,7 +20,7 @@ from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
-from cpdhpc.world.ranks import Loopback
+from cpdhpc.world.ranks import Loopback, Ranks
 
 
 @every("overlap", [False, True])
@@ -135,6 +135,21 @@ def test_overlap_needs_one_rank_a_process_and_a_thread_level() -> None:
         with pytest.raises(UserError, match=f"level '{level}'.*mpi4py.rc.thread_level"):
             GradientReducer(model_of(), world, overlap=True)
     world.free()
+
+
+def test_overlap_is_chosen_where_messages_leave_a_node_before_backward_ends() -> None:
+    """Within a node, and of one bucket, nothing is hidden; some worlds allow none."""
+
+    def chosen(world: Ranks, bucket_mib: float = 0.001) -> bool:
+        with GradientReducer(model_of(), world, overlap=None, bucket_mib=bucket_mib) as reducer:
+            return reducer._overlap is not None
+
+    world, several = Loopback(), Loopback(2, nodes="ab")
+    assert not chosen(world) and not chosen(several)
+    world.nodes = (0, 1)  # as of a process of two
+    assert chosen(world) and not chosen(world, 25.0)
+    world.thread_level = "funneled"
+    assert not chosen(world)
 
 
 def test_the_world_belongs_to_the_thread_until_reduce() -> None:

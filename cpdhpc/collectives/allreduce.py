@@ -50,6 +50,14 @@ if TYPE_CHECKING:
     from .cuda_graphs import Graphed
 
 
+class Unagreed(Exception):
+    """A call of Allreduce.run that was to compare something has not: the caller is to do it.
+
+    The next comparison of checks.check_alike is that of all ranks that come to it, whichever was
+    under way elsewhere.
+    """
+
+
 class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
@@ -196,6 +204,7 @@ class Allreduce(Method):
         every: bool = False,
         error: Exception | None = None,
         shifts: Shifts | None = None,
+        agreed: int = 0,
     ) -> Reduced:
         """All-reduce the arrays of the hosted ranks. Collective.
 
@@ -203,15 +212,19 @@ class Allreduce(Method):
         every: let each hosted rank form the result by itself
         shifts: that are known already, in place of those of scaling "aps"
         error: of this process, known before the call: raised on all
+        agreed: a number of 56 bits that is compared over the ranks, too: Unagreed is raised, with
+            nothing done, where it is not the same, or where the call has not come before
         Other arguments, and errors: as allreduce.
         """
         if type(world) is not World:
             world = as_world(world, "Allreduce.run")
         guesses = not every and error is None and shifts is None
         if guesses:
-            known = run_known(world, id(self), segments, iteration, xs, outs)
+            known = run_known(world, id(self), segments, iteration, xs, outs, agreed)
             if known is not None:
                 return known
+        if agreed:
+            raise Unagreed
         # What is chosen is compared over ranks like all arguments.
         method = self.chosen(world, xs) if self.algorithm in CHOSEN else self
         error = error or iteration_error(iteration)
@@ -264,6 +277,8 @@ class Allreduce(Method):
                 bad = sum_by_mpi(world, flat, sums)
             else:
                 bad = self._run_programs(world, flat, sums, parts, shifts, iteration)
+            if recording is None and self.result_unseen:
+                bad = not is_finite(sums[0])
             if bad:
                 raise_nonfinite(world, flat, parts, sums[0])
             divisor = self.divisor(world.ranks) if recording is None else None
@@ -370,8 +385,7 @@ class Allreduce(Method):
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
         found = run(world, start, len(pieces), flat[0], what, window)
-        bad = sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
-        return int(not is_finite(totals[0])) if self.result_unseen else bad
+        return sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""

@@ -369,7 +369,15 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:
-    """Return the float32 bits of max|x| of each segment's tiles, int64[segments]."""
+    """Return the float32 bits of max|x| of each segment, int64[segments].
+
+    A segment that starts on a tile has all of its last one.
+    """
+    if any(start % TILE for _, start, _ in segments):
+        parts = [x[start:stop] for _, start, stop in segments]
+        return np.array(
+            [int(to_host(backend_of(x).amax_tiles(p)).max(initial=0)) for p in parts], np.int64
+        )
     amax = to_host(backend_of(x).amax_tiles(x))
     spans = [tile_span(segment) for segment in segments]
     return np.array(

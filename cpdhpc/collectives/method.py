@@ -294,6 +294,7 @@ UNSAID = "accumulate", "overflow"  # where None stands for what follows from oth
 class Method:
     """The choices of an all-reduce; the arguments are those of allreduce.
 
+    finite: whether wire "raw", too, raises NonFiniteGradient, where the result is not finite
     Raises ValueError for unknown names and what does not go together, TypeError for other types.
     """
 
@@ -308,6 +309,7 @@ class Method:
     headroom: str = "n"
     seed: int = 0
     machine: Machine | str | Path | None = None
+    finite: bool = False
 
     def __post_init__(self) -> None:
         for name in ("algorithm", "accumulate", "op", "rounding", "overflow", "headroom"):
@@ -497,7 +499,7 @@ class Method:
     @property
     def result_unseen(self) -> bool:
         """Whether no code shows what is not finite in the result: it is to be looked at itself."""
-        return self.fmt is not None and not self.result_rounded
+        return self.finite if self.fmt is None else not self.result_rounded
 
     def divisor(self, ranks: int) -> np.float32 | None:
         """Return by what a sum is divided, None where it is the result."""

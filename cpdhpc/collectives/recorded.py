@@ -95,15 +95,18 @@ class Kernels:
         """Copy values or bytes to memory, for whoever has no cache in common with this core."""
         return self._write(_cpu.copy_past_caches, 1, x, out)
 
-    def divide(self, x: Array, divisor: float, out: Array) -> int:
-        """Divide float32 values."""
-        return self._write(_cpu.divide, 1, x, divisor, out)
+    def divide(self, x: Array, divisor: float, out: Array, counts: bool = False) -> int:
+        """Divide float32 values; counts: whether those that are not finite then are counted."""
+        return self._write(_cpu.divide, 1, x, divisor, out, counts=counts)
 
-    def _write(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> int:
+    def _write(
+        self, kernel: Callable[..., Any], *arguments: Any, counts: bool = False, **options: Any
+    ) -> int:
         """Write down a call, unless it is about nothing; return 0, as nothing is found yet."""
         if all(each.size for each in arguments if isinstance(each, np.ndarray)):
             out = options.get("out")
-            _cpu.record(self._list, out is not None and np.may_share_memory(out, self._out))
+            counts = counts or (out is not None and np.may_share_memory(out, self._out))
+            _cpu.record(self._list, counts)
             try:
                 kernel(*arguments, **options)
             finally:
@@ -227,7 +230,7 @@ class Recording:
         if self._divisor is not None:
             for start, stop in spans(self.plan, part):
                 values = self.out[start:stop]
-                self._kernels.divide(values, float(self._divisor), values)
+                self._kernels.divide(values, float(self._divisor), values, self._unseen)
 
     def _is_far(self) -> bool:
         """Return whether two neighbours in a node have no cache in common. Collective.
@@ -424,7 +427,7 @@ class Recording:
                 found = self._awaited()
         except BaseException as error:
             self._give_up(error)
-        return self._bad_values(out) if found == 0 and self._unseen else found
+        return self._bad_values(out) if found == 0 else found
 
     def run_agreed(
         self, number: int, xs: Sequence[Array], outs: Sequence[Array], iteration: int
@@ -446,7 +449,7 @@ class Recording:
             self._give_up(error)
         if found == ABSENT:
             return self.run(xs[0], outs[0], iteration) if board.wait(self.what) else UNLIKE
-        return self._bad_values(outs[0]) if found == 0 and self._unseen else found
+        return self._bad_values(outs[0]) if found == 0 else found
 
     def _looks(self, most: int) -> int:
         """Return how many looks in vain a run has: none where the world sleeps between them."""
@@ -464,8 +467,8 @@ class Recording:
         raise error
 
     def _bad_values(self, out: Array) -> int:
-        """Return 1 where the result is not finite, which the kernels do not see."""
-        return int(not is_finite(out))
+        """Return 1 where the result is not finite, which no kernel has seen."""
+        return int(self._unseen and self._divisor is None and not is_finite(out))
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""
@@ -660,10 +663,11 @@ def run_known(
     iteration: object,
     xs: Sequence[Any],
     outs: Sequence[Any] | None,
+    agreed: int = 0,
 ) -> Reduced | None:
     """Run a call whose arguments were seen before, without a look at them. Collective.
 
-    what: the other arguments; iteration: compared over the ranks, if nothing else
+    what: the other arguments; iteration, agreed: compared over the ranks, if nothing else
     Returns None, with nothing done, where it is not known here or elsewhere, or others are about
     to do something else. Raises NonFiniteGradient, as run.
     """
@@ -683,6 +687,8 @@ def run_known(
         if iteration >> 62:  # more than digests tell
             return None
         number = (number + ITERATION * iteration) & MASK | 1
+    if agreed:
+        number = (number ^ agreed) & MASK | 1
     totals = (empty(x.shape, float32),) if outs is None else outs
     bad = recording.run_agreed(number, xs, totals, iteration)
     if bad == OVERLAPS:

@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives.allreduce import Allreduce, configured
+from ..collectives.allreduce import Allreduce, Unagreed, configured
 from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, check_alike, is_finite
 from ..collectives.method import AUTO, Machine, as_machine
 from ..formats import TILE, FloatFormat, TableFormat
@@ -38,6 +38,9 @@ class Context:
     state: what the method keeps; seed: of this bucket; iteration: from 0
     epoch: how often all samples have been seen, 0.0 where nobody says
     loss_scale: what gradients are multiplied by, which options in their unit have to follow
+    out: float32[bucket.size] that is of use to nobody: where the mean is made there, with zeros
+        between layers, and is Mean.flat itself, it is not copied
+    agreed: of Allreduce.run, for the first one of a method that compares; 0: nothing
     """
 
     world: Ranks
@@ -46,6 +49,13 @@ class Context:
     iteration: int = 0
     epoch: float = 0.0
     loss_scale: float = 1.0
+    out: Array | None = None
+    agreed: int = 0
+
+    @property
+    def outs(self) -> list[Array] | None:
+        """out as an all-reduce takes it."""
+        return None if self.out is None else [self.out]
 
     def key(self, name: str, rank: int = 0) -> Key:
         """Return the key of the random numbers that name, this iteration and a rank choose.
@@ -154,6 +164,11 @@ class Aggregator(metaclass=Checked):
 
         See "When a method that waits may have momentum" in docs/compression.md.
         """
+        return False
+
+    @property
+    def compares(self) -> bool:
+        """Whether the first message of aggregate is an all-reduce that compares Context.agreed."""
         return False
 
     @property
@@ -384,7 +399,7 @@ def averaged(method: Aggregator, gradients: list[Array], bucket: Bucket, context
     mean, error, bad, world = None, None, list[int](), context.world
     try:
         mean = method.aggregate(gradients, bucket, context)
-    except (NonFiniteGradient, RankFailure):  # which all ranks raise
+    except (NonFiniteGradient, RankFailure, Unagreed):  # which all ranks raise
         raise
     except Exception as raised:
         if is_agreed(raised):

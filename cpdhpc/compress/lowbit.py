@@ -22,6 +22,7 @@ from ..formats import (
     Cast,
     Overflow,
     Rounding,
+    TableFormat,
     packed_bytes,
     shift_count,
     tiles,
@@ -140,7 +141,9 @@ class LowBit(Aggregator):
             if number:
                 chosen["rounding"] = self._usual_rounding(row["wire"])
             chosen |= {name: value for name, value in row.items() if value is not None}
-            ways.append(common | ({"wire": "raw"} if row["wire"] == "raw" else chosen))
+            ways.append(
+                common | ({"wire": "raw", "finite": True} if row["wire"] == "raw" else chosen)
+            )
         return ways
 
     def _allreduce(self, way: int, seed: int) -> Allreduce:
@@ -164,36 +167,58 @@ class LowBit(Aggregator):
                 known = suggest(pattern, modules - {""} or names)
                 raise ValueError(f"LowBit: layers: no layer matches {pattern!r}: {known}")
 
+    @property
+    def compares(self) -> bool:
+        """See Aggregator.compares."""
+        own = type(self).aggregate is LowBit.aggregate
+        return own and not self.layers and not self.error_feedback
+
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         groups = self._groups(bucket)
         if len(groups) == 1:
-            return self._mean(next(iter(groups)), gradients, bucket, context)
+            return self._mean(next(iter(groups)), gradients, bucket, context, context.outs)
         if self.error_feedback:  # before the first group moves what is kept
             raise_unless_finite(context.world, gradients, bucket)
-        flat, shifts = np.zeros_like(gradients[0]), np.full(len(bucket.names), np.nan)
+        flat = np.empty_like(gradients[0]) if context.out is None else context.out
+        bucket.clear_gaps(flat)
+        shifts = np.full(len(bucket.names), np.nan)
         for way, layers in groups.items():
             part = _part(bucket, layers)
             given = [part.flatten([bucket.views(x)[i] for i in layers]) for x in gradients]
-            mean = self._mean(way, given, part, context)
+            mean = self._mean(way, given, part, context, None)
             for i, values in zip(layers, part.views(mean.flat), strict=True):
                 bucket.views(flat)[i][...] = values
             shifts[layers] = mean.layers["aps_shift"]
         return Mean.finite(flat, {"aps_shift": shifts})
 
-    def _mean(self, way: int, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean of a bucket whose layers travel one way. Collective."""
+    def _mean(
+        self,
+        way: int,
+        gradients: list[Array],
+        bucket: Bucket,
+        context: Context,
+        outs: list[Array] | None,
+    ) -> Mean:
+        """Return the mean of a bucket whose layers travel one way, in outs if given. Collective."""
         seed = context.seed
         if way:  # other random numbers than those of the layers before
             low, high = random_key(seed, crc32(b"layers"), way)
             seed = low | high << 32
         method = self._allreduce(way, seed)
         if self.error_feedback and method.fmt is not None:
-            reduced = self._run_with_memory(method, gradients, bucket, context)
+            reduced = self._run_with_memory(method, gradients, bucket, context, outs)
         else:
             reduced = method.run(
-                context.world, gradients, iteration=context.iteration, segments=bucket.segments
+                context.world,
+                gradients,
+                outs,
+                iteration=context.iteration,
+                segments=bucket.segments,
+                agreed=context.agreed,
             )
+        if isinstance(method.fmt, TableFormat) and 0 not in method.fmt.numbers:
+            bucket.clear_gaps(reduced.arrays[0])
         shifts: Any = reduced.sent_shifts
         if self.layers and not shifts:  # so that all parts of a model have the column
             shifts = np.full(len(bucket.names), np.nan)
@@ -201,7 +226,12 @@ class LowBit(Aggregator):
         return Mean.finite(reduced.arrays[0], layers)
 
     def _run_with_memory(
-        self, method: Allreduce, gradients: list[Array], bucket: Bucket, context: Context
+        self,
+        method: Allreduce,
+        gradients: list[Array],
+        bucket: Bucket,
+        context: Context,
+        outs: list[Array] | None,
     ) -> Reduced:
         """All-reduce what the gradients and what was lost before are rounded to. Collective.
 
@@ -225,7 +255,7 @@ class LowBit(Aggregator):
         sent = [_rounded(x, method, shifts, segments) for x in wanted]
         known = shifts if shifts[0] else None
         reduced = method.run(
-            world, sent, iteration=context.iteration, segments=segments, shifts=known
+            world, sent, outs, iteration=context.iteration, segments=segments, shifts=known
         )
         for (_, start, stop), residuals in zip(segments, memory, strict=True):
             for x, q, residual in zip(wanted, sent, residuals, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from ..collectives.allreduce import Allreduce, configured
@@ -17,8 +18,6 @@ from .base import (
     Context,
     Mean,
     machine_of_auto,
-    nonfinite,
-    nonfinite_layers,
 )
 from .bucket import Bucket
 
@@ -40,16 +39,27 @@ class NoCompression(Aggregator):
     def __post_init__(self) -> None:
         machine = machine_of_auto("NoCompression", self.algorithm, self.machine)
         object.__setattr__(self, "machine", machine)
-        self._allreduce()
+        assert self._allreduce  # raises for what is unknown
 
+    @cached_property
     def _allreduce(self) -> Allreduce:
-        return configured(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
+        return configured(
+            wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine, finite=True
+        )
+
+    @property
+    def compares(self) -> bool:
+        """See Aggregator.compares."""
+        return type(self).aggregate is NoCompression.aggregate
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        reduced = self._allreduce().run(context.world, gradients, iteration=context.iteration)
-        mean = reduced.arrays[0]
-        bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
-        if bad:
-            raise nonfinite(context.world, gradients, bucket, bad)  # or the sum overflowed
-        return Mean.finite(mean)
+        reduced = self._allreduce.run(
+            context.world,
+            gradients,
+            context.outs,
+            iteration=context.iteration,
+            segments=bucket.segments,
+            agreed=context.agreed,
+        )
+        return Mean.finite(reduced.arrays[0])

@@ -167,14 +167,6 @@ def await_device(device: torch.device) -> None:
             gpu_runtime.wait_for_stream()
 
 
-def put(values: torch.Tensor, view: Array | torch.Tensor) -> None:
-    """Copy floats to where a float32 array or, on a GPU, a tensor has them."""
-    if isinstance(view, torch.Tensor):
-        view.copy_(values.detach())
-    else:  # large ones in half the time of a tensor's copy_
-        view[...] = values.detach().float().numpy()
-
-
 def check_device(what: str, device: torch.device) -> None:
     """Raise ValueError, which begins with what, where no arrays share a device's memory."""
     if device.type not in PLACES:

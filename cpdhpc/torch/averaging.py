@@ -6,8 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.checks import NonFiniteGradient, check_alike, is_finite
 from ..compress import COMPRESSORS
-from ..compress.base import Aggregator, Context, Mean, as_table, averaged, nonfinite_layers
+from ..compress.base import Aggregator, Context, Mean, amax, as_table, averaged, nonfinite_layers
 from ..compress.bucket import Bucket, Entry, State, redistributed
 from ..compress.momentum import advice_for_loop
 from ..errors import ArgumentError, ArgumentTypeError
 from ..methods import check_bool, check_whole, suggest
-from ..ops import backend_of, on_gpu, to_host
-from ..ops.tensors import CPU, PLACES, as_bytes, check_device, in_stream, tensor_of, values_of
+from ..ops import backend_of, placed, to_host
+from ..ops.tensors import CPU, PLACES, as_bytes, check_device, in_stream, values_of
 from ..options import Agreed, made
 from ..randomness import random_key
 from ..world.mpi import as_world
@@ -127,15 +126,28 @@ class Averaging:
     def _name(self) -> str:
         return type(self).__name__
 
-    def _aggregate(self, index: int, gradients: list[Array], bucket: Bucket) -> Mean:
-        """Return the mean of a bucket of a step, new. Collective. A random stream is a bucket's."""
-        seed = part_seed(self.seed, index)
-        context = Context(self.world, self.state, seed, self.iteration, self.epoch, self.loss_scale)
+    def _aggregate(
+        self, index: int, gradients: list[Array], bucket: Bucket, out: Array, agreed: int = 0
+    ) -> Mean:
+        """Return the mean of a bucket of a step, whose flat is out. Collective.
+
+        A random stream is a bucket's. Between layers there are zeros.
+        """
+        context = Context(
+            self.world,
+            self.state,
+            part_seed(self.seed, index),
+            self.iteration,
+            self.epoch,
+            self.loss_scale,
+            out,
+            agreed,
+        )
         mean = averaged(self.aggregator, gradients, bucket, context)
-        kept = [*gradients, *(entry.array for _, entry in self.state)]
-        near = [each for each in kept if on_gpu(each) == on_gpu(mean.flat)]
-        is_new = not any(np.may_share_memory(mean.flat, each) for each in near)
-        return mean if is_new else replace(mean, flat=mean.flat.copy())
+        if mean.flat is not out:
+            out[...] = placed(mean.flat, out)
+            bucket.clear_gaps(out)
+        return mean
 
     def _watch_momentum(self) -> None:
         """Let steps of optimisers with momentum raise ValueError where means have some already.
@@ -254,6 +266,7 @@ def _check_momentum(
             )
 
 
+@lru_cache(maxsize=1024)  # asked for each bucket in each step
 def part_seed(seed: int, index: int) -> int:
     """Return the seed of a part: seed itself for the first one, others for the others."""
     if index == 0:
@@ -262,38 +275,36 @@ def part_seed(seed: int, index: int) -> int:
     return low | high << 32
 
 
-def multiplied(flat: Array, factor: float, bucket: Bucket) -> Array:
-    """Return a mean, float32[bucket.size], alike on all ranks, times a factor.
+def multiplied(flat: Array, factor: float, bucket: Bucket) -> None:
+    """Multiply a mean, float32[bucket.size], alike on all ranks, by a factor.
 
     Raises NonFiniteGradient, alike where the means are, for layers that get beyond float32.
     """
     if factor == 1:
-        return flat
+        return
     with np.errstate(over="ignore", invalid="ignore"):
-        flat = backend_of(flat).multiply(flat, np.float32(factor))
+        backend_of(flat).multiply(flat, np.float32(factor), flat)
     if factor > 1 and not is_finite(flat):
         beyond = nonfinite_layers(flat, bucket)
         raise NonFiniteGradient([bucket.names[i] for i in beyond], [], "float32")
-    return flat
 
 
-def rounded(
-    names: Sequence[str], views: Sequence[Array], dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    """Return float32 means, that nobody else uses, in the layers' dtypes, rounded to nearest.
+BEYOND = {torch.float16: 65520.0, torch.bfloat16: 2.0**128 - 2.0**119}  # is rounded to infinity
 
-    Raises NonFiniteGradient, alike where the means are, for layers whose dtype ends before them.
+
+def check_range(bucket: Bucket, flat: Array, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise NonFiniteGradient, alike where the means are, for layers whose dtype ends before them.
+
+    flat: float32[bucket.size], the means, finite; dtypes: of the layers
     """
-    found = [tensor_of(v).to(t) for v, t in zip(views, dtypes, strict=True)]
     beyond = [
         i
-        for i, each in enumerate(found)
-        if each.dtype is not torch.float32 and not values_of(torch.isfinite(each).all())
+        for i, (dtype, (_, start, stop)) in enumerate(zip(dtypes, bucket.segments, strict=True))
+        if dtype in BEYOND and amax([flat[start:stop]])[0] >= BEYOND[dtype]
     ]
     if beyond:
         kind = str(dtypes[beyond[0]]).removeprefix("torch.")
-        raise NonFiniteGradient([names[i] for i in beyond], [], kind)
-    return found
+        raise NonFiniteGradient([bucket.names[i] for i in beyond], [], kind)
 
 
 def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], Entry]:

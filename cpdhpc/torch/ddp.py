@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collectives.checks import alike_on_all
 from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
-from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream, put
+from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from .averaging import (
@@ -23,13 +23,13 @@ from .averaging import (
     Averaging,
     aggregator_of,
     check_options,
+    check_range,
     check_whole_model,
     is_plain,
     kind,
     multiplied,
     named,
     policies_of,
-    rounded,
     shapes_of,
 )
 from .buffers import Buffers, scales_of, survey
@@ -42,14 +42,15 @@ Future = torch.futures.Future[torch.Tensor]
 class Layout(NamedTuple):
     """Layers of one of DDP's buckets in the model's order, and their gradients as float32.
 
-    order: the place of each in DDP's bucket; flat: float32[bucket.size] where the gradients are;
-    views: tensors of it, by layer
+    order: the place of each in DDP's bucket; flats: float32[bucket.size] where the gradients are,
+    and where their means come; views, means: tensors of these, by layer
     """
 
     bucket: Bucket
     order: list[int]
-    flat: Array
+    flats: tuple[Array, Array]
     views: list[torch.Tensor]
+    means: list[torch.Tensor]
 
 
 class DdpHook(Averaging):
@@ -194,15 +195,14 @@ class DdpHook(Averaging):
                     f"{self.world.rank} is {kind(buffer)}: should be {PLAIN}"
                 )
             for i, view in zip(layout.order, layout.views, strict=True):
-                put(gradients[i], view.numpy() if view.is_cpu else view)
-        mean = self._aggregate(index, [layout.flat], layout.bucket)
-        dtypes = [gradients[i].dtype for i in layout.order]
-        flat = multiplied(mean.flat, 1 / self.loss_scale, layout.bucket)
-        names, views = layout.bucket.names, layout.bucket.views(flat)
-        means = rounded(names, views, dtypes)
+                view.copy_(gradients[i])
+        given, out = layout.flats
+        self._aggregate(index, [given], layout.bucket, out)
+        multiplied(out, 1 / self.loss_scale, layout.bucket)
+        check_range(layout.bucket, out, [gradients[i].dtype for i in layout.order])
         self._done.append((layout, parameters))
-        for i, each in zip(layout.order, means, strict=True):
-            gradients[i].copy_(each)
+        for i, mean in zip(layout.order, layout.means, strict=True):
+            gradients[i].copy_(mean)
 
     def _layout(self, parameters: Sequence[torch.nn.Parameter]) -> Layout:
         """Return how a bucket's layers lie in float32; DDP makes other buckets now and then."""
@@ -216,15 +216,20 @@ class DdpHook(Averaging):
             order = sorted(range(len(key)), key=lambda i: place[names[i]])
             shapes = tuple(tuple(parameters[i].shape) for i in order)
             bucket = Bucket(tuple(names[i] for i in order), shapes, self.aggregator.align)
-            flat = torch.zeros(bucket.size, dtype=torch.float32, device=parameters[0].device)
-            check_device(f"ddp_hook: {bucket.names[0]!r}", flat.device)
+            device = parameters[0].device
+            check_device(f"ddp_hook: {bucket.names[0]!r}", device)
+            flats = [torch.zeros(bucket.size, dtype=torch.float32, device=device) for _ in range(2)]
             views = [
-                flat[start:stop].reshape(shape)
-                for (_, start, stop), shape in zip(bucket.segments, shapes, strict=True)
+                [
+                    flat[start:stop].reshape(shape)
+                    for (_, start, stop), shape in zip(bucket.segments, shapes, strict=True)
+                ]
+                for flat in flats
             ]
             if any(key[0] in other for other in self._layouts):
                 self._layouts.clear()  # of the buckets before
-            self._layouts[key] = Layout(bucket, order, array_of(flat), views)
+            arrays = array_of(flats[0]), array_of(flats[1])
+            self._layouts[key] = Layout(bucket, order, arrays, *views)
         return self._layouts[key]
 
     def _end(self, last: Future) -> None:

@@ -19,12 +19,12 @@ from .averaging import (
     Averaging,
     aggregator_of,
     check_options,
+    check_range,
     clear,
     is_plain,
     kind,
     multiplied,
     policies_of,
-    rounded,
 )
 from .buffers import Buffers, scales_of, survey
 from .ddp import check_world
@@ -158,11 +158,13 @@ class FsdpHook(Averaging):
         ]
         for own, given in spans:
             own.copy_(given)
-        mean = self._aggregate(unit.place, [array_of(flat)], bucket)
-        views = bucket.views(multiplied(mean.flat, 1 / self.loss_scale, bucket))
-        means = rounded(bucket.names, views, [gradient.dtype] * len(views))
-        for (_, given), each in zip(spans, means, strict=True):
-            given.copy_(each.reshape(-1))
+        mean = torch.empty_like(flat)
+        out = array_of(mean)
+        self._aggregate(unit.place, [array_of(flat)], bucket, out)
+        multiplied(out, 1 / self.loss_scale, bucket)
+        check_range(bucket, out, [gradient.dtype] * len(spans))
+        for (_, start, stop), (_, given) in zip(bucket.segments, spans, strict=True):
+            given.copy_(mean[start:stop])
 
     def _unit(self, gradient: torch.Tensor) -> Unit:
         """Return the unit that FSDP has just got to, which it does not say."""

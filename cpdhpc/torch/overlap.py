@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
-from weakref import finalize, ref
-
-import torch
 
 from ..compress.base import Mean
 from ..compress.bucket import Part
@@ -37,6 +34,16 @@ def check_overlap(world: Ranks) -> None:
         )
 
 
+def hides(world: Ranks, parts: Sequence[Part]) -> bool:
+    """Return whether overlap is expected to make steps shorter, alike on all ranks.
+
+    So it is where messages leave a node, and a part can leave before the last gradient is there.
+    Within a node the ranks' own cores do the copying, so there is nothing to hide.
+    """
+    several = len(set(world.nodes)) > 1 and len(parts) > 1
+    return several and world.virtual_ranks == 1 and world.thread_level in ENOUGH
+
+
 def pause_s(world: Ranks) -> float:
     """Return how long the thread sleeps between two looks while backward computes on its core.
 
@@ -52,13 +59,8 @@ def reducing_thread(world: Ranks) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=begin)
 
 
-def _remove(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
 class Overlap:
-    """Watches the gradients of a model, and hands each complete part to one thread, in order.
+    """Is told of the gradients of a model, and hands each complete part to one thread, in order.
 
     All processes go through the parts in the same order, so their collectives match. From the
     first part of a step until means ends, the world belongs to the thread: World refuses the
@@ -72,7 +74,6 @@ class Overlap:
     def __init__(
         self,
         world: Ranks,
-        parameters: Sequence[torch.nn.Parameter],
         parts: Sequence[Part],
         take: Callable[[int], None],
         aggregate: Callable[[int], Mean],
@@ -84,12 +85,6 @@ class Overlap:
         self.executor: ThreadPoolExecutor | None = None
         self._paused = False
         self._part_of = {layer: i for i, part in enumerate(parts) for layer in part.layers}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
-            for layer, parameter in enumerate(parameters)
-        ]
-        # Else a model would keep what nobody can call any more, with its thread.
-        finalize(self, _remove, self._hooks).atexit = False
         self._begin()
 
     def _begin(self) -> None:
@@ -97,17 +92,8 @@ class Overlap:
         self._missing = [len(part.layers) for part in self.parts]
         self._futures: list[Future[Mean]] = []
 
-    def _hook(self, layer: int) -> Callable[[torch.Tensor], None]:
-        overlap = ref(self)
-
-        def gradient_is_there(_: torch.Tensor) -> None:
-            found = overlap()
-            if found is not None:
-                found._has_come(layer)
-
-        return gradient_is_there
-
-    def _has_come(self, layer: int) -> None:
+    def has_come(self, layer: int) -> None:
+        """Take the gradient of a layer, which backward has just made."""
         if self._seen[layer]:
             self.again(layer)
         elif not self._paused:
@@ -150,8 +136,8 @@ class Overlap:
         finally:
             self._paused = before
 
-    def means(self) -> Generator[Mean, None, None]:
-        """Yield the means of all parts as they come, parameters without gradient as they are.
+    def means(self) -> list[Mean]:
+        """Return the means of all parts, parameters without gradient as they are.
 
         Raises what the thread raised, the first error of the step, with no part under way.
         Every wait of the thread has the world's time-out, so this one ends too.
@@ -169,24 +155,16 @@ class Overlap:
                 self._take(layer)
         self._submit()
         self.world.pause_s = 0.0  # nobody computes any more
-        # They are kept until the last one has come. The memory is the thread's stream's: of a mean
-        # that is let go before, a later part would get it, while the caller's stream still reads
-        # it. Parts of the next step begin behind the caller's stream.
-        futures = self._futures
         try:
-            for future in futures:
-                wait([future])
-                self.stream.join()
-                yield future.result()
+            return [future.result() for future in self._futures]
         finally:
-            wait(futures)
-            self.stream.join()  # after an error, too: parts read what the next step writes
+            wait(self._futures)  # after an error, too: parts read what the next step writes
+            self.stream.join()
             self.world.lent_by = self.world.lent_to = None
             self._begin()
 
     def close(self, *, finish: bool = True) -> None:
-        """Let go of the model and end the thread; finish: after the part that is under way."""
-        _remove(self._hooks)
+        """End the thread; finish: after the part that is under way."""
         if self.executor is not None:
             self.executor.shutdown(wait=finish, cancel_futures=True)
         if finish and self.world.lent_to in (None, self):

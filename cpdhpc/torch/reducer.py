@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any, Self
+from weakref import finalize, ref
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..collectives.allreduce import Unagreed
 from ..collectives.checks import alike_on_all, check_alike
 from ..compress.base import Aggregator, Mean, raise_unless_finite
-from ..compress.bucket import Bucket, Part, split_bucket
-from ..ops.tensors import OwnStream, array_of, in_stream, put
+from ..compress.bucket import Bucket, split_bucket
+from ..ops.tensors import OwnStream, array_of, in_stream
 from .averaging import (
     Averaging,
     aggregator_of,
     broadcast,
     check_options,
+    check_range,
     description,
     device_of,
     is_plain,
@@ -27,16 +32,17 @@ from .averaging import (
     multiplied,
     named,
     policies_of,
-    rounded,
     shapes_of,
     tensors_of,
 )
 from .buffers import BufferMode, Buffers, survey
-from .overlap import Overlap, check_overlap
+from .overlap import Overlap, check_overlap, hides
 
 Array = npt.NDArray[Any]
 
 FROZEN, UNUSED, USED = 0, 1, 2  # what a layer is on a rank in a step
+GRAD, REQUIRES_GRAD, DTYPE, SHAPE = map(attrgetter, ("grad", "requires_grad", "dtype", "shape"))
+ADDRESS = torch.Tensor.data_ptr
 
 
 class GradientReducer(Averaging):
@@ -48,8 +54,10 @@ class GradientReducer(Averaging):
     world: World, Loopback or an mpi4py communicator
     model: on the CPU or on one GPU, where its gradients stay: work goes on in torch's current
         stream. Its parameters that require a gradient must be float32, bfloat16 or float16;
-        which do is settled here. One frozen later counts as one without gradient. Gradients are
-        raised to float32, averaged, and rounded to nearest to their own dtype.
+        which do is settled here. One frozen later counts as one without gradient. Gradients of
+        float32 live where they are sent from: p.grad is a view of one of two buffers, by turns,
+        which a later backward overwrites. Others are raised to float32 there, and their means
+        rounded to nearest to their own dtype.
     aggregator: a name in COMPRESSORS with its options, or an Aggregator without any, whose fields
         are checked alike
     bucket_mib: layers are reduced in buckets of at most so many MiB, or of one larger layer, the
@@ -57,7 +65,7 @@ class GradientReducer(Averaging):
     overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward
         a step then but for those in no_sync, p.grad left alone and no other call of MPI until
         reduce(); not with virtual ranks; MPI must give the thread level "serialized". close() ends
-        the thread.
+        the thread. None: where that is expected to be faster, with several buckets on several nodes
     buffers: whose all ranks have after reduce(): "broadcast" those of rank 0, "mean" the mean over
         ranks of floating-point ones and rank 0's others, "none" each its own
     iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
@@ -85,14 +93,14 @@ class GradientReducer(Averaging):
         *,
         seed: int = 0,
         bucket_mib: float = 25.0,
-        overlap: bool = False,
+        overlap: bool | None = False,
         buffers: BufferMode = "broadcast",
         **options: Any,
     ) -> None:
         super().__init__(world, seed)
         self.model = model
         with alike_on_all(self.world, "GradientReducer: model and options") as settings:
-            check_options(self._name, model, seed, overlap)
+            check_options(self._name, model, seed, False if overlap is None else overlap)
             self.aggregator = aggregator_of(self._name, aggregator, options)
             tensors = tensors_of(model)
             if not any(p.requires_grad for p in model.parameters()):
@@ -101,6 +109,8 @@ class GradientReducer(Averaging):
             self._lay_out(bucket_mib)
             self.aggregator.check_layers(self.bucket.names)
             self._buffers = Buffers(model, self.world, buffers)
+            if overlap is None:
+                overlap = hides(self.world, self.parts)
             if overlap:
                 check_overlap(self.world)
             settings |= {
@@ -126,7 +136,6 @@ class GradientReducer(Averaging):
         self._overlap = (
             Overlap(
                 self.world,
-                self.parameters,
                 self.parts,
                 self._take,
                 self._first_or_next,
@@ -136,29 +145,48 @@ class GradientReducer(Averaging):
             if overlap
             else None
         )
+        self._hooks = []
+        if self.world.virtual_ranks == 1:
+            for layer, parameter in enumerate(self.parameters):
+                hook = partial(_call, ref(self), layer)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        # Else a model would keep what nobody can call any more, with its memory and its thread.
+        finalize(self, _remove, self._hooks).atexit = False
 
     def _lay_out(self, bucket_mib: float) -> None:
         """Lay the parameters that require a gradient into a buffer, and cut it into parts."""
         trained = named(self.model, True)
         self.parameters = [parameter for _, parameter in trained]
         self._known = set(map(id, self.parameters))
+        self._seen: list[torch.nn.Parameter] = []  # those of the last step, if they are all known
         self.layers, self.frozen = shapes_of(trained), shapes_of(named(self.model, False))
         shapes = tuple(map(tuple, self.layers.values()))
         self.bucket = Bucket(tuple(self.layers), shapes, self.aggregator.align)
         self.parts = split_bucket(self.bucket, bucket_mib)
         self._dtypes = [parameter.dtype for parameter in self.parameters]
+        self._floats = [torch.float32] * len(self._dtypes)
+        self._shapes = [parameter.shape for parameter in self.parameters]
         how: Any = {"dtype": torch.float32, "device": self.device}  # whatever torch's defaults are
-        tensors = [torch.zeros(self.bucket.size, **how) for _ in self.world.hosted]
+        stashed = self.world.virtual_ranks if self.world.virtual_ranks > 1 else 0
+        tensors = [torch.zeros(self.bucket.size, **how) for _ in range(2 + stashed)]
         with in_stream(self.device):
-            self.flats = [array_of(each) for each in tensors]
-        writable = self.flats if self.device.type == "cpu" else tensors
-        self._views = [
-            [
-                flat[start:stop].reshape(p.shape)
-                for (_, start, stop), p in zip(self.bucket.segments, self.parameters, strict=True)
-            ]
-            for flat in writable
-        ]
+            self._arrays = [array_of(each) for each in tensors]
+        self._cut = [[x[part.start : part.stop] for part in self.parts] for x in self._arrays]
+        self._places = [self._views(each) for each in tensors]
+        self._homes = [self._views(x) for x in tensors[:2]]
+        self._addresses = [[each.data_ptr() for each in views] for views in self._homes]
+        self._low: dict[int, torch.Tensor] = {}  # means of layers that are not float32
+        self._side = self._taken = 0  # of _homes: where p.grad lives, and where it was last taken
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the layers of a buffer."""
+        pairs = zip(self.bucket.segments, self.bucket.shapes, strict=True)
+        return [flat[start:stop].reshape(shape) for (_, start, stop), shape in pairs]
+
+    @property
+    def flats(self) -> list[Array]:
+        """What each hosted rank contributes or has contributed, float32[bucket.size]."""
+        return self._arrays[2:] or [self._arrays[self._taken]]
 
     def _begin(self) -> None:
         """Forget what was found in a step. _used: by layer, whether it has a gradient here."""
@@ -178,28 +206,85 @@ class GradientReducer(Averaging):
 
         hosted: 0..virtual_ranks - 1; every one is stashed before reduce where there are several
         """
-        for layer in range(len(self.parameters)):
-            self._take(layer, hosted)
+        self._taken = self._side
+        if self._all_at_home():
+            self._used = [True] * len(self._used)
+        else:
+            for layer in range(len(self.parameters)):
+                self._take(layer, hosted)
         self._buffers.keep(hosted)
+
+    def _all_at_home(self) -> bool:
+        """Return whether each p.grad lies in the buffer, and nothing is wrong with any.
+
+        A few microseconds for many layers, as in nearly each step.
+        """
+        parameters, homes = self.parameters, self._homes[self._side]
+        return (
+            self.world.virtual_ranks == 1
+            and all(map(is_, map(GRAD, parameters), homes))
+            and all(map(REQUIRES_GRAD, parameters))
+            # nothing has been converted, as by model.half()
+            and [*map(ADDRESS, homes)] == self._addresses[self._side]
+            and [*map(DTYPE, parameters)] == self._floats
+            and [*map(SHAPE, parameters)] == self._shapes
+        )
 
     def fail(self, error: Exception) -> None:
         """Let the next reduce raise an error on all ranks, in place of this one now."""
         self._error = self._error or error
 
     def _take(self, layer: int, hosted: int = 0) -> None:
-        """Copy p.grad to its place in the buffer; where there is none, zeros."""
-        parameter, view = self.parameters[layer], self._views[hosted][layer]
-        gradient = parameter.grad if parameter.requires_grad else None
+        """Copy p.grad to its place in the buffer, unless it lies there; where there is none, zeros.
+
+        A frozen parameter's gradient that lies there moves away.
+        """
+        self._taken = self._side
+        parameter, (home, at) = self.parameters[layer], self._home(self._side, layer)
+        place = self._places[2 + hosted if self.world.virtual_ranks > 1 else self._side][layer]
+        gradient = parameter.grad
+        if gradient is not None and not parameter.requires_grad:
+            if gradient is home:
+                parameter.grad = gradient.clone()
+            gradient = None
         for tensor in (parameter,) if gradient is None else (gradient, parameter):
             if not self._fits(layer, tensor):
                 self.fail(self._misfit(layer, hosted, tensor))
-                view[...] = 0
                 return
         if gradient is None:
-            view[...] = 0
+            place.zero_()
             return
-        put(gradient, view)
+        if gradient.data_ptr() != at or self.world.virtual_ranks > 1:
+            place.copy_(gradient.detach())
         self._used[layer] = True
+
+    def _home(self, side: int, layer: int) -> tuple[torch.Tensor, int]:
+        """Return the view of a buffer that is a layer's p.grad, and its address.
+
+        It is made anew where model.half() and the like have given the tensor other memory.
+        """
+        home, at = self._homes[side][layer], self._addresses[side][layer]
+        if home.data_ptr() == at:
+            return home, at
+        self._homes[side][layer] = fresh = self._places[side][layer].detach()
+        return fresh, at
+
+    def _has_come(self, layer: int) -> None:
+        """Let p.grad, which backward has just added to, live in the buffer."""
+        parameter = self.parameters[layer]
+        gradient = parameter.grad
+        if (
+            gradient is not None
+            and gradient is not self._homes[self._side][layer]
+            and self._dtypes[layer] is torch.float32
+            and not gradient.requires_grad
+            and self._fits(layer, gradient)
+            and self._fits(layer, parameter)
+        ):
+            self._places[self._side][layer].copy_(gradient)
+            parameter.grad = self._home(self._side, layer)[0]
+        if self._overlap is not None:
+            self._overlap.has_come(layer)
 
     def _fits(self, layer: int, tensor: torch.Tensor) -> bool:
         """Return whether a parameter or gradient is of the layer's shape, dtype and device."""
@@ -250,17 +335,33 @@ class GradientReducer(Averaging):
         try:
             with in_stream(self.device):
                 if self._overlap is not None:
-                    with closing(self._overlap.means()) as means:
-                        joined = self._joined(means)
+                    means = self._overlap.means()
                     self._check_parameters()  # which may have changed since backward
-                    return self._finish(joined, self._agree())
+                    return self._finish(means, self._agree())
                 self._roll_call(True)
-                if len(self.flats) == 1:
+                if self.world.virtual_ranks == 1:
                     self.stash()
-                used = self._agree()
-                return self._finish(self._joined(self._aggregate_all()), used)
+                text = self._look()
+                means = self._guessed(text)
+                used = [USED] * len(self._used) if means else self._compared(text)
+                return self._finish(self._aggregate_all(means), used)
         finally:
             self._begin()
+
+    def _guessed(self, text: str) -> list[Mean]:
+        """Return the mean of the first part, if that has shown that all ranks found the same.
+
+        Collective. As a rule they have: the first all-reduce compares it with its own arguments,
+        and no rank waits for others twice. Else nothing is returned or done.
+        """
+        usual = self._error is None and self._wrong is None and all(self._used)
+        if not (usual and self.aggregator.compares and self.iteration):
+            return []
+        digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+        try:
+            return [self._of_part(0, int.from_bytes(digest, "little") | 1)]
+        except Unagreed:
+            return []
 
     def _check_open(self, call: str) -> None:
         """Raise RuntimeError on all ranks where the reducer is closed here."""
@@ -289,7 +390,7 @@ class GradientReducer(Averaging):
         Gradients and buffers of the model stay as they are. Raises NonFiniteGradient as reduce.
         """
         with in_stream(self.device):
-            return _Joined(self.bucket.size, self.parts, self._aggregate_all()).mean
+            return self._joined(self._aggregate_all())
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers that reduce gives them, where it raised NonFiniteGradient.
@@ -300,23 +401,41 @@ class GradientReducer(Averaging):
 
     def _agree(self) -> Sequence[int]:
         """Return, by layer, the most that it is on a rank; raise what any found. Collective."""
+        return self._compared(self._look())
+
+    def _look(self) -> str:
+        """Note what the step has changed; return in words what must be the same on all ranks."""
         parameters, self._live = survey(self.model)
-        found = set(map(id, parameters))
-        if not found <= self._known:
-            self.fail(self._unknown())
-        exchanged = self._buffers.exchanged(self._live)
-        alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": exchanged}
-        alike |= {"loss_scale": self.loss_scale, "epoch": self.epoch}
-        alike["layers gone from the model"] = self._gone(found)
+        gone: list[str] = []
+        same = len(parameters) == len(self._seen) and all(map(is_, parameters, self._seen))
+        if not same:
+            found = set(map(id, parameters))
+            if not found <= self._known:
+                self.fail(self._unknown())
+            gone = self._gone(found)
+            if not gone and self._error is None:
+                self._seen = parameters
+        alike: dict[str, object] = {
+            "iteration": self.iteration,
+            "bytes of buffers": self._buffers.exchanged(self._live),
+            "loss_scale": self.loss_scale,
+            "epoch": self.epoch,
+            "layers gone from the model": gone,
+        }
         given: object = self.alike
-        if isinstance(given, dict):
-            alike |= given
-        else:
+        if not isinstance(given, dict):
             said = f"GradientReducer.reduce: alike is {type(given).__name__}: must be a dict"
             self.fail(TypeError(said))
-        error = self._error or self._wrong
+        elif given:
+            alike |= given
+        self._alike = alike
+        return " ".join(map(repr, alike.values())) if not given else repr(alike)
+
+    def _compared(self, text: str) -> Sequence[int]:
+        """Do what _agree does, behind _look, which has returned text. Collective."""
+        error, call = self._error or self._wrong, "GradientReducer.reduce"
         missing = [not all(self._used)]
-        if not any(check_alike(self.world, error, alike, missing, "GradientReducer.reduce")):
+        if not any(check_alike(self.world, error, self._alike, missing, call, text)):
             return [USED] * len(self._used)
         pairs = zip(self._used, self.parameters, strict=True)
         here = [USED if used else UNUSED if p.requires_grad else FROZEN for used, p in pairs]
@@ -325,8 +444,6 @@ class GradientReducer(Averaging):
 
     def _gone(self, found: set[int]) -> list[str]:
         """Return the layers whose parameters are not in the model any more, frozen ones aside."""
-        if len(found) == len(self.parameters):
-            return []
         pairs = zip(self.bucket.names, self.parameters, strict=True)
         return [name for name, p in pairs if p.requires_grad and id(p) not in found]
 
@@ -337,8 +454,8 @@ class GradientReducer(Averaging):
             "gradient and did not at construction: construct another GradientReducer"
         )
 
-    def _aggregate_all(self) -> list[Mean]:
-        """Return the means of all parts. Collective.
+    def _aggregate_all(self, first: Sequence[Mean] = ()) -> list[Mean]:
+        """Return the means of all parts, of which the first ones may be there. Collective.
 
         NaN is found before the first of several parts moves what a method keeps; with overlap they
         are on their way by then.
@@ -346,7 +463,7 @@ class GradientReducer(Averaging):
         keeps = self.iteration == 0 or any(self.state)  # the first step shows whether it does
         if len(self.parts) > 1 and keeps and self._overlap is None:
             raise_unless_finite(self.world, self.flats, self.bucket)
-        return [self._of_part(index) for index in range(len(self.parts))]
+        return [*first, *map(self._of_part, range(len(first), len(self.parts)))]
 
     def _first_or_next(self, index: int) -> Mean:
         """Return the mean of a part, in the thread of overlap. Collective."""
@@ -354,36 +471,51 @@ class GradientReducer(Averaging):
             self._roll_call(True)
         return self._of_part(index)
 
-    def _of_part(self, index: int) -> Mean:
-        """Return the mean of a part. Collective."""
-        part = self.parts[index]
-        gradients = [flat[part.start : part.stop] for flat in self.flats]
-        return self._aggregate(index, gradients, part.bucket)
+    def _of_part(self, index: int, agreed: int = 0) -> Mean:
+        """Return the mean of a part; agreed: of Context. Collective."""
+        gradients = [each[index] for each in self._cut[2:] or [self._cut[self._taken]]]
+        out = self._cut[1 - self._side][index]
+        return self._aggregate(index, gradients, self.parts[index].bucket, out, agreed)
 
-    def _joined(self, means: Iterable[Mean]) -> _Joined:
-        """Return the means of all parts, as the loss is scaled and ranks are in the loop."""
-        return _Joined(self.bucket.size, self.parts, map(self._scaled, means, self.parts))
+    def _joined(self, means: Sequence[Mean]) -> Mean:
+        """Return the mean of the whole model, its layers in the model's order.
 
-    def _scaled(self, mean: Mean, part: Part) -> Mean:
-        factor = self._factor / self.loss_scale
-        return replace(mean, flat=multiplied(mean.flat, factor, part.bucket))
+        flat: where p.grad does not live now
+        """
+        layers = means[0].layers
+        if len(means) > 1:
+            names = set.intersection(*(set(each.layers) for each in means))
+            layers = {n: np.concatenate([x.layers[n] for x in reversed(means)]) for n in names}
+        return Mean(self._arrays[1 - self._side], layers)
 
-    def _finish(self, joined: _Joined, used: Sequence[int]) -> Mean:
+    def _finish(self, means: Sequence[Mean], used: Sequence[int]) -> Mean:
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
-        flats = joined.flats if len(self.parts) > 1 else [joined.mean.flat.copy()]
-        found = [part.bucket.views(x) for part, x in zip(self.parts, flats, strict=True)]
-        names, views = self.bucket.names, [view for part in reversed(found) for view in part]
+        mean, side = self._joined(means), 1 - self._side
+        multiplied(mean.flat, self._factor / self.loss_scale, self.bucket)
         # What waited of an earlier step may arrive in one in which no rank used the layer; where
         # all have frozen it, it is lost: nothing is to move the layer.
-        which = [i for i, x in enumerate(used) if x == USED or (x == UNUSED and views[i].any())]
-        gradients = rounded(
-            [names[i] for i in which], [views[i] for i in which], [self._dtypes[i] for i in which]
-        )
+        places = self._places[side]
+        which = [i for i, x in enumerate(used) if x == USED or (x == UNUSED and places[i].any())]
+        if self._dtypes != self._floats:
+            check_range(self.bucket, mean.flat, self._dtypes)
         self._buffers.share(self._live, self._active)
         self.iteration += 1
-        for layer, gradient in zip(which, gradients, strict=True):
-            self.parameters[layer].grad = gradient
-        return joined.mean
+        homes = self._homes[side]
+        if [*map(ADDRESS, homes)] != self._addresses[side]:
+            homes = [self._home(side, layer)[0] for layer in range(len(homes))]
+        for layer in which:
+            is_float = self._dtypes[layer] is torch.float32
+            mean_of = homes[layer] if is_float else self._rounded(layer, homes[layer])
+            self.parameters[layer].grad = mean_of
+        self._taken, self._side = self._side, side
+        return mean
+
+    def _rounded(self, layer: int, mean: torch.Tensor) -> torch.Tensor:
+        """Return a mean in its layer's dtype, in the same memory in each step."""
+        kept = self._low.get(layer)
+        if kept is None or kept.dtype is not self._dtypes[layer]:
+            kept = self._low[layer] = torch.empty_like(mean, dtype=self._dtypes[layer])
+        return kept.copy_(mean)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward adds up gradients, for a later backward to send."""
@@ -436,15 +568,17 @@ class GradientReducer(Averaging):
         """Take part in a reduce of the ranks that are still in the loop. Collective."""
         try:
             with in_stream(self.device):
-                for flat in self.flats:
-                    flat[...] = 0
+                for parameter in self.parameters:
+                    parameter.grad = None
+                for hosted in range(self.world.virtual_ranks):
+                    self.stash(hosted)
                 self._check_parameters()
                 if self._overlap is not None:
-                    joined = self._joined(self._aggregate_all())
-                    self._finish(joined, self._agree())
+                    means = self._aggregate_all()
+                    self._finish(means, self._agree())
                 else:
                     used = self._agree()
-                    self._finish(self._joined(self._aggregate_all()), used)
+                    self._finish(self._aggregate_all(), used)
         finally:
             self._begin()
 
@@ -453,6 +587,7 @@ class GradientReducer(Averaging):
         self._end(finish=True)
 
     def _end(self, *, finish: bool) -> None:
+        _remove(self._hooks)
         if self._overlap is not None and not self._closed:
             self._overlap.close(finish=finish)
         self._closed = True
@@ -465,27 +600,12 @@ class GradientReducer(Averaging):
         self._end(finish=kind is None)
 
 
-class _Joined:
-    """The mean of the whole model, its layers in the model's order, from those of parts.
+def _call(reducer: ref[GradientReducer], layer: int, _: torch.Tensor) -> None:
+    found = reducer()
+    if found is not None:
+        found._has_come(layer)
 
-    Each is copied when it comes, while others are still reduced.
-    flats: those of parts, in their order, that nobody else uses; mean: of the whole, whose flat is
-        another array unless there is one part
-    """
 
-    def __init__(self, whole_size: int, parts: Sequence[Part], means: Iterable[Mean]) -> None:
-        found, flat, end = list[Mean](), np.empty(0, np.float32), whole_size
-        for part, mean in zip(parts, means, strict=True):  # the last ones first
-            found.append(mean)
-            if len(parts) == 1:
-                flat = mean.flat
-                continue
-            if len(found) == 1:
-                flat = np.empty_like(mean.flat, shape=(whole_size,))
-            flat[part.start : part.stop] = mean.flat
-            flat[part.stop : end] = 0
-            end = part.start
-        self.flats = [each.flat for each in found]
-        names = set.intersection(*(set(each.layers) for each in found))
-        layers = {n: np.concatenate([each.layers[n] for each in reversed(found)]) for n in names}
-        self.mean = Mean(flat, layers)
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

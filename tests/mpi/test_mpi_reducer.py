@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import resource
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -597,3 +598,72 @@ def test_an_aggregator_that_one_rank_refuses_is_refused_by_all(
     with refused("GradientReducer", "aggregator") as caught:
         GradientReducer(nn.Linear(2, 2), world, given)
     assert isinstance(caught.value, kind)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_steady_step_takes_no_memory(world: World, wire: str, overlap: bool) -> None:
+    """Not even pages that were given back: a buffer of the model would be 2,000 page faults."""
+    if world.virtual_ranks > 1:
+        pytest.skip("virtual ranks are copied")
+    torch.manual_seed(0)
+    model, faults = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)), []
+    how: dict[str, Any] = {"bucket_mib": 4.0, "overlap": overlap}
+    with GradientReducer(model, world, **WIRES[wire], **how) as reducer:
+        for step in range(8):
+            model.zero_grad(set_to_none=False)
+            x = torch.full((2, 1024), float(step))
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            model(x).square().mean().backward()
+            reducer.reduce()
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    places = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    steady = faults[4:]
+    together(world, len(places) == 1, min(steady) < (1400 if overlap else 300))
+
+
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+def test_what_one_rank_finds_is_heard_though_the_call_is_known(world: World, wire: str) -> None:
+    """From the third step on the first all-reduce compares what was found, too."""
+    if world.virtual_ranks > 1 or world.ranks == 1:
+        pytest.skip("for ranks of their own")
+    model, odd = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), world.rank == 1
+    reducer = GradientReducer(model, world, bucket_mib=1e-4, **WIRES[wire])
+
+    def step(change: Callable[[], object] | None = None, unused: bool = False) -> str:
+        model.zero_grad()
+        x = torch.full((2, 8), 1.0 + world.rank)
+        (model[1](x) if unused and odd else model(x)).sum().backward()
+        if change is not None and odd:
+            change()
+        try:
+            reducer.reduce()
+        except (ArithmeticError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def differ() -> None:
+        reducer.alike = {"batch": 3}
+
+    def misfit() -> None:
+        model[0].weight.grad = None
+        model[0].weight.data = torch.zeros(3, 8)
+
+    def spoil() -> None:
+        model[1].bias.grad[0] = torch.nan
+
+    for _ in range(4):
+        assert step() == ""
+    means = [each.copy() for each in gradients(model)]
+    verdicts = []
+    for _ in range(2):
+        verdicts += [step(unused=True) == "", model[0].weight.grad is not None]
+        verdicts.append("alike" not in (said := step(differ)) and "batch" in said)
+        reducer.alike = {}
+        verdicts.append("NaN or infinity in '1.bias' on rank 1" in step(spoil))
+        before = model[0].weight.data
+        verdicts.append("'0.weight' on rank 1 is" in step(misfit))
+        model[0].weight.data = before
+        verdicts.append(step() == "")
+        verdicts.append(all(map(np.array_equal, gradients(model), means)))
+    together(world, *verdicts)
