@@ -411,7 +411,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
 def procs_of(given: tuple[int, int] | None, ranks: int, key: str) -> tuple[int, int]:
     """Return the grid of ranks. Raises ConfigError where a given one has another number."""
     if given is None:
-        rows, columns = balanced_grid(ranks, 2)
+        columns, rows = balanced_grid(ranks, 2)  # more along rows, whose cells lie together
         return rows, columns
     if given[0] * given[1] != ranks:
         raise ConfigError(f"train.{key}={list(given)}: {given[0] * given[1]} ranks, not {ranks}")
