@@ -32,7 +32,7 @@ def parts(boxes: Iterable[Box], width: int, most: int) -> Iterator[Box]:
     boxes: of the rank's blocks, counted from its first; width: of all its blocks
     """
     for box in boxes:
-        rows = [box] if box.shape[1] == width else (row for row in box.parts(box.shape[1]))
+        rows = [box] if box.shape[1] == width else box.parts(box.shape[1])
         for each in rows:
             yield from each.parts(most)
 
@@ -47,13 +47,48 @@ def fields_of(window: Tensor, geometry: Geometry) -> Tensor:
     return window.unfold(0, size, step).unfold(1, size, step).permute(0, 1, 4, 5, 2, 3)
 
 
-def add_fields(fields: Tensor, values: Tensor, geometry: Geometry) -> None:
-    """Add values to fields, a view of a window: first those of blocks that do not overlap."""
-    apart = -(-geometry.layer.field // geometry.layer.step)
-    rows, columns = (min(apart, n) for n in fields.shape[:2])
-    for i in range(rows):
-        for j in range(columns):
-            fields[i::apart, j::apart].add_(values[i::apart, j::apart])
+def overlaps(fields: Tensor, values: Tensor, geometry: Geometry) -> list[tuple[Tensor, Tensor]]:
+    """Return views of fields, and of values for them, of blocks whose fields do not overlap.
+
+    fields, values: [rows of blocks, columns, ...]
+    """
+    each = -(-geometry.layer.field // geometry.layer.step)
+    rows, columns = (min(each, n) for n in fields.shape[:2])
+    places = [
+        (slice(i, None, each), slice(j, None, each)) for i in range(rows) for j in range(columns)
+    ]
+    return [(fields[place], values[place]) for place in places]
+
+
+class Scratch:
+    """Memory for values of the blocks of a part, one part after the other.
+
+    like: of the dtype and device; columns: whether the images of a batch are columns of a block's
+    matrices in memory, [values, batch]; else they are rows
+    """
+
+    def __init__(self, like: Tensor, n: int, values: int, batch: int, columns: bool) -> None:
+        shape = (n, values, batch) if columns else (n, batch, values)
+        memory = like.new_empty(shape)
+        self.memory, self.columns = memory if columns else memory.mT, columns
+
+    def of(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a part's matrices [blocks, values, batch], and the same in the shape of like."""
+        here = self.memory[: prod(like.shape[:2])]
+        return here, here.unflatten(0, like.shape[:2]).unflatten(2, like.shape[2:-1])
+
+    def or_in_place(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same, or [rows, columns, values, batch] themselves, if they lie like that."""
+        if (values if self.columns else values.mT).is_contiguous():
+            return values.flatten(0, 1), values
+        return self.of(values)
+
+
+def operands(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the operands of a torch.bmm, turned if that is how out lies in memory."""
+    if out.is_contiguous():
+        return left, right, out
+    return right.mT, left.mT, out.mT
 
 
 class Filters:
@@ -78,45 +113,45 @@ class Filters:
         most = most_bytes(self.weight) // (values * self.weight.element_size())
         return list(parts(boxes, self.counts[1], max(1, most)))
 
-    def scratch(self, some: list[Box], batch: int) -> tuple[Tensor, Tensor]:
-        """Return memory for the fields and the responses of the largest part."""
-        n, (maps, inputs) = max((box.size for box in some), default=0), self.weight.shape[1:]
-        make = self.weight.new_empty
-        return make((n, inputs, batch)), make((n, maps, batch))
+    def scratch(self, boxes: list[Box], batch: int, columns: bool = True) -> list[Scratch]:
+        """Return memory for the fields and for the responses of the largest part."""
+        n, like = max((box.size for box in boxes), default=0), self.weight
+        return [
+            Scratch(like, n, values, batch, columns) for values in (like.shape[2], like.shape[1])
+        ]
 
     def respond(self, window: Tensor) -> Tensor:
         """Return the responses [rows of blocks, columns, maps, batch] to a window."""
         batch = window.shape[-1]
         responses = window.new_empty((*self.counts, self.weight.shape[1], batch))
-        some = self.parts([whole(self.counts)], batch, 1)
-        fields, out = self.scratch(some, batch)
-        for box in some:
-            here, n = box.slices((0, 0)), box.size
-            shaped(fields, fields_of(window, self.geometry)[here]).copy_(
-                fields_of(window, self.geometry)[here]
-            )
-            torch.bmm(self.chosen(box, self.weight), fields[:n], out=out[:n])
-            responses[here] = shaped(out, responses[here])
+        boxes = self.parts([whole(self.counts)], batch, 1)
+        of_fields, of_responses = self.scratch(boxes, batch)
+        for box in boxes:
+            fields = fields_of(window, self.geometry)[box.slices((0, 0))]
+            given, shaped = of_fields.of(fields)
+            shaped.copy_(fields)
+            to = responses[box.slices((0, 0))]
+            out, shaped = of_responses.of(to)
+            torch.bmm(self.chosen(box, self.weight), given, out=out)
+            to.copy_(shaped)
         return responses
 
     def overlay(self, responses: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the window in which what filters make of responses is added; the transpose."""
         batch = responses.shape[-1]
         window = responses.new_zeros(shape)
-        some = self.parts([whole(self.counts)], batch, 1)
-        fields, given = self.scratch(some, batch)
-        for box in some:
-            here, n = box.slices((0, 0)), box.size
-            shaped(given, responses[here]).copy_(responses[here])
-            torch.bmm(self.chosen(box, self.weight).mT, given[:n], out=fields[:n])
-            view = fields_of(window, self.geometry)[here]
-            add_fields(view, shaped(fields, view), self.geometry)
+        boxes = self.parts([whole(self.counts)], batch, 1)
+        of_fields, of_responses = self.scratch(boxes, batch)
+        for box in boxes:
+            some = responses[box.slices((0, 0))]
+            given, shaped = of_responses.of(some)
+            shaped.copy_(some)
+            fields = fields_of(window, self.geometry)[box.slices((0, 0))]
+            out, shaped = of_fields.of(fields)
+            torch.bmm(self.chosen(box, self.weight).mT, given, out=out)
+            for to, values in overlaps(fields, shaped, self.geometry):
+                to.add_(values)
         return window
-
-
-def shaped(scratch: Tensor, like: Tensor) -> Tensor:
-    """Return the first blocks of scratch memory, as a view in the shape of a part's values."""
-    return scratch[: prod(like.shape[:2])].view(like.shape)
 
 
 class _Respond(torch.autograd.Function):

@@ -7,17 +7,19 @@ no array of gradients. Messages travel during the products of blocks that do not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ...darray.layout import Box, whole
-from ...darray.plan import Handle, WindowPlan
-from .blocks import add_fields, fields_of, most_bytes, shaped
-from .layer import MacroLayer
+from ...darray.plan import WindowPlan
+from .blocks import fields_of, most_bytes, operands, overlaps
+from .layer import MacroLayer, TimedHandle
 
 Tensor = torch.Tensor
 COPIES = 2  # of weights and of fields in a part of the second round
+FEW = 16  # images of a batch, below which they are rows of a block's matrices
 
 
 class Terms(NamedTuple):
@@ -34,48 +36,103 @@ class Terms(NamedTuple):
 
 
 class Windowed:
-    """Values on a plan's window; own: those of the cells that this rank owns, a part if can be."""
+    """Values on a plan's window; own: those of the cells that this rank owns, a part if can be.
 
-    def __init__(self, plan: WindowPlan, trail: tuple[int, ...], like: Tensor) -> None:
-        self.window: Tensor = like.new_empty(plan.window.shape + trail)
-        has = plan.window.contains(plan.owned)
-        self.own: Tensor = (
-            plan.inside(self.window) if has else like.new_empty(plan.owned.shape + trail)
-        )
+    trail: further axes; order: of all axes in memory
+    """
 
+    def __init__(
+        self, plan: WindowPlan, trail: tuple[int, ...], like: Tensor, order: Sequence[int]
+    ) -> None:
+        def make(shape: tuple[int, ...]) -> Tensor:
+            memory = like.new_empty([shape[axis] for axis in order])
+            return memory.permute([order.index(axis) for axis in range(len(order))])
 
-def outputs_of(inputs: Box, window: Box, size: int, step: int, counts: tuple[int, int]) -> Box:
-    """Return those of a window's outputs, counted from its first, that need these inputs alone."""
-    starts = [-((a - b) // -step) for a, b in zip(inputs.start, window.start, strict=True)]
-    stops = [(a - b - size) // step + 1 for a, b in zip(inputs.stop, window.start, strict=True)]
-    return Box(tuple(starts), tuple(stops)).intersect(whole(counts))
+        self.window = make(plan.window.shape + trail)
+        inside = plan.window.contains(plan.owned)
+        self.own = plan.inside(self.window) if inside else make(plan.owned.shape + trail)
 
 
 def early_and_late(
     plan: WindowPlan, counts: tuple[int, int], size: int, step: int
-) -> list[list[Box]]:
-    """Return boxes of the outputs that need no message, and of those that do."""
-    early = outputs_of(plan.interior, plan.window, size, step, counts)
-    return [[] if early.empty else [early], list(whole(counts).without(early))]
+) -> tuple[list[Box], list[Box]]:
+    """Return boxes of a window's outputs, counted from its first: those without messages first."""
+    inner, window = plan.interior, plan.window
+    starts = (-((a - b) // -step) for a, b in zip(inner.start, window.start, strict=True))
+    stops = ((a - b - size) // step + 1 for a, b in zip(inner.stop, window.start, strict=True))
+    early = Box(tuple(starts), tuple(stops)).intersect(whole(counts))
+    return [] if early.empty else [early], list(whole(counts).without(early))
+
+
+class Part(NamedTuple):
+    """Views of what some blocks have, made once. Of two products the operands, see operands.
+
+    x, again: their fields; overlaps: pairs of fields and of what is added to them
+    responses, slopes: their own; the others are scratch memory, twice in two shapes
+    """
+
+    weight: Tensor
+    moving: Tensor
+    x: Tensor
+    again: Tensor
+    responses: Tensor
+    slopes: Tensor
+    overlaps: list[tuple[Tensor, Tensor]]
+    fields: tuple[Tensor, Tensor]
+    errors: tuple[Tensor, Tensor]
+    here: tuple[Tensor, Tensor]
+    pools: tuple[Tensor, Tensor]
+    back: Tensor
+    respond: tuple[Tensor, Tensor, Tensor]
+    reconstruct: tuple[Tensor, Tensor, Tensor]
+    return_: tuple[Tensor, Tensor, Tensor]
 
 
 class Descent:
     """The iterations of a layer on batches of one size. Its arrays are made once. Collective."""
 
     def __init__(self, layer: MacroLayer, batch: int) -> None:
-        of, weight, plans = layer.geometry, layer.weight, layer.plans
+        of, weight, columns = layer.geometry, layer.weight, batch >= FEW
         self.layer, self.batch = layer, batch
-        fields, pools = plans["fields"], plans["pools"]
+        self.fields, self.pools = layer.plans["fields"], layer.plans["pools"]
         cells, responses = (of.channels, batch), (of.layer.maps, batch)
-        self.x = Windowed(fields, cells, weight).window
-        self.again = Windowed(fields, cells, weight)
-        self.responses, self.slopes = (Windowed(pools, responses, weight) for _ in range(2))
-        own = early_and_late(fields, layer.own_blocks, of.layer.field, of.layer.step)
-        self.parts = [layer.filters.parts(boxes, batch, COPIES) for boxes in own]
-        self.scratch = [layer.filters.scratch(sum(self.parts, []), batch) for _ in range(2)]
-        near = early_and_late(pools, layer.own_pools, of.layer.pool, of.layer.pool_step)
+        # Copies of a row of a field are of one piece in both orders.
+        orders = ((0, 1, 2, 3), (0, 1, 2, 3)) if columns else ((0, 3, 1, 2), (0, 1, 3, 2))
+        self.x, self.again = (Windowed(self.fields, cells, weight, orders[0]) for _ in range(2))
+        self.responses, self.slopes = (
+            Windowed(self.pools, responses, weight, orders[1]) for _ in range(2)
+        )
+        boxes = [
+            layer.filters.parts(some, batch, COPIES)
+            for some in early_and_late(self.fields, layer.own_blocks, of.layer.field, of.layer.step)
+        ]
+        every = [box for some in boxes for box in some]
+        self.scratch = [layer.filters.scratch(every, batch, columns) for _ in range(3)]
+        self.parts = [[self._part(box) for box in some] for some in boxes]
         most = most_bytes(weight) // (4 * of.layer.maps * batch * weight.element_size())
-        self.pool_parts = [[part for box in boxes for part in box.parts(most)] for boxes in near]
+        self.pool_parts = [
+            [part for box in some for part in box.parts(most)]
+            for some in early_and_late(
+                self.pools, layer.own_pools, of.layer.pool, of.layer.pool_step
+            )
+        ]
+
+    def _part(self, box: Box) -> Part:
+        filters, at = self.layer.filters, box.slices((0, 0))
+        weight = filters.chosen(box, filters.weight)
+        x, again = (fields_of(of.window, filters.geometry)[at] for of in (self.x, self.again))
+        responses, slopes = self.responses.own[at], self.slopes.own[at]
+        (of_fields, of_responses), (of_errors, of_pools), (_, of_back) = self.scratch
+        fields, errors = of_fields.of(x), of_errors.of(again)
+        here, pools = of_responses.or_in_place(responses), of_pools.or_in_place(slopes)
+        back = of_back.of(slopes)[0]
+        return Part(
+            weight, filters.chosen(box, self.layer.momentum), x, again, responses, slopes,
+            overlaps(again, fields[1], filters.geometry), fields, errors, here, pools, back,
+            operands(weight, fields[0], here[0]),
+            operands(weight.mT, here[0], fields[0]),
+            operands(weight, errors[0], back),
+        )  # fmt: skip
 
     def objective(self, x: Tensor) -> tuple[Terms, Tensor]:
         """Return this rank's terms, and its pooled responses. Collective.
@@ -86,7 +143,7 @@ class Descent:
         pooled = x.new_empty((*self.layer.own_pools, self.layer.geometry.layer.maps, self.batch))
         sparsity, again = self._forward(x, pooled)
         again.finish()
-        return self._terms(x, sparsity), pooled
+        return self._terms(sparsity), pooled
 
     def step(self, x: Tensor, rate: float, momentum: float) -> Terms:
         """Return the terms of a batch, and move the filters against their gradient. Collective.
@@ -96,145 +153,120 @@ class Descent:
         """
         self.slopes.window.zero_()
         sparsity, again = self._forward(x, None)
-        plans = self.layer.plans
-        slopes = plans["pools"].begin_accumulate(self.slopes.window, self.slopes.own)
+        slopes = self.pools.begin_accumulate(self.slopes.window, self.slopes.own)
         again.finish()
-        terms = self._terms(x, sparsity)
-        differences = plans["fields"].begin(self.again.own, self.again.window)
+        terms = self._terms(sparsity)
+        differences = self.fields.begin(self.again.own, self.again.window)
         slopes.finish()
-        early, late = self.parts
-        for part in early:
+        for part in self.parts[0]:
             self._descend(part, rate, momentum)
             differences.progress()
         differences.finish()
-        for part in late:
+        for part in self.parts[1]:
             self._descend(part, rate, momentum)
         return terms
 
-    def _forward(self, x: Tensor, pooled: Tensor | None) -> tuple[Tensor, Handle]:
+    def _forward(self, x: Tensor, pooled: Tensor | None) -> tuple[Tensor, TimedHandle]:
         """Return the sum of the pooled responses, and the reconstruction's sum under way.
 
         pooled: is filled; where there is none the slopes are, to which pools are added
         """
-        plans = self.layer.plans
-        cells = plans["fields"].begin(x, self.x)
+        self.x.own.copy_(x)
+        cells = self.fields.begin(self.x.own, self.x.window)
         self.again.window.zero_()
-        self._each(self.parts[0], self._reconstruct, [cells])
+        for part in self.parts[0]:
+            self._reconstruct(part)
+            cells.progress()
         cells.finish()
-        self._each(self.parts[1], self._reconstruct, [])
-        again = plans["fields"].begin_accumulate(self.again.window, self.again.own)
-        responses = plans["pools"].begin(self.responses.own, self.responses.window)
-        sums = []
-        for part in self.pool_parts[0]:
-            sums.append(self._pool(part, pooled))
+        for part in self.parts[1]:
+            self._reconstruct(part)
+        again = self.fields.begin_accumulate(self.again.window, self.again.own)
+        responses = self.pools.begin(self.responses.own, self.responses.window)
+        sums = [x.new_zeros(())]
+        for box in self.pool_parts[0]:
+            sums.append(self._pool(box, pooled))
             responses.progress()
         responses.finish()
-        for part in self.pool_parts[1]:
-            sums.append(self._pool(part, pooled))
+        for box in self.pool_parts[1]:
+            sums.append(self._pool(box, pooled))
             again.progress()
-        return torch.stack(sums).sum() if sums else x.new_zeros(()), again
+        return torch.stack(sums).sum(), again
 
-    def _each(self, parts, work, handles) -> None:
-        for part in parts:
-            work(part)
-            for handle in handles:
-                handle.progress()
-
-    def _reconstruct(self, part: Box) -> None:
+    def _reconstruct(self, part: Part) -> None:
         """Make the responses of some blocks, and add what their filters make of these."""
-        filters, n, here = self.layer.filters, part.size, part.slices((0, 0))
-        (fields, responses), weight = self.scratch[0], filters.chosen(part, filters.weight)
-        given = fields_of(self.x, filters.geometry)[here]
-        again = fields_of(self.again.window, filters.geometry)[here]
-        shaped(fields, given).copy_(given)
-        torch.bmm(weight, fields[:n], out=responses[:n])
-        torch.bmm(weight.mT, responses[:n], out=fields[:n])
-        own = self.responses.own[here]
-        own.copy_(shaped(responses, own))
-        add_fields(again, shaped(fields, again), filters.geometry)
+        part.fields[1].copy_(part.x)
+        *given, out = part.respond
+        torch.bmm(*given, out=out)
+        part.responses.copy_(part.here[1])
+        *given, out = part.reconstruct
+        torch.bmm(*given, out=out)
+        for to, values in part.overlaps:
+            to.add_(values)
 
-    def _pool(self, part: Box, pooled: Tensor | None) -> Tensor:
+    def _pool(self, box: Box, pooled: Tensor | None) -> Tensor:
         """Return the sum of some pools; write them, or add what slopes have from them.
 
-        The slope of the pools' sum with respect to a response is that response times the sum of
-        1 / pooled over its pools: here the latter.
+        The sparsity term's slope with respect to a response is that response times the sum of
+        sparsity / batch / pooled over its pools: here the latter.
         """
         layer = self.layer.geometry.layer
-        size, step, (rows, columns) = layer.pool, layer.pool_step, part.shape
-        (top, left), trail = part.start, self.responses.window.shape[2:]
-        across = slice(left * step, (left + columns - 1) * step + size)
-        down = [
-            (slice(k, k + (rows - 1) * step + 1, step), across)
-            for k in range(top * step, top * step + size)
-        ]
+        size, step, (rows, columns) = layer.pool, layer.pool_step, box.shape
+        top, left = (first * step for first in box.start)
+        across = slice(left, left + (columns - 1) * step + size)
+        down = [(slice(k, k + (rows - 1) * step + 1, step), across) for k in range(top, top + size)]
         along = [slice(k, k + (columns - 1) * step + 1, step) for k in range(size)]
         sums = self.responses.window[down[0]].square()
         for each in down[1:]:
             sums.addcmul_(self.responses.window[each], self.responses.window[each])
-        here = (
-            sums.new_empty((rows, columns, *trail))
-            if pooled is None
-            else pooled[part.slices((0, 0))]
-        )
-        here.copy_(sums[:, along[0]])
-        for each in along[1:]:
-            here.add_(sums[:, each])
+        here = sums[:, along[0]].clone()
+        for some in along[1:]:
+            here.add_(sums[:, some])
         here.add_(layer.epsilon).sqrt_()
         total = here.sum()
-        if pooled is None:
-            here.reciprocal_()
-            sums.zero_()
-            for each in along:
-                sums[:, each].add_(here)
-            for each in down:
-                self.slopes.window[each].add_(sums)
+        if pooled is not None:
+            pooled[box.slices((0, 0))] = here
+            return total
+        here.reciprocal_().mul_(layer.sparsity / self.batch)
+        sums.zero_()
+        for some in along:
+            sums[:, some].add_(here)
+        for each in down:
+            self.slopes.window[each].add_(sums)
         return total
 
-    def _terms(self, x: Tensor, sparsity: Tensor) -> Terms:
+    def _terms(self, sparsity: Tensor) -> Terms:
         """Return the terms; the overlaid reconstruction becomes it less x / scale."""
         of = self.layer.geometry
-        errors, energies = [], []
-        for again, given in zip(self.again.own, x, strict=True):
+        error, energy = sparsity.new_zeros(()), sparsity.new_zeros(())
+        for again, given in zip(self.again.own, self.x.own, strict=True):
             again.sub_(given, alpha=1 / of.scale)
-            errors.append(again.square().sum())
-            energies.append(given.square().sum())
-        error, energy = (
-            torch.stack(each).sum() / self.batch if each else x.new_zeros(())
-            for each in (errors, energies)
-        )
-        error = error * of.scale**2
-        sparsity = sparsity / self.batch
-        return Terms(error + of.layer.sparsity * sparsity, error, sparsity, energy)
+            error += again.square().sum()
+            energy += given.square().sum()
+        error, sparsity = error * (of.scale**2 / self.batch), sparsity / self.batch
+        loss = error + of.layer.sparsity * sparsity
+        return Terms(loss, error, sparsity, energy / self.batch)
 
-    def _descend(self, part: Box, rate: float, momentum: float) -> None:
+    def _descend(self, part: Part, rate: float, momentum: float) -> None:
         """Move the filters of some blocks.
 
         With responses r = W x and the reconstruction's slope g in a field, W's is r g^T + s x^T for
-        s = W g + the pools' slope. Of that what turns a filter w of length 1 is the rest without
-        its part along w, w . (r g^T + s x^T) = r . (W g + s).
+        s = W g + the pools' slope. Filters w of length 1 have that without its part along w, which
+        is w . (r g^T + s x^T) = r . (W g + s).
         """
-        of, filters, n, here = (
-            self.layer.geometry,
-            self.layer.filters,
-            part.size,
-            part.slices((0, 0)),
-        )
-        (x, responses), (g, s) = self.scratch
-        weight = filters.chosen(part, filters.weight)
-        moving = filters.chosen(part, self.layer.momentum)
-        for window, into in ((self.x, x), (self.again.window, g)):
-            given = fields_of(window, of)[here]
-            shaped(into, given).copy_(given)
-        own = self.responses.own[here]
-        shaped(responses, own).copy_(own)
-        responses, x, g, s = responses[:n], x[:n], g[:n], s[:n]
-        pools = torch.mul(own, self.slopes.own[here]).flatten(0, 1)
-        pools.mul_(of.layer.sparsity / self.batch)
+        of = self.layer.geometry
+        (x, x_shaped), (g, g_shaped), (r, r_shaped) = part.fields, part.errors, part.here
+        pools, s = part.pools[0], part.back
+        x_shaped.copy_(part.x)
+        g_shaped.copy_(part.again)
+        r_shaped.copy_(part.responses)
+        torch.mul(part.slopes, r_shaped, out=part.pools[1])
         alpha = 2 * of.scale**2 / self.batch
-        torch.baddbmm(pools, weight, g, alpha=alpha, out=s)
-        moving.baddbmm_(responses, g.mT, beta=momentum, alpha=alpha)
-        moving.baddbmm_(s, x.mT)
-        along = pools.sub_(s, alpha=2).mul_(responses).sum(2, keepdim=True)  # with the other sign
-        moving.addcmul_(weight, along)
-        weight.sub_(moving, alpha=rate)
-        weight.div_(torch.linalg.vector_norm(weight, dim=2, keepdim=True))
+        left, right, out = part.return_
+        turned = pools if out is s else pools.mT
+        torch.baddbmm(turned, left, right, alpha=alpha, out=out)
+        part.moving.baddbmm_(r, g.mT, beta=momentum, alpha=alpha)
+        part.moving.baddbmm_(s, x.mT)
+        along = pools.sub_(s, alpha=2).mul_(r).sum(2, keepdim=True)  # with the other sign
+        part.moving.addcmul_(part.weight, along)
+        part.weight.sub_(part.moving, alpha=rate)
+        part.weight.div_(torch.linalg.vector_norm(part.weight, dim=2, keepdim=True))

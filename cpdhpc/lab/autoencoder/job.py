@@ -28,7 +28,7 @@ from ...config import (
     dump_toml,
     validate,
 )
-from ...darray.layout import balanced_grid
+from ...darray.layout import Box, balanced_grid, receptive
 from ...ordinary import open_ordinary
 from ...whole_files import read_file_of
 from ..settings import blaming, override
@@ -289,6 +289,14 @@ class Geometry:
     def pools(self) -> tuple[int, int]:
         """Pools along both axes: the size of what the layer gives, with maps channels."""
         return _slides(self.blocks, self.layer.pool, self.layer.pool_step)
+
+    def cells_of(self, block: Box) -> Box:
+        """Return the cells of some blocks' fields, to the image's end where the last block is."""
+        window = receptive(block, self.layer.field, self.layer.step)
+        if block.empty:
+            return window
+        ends = zip(block.stop, window.stop, self.blocks, self.image, strict=True)
+        return Box(window.start, tuple(n if last == m else end for last, end, m, n in ends))
 
     @property
     def inputs(self) -> int:

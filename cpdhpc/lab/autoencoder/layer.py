@@ -10,7 +10,7 @@ for the objective. Tied filters of length 1 and their factor (Geometry.scale) ar
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import Any
@@ -59,11 +59,13 @@ class TimedPlan(WindowPlan):
 
     def begin(self, x: Any, out: Any = None, *, number: int = 0) -> Any:
         """See WindowPlan.begin."""
-        return TimedHandle(self, self._timed(super().begin, x, out, number=number))
+        return TimedHandle(self._timed, self._timed(super().begin, x, out, number=number))
 
     def begin_accumulate(self, y: Any, out: Any = None, *, number: int = 0) -> Any:
         """See WindowPlan.begin_accumulate."""
-        return TimedHandle(self, self._timed(super().begin_accumulate, y, out, number=number))
+        return TimedHandle(
+            self._timed, self._timed(super().begin_accumulate, y, out, number=number)
+        )
 
     def _timed(self, call: Any, *given: Any, **named: Any) -> Any:
         began_s, before = time.perf_counter(), int(self.world.bytes_sent[0])
@@ -76,16 +78,16 @@ class TimedPlan(WindowPlan):
 class TimedHandle:
     """A handle whose calls its plan's clock is told of."""
 
-    def __init__(self, plan: TimedPlan, handle: Handle) -> None:
-        self._timed, self._handle = plan._timed, handle
+    def __init__(self, timed: Callable[..., Any], handle: Handle) -> None:
+        self._timed, self._handle, self._come = timed, handle, False
 
-    def progress(self) -> bool:
+    def progress(self) -> None:
         """See Handle.progress."""
-        return bool(self._timed(self._handle.progress))
+        self._come = self._come or self._timed(self._handle.progress)
 
-    def finish(self) -> Any:
+    def finish(self) -> None:
         """See Handle.finish."""
-        return self._timed(self._handle.finish)
+        self._timed(self._handle.finish)
 
 
 Tensor = torch.Tensor
@@ -144,7 +146,7 @@ class MacroLayer:
 
         near = receptive(pool, layer.contrast, pad=layer.contrast // 2)
         self.plans = {
-            "fields": plan("fields", cells, receptive(block, layer.field, layer.step)),
+            "fields": plan("fields", cells, geometry.cells_of(block)),
             "pools": plan("pools", self.blocks, receptive(pool, layer.pool, layer.pool_step)),
             "contrast": plan("contrast", self.pools, near, "symmetric"),
         }

@@ -81,7 +81,7 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
     cells, blocks, pools = (
         grid(shape, procs) for shape in (geometry.image, geometry.blocks, geometry.pools)
     )
-    fields = [receptive(box, layer.field, layer.step) for box in blocks.owners]
+    fields = [geometry.cells_of(box) for box in blocks.owners]
     pool_windows = [receptive(box, layer.pool, layer.pool_step) for box in pools.owners]
     cell_bytes = geometry.channels * batch * FLOAT_BYTES
     block_bytes = layer.maps * batch * FLOAT_BYTES
