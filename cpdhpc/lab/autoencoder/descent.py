@@ -8,6 +8,7 @@ no array of gradients. Messages travel during the products of blocks that do not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,12 @@ class Terms(NamedTuple):
     energy: Tensor
 
 
+def laid(memory: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Return the first values of memory as an array whose axes lie in an order."""
+    cut = memory[: prod(shape)].view([shape[axis] for axis in order])
+    return cut.permute([order.index(axis) for axis in range(len(order))])
+
+
 class Windowed:
     """Values on a plan's window; own: those of the cells that this rank owns, a part if can be.
 
@@ -45,8 +52,7 @@ class Windowed:
         self, plan: WindowPlan, trail: tuple[int, ...], like: Tensor, order: Sequence[int]
     ) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
-            memory = like.new_empty([shape[axis] for axis in order])
-            return memory.permute([order.index(axis) for axis in range(len(order))])
+            return laid(like.new_empty(prod(shape)), shape, order)
 
         self.window = make(plan.window.shape + trail)
         inside = plan.window.contains(plan.owned)
@@ -96,25 +102,27 @@ class Descent:
         self.layer, self.batch = layer, batch
         self.fields, self.pools = layer.plans["fields"], layer.plans["pools"]
         cells, responses = (of.channels, batch), (of.layer.maps, batch)
-        # Copies of a row of a field are of one piece in both orders.
-        orders = ((0, 1, 2, 3), (0, 1, 2, 3)) if columns else ((0, 3, 1, 2), (0, 1, 3, 2))
-        self.x, self.again = (Windowed(self.fields, cells, weight, orders[0]) for _ in range(2))
+        # In both orders of axes in memory a row of a field is in one piece, for all or one image.
+        order = (0, 1, 2, 3) if columns else (0, 3, 1, 2)
+        self.order = (0, 1, 2, 3) if columns else (0, 1, 3, 2)
+        self.x, self.again = (Windowed(self.fields, cells, weight, order) for _ in range(2))
         self.responses, self.slopes = (
-            Windowed(self.pools, responses, weight, orders[1]) for _ in range(2)
+            Windowed(self.pools, responses, weight, self.order) for _ in range(2)
         )
         boxes = [
             layer.filters.parts(some, batch, COPIES)
             for some in early_and_late(self.fields, layer.own_blocks, of.layer.field, of.layer.step)
         ]
         every = [box for some in boxes for box in some]
-        self.scratch = [layer.filters.scratch(every, batch, columns) for _ in range(3)]
+        self.scratch = [layer.filters.scratch(every, batch, columns) for _ in range(2)]
+        self.back = layer.filters.scratch(every, batch, columns)[1]
         self.parts = [[self._part(box) for box in some] for some in boxes]
-        most = most_bytes(weight) // (4 * of.layer.maps * batch * weight.element_size())
-        self.pool_parts = [
-            [part for box in some for part in box.parts(most)]
-            for some in early_and_late(
-                self.pools, layer.own_pools, of.layer.pool, of.layer.pool_step
-            )
+        most = most_bytes(weight) // (2 * of.layer.maps * batch * weight.element_size())
+        near = early_and_late(self.pools, layer.own_pools, of.layer.pool, of.layer.pool_step)
+        self.pool_parts = [[part for box in some for part in box.parts(most)] for some in near]
+        shapes = [self._of_pools(box) for some in self.pool_parts for box in some]
+        self.pool_scratch = [
+            weight.new_empty(max(map(prod, some), default=0)) for some in zip(*shapes, strict=True)
         ]
 
     def _part(self, box: Box) -> Part:
@@ -122,10 +130,10 @@ class Descent:
         weight = filters.chosen(box, filters.weight)
         x, again = (fields_of(of.window, filters.geometry)[at] for of in (self.x, self.again))
         responses, slopes = self.responses.own[at], self.slopes.own[at]
-        (of_fields, of_responses), (of_errors, of_pools), (_, of_back) = self.scratch
+        (of_fields, of_responses), (of_errors, of_pools) = self.scratch
         fields, errors = of_fields.of(x), of_errors.of(again)
         here, pools = of_responses.or_in_place(responses), of_pools.or_in_place(slopes)
-        back = of_back.of(slopes)[0]
+        back = self.back.of(slopes)[0]
         return Part(
             weight, filters.chosen(box, self.layer.momentum), x, again, responses, slopes,
             overlaps(again, fields[1], filters.geometry), fields, errors, here, pools, back,
@@ -203,22 +211,32 @@ class Descent:
         for to, values in part.overlaps:
             to.add_(values)
 
+    def _of_pools(self, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of some pools' sums along the first axis, and of the pools."""
+        layer, (rows, columns) = self.layer.geometry.layer, box.shape
+        trail = layer.maps, self.batch
+        return (rows, (columns - 1) * layer.pool_step + layer.pool, *trail), (rows, columns, *trail)
+
     def _pool(self, box: Box, pooled: Tensor | None) -> Tensor:
         """Return the sum of some pools; write them, or add what slopes have from them.
 
         The sparsity term's slope with respect to a response is that response times the sum of
         sparsity / batch / pooled over its pools: here the latter.
         """
-        layer = self.layer.geometry.layer
-        size, step, (rows, columns) = layer.pool, layer.pool_step, box.shape
+        layer, (rows, columns) = self.layer.geometry.layer, box.shape
+        size, step = layer.pool, layer.pool_step
         top, left = (first * step for first in box.start)
         across = slice(left, left + (columns - 1) * step + size)
         down = [(slice(k, k + (rows - 1) * step + 1, step), across) for k in range(top, top + size)]
         along = [slice(k, k + (columns - 1) * step + 1, step) for k in range(size)]
-        sums = self.responses.window[down[0]].square()
+        sums, here = (
+            laid(memory, shape, self.order)
+            for memory, shape in zip(self.pool_scratch, self._of_pools(box), strict=True)
+        )
+        torch.square(self.responses.window[down[0]], out=sums)
         for each in down[1:]:
             sums.addcmul_(self.responses.window[each], self.responses.window[each])
-        here = sums[:, along[0]].clone()
+        here.copy_(sums[:, along[0]])
         for some in along[1:]:
             here.add_(sums[:, some])
         here.add_(layer.epsilon).sqrt_()
