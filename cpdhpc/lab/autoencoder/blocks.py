@@ -75,7 +75,7 @@ class Scratch:
     def of(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return a part's matrices [blocks, values, batch], and the same in the shape of like."""
         here = self.memory[: prod(like.shape[:2])]
-        return here, here.unflatten(0, like.shape[:2]).unflatten(2, like.shape[2:-1])
+        return here, here.view(like.shape)
 
     def or_in_place(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same, or [rows, columns, values, batch] themselves, if they lie like that."""

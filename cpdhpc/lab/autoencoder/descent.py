@@ -256,7 +256,8 @@ class Descent:
         """Return the terms; the overlaid reconstruction becomes it less x / scale."""
         of = self.layer.geometry
         error, energy = sparsity.new_zeros(()), sparsity.new_zeros(())
-        for again, given in zip(self.again.own, self.x.own, strict=True):
+        rows = max(1, most_bytes(sparsity) // (self.x.own[:1].nbytes or 1))
+        for again, given in zip(self.again.own.split(rows), self.x.own.split(rows), strict=True):
             again.sub_(given, alpha=1 / of.scale)
             error += again.square().sum()
             energy += given.square().sum()

@@ -149,7 +149,7 @@ def _lines(geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[C
         *(line.rstrip() for line in lines),
         "# This rests on: sizes of boxes and windows (exact, the geometry that plans are made",
         "# of); 10 FLOP a parameter and image in matrix products; the peak is weights, momentum,",
-        "# and the arrays of an iteration, without those of a few blocks, buffers of messages and a",
-        "# library's work space; a test holds it to 10 % of what is allocated. It says nothing of",
-        "# time: that needs the rates of a machine.",
+        "# and the arrays of an iteration, without those of a few blocks, buffers of messages and",
+        "# a library's work space; a test holds it to 10 % of what is allocated. It says nothing",
+        "# of time: that needs the rates of a machine.",
     ]
