@@ -369,8 +369,8 @@ class Train(Section):
     cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
         not given: as square as can be
     threads: of torch, 0 for the cores that the rank owns
-    keep_memory: freed memory stays with the process, see keep_freed_memory: iterations on
-        large layers take half the time or less, and up to 1.6 times the memory
+    keep_memory: freed memory stays with the process, see keep_freed_memory: batches and what lower
+        layers give are not cleared anew
     device: where layers compute: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
     """
 

@@ -40,8 +40,8 @@ NEVER = 2**31 - 1  # bytes at the end of the heap, from which they would be give
 def keep_freed_memory() -> bool:
     """Let malloc keep what is freed, of any size; return whether it does, which takes glibc.
 
-    Otherwise every tensor above 32 MiB is pages that the kernel clears anew: an iteration of the
-    autoencoder with 11 million parameters and 32 images took 428 ms instead of 195 (one core).
+    Otherwise every array above 32 MiB is pages that the kernel clears anew: batches, and what lower
+    layers give to the one that is trained.
     For the whole process and to its end; all threads.
     """
     try:
