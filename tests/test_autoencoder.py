@@ -14,17 +14,22 @@ import pytest
 import torch
 from autoencoders import GEOMETRY
 from every import every
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import ROOT, write_idx
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.autoencoder import probe
+from cpdhpc.darray.layout import Layout as Cells
+from cpdhpc.lab.autoencoder import blocks, probe
+from cpdhpc.lab.autoencoder.blocks import Filters, respond
 from cpdhpc.lab.autoencoder.command import mosaic
+from cpdhpc.lab.autoencoder.descent import Descent
 from cpdhpc.lab.autoencoder.job import Geometry, Images, Layer, Source, load, stack
-from cpdhpc.lab.autoencoder.layer import gather, scatter
+from cpdhpc.lab.autoencoder.layer import MacroLayer
 from cpdhpc.lab.autoencoder.training import MMAP_MAX, TRIM_THRESHOLD, keep_freed_memory
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.train.samples import DataError
+from cpdhpc.world.ranks import Loopback
 
 INPUTS = sorted((ROOT / "inputs").glob("cots_*.toml"))
 
@@ -107,22 +112,60 @@ def checkpoint_after(out: Path, path: Path, settings: tuple[str, ...]) -> None:
         assert run(path, out, *settings) == 128 + signal.SIGTERM
 
 
-def test_scatter_is_the_transpose_of_gather() -> None:
+@pytest.mark.parametrize("few_bytes", [1, 2**21])
+def test_overlay_is_the_transpose_of_respond(
+    few_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block and all at once; in integers, exactly."""
+    monkeypatch.setattr(blocks, "CPU_BYTES", few_bytes)
+    geometry = Geometry(Layer(field=3, step=2, maps=4), (9, 7), 2)
     draw = torch.Generator().manual_seed(1)
-    window = torch.randint(-9, 9, (9, 7, 2, 3), generator=draw).double().requires_grad_()
-    fields = gather(window, (4, 3), 3, 2)
-    assert fields.shape == (12, 18, 3)
-    np.testing.assert_array_equal(
-        fields[5].detach().numpy(), window[2:5, 4:7].detach().numpy().reshape(18, 3)
-    )
-    probe = torch.randint(-9, 9, fields.shape, generator=draw).double().requires_grad_()
-    back = scatter(probe, (4, 3), 3, 2, window.shape)
-    assert (fields * probe).sum() == (window * back).sum()  # integers: exact
-    torch.autograd.gradcheck(lambda w: gather(w, (4, 3), 3, 2), window)
-    torch.autograd.gradcheck(lambda f: scatter(f, (4, 3), 3, 2, window.shape), probe)
-    empty = gather(window[:0, :0], (0, 3), 3, 2)
-    assert empty.shape == (0, 18, 3)
-    assert scatter(empty, (0, 3), 3, 2, (0, 0, 2, 3)).shape == (0, 0, 2, 3)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randint(-9, 9, shape, generator=draw).double().requires_grad_()
+
+    window, weight = some(9, 7, 2, 3), some(12, 4, 18).detach()
+    probe = some(4, 3, 4, 3).detach()
+    filters = Filters(geometry, (4, 3), weight)
+    got = respond(window, filters)
+    field = window[2:5, 4:7].reshape(18, 3)
+    assert torch.equal(got[1, 2], weight[5] @ field)
+    assert (got * probe).sum() == (window * filters.overlay(probe, window.shape)).sum()
+    torch.autograd.gradcheck(lambda w: respond(w, filters), window)
+    none = Filters(geometry, (0, 3), weight[:0])
+    empty = respond(window[:0, :0], none)
+    assert empty.shape == (0, 3, 4, 3)
+    assert none.overlay(empty, (0, 0, 2, 3)).shape == (0, 0, 2, 3)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is asked of torch, but for views: on a GPU each is a launch, or little more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, function, types, args=(), kwargs=None
+    ):
+        aliases = [each.alias_info for each in function._schema.returns]
+        self.count += not any(alias and not alias.is_write for alias in aliases)
+        return function(*args, **kwargs or {})
+
+
+def test_an_iteration_on_a_gpu_has_as_many_launches_for_any_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blocks, "CPU_BYTES", blocks.GPU_BYTES)
+    counts = []
+    for side in (12, 60):
+        of = Geometry(Layer(field=4, step=2, maps=3, pool=2), (side, side), 2)
+        layer = MacroLayer(Loopback(), of, Cells.grid(of.image, (1, 1)), (1, 1), seed=0)
+        descent = Descent(layer, 20)
+        with Operations() as asked:
+            descent.step(torch.ones(side, side, 2, 20), 0.1, 0.9)
+        counts.append(asked.count)
+    assert counts[0] == counts[1] < 70
 
 
 def test_pictures_have_each_filter_once() -> None:

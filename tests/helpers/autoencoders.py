@@ -41,6 +41,18 @@ def serial_objective(weight, x, of=GEOMETRY):
     return (error + layer.sparsity * pooled.sum()) / x.shape[-1], pooled
 
 
+def serial_steps(weight, batches, rate, momentum, of=GEOMETRY):
+    """Filters and momentum after steps of gradient descent, each to filters of length 1."""
+    moving = torch.zeros_like(weight)
+    for x in batches:
+        weight = weight.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(serial_objective(weight, x, of)[0], weight)
+        moving = momentum * moving + slope
+        weight = weight.detach() - rate * moving
+        weight = weight / (weight**2).sum(-1, keepdim=True) ** 0.5
+    return weight, moving
+
+
 def serial_pools(responses, of):
     layer, (high, wide) = of.layer, of.pools
     rows = []

@@ -13,9 +13,10 @@ import autoencoders as serial  # noqa: E402
 
 from cpdhpc.config import UserError  # noqa: E402
 from cpdhpc.darray.layout import Layout  # noqa: E402
+from cpdhpc.lab.autoencoder import blocks, descent, probe  # noqa: E402
 from cpdhpc.lab.autoencoder import job as geometry  # noqa: E402
-from cpdhpc.lab.autoencoder import probe  # noqa: E402
 from cpdhpc.lab.autoencoder.command import shown  # noqa: E402
+from cpdhpc.lab.autoencoder.descent import Descent  # noqa: E402
 from cpdhpc.lab.autoencoder.job import Autoencoder, procs_of  # noqa: E402
 from cpdhpc.lab.autoencoder.training import Stack, resume, save  # noqa: E402
 from cpdhpc.lab.bench.layer import layer_costs  # noqa: E402
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)  # ranks share cores here
 # Sums here have up to 60 terms of size 10, added in another order: 60 * 2**-53 * 10 < 1e-13.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+RATE, MOMENTUM = 0.01, 0.9
 
 
 def grids(n):
@@ -47,40 +49,44 @@ GEOMETRIES = pytest.mark.parametrize("of", [serial.GEOMETRY, serial.SMALL], ids=
 
 
 @GEOMETRIES
-def test_objective_and_gradients_equal_the_serial_ones(world, of):
-    x, weight = serial.images(of=of).requires_grad_(), serial.whole_weight(of).requires_grad_()
+@pytest.mark.parametrize("few", [0, 1000], ids=["columns", "rows"])
+@pytest.mark.parametrize("bytes_", [1, 2**21], ids=["blocks", "parts"])
+def test_objective_and_step_equal_the_serial_ones(world, of, few, bytes_, monkeypatch):
+    """Two steps from the same filters: the first one's gradient is the momentum."""
+    monkeypatch.setattr(descent, "FEW", few)
+    monkeypatch.setattr(blocks, "CPU_BYTES", bytes_)
+    x, weight = serial.images(of=of), serial.whole_weight(of)
     loss, pooled = serial.serial_objective(weight, x, of)
-    of_weight, of_x = torch.autograd.grad(loss, (weight, x))
+    want = serial.serial_steps(weight, [x, x / 2], RATE, MOMENTUM, of)
     for layer in cases(world, of):
-        own = serial.part(x.detach(), layer.cells.owner(world.process)).requires_grad_()
-        terms, got = layer.objective(own)
-        terms.loss.backward()
+        own = serial.part(x, layer.cells.owner(world.process))
+        iterations = Descent(layer, serial.BATCH)
+        terms, got = iterations.objective(own)
         assert sum(world.gather(terms.loss.item())) == pytest.approx(loss.item(), rel=1e-12)
-        pools = serial.part(pooled.detach(), layer.pools.owner(world.process))
-        torch.testing.assert_close(got.detach(), pools, **CLOSE)
-        check_gradients(world, layer, own, of_weight, of_x)
+        pools = serial.part(pooled, layer.pools.owner(world.process))
+        torch.testing.assert_close(got, pools, **CLOSE)
+        again = iterations.step(own, RATE, MOMENTUM)
+        for one, other in zip(again, terms, strict=True):
+            torch.testing.assert_close(one, other, **CLOSE)
+        iterations.step(own / 2, RATE, MOMENTUM)
+        blocks_ = layer.blocks.owner(world.process)
+        for values, wanted in zip((layer.weight, layer.momentum), want, strict=True):
+            torch.testing.assert_close(values, serial.part(wanted, blocks_).flatten(0, 1), **CLOSE)
 
 
 @GEOMETRIES
 def test_normalised_outputs_and_gradients_equal_the_serial_ones(world, of):
-    x = serial.images(seed=1, of=of).requires_grad_()
-    weight = serial.whole_weight(of).requires_grad_()
+    x, weight = serial.images(seed=1, of=of).requires_grad_(), serial.whole_weight(of)
     want = serial.serial_contrast(serial.serial_objective(weight, x, of)[1], of)
     probe = torch.cos(torch.arange(want.numel(), dtype=torch.float64)).reshape(want.shape)
-    of_weight, of_x = torch.autograd.grad((want * probe).sum(), (weight, x))
+    (of_x,) = torch.autograd.grad((want * probe).sum(), x)
     for layer in cases(world, of):
         own = serial.part(x.detach(), layer.cells.owner(world.process)).requires_grad_()
         got, pools = layer(own), layer.pools.owner(world.process)
         torch.testing.assert_close(got.detach(), serial.part(want.detach(), pools), **CLOSE)
         (got * serial.part(probe, pools)).sum().backward()
-        check_gradients(world, layer, own, of_weight, of_x)
-
-
-def check_gradients(world, layer, own, of_weight, of_x):
-    block = serial.part(of_weight, layer.blocks.owner(world.process)).flatten(0, 1)
-    torch.testing.assert_close(layer.weight.grad, block, **CLOSE)
-    cells = serial.part(of_x, layer.cells.owner(world.process))
-    torch.testing.assert_close(own.grad, cells, **CLOSE)
+        cells = serial.part(of_x, layer.cells.owner(world.process))
+        torch.testing.assert_close(own.grad, cells, **CLOSE)
 
 
 def job(**train):
@@ -157,8 +163,8 @@ def test_checkpoints_are_taken_over_by_other_ranks(world, tmp_path):
 def state(stack):
     """Weights and momentum of both layers, on this rank, each with its layout."""
     found = []
-    for layer, optimizer in zip(stack.layers, stack.optimizers, strict=True):
-        for values in (layer.weight, optimizer.state[layer.weight]["momentum_buffer"]):
+    for layer in stack.layers:
+        for values in (layer.weight, layer.momentum):
             array = layer.over_blocks(values)
             found.append((array.local, array.layout))
     return found

@@ -28,7 +28,7 @@ from ...config import (
     dump_toml,
     validate,
 )
-from ...darray.layout import balanced_grid
+from ...darray.layout import Box, balanced_grid, receptive
 from ...ordinary import open_ordinary
 from ...whole_files import read_file_of
 from ..settings import blaming, override
@@ -290,6 +290,14 @@ class Geometry:
         """Pools along both axes: the size of what the layer gives, with maps channels."""
         return _slides(self.blocks, self.layer.pool, self.layer.pool_step)
 
+    def cells_of(self, block: Box) -> Box:
+        """Return the cells of some blocks' fields, to the image's end where the last block is."""
+        window = receptive(block, self.layer.field, self.layer.step)
+        if block.empty:
+            return window
+        ends = zip(block.stop, window.stop, self.blocks, self.image, strict=True)
+        return Box(window.start, tuple(n if last == m else end for last, end, m, n in ends))
+
     @property
     def inputs(self) -> int:
         """Values in a receptive field."""
@@ -361,8 +369,8 @@ class Train(Section):
     cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
         not given: as square as can be
     threads: of torch, 0 for the cores that the rank owns
-    keep_memory: freed memory stays with the process, see keep_freed_memory: iterations on
-        large layers take half the time or less, and up to 1.6 times the memory
+    keep_memory: freed memory stays with the process, see keep_freed_memory: batches and what lower
+        layers give are not cleared anew
     device: where layers compute: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
     """
 
@@ -411,7 +419,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
 def procs_of(given: tuple[int, int] | None, ranks: int, key: str) -> tuple[int, int]:
     """Return the grid of ranks. Raises ConfigError where a given one has another number."""
     if given is None:
-        rows, columns = balanced_grid(ranks, 2)
+        columns, rows = balanced_grid(ranks, 2)  # more along rows, whose cells lie together
         return rows, columns
     if given[0] * given[1] != ranks:
         raise ConfigError(f"train.{key}={list(given)}: {given[0] * given[1]} ranks, not {ranks}")

@@ -13,17 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...darray.array import DistArray
 from ...darray.layout import Box, Layout, receptive
-from ...darray.plan import WindowPlan
+from ...darray.plan import Handle, WindowPlan
 from ...ops.tensors import CPU, values_of
-from ...torch.autograd import accumulate, exchange
+from ...torch.autograd import exchange
 from ...world.ranks import Ranks
+from .blocks import Filters, respond
 from .job import Geometry
 
 
@@ -50,78 +51,47 @@ class TimedPlan(WindowPlan):
 
     def exchange(self, x: Any, out: Any = None, *, number: int = 0) -> Any:
         """See WindowPlan.exchange."""
-        return self._timed(super().exchange, x, out, number)
+        return self._timed(super().exchange, x, out, number=number)
 
     def accumulate(self, y: Any, out: Any = None, *, number: int = 0) -> Any:
         """See WindowPlan.accumulate."""
-        return self._timed(super().accumulate, y, out, number)
+        return self._timed(super().accumulate, y, out, number=number)
 
-    def _timed(self, call: Any, given: Any, out: Any, number: int) -> Any:
+    def begin(self, x: Any, out: Any = None, *, number: int = 0) -> Any:
+        """See WindowPlan.begin."""
+        return TimedHandle(self._timed, self._timed(super().begin, x, out, number=number))
+
+    def begin_accumulate(self, y: Any, out: Any = None, *, number: int = 0) -> Any:
+        """See WindowPlan.begin_accumulate."""
+        return TimedHandle(
+            self._timed, self._timed(super().begin_accumulate, y, out, number=number)
+        )
+
+    def _timed(self, call: Any, *given: Any, **named: Any) -> Any:
         began_s, before = time.perf_counter(), int(self.world.bytes_sent[0])
-        result = call(given, out, number=number)
+        result = call(*given, **named)
         self.clock.spent_s += time.perf_counter() - began_s
         self.clock.sent_bytes += int(self.world.bytes_sent[0]) - before
         return result
 
 
+class TimedHandle:
+    """A handle whose calls its plan's clock is told of."""
+
+    def __init__(self, timed: Callable[..., Any], handle: Handle) -> None:
+        self._timed, self._handle, self._come = timed, handle, False
+
+    def progress(self) -> None:
+        """See Handle.progress."""
+        self._come = self._come or self._timed(self._handle.progress)
+
+    def finish(self) -> None:
+        """See Handle.finish."""
+        self._timed(self._handle.finish)
+
+
 Tensor = torch.Tensor
 Pair = tuple[int, int]
-
-
-def gather(window: Tensor, counts: Pair, size: int, step: int) -> Tensor:
-    """Return float[blocks, size * size * channels, batch], the receptive field of every block.
-
-    window: [(counts - 1) * step + size along both axes, channels, batch]; empty where there are
-        no blocks; its backward is scatter
-    counts: of blocks along both axes, which are numbered with the second axis fastest
-    """
-    fields: Tensor = _gather(window, counts, size, step)
-    return fields
-
-
-def scatter(fields: Tensor, counts: Pair, size: int, step: int, shape: Sequence[int]) -> Tensor:
-    """Return the window of that shape in which overlapping fields are added; the transpose."""
-    window: Tensor = _scatter(fields, counts, size, step, tuple(shape))
-    return window
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, window: Tensor, counts: Pair, size: int, step: int) -> Tensor:
-        ctx.arguments = counts, size, step, window.shape
-        trail = window.shape[2:]
-        blocks, inputs = counts[0] * counts[1], size * size * trail[0]
-        if not blocks:
-            return window.new_empty((0, inputs, trail[1]))
-        fields = window.unfold(0, size, step).unfold(1, size, step)
-        return fields.permute(0, 1, 4, 5, 2, 3).reshape(blocks, inputs, trail[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scatter(gradients[0], *ctx.arguments), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, fields: Tensor, counts: Pair, size: int, step: int, shape: Sequence[int]
-    ) -> Tensor:
-        ctx.arguments = counts, size, step
-        if not fields.shape[0]:
-            return fields.new_zeros(shape)
-        high, wide = counts
-        parts = fields.reshape(high, wide, size, size, *shape[2:])
-        rows = parts.new_zeros((high, size, *shape[1:]))  # along the second axis first
-        for j in range(size):
-            rows[:, :, j : j + (wide - 1) * step + 1 : step] += parts[:, :, :, j].transpose(1, 2)
-        window = parts.new_zeros(shape)
-        for i in range(size):
-            window[i : i + (high - 1) * step + 1 : step] += rows[:, i]
-        return window
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _gather(gradients[0], *ctx.arguments), None, None, None, None
 
 
 def slide(window: Tensor, counts: Pair, weights: Sequence[float], step: int = 1) -> Tensor:
@@ -140,30 +110,15 @@ def _along(axis: int, cut: slice) -> tuple[slice, ...]:
     return (slice(None),) * axis + (cut,)
 
 
-_gather: Callable[..., Any] = _Gather.apply  # torch declares apply without types
-_scatter: Callable[..., Any] = _Scatter.apply
-
 _WEIGHTS = 1  # a stream of random numbers
 
 
-class Terms(NamedTuple):
-    """This rank's part of the objective; the sum over ranks is that of the images.
-
-    error: of the reconstruction, squares; sparsity: sum of the pooled responses, not yet weighted
-    energy: squares of the input; all are means over the batch
-    """
-
-    loss: Tensor
-    error: Tensor
-    sparsity: Tensor
-    energy: Tensor
-
-
-class MacroLayer(torch.nn.Module):
+class MacroLayer:
     """One layer and its plans. Collective.
 
     cells: the layout of the input; procs: of the grids over which blocks and pools are split
     weight: float[blocks of this rank, maps, inputs], rows of length 1, the same for any ranks
+    momentum: of the weight, zeros at first
     """
 
     def __init__(
@@ -178,7 +133,6 @@ class MacroLayer(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
     ) -> None:
-        super().__init__()
         layer, self.geometry, self.clock = geometry.layer, geometry, Clock()
         self.world, self.cells = world, cells
         self.blocks = Layout.grid(geometry.blocks, procs)
@@ -192,18 +146,15 @@ class MacroLayer(torch.nn.Module):
 
         near = receptive(pool, layer.contrast, pad=layer.contrast // 2)
         self.plans = {
-            "fields": plan("fields", cells, receptive(block, layer.field, layer.step)),
+            "fields": plan("fields", cells, geometry.cells_of(block)),
             "pools": plan("pools", self.blocks, receptive(pool, layer.pool, layer.pool_step)),
             "contrast": plan("contrast", self.pools, near, "symmetric"),
         }
         first = _random_rows(geometry, block, seed, number)
-        self.weight = torch.nn.Parameter(first.to(device, dtype))
-        self.normalise_rows()
-
-    def rows(self) -> Tensor:
-        """Return the filters at length 1, as the objective uses them."""
-        rows: Tensor = _unit(self.weight)
-        return rows
+        self.weight = first.to(device, dtype)
+        self.weight.div_(self.weight.norm(dim=2, keepdim=True))
+        self.momentum = torch.zeros_like(self.weight)
+        self.filters = Filters(geometry, self.own_blocks, self.weight)
 
     def over_blocks(self, values: Tensor) -> DistArray:
         """Return [blocks, blocks, maps, inputs] over ranks in the host's memory, shared on the CPU.
@@ -218,35 +169,18 @@ class MacroLayer(torch.nn.Module):
         """Set the filters to length 1, as after each update."""
         self.weight.div_(self.weight.norm(dim=2, keepdim=True))
 
-    def objective(self, x: Tensor) -> tuple[Terms, Tensor]:
-        """Return this rank's terms, and its pooled responses. Collective.
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return float[owned pools, maps, batch], what the next layer gets. Collective.
 
-        x: float[owned cells, channels, batch]
-        sum over images of |scale W^T W x - x|^2 + sparsity sum_j sqrt(epsilon + V_j (W x)^2)
+        x: float[owned cells, channels, batch], to which gradients flow
         """
-        layer, batch = self.geometry.layer, x.shape[-1]
-        window, rows = exchange(x, self.plans["fields"]), self.rows()
-        cut = self.own_blocks, layer.field, layer.step
-        responses = torch.bmm(rows, gather(window, *cut))
-        fields = torch.bmm(rows.transpose(1, 2), responses)
-        overlaid = scatter(fields, *cut, window.shape)
-        again = self.geometry.scale * accumulate(overlaid, self.plans["fields"])
-        pooled = self._pooled(responses)
-        error, energy = ((again - x) ** 2).sum() / batch, (x.detach() ** 2).sum() / batch
-        sparsity = pooled.sum() / batch
-        return Terms(error + layer.sparsity * sparsity, error, sparsity, energy), pooled
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return float[owned pools, maps, batch], what the next layer gets. Collective."""
-        window = exchange(x, self.plans["fields"])
-        cut = self.own_blocks, self.geometry.layer.field, self.geometry.layer.step
-        return self.normalised(self._pooled(torch.bmm(self.rows(), gather(window, *cut))))
+        responses = respond(exchange(x, self.plans["fields"]), self.filters)
+        return self.normalised(self._pooled(responses))
 
     def _pooled(self, responses: Tensor) -> Tensor:
         """Return the square roots of sums of squares over pools, map by map."""
-        layer, maps = self.geometry.layer, self.geometry.layer.maps
-        near = responses.reshape(*self.own_blocks, maps, responses.shape[-1])
-        squares = exchange(near, self.plans["pools"]) ** 2
+        layer = self.geometry.layer
+        squares = exchange(responses, self.plans["pools"]) ** 2
         sums = slide(squares, self.own_pools, [1.0] * layer.pool, layer.pool_step)
         return (layer.epsilon + sums).sqrt()
 
@@ -266,29 +200,6 @@ class MacroLayer(torch.nn.Module):
 
         centred = pooled - mean(pooled)
         return centred / mean(centred**2).clamp(min=floor**2).sqrt()
-
-
-class _Unit(torch.autograd.Function):
-    """Rows at length 1. Written out, as torch's own backward goes through the weights 3 times more.
-
-    With r = w / |w| the gradient is (g - r (r . g)) / |w|.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        lengths = weight.norm(dim=2, keepdim=True)
-        rows = weight / lengths
-        ctx.save_for_backward(rows, lengths)
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        rows, lengths = ctx.saved_tensors
-        along = torch.linalg.vecdot(rows, gradients[0])[..., None]
-        return torch.addcmul(gradients[0], rows, along, value=-1).div_(lengths)
-
-
-_unit: Callable[..., Any] = _Unit.apply  # torch declares apply without types
 
 
 def _pair(shape: tuple[int, ...]) -> tuple[int, int]:

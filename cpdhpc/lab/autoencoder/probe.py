@@ -22,6 +22,7 @@ from ...ops.tensors import listed, values_of
 from ...world.ranks import Ranks
 from ..train.data import read_digits
 from ..train.samples import DataError
+from .descent import Descent
 from .job import Images
 from .training import Stack
 
@@ -123,9 +124,8 @@ def errors(stack: Stack, images: Array) -> list[float]:
     totals = np.zeros((len(stack.layers), 2))
     for x in batches(stack, images):
         for number, layer in enumerate(stack.layers):
-            with torch.no_grad():
-                terms, pooled = layer.objective(x)
-                x = layer.normalised(pooled)
+            terms, pooled = Descent(layer, x.shape[-1]).objective(x)
+            x = layer.normalised(pooled)
             totals[number] += x.shape[-1] * np.array(
                 listed(torch.stack([terms.error, terms.energy]))
             )

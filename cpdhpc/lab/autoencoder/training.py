@@ -27,6 +27,7 @@ from ...world.ranks import Ranks
 from .. import provenance
 from ..train.checkpoint import CheckpointError, check_same
 from ..train.setup import own_device, own_threads
+from .descent import Descent
 from .job import MAY_DIFFER, Autoencoder, Images, Train, procs_of, stack
 from .layer import MacroLayer
 
@@ -39,8 +40,8 @@ NEVER = 2**31 - 1  # bytes at the end of the heap, from which they would be give
 def keep_freed_memory() -> bool:
     """Let malloc keep what is freed, of any size; return whether it does, which takes glibc.
 
-    Otherwise every tensor above 32 MiB is pages that the kernel clears anew: an iteration of the
-    autoencoder with 11 million parameters and 32 images took 428 ms instead of 195 (one core).
+    Otherwise every array above 32 MiB is pages that the kernel clears anew: batches, and what lower
+    layers give to the one that is trained.
     For the whole process and to its end; all threads.
     """
     try:
@@ -106,12 +107,7 @@ class Stack:
                 )
             )
             cells = self.layers[-1].pools
-        self.optimizers = [
-            torch.optim.SGD(
-                each.parameters(), lr=train.learning_rate, momentum=train.momentum, fused=True
-            )
-            for each in self.layers
-        ]
+        self.descent: Descent | None = None
         self.layer = self.iteration = 0
 
     @property
@@ -146,15 +142,13 @@ class Stack:
         x: what batch returned
         Raises Diverged on all ranks alike where the objective is not finite.
         """
-        layer, optimizer = self.layers[self.layer], self.optimizers[self.layer]
+        layer, train = self.layers[self.layer], self.job.train
         x = self.features(x, self.layer)
+        if self.descent is None or self.descent.layer is not layer:
+            self.descent = Descent(layer, x.shape[-1])
         layer.clock.take()
         began_s = time.perf_counter()
-        optimizer.zero_grad()
-        terms, _ = layer.objective(x)
-        terms.loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        layer.normalise_rows()
+        terms = self.descent.step(x, train.learning_rate, train.momentum)
         told = listed(torch.stack(terms))  # waits for a GPU, whose work is part of the time
         spent_s = time.perf_counter() - began_s
         done = self._agreed(told, spent_s, *layer.clock.take())
@@ -228,9 +222,7 @@ def _state(stack: Stack, number: int) -> dict[str, torch.Tensor]:
     weight = stack.layers[number].weight
     if not (stack.begun(number) and stack.job.train.momentum):
         return {"weight": weight}
-    of_weight = stack.optimizers[number].state[weight]
-    momentum = of_weight.setdefault("momentum_buffer", torch.zeros_like(weight))
-    return {"weight": weight, "momentum": momentum}
+    return {"weight": weight, "momentum": stack.layers[number].momentum}
 
 
 def resume(path: Path, stack: Stack) -> bool:
@@ -250,9 +242,8 @@ def resume(path: Path, stack: Stack) -> bool:
             for name, values in _state(stack, number).items()
         }
         found = read_all(world, file, {name: blocks for name, (blocks, _) in states.items()})
-    with torch.no_grad():
-        for name, (_, values) in states.items():
-            values.copy_(torch.from_numpy(found[name]).flatten(0, 1))
+    for name, (_, values) in states.items():
+        values.copy_(torch.from_numpy(found[name]).flatten(0, 1))
     return True
 
 

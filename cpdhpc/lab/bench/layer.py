@@ -6,11 +6,10 @@ Nothing is run: plans are geometry, and every number follows from the sizes that
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...config import ConfigError, validate
-from ...darray.layout import Box, Layout, receptive
+from ...darray.layout import Layout, receptive
 from ...darray.windows import Windows
 from ..kinds.harness import check_options
 from ..settings import options
@@ -83,7 +82,7 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
     cells, blocks, pools = (
         grid(shape, procs) for shape in (geometry.image, geometry.blocks, geometry.pools)
     )
-    fields = [receptive(box, layer.field, layer.step) for box in blocks.owners]
+    fields = [geometry.cells_of(box) for box in blocks.owners]
     pool_windows = [receptive(box, layer.pool, layer.pool_step) for box in pools.owners]
     cell_bytes = geometry.channels * batch * FLOAT_BYTES
     block_bytes = layer.maps * batch * FLOAT_BYTES
@@ -93,9 +92,10 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
     for rank, block in enumerate(blocks.owners):
         out, back = _both_ways(of_cells, rank, cell_bytes)
         there, here = _both_ways(of_blocks, rank, block_bytes)
-        boxes = block, pool_windows[rank], pools.owner(rank)
         parameters = block.size * layer.maps * geometry.inputs
-        image = 3 * (cells.owner(rank).size + fields[rank].size) * geometry.channels * batch
+        # A batch; its window and that of its reconstruction; those of responses and slopes.
+        image = (cells.owner(rank).size + 2 * fields[rank].size) * geometry.channels * batch
+        responses = 2 * pool_windows[rank].size * layer.maps * batch
         exchanges = {
             "cells to fields": out,
             "reconstruction back": back,
@@ -107,34 +107,12 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
             Cost(
                 parameters,
                 COPIES * FLOAT_BYTES * parameters,
-                FLOAT_BYTES * _peak(geometry, batch, boxes, image),
+                FLOAT_BYTES * (COPIES * parameters + image + responses),
                 10 * parameters * batch,
                 exchanges,
             )
         )
     return found
-
-
-def _peak(geometry: Geometry, batch: int, boxes: Sequence[Box], image: int) -> int:
-    """Return the most values that tensors hold at a time: of four moments of backward.
-
-    boxes: of the rank's blocks, its window of blocks for pools, and its pools
-    image: values of tensors that are as large as cells or windows
-    """
-    maps, (block, pool_window, pool) = geometry.layer.maps, boxes
-    weights = block.size * maps * geometry.inputs
-    fields, responses = (block.size * batch * n for n in (geometry.inputs, maps))
-    windows, pooled = (box.size * maps * batch for box in (pool_window, pool))
-    moments = (
-        # Weights, momentum and rows are always there; windows and pools each with two gradients.
-        3 * weights + fields + 2 * responses + 3 * windows + 3 * pooled,
-        # Through the reconstruction: a gradient of the rows; fields, and their gradient.
-        4 * weights + 2 * fields + 3 * responses,
-        # Through the responses: a second gradient of the rows; then their sum is made.
-        5 * weights + fields + responses,
-        6 * weights,
-    )
-    return max(moments) + image
 
 
 def _both_ways(windows: Windows, rank: int, cell_bytes: int) -> tuple[tuple[int, int], ...]:
@@ -172,8 +150,8 @@ def _lines(geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[C
         "ranks; of the rank with most:",
         *(line.rstrip() for line in lines),
         "# This rests on: sizes of boxes and windows (exact, the geometry that plans are made",
-        "# of); 10 FLOP a parameter and image in matrix products; the peak is counted from the",
-        "# code of the layer, in backward, without buffers of messages and a library's work space;",
-        "# a test holds it to 10 % of what is allocated. It says nothing of time: that needs the",
-        "# rates of a machine.",
+        "# of); 10 FLOP a parameter and image in matrix products; the peak is weights, momentum,",
+        "# and the arrays of an iteration, without those of a few blocks, buffers of messages and",
+        "# a library's work space; a test holds it to 10 % of what is allocated. It says nothing",
+        "# of time: that needs the rates of a machine.",
     ]
