@@ -134,7 +134,10 @@ class _Torch(ArrayBackend):
             )
 
     def empty(self, like: Array, shape: Sequence[int]) -> Array:
-        return like.new_empty(tuple(shape))
+        """Its elements follow one another as like's do, so that both are read along."""
+        order = sorted(range(like.ndim), key=lambda axis: -like.stride(axis))
+        made = like.new_empty([shape[axis] for axis in order])
+        return made.permute([order.index(axis) for axis in range(like.ndim)])
 
     def plain(self, x: Array) -> npt.NDArray[Any] | None:
         torch = sys.modules["torch"]
@@ -160,12 +163,6 @@ class _Torch(ArrayBackend):
 
 
 class _TorchGpu(_Torch):
-    def empty(self, like: Array, shape: Sequence[int]) -> Array:
-        """Its elements follow one another as like's do, so that both are read along."""
-        order = sorted(range(like.ndim), key=lambda axis: -like.stride(axis))
-        made = like.new_empty([shape[axis] for axis in order])
-        return made.permute([order.index(axis) for axis in range(like.ndim)])
-
     def plain(self, x: Array) -> None:
         return None
 

@@ -343,6 +343,10 @@ class WindowPlan(RankPieces):
         Constant(value), "wrap", "reflect", "symmetric", "edge", with the meaning of numpy.pad;
         where several axes are filled the last one counts
     wire: "raw", or a format's name: float32 cells that travel are rounded to it, tile by tile
+    halo_only: whether to leave alone what shows in its place: exchange writes the cells of the
+        window around the owned box, and accumulate the sums at those owned cells that show
+        elsewhere (the boxes of uncovered). Other cells of out stay; of a new array they hold
+        anything. For cells that are computed where they lie
     name: of the plan in messages
     An exchange is the linear map E with E[cell of the window, cell that it shows] = 1, plus a
     constant; accumulate is its transpose. Arrays have the shape of the box and any further axes
@@ -361,11 +365,14 @@ class WindowPlan(RankPieces):
         boundary: Boundary = "zero",
         *,
         wire: str | Format = "raw",
+        halo_only: bool = False,
         name: str = "windows",
     ) -> None:
         self.world, self.wire, self.name = as_world(world, "WindowPlan"), wire, name
-        boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
-        super().__init__(Windows(layout, boxes, modes), self.world.rank)
+        agreed = _agree(self.world, layout, window, boundary, wire, halo_only, name)
+        boxes, modes, self.packed = agreed
+        super().__init__(Windows(layout, boxes, modes), self.world.rank, halo_only)
+        self.halo_only = halo_only
         self.pieces = self.bare()  # for channels: they outlive a plan that is dropped
         self.stream, self.kept = self.world.open_stream(), Kept(self.world, name)
         self.channels, self.last = self.kept.channels, self.kept.last
@@ -428,8 +435,12 @@ class WindowPlan(RankPieces):
         """Check exchange and accumulate in integers, exactly, on these ranks. Collective.
 
         Returns the figures; raises ArithmeticError alike on all ranks where one is wrong, and
-        ValueError where the wire rounds.
+        ValueError where the wire rounds, or cells are left alone.
         """
+        if self.halo_only:
+            raise ValueError(
+                f"verify: plan {self.name!r} is of halos only: verify one with halo_only=False"
+            )
         if self.packed is not None:
             raise ValueError(
                 f"verify: plan {self.name!r} rounds what travels to {self.wire}: verify one with "
@@ -461,13 +472,20 @@ class WindowPlan(RankPieces):
 
 
 def _agree(
-    world: Ranks, layout: Layout, window: Box, boundary: Boundary, wire: str | Format, name: str
+    world: Ranks,
+    layout: Layout,
+    window: Box,
+    boundary: Boundary,
+    wire: str | Format,
+    halo_only: bool,
+    name: str,
 ) -> tuple[list[Box], tuple[Any, ...], Packed | None]:
     """Return the windows of all ranks, modes and wire; raise a rank's error on all. Collective."""
 
     def mine() -> tuple[Box, tuple[Any, ...], Packed | None, dict[str, str]]:
         box, modes, packed = _checked(world, layout, window, boundary, wire)
-        compared = {"name": name, "wire": wire, "boundary": modes, "domain": layout.shape}
+        compared = {"name": name, "wire": wire, "halo_only": halo_only, "boundary": modes,
+                    "domain": layout.shape}  # fmt: skip
         texts = {key: repr(value) for key, value in compared.items()}  # as text: NaN is not NaN
         return box, modes, packed, texts | {"layout": f"one of digest {layout.digest[:12]}"}
 

@@ -310,11 +310,13 @@ class RankPieces:
 
     owned, window: its boxes; layout, windows: of all ranks
     sends, recvs: one Message for each rank that reads from or is read by this one, by rank;
-    local: pieces of this rank's own box; fills: what no one owns; uncovered: parts of the owned
-    box that its own window does not show in their place
+    local: pieces of this rank's own box; fills: what no one owns; uncovered: disjoint parts of the
+    owned box where sums begin with zero, as its own window does not show them in their place
+    halo_only: whether cells that show in their place are left out: those are not in local then,
+    and uncovered is what of the owned box shows anywhere else
     """
 
-    def __init__(self, windows: Windows, rank: int) -> None:
+    def __init__(self, windows: Windows, rank: int, halo_only: bool = False) -> None:
         self.windows, self.layout, self.rank = windows, windows.layout, rank
         self.owned, self.window = windows.layout.owner(rank), windows.boxes[rank]
         self.sends: tuple[Message, ...] = tuple(
@@ -323,9 +325,15 @@ class RankPieces:
         self.recvs: tuple[Message, ...] = tuple(
             Message(r, tuple(windows.pieces(r, rank))) for r in windows.owners(rank) if r != rank
         )
-        self.local = tuple(windows.pieces(rank, rank))
+        own = list(windows.pieces(rank, rank))
+        itself = [piece for piece in own if piece.is_itself]
+        self.local = tuple(piece for piece in own if not (halo_only and piece in itself))
         self.fills = windows.fills(rank)
-        self.uncovered = _without(self.owned, [p.source for p in self.local if p.is_itself])
+        self.uncovered = _without(self.owned, [piece.source for piece in itself])
+        if halo_only:
+            self.uncovered = []
+            for piece in (*self.local, *(p for message in self.sends for p in message.pieces)):
+                self.uncovered += _without(piece.source, self.uncovered)
 
     def bare(self) -> RankPieces:
         """Return the same, with nothing of what uses it."""

@@ -36,7 +36,7 @@ def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
     Raises as WindowPlan.exchange.
     """
     _check("exchange: x", x, plan)
-    y: Tensor = _exchange(x, plan, _next(plan), False)
+    y: Tensor = _exchange(x, plan, next_number(plan), False)
     return y
 
 
@@ -46,7 +46,7 @@ def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
     y: window.shape + further axes; all else as exchange
     """
     _check("accumulate: y", y, plan)
-    x: Tensor = _accumulate(y, plan, _next(plan))
+    x: Tensor = _accumulate(y, plan, next_number(plan))
     return x
 
 
@@ -71,15 +71,17 @@ def _check(what: str, x: Any, plan: WindowPlan) -> None:
         raise plan.world.refuse(TypeError(problem))[0]
 
 
-def _next(plan: WindowPlan) -> int:
+def next_number(plan: WindowPlan) -> int:
+    """Return the number of a plan's next call in forward."""
     return next(_calls.setdefault(plan, count(1))) % BACKWARD
 
 
-def _backward_of(number: int) -> int:
+def backward_number(number: int) -> int:
+    """Return the number of the backward of a call."""
     return number + (BACKWARD if number < BACKWARD else -BACKWARD)
 
 
-def _readable(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """Return a tensor without graph, as a copy where elements share memory or are lazy."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     shared = any(s == 0 and n > 1 for s, n in zip(plain.stride(), plain.shape, strict=True))
@@ -92,14 +94,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: WindowPlan, number: int, linear: bool) -> Tensor:
         ctx.plan, ctx.number = plan, number
-        y: Tensor = plan.exchange(_readable(x), number=number)
+        y: Tensor = plan.exchange(readable(x), number=number)
         for fill in plan.fills if linear else ():
             y[fill.target.slices(plan.window.start)] = 0
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        number = _backward_of(ctx.number)
+        number = backward_number(ctx.number)
         return _accumulate(gradients[0], ctx.plan, number), None, None, None
 
 
@@ -107,12 +109,12 @@ class _Accumulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, plan: WindowPlan, number: int) -> Tensor:
         ctx.plan, ctx.number = plan, number
-        total: Tensor = plan.accumulate(_readable(y), number=number)
+        total: Tensor = plan.accumulate(readable(y), number=number)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        number = _backward_of(ctx.number)
+        number = backward_number(ctx.number)
         return _exchange(gradients[0], ctx.plan, number, True), None, None
 
 

@@ -17,9 +17,9 @@ from ...darray.plan import WindowPlan
 from ...ops.tensors import values_of
 from ...world.ranks import Ranks
 from ..autograd import exchange
+from .convolution import Conv2d
 from .windowed import (
     AvgPool2d,
-    Conv2d,
     ConvTranspose2d,
     Gather,
     ImageGrid,

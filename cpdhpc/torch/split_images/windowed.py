@@ -184,39 +184,6 @@ def check_part(x: torch.Tensor, owned: Box, plan: WindowPlan) -> None:
         raise plan.world.refuse(error)[0]
 
 
-BOUNDARIES = {"zeros": "zero", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
-
-
-class Conv2d(Windowed):
-    """torch.nn.Conv2d. Collective."""
-
-    def __init__(
-        self, layer: torch.nn.Conv2d, grid: ImageGrid, shape: Shape, after: Shape, name: str
-    ) -> None:
-        size, step, dilation = map(pair, (layer.kernel_size, layer.stride, layer.dilation))
-        if layer.padding == "same":  # the odd cell comes last, as torch has it
-            before = pair([d * (k - 1) // 2 for k, d in zip(size, dilation, strict=True)])
-        else:
-            before = pair(0 if layer.padding == "valid" else layer.padding)
-
-        def reach(box: Box) -> Box:
-            return receptive(box, size, step, before, dilation)
-
-        super().__init__(grid, shape, after, reach, BOUNDARIES[layer.padding_mode], name)
-        self.weight, self.bias = layer.weight, layer.bias
-        self.stride, self.dilation, self.groups = step, dilation, layer.groups
-
-    def channels(self, given: int) -> int:
-        """Return the channels of the output."""
-        return self.weight.shape[0]
-
-    def computed(self, window: torch.Tensor) -> torch.Tensor:
-        """Return the owned outputs."""
-        return functional.conv2d(
-            window, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
-        )
-
-
 class ConvTranspose2d(Windowed):
     """torch.nn.ConvTranspose2d. Collective.
 

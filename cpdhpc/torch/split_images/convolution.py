@@ -1,0 +1,214 @@
+"""Convolutions that are computed where a rank's part lies, while the borders of others travel.
+
+A convolution is linear. Torch's own kernel convolves the part as if zeros lay around it; what comes
+from other ranks is convolved in strips, and added to the outputs that it reaches. Backward is the
+transpose: gradients of the strips leave first, and come in after those of the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from ...darray.layout import Box, receptive
+from ...darray.plan import WindowPlan
+from ..autograd import backward_number, next_number, readable
+from .windowed import ImageGrid, Shape, Windowed, check_part, fetch, pair
+
+BOUNDARIES = {"zeros": "zero", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+Place = tuple[Any, ...]  # selects a box of a map [batch, channels, rows, columns]
+
+convolution_backward = torch.ops.aten.convolution_backward
+
+
+class Strip(NamedTuple):
+    """A box of the window around a rank's part, and the outputs that it reaches.
+
+    inside: of the window; padding: zeros on the left, right, top and bottom of the box that make it
+    the window of these outputs, negative where that is smaller; outputs: of the owned ones
+    """
+
+    inside: Place
+    padding: tuple[int, ...]
+    outputs: Place
+
+
+class Conv2d(Windowed):
+    """torch.nn.Conv2d. Collective, unless all ranks own what their outputs need.
+
+    padding: of the rank's part, with which torch's kernel makes as many outputs as the rank owns;
+        None where one rank has no such padding: then all fetch windows
+    halo: the plan of what lies around parts, None where no rank needs any; strips: the boxes of it
+    """
+
+    def __init__(
+        self, layer: torch.nn.Conv2d, grid: ImageGrid, shape: Shape, after: Shape, name: str
+    ) -> None:
+        size, step, dilation = map(pair, (layer.kernel_size, layer.stride, layer.dilation))
+        if layer.padding == "same":  # the odd cell comes last, as torch has it
+            before = pair([d * (k - 1) // 2 for k, d in zip(size, dilation, strict=True)])
+        else:
+            before = pair(0 if layer.padding == "valid" else layer.padding)
+
+        def reach(box: Box) -> Box:
+            return receptive(box, size, step, before, dilation)
+
+        boundary = BOUNDARIES[layer.padding_mode]
+        super().__init__(grid, shape, after, reach, boundary, name)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.stride, self.dilation, self.groups = step, dilation, layer.groups
+        self.size, self.before = size, before
+        windows = self.plan.windows.boxes
+        if boundary == "zero":  # torch pads with them
+            windows = tuple(window.intersect(self.inputs.domain) for window in windows)
+        ranks = [self._fitting(rank, window) for rank, window in enumerate(windows)]
+        self.padding, self.strips = (None, []) if None in ranks else ranks[grid.group.rank]
+        self.halo: WindowPlan | None = None
+        if None not in ranks and any(strips for _, strips in ranks):
+            window = windows[grid.group.rank]
+            self.halo = WindowPlan(
+                grid.group, self.inputs, window, boundary, halo_only=True, name=f"{name}, halo"
+            )
+
+    def _fitting(self, rank: int, window: Box) -> tuple[Shape, list[Strip]] | None:
+        """Return padding and strips of a rank, None if torch would make other outputs of its part.
+
+        window: what of the rank's window is not zero
+        """
+        own, box, (start, stop) = (
+            each[rank] for each in (self.inputs.owners, self.outputs.owners, self.plan.windows.boxes)
+        )
+        padding = pair([a - b for a, b in zip(own.start, start, strict=True)])
+        axes = zip(own.stop, stop, padding, self.stride, strict=True)
+        if own.empty or box.empty or any(p < 0 or (a + p - b) // s for a, b, p, s in axes):
+            return None
+        strips = [self._strip(part, window, box) for part in window.without(own)]
+        return None if None in strips else (padding, strips)
+
+    def _strip(self, box: Box, window: Box, owned: Box) -> Strip | None:
+        """Return what a box of cells does to owned outputs, None where none needs them."""
+        ends = zip(box.start, box.stop, self.before, self.size, self.dilation, self.stride,
+                   strict=True)  # fmt: skip
+        axes = [(-((d * (k - 1) - a - p) // s), (b - 1 + p) // s + 1) for a, b, p, k, d, s in ends]
+        reached = Box(*zip(*axes, strict=True)).intersect(owned)
+        if reached.empty:
+            return None
+        needs = receptive(reached, self.size, self.stride, self.before, self.dilation)
+        (top, left), (bottom, right) = needs
+        padding = box.start[1] - left, right - box.stop[1], box.start[0] - top, bottom - box.stop[0]
+        return Strip(
+            (..., *box.slices(window.start)), padding, (..., *reached.slices(owned.start))
+        )
+
+    def channels(self, given: int) -> int:
+        """Return the channels of the output."""
+        return self.weight.shape[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the owned outputs float[batch, channels, rows, columns]. Collective."""
+        if self.padding is None:
+            return super().forward(x)
+        check_part(x, self.plan.owned, self.plan)
+        if self.halo is None:
+            return self.convolved(x, self.weight, self.bias, self.padding)
+        given = x, self.weight, self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            given = tuple(each if each is None else each.to(dtype) for each in given)
+        y: torch.Tensor = _Convolution.apply(*given, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def computed(self, window: torch.Tensor) -> torch.Tensor:
+        """Return the owned outputs."""
+        return self.convolved(window, self.weight, self.bias, (0, 0))
+
+    def convolved(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: Shape
+    ) -> torch.Tensor:
+        """Return the outputs of x."""
+        return functional.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def gradients(
+        self,
+        slope: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        padding: Shape,
+        wanted: tuple[bool, ...],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of input, weight and bias that are wanted, by torch's kernel."""
+        found = convolution_backward(
+            slope, x, weight, [slope.shape[1]], self.stride, padding, self.dilation, False, (0, 0),
+            self.groups, wanted,
+        )  # fmt: skip
+        return list(found)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution with a halo. Forward and backward are collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Conv2d
+    ) -> torch.Tensor:
+        halo, padding = layer.halo, layer.padding
+        assert halo is not None and padding is not None, "others fetch windows"
+        ctx.layer, ctx.number = layer, next_number(halo)
+        under_way = halo.begin(readable(x).permute(2, 3, 0, 1), number=ctx.number)
+        try:
+            y = layer.convolved(x, weight, bias, padding)
+        finally:
+            around = under_way.finish().permute(2, 3, 0, 1)
+        values = [functional.pad(around[strip.inside], strip.padding) for strip in layer.strips]
+        for strip, each in zip(layer.strips, values, strict=True):
+            y[strip.outputs] += layer.convolved(each, weight, None, (0, 0))
+        ctx.save_for_backward(x, weight, bias, *values)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (slope,), layer = slopes, ctx.layer
+        x, weight, bias, *values = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled():  # to be differentiated again
+            return (*_differentiable(layer, (x, weight, bias), wanted, slope), None)
+        halo, under_way = layer.halo, None
+        of_strips = [
+            layer.gradients(slope[strip.outputs], each, weight, (0, 0), (*wanted[:2], False))
+            for strip, each in zip(layer.strips, values, strict=True)
+        ]
+        if wanted[0]:
+            around = slope.new_empty(*x.shape[:2], *halo.window.shape)
+            for strip, found in zip(layer.strips, of_strips, strict=True):
+                around[strip.inside] = functional.pad(found[0], [-n for n in strip.padding])
+            number = backward_number(ctx.number)
+            under_way = halo.begin_accumulate(around.permute(2, 3, 0, 1), number=number)
+        try:
+            found = layer.gradients(slope, x, weight, layer.padding, wanted)
+        finally:
+            sums = None if under_way is None else under_way.finish().permute(2, 3, 0, 1)
+        for each in of_strips if wanted[1] else ():
+            found[1] += each[1]
+        for box in halo.uncovered if sums is not None else ():
+            place = (..., *box.slices(halo.owned.start))
+            found[0][place] += sums[place]
+        return (*found, None)
+
+
+def _differentiable(
+    layer: Conv2d,
+    given: tuple[torch.Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    slope: torch.Tensor,
+) -> Iterator[torch.Tensor | None]:
+    """Yield the gradients with their graphs, by way of windows. Collective."""
+    x, weight, bias = given
+    assert x is not None and weight is not None, "bias alone is optional"
+    y = layer.convolved(fetch(x, layer.plan), weight, bias, (0, 0))
+    inputs = [each for each, is_wanted in zip(given, wanted, strict=True) if is_wanted]
+    found = iter(torch.autograd.grad(y, inputs, slope, create_graph=True))  # type: ignore[arg-type]
+    for is_wanted in wanted:
+        yield next(found) if is_wanted else None
