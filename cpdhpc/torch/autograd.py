@@ -9,7 +9,7 @@ its world's time-out; either way rank, plan and operation are named.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,6 +86,16 @@ def readable(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     shared = any(s == 0 and n > 1 for s, n in zip(plain.stride(), plain.shape, strict=True))
     return plain.contiguous() if shared else plain
+
+
+def twice(
+    y: Tensor, slope: Tensor, given: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of y that are wanted, with graphs of their own, and None for others."""
+    pairs = list(zip(given, wanted, strict=True))
+    inputs = [each for each, is_wanted in pairs if is_wanted and each is not None]
+    found = iter(torch.autograd.grad(y, inputs, slope, create_graph=True))
+    return [next(found) if is_wanted else None for _, is_wanted in pairs]
 
 
 class _Exchange(torch.autograd.Function):

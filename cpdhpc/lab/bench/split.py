@@ -51,7 +51,7 @@ class UNet(nn.Module):
             [nn.ConvTranspose2d(width << i + 1, width << i, 2, 2) for i in (1, 0)]
         )
         self.after = nn.ModuleList([self._double(width << i + 1, width << i) for i in (1, 0)])
-        self.pool = nn.MaxPool2d(2)
+        self.pools = nn.ModuleList([nn.MaxPool2d(2) for _ in self.up])
 
     @staticmethod
     def _double(inputs: int, outputs: int) -> nn.Sequential:
@@ -64,8 +64,8 @@ class UNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return maps of the size of x."""
         left = [self.down[0](x)]
-        for level in self.down[1:]:
-            left.append(level(self.pool(left[-1])))
+        for pool, level in zip(self.pools, self.down[1:], strict=True):
+            left.append(level(pool(left[-1])))
         x = left.pop()
         for up, after in zip(self.up, self.after, strict=True):
             x = after(torch.cat([left.pop(), up(x)], 1))

@@ -7,7 +7,6 @@ transpose: gradients of the strips leave first, and come in after those of the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from ...darray.layout import Box, receptive
 from ...darray.plan import WindowPlan
-from ..autograd import backward_number, next_number, readable
+from ..autograd import backward_number, next_number, readable, twice
 from .windowed import ImageGrid, Shape, Windowed, check_part, fetch, pair
 
 BOUNDARIES = {"zeros": "zero", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
@@ -78,9 +77,8 @@ class Conv2d(Windowed):
 
         window: what of the rank's window is not zero
         """
-        own, box, (start, stop) = (
-            each[rank] for each in (self.inputs.owners, self.outputs.owners, self.plan.windows.boxes)
-        )
+        own, box = self.inputs.owner(rank), self.outputs.owner(rank)
+        start, stop = self.plan.windows.boxes[rank]
         padding = pair([a - b for a, b in zip(own.start, start, strict=True)])
         axes = zip(own.stop, stop, padding, self.stride, strict=True)
         if own.empty or box.empty or any(p < 0 or (a + p - b) // s for a, b, p, s in axes):
@@ -99,9 +97,7 @@ class Conv2d(Windowed):
         needs = receptive(reached, self.size, self.stride, self.before, self.dilation)
         (top, left), (bottom, right) = needs
         padding = box.start[1] - left, right - box.stop[1], box.start[0] - top, bottom - box.stop[0]
-        return Strip(
-            (..., *box.slices(window.start)), padding, (..., *reached.slices(owned.start))
-        )
+        return Strip((..., *box.slices(window.start)), padding, (..., *reached.slices(owned.start)))
 
     def channels(self, given: int) -> int:
         """Return the channels of the output."""
@@ -174,7 +170,8 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias, *values = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # to be differentiated again
-            return (*_differentiable(layer, (x, weight, bias), wanted, slope), None)
+            y = layer.convolved(fetch(x, layer.plan), weight, bias, (0, 0))
+            return (*twice(y, slope, (x, weight, bias), wanted), None)
         halo, under_way = layer.halo, None
         of_strips = [
             layer.gradients(slope[strip.outputs], each, weight, (0, 0), (*wanted[:2], False))
@@ -196,19 +193,3 @@ class _Convolution(torch.autograd.Function):
             place = (..., *box.slices(halo.owned.start))
             found[0][place] += sums[place]
         return (*found, None)
-
-
-def _differentiable(
-    layer: Conv2d,
-    given: tuple[torch.Tensor | None, ...],
-    wanted: tuple[bool, ...],
-    slope: torch.Tensor,
-) -> Iterator[torch.Tensor | None]:
-    """Yield the gradients with their graphs, by way of windows. Collective."""
-    x, weight, bias = given
-    assert x is not None and weight is not None, "bias alone is optional"
-    y = layer.convolved(fetch(x, layer.plan), weight, bias, (0, 0))
-    inputs = [each for each, is_wanted in zip(given, wanted, strict=True) if is_wanted]
-    found = iter(torch.autograd.grad(y, inputs, slope, create_graph=True))  # type: ignore[arg-type]
-    for is_wanted in wanted:
-        yield next(found) if is_wanted else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -12,12 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...darray.layout import Layout, whole
-from ...darray.plan import WindowPlan
-from ...ops.tensors import values_of
-from ...world.ranks import Ranks
-from ..autograd import exchange
 from .convolution import Conv2d
+from .norms import BatchNorm, GroupNorm, InstanceNorm2d, LayerNorm, everyone
 from .windowed import (
     AvgPool2d,
     ConvTranspose2d,
@@ -32,183 +26,6 @@ from .windowed import (
     Upsample,
     check_part,
 )
-
-
-def everyone(world: Ranks, name: str) -> WindowPlan:
-    """Return the plan by which each rank's cell shows on all ranks. Collective."""
-    layout = Layout.grid((world.size,), (world.size,))
-    return WindowPlan(world, layout, whole((world.size,)), name=name)
-
-
-def moments(
-    values: torch.Tensor, axes: Sequence[int], plan: WindowPlan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the number of values over all ranks, their mean and their variance. Collective.
-
-    values: any part, maybe empty; axes: that are summed over; returns float64 of the other axes
-    Each rank tells its number n of values, their mean and their sum of squares about it; what
-    differs between means is added to the sum of squares: Chan, Golub and LeVeque, Updating
-    formulae and a pairwise algorithm for computing sample variances, 1979, equation 2.1. A rank's
-    sums are torch's; those over ranks are in the order of ranks. So all ranks have the same bits.
-    In float64 throughout: torch too adds up float32 so on the CPU.
-    """
-    values = values.double()
-    n = prod(values.shape[axis] for axis in axes)
-    own_mean = values.sum(tuple(axes), keepdim=True) / max(1, n)
-    squares = (values - own_mean).square().sum(tuple(axes))
-    own_mean = own_mean.squeeze(tuple(axes))
-    number = torch.full_like(own_mean, n)
-    everywhere = exchange(torch.stack([number, own_mean, squares])[None], plan)
-    counts, means, spreads = everywhere.unbind(1)
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count
-    variance = (spreads + counts * (means - mean).square()).sum(0) / count
-    return count, mean, variance
-
-
-class BatchNorm(SplitLayer):
-    """torch.nn.BatchNorm2d or 1d with the statistics of the batches of all ranks. Collective.
-
-    In training all ranks of the world take part, also those without images or pixels, and get the
-    same bits; with the running statistics there are no messages.
-    """
-
-    same = on_whole = True
-    running_mean: torch.Tensor | None
-    running_var: torch.Tensor | None
-    num_batches_tracked: torch.Tensor | None
-
-    def __init__(
-        self, layer: Any, grid: ImageGrid, shape: Shape | None, after: Any, name: str
-    ) -> None:
-        super().__init__()
-        self.weight, self.bias, self.eps = layer.weight, layer.bias, layer.eps
-        self.momentum = layer.momentum
-        for buffer in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(buffer, getattr(layer, buffer))
-        self.plan = everyone(grid.world, name)
-        self.box = None if shape is None else grid.owned(shape)
-        self.copies = grid.sharing if shape is None else 1  # of each value, over the ranks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised values. Collective.
-
-        Raises ValueError on all ranks alike where a channel has one value in all.
-        """
-        if self.box is not None:
-            check_part(x, self.box, self.plan)
-        if self.training or self.running_mean is None or self.running_var is None:
-            mean, variance = self._statistics(x)
-        else:
-            mean, variance = self.running_mean, self.running_var
-        shape = (-1, *[1] * (x.ndim - 2))
-        scale = torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            scale = scale * self.weight
-        shift = 0 if self.bias is None else self.bias.reshape(shape)
-        return (x - mean.reshape(shape)) * scale.reshape(shape) + shift
-
-    def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and variance of the channels over all ranks, and update the running ones."""
-        counts, mean, variance = moments(x, (0, *range(2, x.ndim)), self.plan)
-        count = counts[:1].sum() / self.copies
-        if self.training and values_of(count) <= 1:
-            raise ValueError(f"layer {self.plan.name}: needs more than one value a channel")
-        if self.training:
-            self._track(mean.detach(), (variance * count / (count - 1)).detach())
-        return mean.to(x.dtype), variance.to(x.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        if self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        share = self.momentum
-        if share is None:  # the mean of all batches so far
-            share = 1 / float(values_of(self.num_batches_tracked))
-        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-            if running is not None:
-                running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
-
-
-class SampleNorm(SplitLayer):
-    """Norms of each sample by itself, over groups of channels and all pixels. Collective.
-
-    groups: of channels, given their number
-    """
-
-    same = True
-
-    def __init__(self, layer: Any, grid: ImageGrid, shape: Shape, after: Any, name: str) -> None:
-        super().__init__()
-        self.weight, self.bias, self.eps = layer.weight, layer.bias, layer.eps
-        self.plan, self.box = everyone(grid.group, name), grid.owned(shape)
-
-    def groups(self, channels: int) -> int:
-        """Return the number of groups: one for each channel."""
-        return channels
-
-    def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter is for the owned cells: it has one value for each channel."""
-        return parameter[:, None, None]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised values. Collective in the group."""
-        check_part(x, self.box, self.plan)
-        batch, channels, *_ = x.shape
-        groups = self.groups(channels)
-        grouped = x.reshape(batch, groups, channels // groups, *x.shape[2:])
-        _, mean, variance = moments(grouped, (2, 3, 4), self.plan)
-        scale = torch.rsqrt(variance + self.eps).to(x.dtype)[..., None, None, None]
-        y = ((grouped - mean.to(x.dtype)[..., None, None, None]) * scale).reshape(x.shape)
-        y = y if self.weight is None else y * self.local(self.weight)
-        return y if self.bias is None else y + self.local(self.bias)
-
-
-class InstanceNorm2d(SampleNorm):
-    """torch.nn.InstanceNorm2d. Collective."""
-
-    @staticmethod
-    def check(layer: Any, shape: Shape) -> None:
-        """Raise ValueError for running statistics."""
-        if layer.track_running_stats:
-            raise ValueError("track_running_stats=True: use False, or BatchNorm2d")
-
-
-class GroupNorm(SampleNorm):
-    """torch.nn.GroupNorm. Collective."""
-
-    def __init__(self, layer: Any, grid: ImageGrid, shape: Shape, after: Any, name: str) -> None:
-        super().__init__(layer, grid, shape, after, name)
-        self.num_groups = layer.num_groups
-
-    def groups(self, channels: int) -> int:
-        """Return the layer's number."""
-        return int(self.num_groups)
-
-
-class LayerNorm(SampleNorm):
-    """torch.nn.LayerNorm over rows and columns, or channels too. Collective."""
-
-    def __init__(self, layer: Any, grid: ImageGrid, shape: Shape, after: Any, name: str) -> None:
-        super().__init__(layer, grid, shape, after, name)
-        self.each_channel = len(layer.normalized_shape) == 2
-
-    @staticmethod
-    def check(layer: Any, shape: Shape) -> None:
-        """Raise ValueError for a norm of each row."""
-        if len(layer.normalized_shape) == 1:
-            raise ValueError("normalises each row by itself: use LayerNorm([channels, rows, "
-                             "columns]) or GroupNorm(1, channels)")  # fmt: skip
-
-    def groups(self, channels: int) -> int:
-        """Return one, or one for each channel."""
-        return channels if self.each_channel else 1
-
-    def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the owned cells of a parameter, which has a value for each cell."""
-        rows, columns = self.box.slices((0, 0))
-        return parameter[..., rows, columns]
 
 
 class Dropout(SplitLayer):
@@ -281,16 +98,18 @@ class EachPixel(SplitLayer):
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
         """Raise ValueError for layers over another axis than that of channels."""
-        dim = getattr(layer, "dim", 1)
+        dim, padding = getattr(layer, "dim", 1), getattr(layer, "padding", ())
         if dim not in (1, -3):
             raise ValueError(f"dim={dim}: must be 1, the channels")
+        if any(padding[:4]):
+            raise ValueError(f"padding={padding}: must be of channels only: use ConstantPad2d")
 
 
 CONV = "any stride, dilation, groups, padding (also same), padding_mode"
 POOL = "all options but return_indices"
 NORM = "statistics over all pixels of a sample, of all ranks that share it"
 BATCH = "statistics of the whole batch of all groups"
-PIXEL = "each pixel by itself: as they are; over channels where they take dim=1"
+PIXEL = "each pixel by itself: as they are; over channels where they take dim=1, or pad them"
 GATHER = "gather the maps first; what follows is computed by all ranks of a group alike"
 DROP = "the mask of the serial layer, drawn whole; torch's generators must stand alike"
 EACH_PIXEL = (
@@ -298,7 +117,7 @@ EACH_PIXEL = (
     nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Hardshrink, nn.Softshrink,
     nn.Tanhshrink, nn.Softplus, nn.Softsign, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Threshold,
     nn.GLU, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.LocalResponseNorm,
-    nn.ChannelShuffle,
+    nn.ChannelShuffle, nn.ConstantPad3d,
 )  # fmt: skip
 LAYERS: dict[type[nn.Module], tuple[type[SplitLayer], str]] = {
     # layer -> what does it on parts of images, and in which words
