@@ -77,7 +77,7 @@ def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> li
 def inside(operation: Operation, frame: Frame) -> int:
     """Return how many bytes behind out x may lie, as the owned part of a window; or NOWHERE."""
     pieces, owned = frame.pieces, frame.owned
-    if pieces.owned.empty or not pieces.window.contains(pieces.owned):
+    if pieces.halo_only or pieces.owned.empty or not pieces.window.contains(pieces.owned):
         return moves.NOWHERE
     part = pieces.inside(frame.window)
     steps = zip(owned.shape, owned.strides, part.strides, strict=True)

@@ -2,11 +2,12 @@
 
 A convolution is linear. Torch's own kernel convolves the part as if zeros lay around it; what comes
 from other ranks is convolved in strips, and added to the outputs that it reaches. Backward is the
-transpose: gradients of the strips leave first, and come in after those of the part.
+transpose: gradients of the strips travel while that of the weight is computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +28,21 @@ strip_backward = torch.ops.aten._slow_conv2d_backward.output_mask
 
 
 class Strip(NamedTuple):
-    """A box of the window around a rank's part, and the outputs that it reaches.
+    """A box of cells around a rank's part, and the outputs that it reaches.
 
-    inside: of the window; padding: zeros on the left, right, top and bottom of the box that make it
-    the window of these outputs, negative where that is smaller; outputs: of the owned ones
+    cells: of what the halo's plan brings; shape: rows and columns of them
+    padding: zeros on the left, right, top and bottom of the box that make it the window of these
+        outputs, negative where that is smaller; outputs: of the owned ones
     """
 
-    inside: Place
+    cells: slice
+    shape: Shape
     padding: tuple[int, ...]
     outputs: Place
+
+    def of(self, around: torch.Tensor) -> torch.Tensor:
+        """Return a view [batch, channels, rows, columns] of cells [batch, channels, cells]."""
+        return around[..., self.cells].unflatten(2, self.shape)
 
 
 class Conv2d(Windowed):
@@ -86,21 +93,27 @@ class Conv2d(Windowed):
         axes = zip(own.stop, stop, padding, self.stride, strict=True)
         if own.empty or box.empty or any(p < 0 or (a + p - b) // s for a, b, p, s in axes):
             return None
-        strips = [self._strip(part, window, box) for part in window.without(own)]
-        return None if None in strips else (padding, strips)
+        strips, stop = list[Strip](), 0
+        for part in window.without(own):
+            start, stop = stop, stop + part.size
+            reached = self._reached(part).intersect(box)
+            if reached.empty:
+                return None
+            strips.append(self._strip(part, slice(start, stop), reached, box.start))
+        return padding, strips
 
-    def _strip(self, box: Box, window: Box, owned: Box) -> Strip | None:
-        """Return what a box of cells does to owned outputs, None where none needs them."""
+    def _reached(self, box: Box) -> Box:
+        """Return the outputs that need any of a box of cells."""
         ends = zip(box.start, box.stop, self.before, self.size, self.dilation, self.stride,
                    strict=True)  # fmt: skip
         axes = [(-((d * (k - 1) - a - p) // s), (b - 1 + p) // s + 1) for a, b, p, k, d, s in ends]
-        reached = Box(*zip(*axes, strict=True)).intersect(owned)
-        if reached.empty:
-            return None
+        return Box(*zip(*axes, strict=True))
+
+    def _strip(self, box: Box, cells: slice, reached: Box, origin: Sequence[int]) -> Strip:
         needs = receptive(reached, self.size, self.stride, self.before, self.dilation)
         (top, left), (bottom, right) = needs
         padding = box.start[1] - left, right - box.stop[1], box.start[0] - top, bottom - box.stop[0]
-        return Strip((..., *box.slices(window.start)), padding, (..., *reached.slices(owned.start)))
+        return Strip(cells, pair(box.shape), padding, (..., *reached.slices(origin)))
 
     def channels(self, given: int) -> int:
         """Return the channels of the output."""
@@ -177,12 +190,15 @@ class _Convolution(torch.autograd.Function):
         halo, padding = layer.halo, layer.padding
         assert halo is not None and padding is not None, "others fetch windows"
         ctx.layer, ctx.number = layer, next_number(halo)
-        under_way = halo.begin(readable(x).permute(2, 3, 0, 1), number=ctx.number)
+        around = x.new_empty(*x.shape[:2], *halo.shape)
+        under_way = halo.begin(
+            readable(x).permute(2, 3, 0, 1), around.permute(2, 0, 1), number=ctx.number
+        )
         try:
             y = layer.convolved(x, weight, bias, padding)
         finally:
-            around = under_way.finish().permute(2, 3, 0, 1)
-        values = [functional.pad(around[strip.inside], strip.padding) for strip in layer.strips]
+            under_way.finish()
+        values = [functional.pad(strip.of(around), strip.padding) for strip in layer.strips]
         for strip, each in zip(layer.strips, values, strict=True):
             y[strip.outputs] += layer.of_strip(each, weight)
         ctx.save_for_backward(x, weight, bias, *values)
@@ -196,24 +212,26 @@ class _Convolution(torch.autograd.Function):
         if torch.is_grad_enabled():  # to be differentiated again
             y = layer.convolved(fetch(x, layer.plan), weight, bias, (0, 0))
             return (*twice(y, slope, (x, weight, bias), wanted), None)
-        halo, under_way = layer.halo, None
-        of_strips = [
-            layer.strip_gradients(slope[strip.outputs], each, weight, *wanted[:2])
-            for strip, each in zip(layer.strips, values, strict=True)
-        ]
+        halo, of_x, under_way, of_strips = layer.halo, None, None, []
+        around = slope.new_empty(*x.shape[:2], *halo.shape)
+        for strip, each in zip(layer.strips, values, strict=True):
+            found = layer.strip_gradients(slope[strip.outputs], each, weight, *wanted[:2])
+            of_strips.append(found[1])
+            if wanted[0]:
+                strip.of(around)[...] = functional.pad(found[0], [-n for n in strip.padding])
         if wanted[0]:
-            around = slope.new_empty(*x.shape[:2], *halo.window.shape)
-            for strip, found in zip(layer.strips, of_strips, strict=True):
-                around[strip.inside] = functional.pad(found[0], [-n for n in strip.padding])
-            number = backward_number(ctx.number)
-            under_way = halo.begin_accumulate(around.permute(2, 3, 0, 1), number=number)
+            of_x = layer.gradients(slope, x, weight, layer.padding, (True, False, False))[0]
+            under_way = halo.begin_accumulate(
+                around.permute(2, 0, 1),
+                of_x.permute(2, 3, 0, 1),
+                number=backward_number(ctx.number),
+            )
         try:
-            found = layer.gradients(slope, x, weight, layer.padding, wanted)
+            rest = (False, *wanted[1:])
+            _, of_weight, of_bias = layer.gradients(slope, x, weight, layer.padding, rest)
         finally:
-            sums = None if under_way is None else under_way.finish().permute(2, 3, 0, 1)
+            if under_way is not None:
+                under_way.finish()
         for each in of_strips if wanted[1] else ():
-            found[1] += each[1]
-        for box in halo.uncovered if sums is not None else ():
-            place = (..., *box.slices(halo.owned.start))
-            found[0][place] += sums[place]
-        return (*found, None)
+            of_weight += each
+        return of_x, of_weight, of_bias, None
