@@ -146,7 +146,7 @@ def measured(arguments: argparse.Namespace, grid: ImageGrid, name: str, size: in
     plain = NETWORKS[name](width)
     split = partition(plain, (width, size, size), grid)
     x = grid.cut(torch.randn(images, width, size, size)).contiguous()
-    calls = {}
+    calls: dict[Any, Callable[[], object]] = {}
     for label, net in (("part", plain), ("split", split)):
         calls |= {(label, FORWARD): partial(net, x), (label, BOTH): both(net, x)}
     times = interleave_ranks(grid.world, calls, arguments.repeats, arguments.warmup)

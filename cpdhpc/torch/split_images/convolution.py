@@ -42,7 +42,7 @@ class Strip(NamedTuple):
 
     def of(self, around: torch.Tensor) -> torch.Tensor:
         """Return a view [batch, channels, rows, columns] of cells [batch, channels, cells]."""
-        return around[..., self.cells].unflatten(2, self.shape)
+        return around[..., self.cells].view(*around.shape[:2], *self.shape)
 
 
 class Conv2d(Windowed):
@@ -73,10 +73,15 @@ class Conv2d(Windowed):
         windows = self.plan.windows.boxes
         if boundary == "zero":  # torch pads with them
             windows = tuple(window.intersect(self.inputs.domain) for window in windows)
-        ranks = [self._fitting(rank, window) for rank, window in enumerate(windows)]
-        self.padding, self.strips = (None, []) if None in ranks else ranks[grid.group.rank]
+        self.padding: Shape | None = None
         self.halo: WindowPlan | None = None
-        if None not in ranks and any(strips for _, strips in ranks):
+        self.strips: list[Strip] = []
+        found = [self._fitting(rank, window) for rank, window in enumerate(windows)]
+        ranks = [each for each in found if each is not None]
+        if len(ranks) < len(found):
+            return
+        self.padding, self.strips = ranks[grid.group.rank]
+        if any(strips for _, strips in ranks):
             window = windows[grid.group.rank]
             self.halo = WindowPlan(
                 grid.group, self.inputs, window, boundary, halo_only=True, name=f"{name}, halo"
@@ -88,9 +93,9 @@ class Conv2d(Windowed):
         window: what of the rank's window is not zero
         """
         own, box = self.inputs.owner(rank), self.outputs.owner(rank)
-        start, stop = self.plan.windows.boxes[rank]
-        padding = pair([a - b for a, b in zip(own.start, start, strict=True)])
-        axes = zip(own.stop, stop, padding, self.stride, strict=True)
+        first, last = self.plan.windows.boxes[rank]
+        padding = pair([a - b for a, b in zip(own.start, first, strict=True)])
+        axes = zip(own.stop, last, padding, self.stride, strict=True)
         if own.empty or box.empty or any(p < 0 or (a + p - b) // s for a, b, p, s in axes):
             return None
         strips, stop = list[Strip](), 0
@@ -126,7 +131,7 @@ class Conv2d(Windowed):
         check_part(x, self.plan.owned, self.plan)
         if self.halo is None:
             return self.convolved(x, self.weight, self.bias, self.padding)
-        given = x, self.weight, self.bias
+        given: tuple[torch.Tensor | None, ...] = x, self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             given = tuple(each if each is None else each.to(dtype) for each in given)

@@ -45,6 +45,11 @@ def by_group(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.reshape(x.shape[0], x.shape[1] // size, -1) if x.numel() else x[:, ::size]
 
 
+def by_channel(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Return values [..., groups] as [..., channels], of size channels a group."""
+    return values if size == 1 else values.repeat_interleave(size, -1)
+
+
 def normalised(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -85,7 +90,7 @@ class _Norm(torch.autograd.Function):
             )  # fmt: skip
         ctx.number = next_number(plan)
         found = combined(plan.exchange(own[None], number=ctx.number))
-        mean, variance = (each.repeat_interleave(size).to(precise) for each in found[1:])
+        mean, variance = (by_channel(each, size).to(precise) for each in found[1:])
         scale, shift = (each if each is None else each.to(precise) for each in (weight, bias))
         y = functional.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
         ctx.save_for_backward(x, weight, bias, found[0], mean, variance)
@@ -126,7 +131,7 @@ def _of_values(
     own = sums.double() if weight is None else sums * weight.double()
     own = own.reshape(2, -1, ctx.size).sum(2) if ctx.size > 1 else own
     everywhere = ctx.plan.exchange(own[None], number=backward_number(ctx.number))
-    products, means = (everywhere.sum(0) / count).repeat_interleave(ctx.size, 1)
+    products, means = by_channel(everywhere.sum(0) / count, ctx.size)
     of_slope = rate if weight is None else rate * weight
     of_x = -rate.square() * products
     factors = torch.stack([-rate * means - of_x * mean, of_slope, of_x])
@@ -149,7 +154,7 @@ def _formula(
     number = torch.full_like(own_mean, x.numel() // max(1, len(own_mean)))
     _, *found = combined(exchange(torch.stack([number, own_mean, squares])[None], plan))
     shape = (-1, *[1] * (x.ndim - 2))
-    mean, variance = (each.repeat_interleave(size).reshape(shape) for each in found)
+    mean, variance = (by_channel(each, size).reshape(shape) for each in found)
     y = (x - mean) * torch.rsqrt(variance + eps)
     y = y if weight is None else y * weight.reshape(shape)
     return (y if bias is None else y + bias.reshape(shape)).to(x.dtype)
@@ -198,7 +203,7 @@ class BatchNorm(SplitLayer):
     @torch.no_grad()
     def _track(self, counts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Let running statistics follow. Raises ValueError where there is one value in all."""
-        count = float(values_of(counts[:1].sum())) / self.copies
+        count = float(values_of(counts[0])) / self.copies
         if count <= 1:
             raise ValueError(f"layer {self.plan.name}: needs more than one value a channel")
         if self.num_batches_tracked is None:
@@ -240,10 +245,10 @@ class SampleNorm(SplitLayer):
     ) -> torch.Tensor:
         """Return the normalised values, with a weight and a bias for each channel."""
         samples, channels, *size = x.shape
-        of_all = [each if each is None else each.repeat(samples) for each in (weight, bias)]
+        weight, bias = (p if p is None else p.repeat(samples) for p in (weight, bias))
         each = channels // self.groups(channels)
         maps = x.reshape(1, samples * channels, *size)
-        return normalised(maps, *of_all, self.eps, each, self.plan)[0].reshape(x.shape)
+        return normalised(maps, weight, bias, self.eps, each, self.plan)[0].reshape(x.shape)
 
 
 class InstanceNorm2d(SampleNorm):

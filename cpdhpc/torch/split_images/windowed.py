@@ -293,8 +293,8 @@ class AvgPool2d(Pool2d):
     ) -> None:
         super().__init__(layer, grid, shape, after, name)
         divisors = self._divisor(layer)
-        values = divisors.unique()
-        self.alike = int(values) if len(values) == 1 else None  # divisor of all owned outputs
+        values = set(divisors.flatten().tolist())
+        self.alike = int(values.pop()) if len(values) == 1 else None  # divisor of all outputs
         self.constants = [] if self.alike else [divisors]
 
     def _divisor(self, layer: torch.nn.AvgPool2d) -> torch.Tensor:
