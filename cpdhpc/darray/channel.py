@@ -149,7 +149,8 @@ class Channel:
             return True
         pieces = self.pieces
         own, whole = (x, out) if self.operation is EXCHANGE else (out, x)
-        part = pieces.inside(whole) if pieces.window.contains(pieces.owned) else None
+        holds = not pieces.halo_only and pieces.window.contains(pieces.owned)
+        part = pieces.inside(whole) if holds else None
         return part is not None and _same(part, own)
 
     def begin(self, call: Call) -> None:

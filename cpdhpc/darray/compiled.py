@@ -55,8 +55,12 @@ def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> li
     """
     rows = list[Row]()
     for _, box, terms, adds in copies:
-        shape, target = box.shape, side_of(box)
-        first, *others = [side_of(np.broadcast_to(term, shape)) for term in terms]
+        arrays = [box, *(np.broadcast_to(term, box.shape) for term in terms)]
+        # Along the axis where all lie nearest together, whatever the order of the axes.
+        along = np.abs([array.strides for array in arrays]).max(0, initial=0)
+        arrays = [array.transpose(np.argsort(-along, kind="stable")) for array in arrays]
+        shape = arrays[0].shape
+        target, first, *others = map(side_of, arrays)
         total = side_of(ghost(MEMORY, spare, shape, itemsize)) if adds and others else target
         if adds and not others:
             rows += moves.add(shape, itemsize, first, target, dtype)
@@ -73,7 +77,7 @@ def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> li
 def inside(operation: Operation, frame: Frame) -> int:
     """Return how many bytes behind out x may lie, as the owned part of a window; or NOWHERE."""
     pieces, owned = frame.pieces, frame.owned
-    if pieces.owned.empty or not pieces.window.contains(pieces.owned):
+    if pieces.halo_only or pieces.owned.empty or not pieces.window.contains(pieces.owned):
         return moves.NOWHERE
     part = pieces.inside(frame.window)
     steps = zip(owned.shape, owned.strides, part.strides, strict=True)

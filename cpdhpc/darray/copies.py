@@ -134,7 +134,12 @@ class _Torch(ArrayBackend):
             )
 
     def empty(self, like: Array, shape: Sequence[int]) -> Array:
-        return like.new_empty(tuple(shape))
+        """Its elements follow one another as like's do, so that both are read along."""
+        if len(shape) != like.ndim:
+            return like.new_empty(tuple(shape))
+        order = sorted(range(like.ndim), key=lambda axis: -like.stride(axis))
+        made = like.new_empty([shape[axis] for axis in order])
+        return made.permute([order.index(axis) for axis in range(like.ndim)])
 
     def plain(self, x: Array) -> npt.NDArray[Any] | None:
         torch = sys.modules["torch"]
@@ -160,12 +165,6 @@ class _Torch(ArrayBackend):
 
 
 class _TorchGpu(_Torch):
-    def empty(self, like: Array, shape: Sequence[int]) -> Array:
-        """Its elements follow one another as like's do, so that both are read along."""
-        order = sorted(range(like.ndim), key=lambda axis: -like.stride(axis))
-        made = like.new_empty([shape[axis] for axis in order])
-        return made.permute([order.index(axis) for axis in range(like.ndim)])
-
     def plain(self, x: Array) -> None:
         return None
 
@@ -244,7 +243,15 @@ class Frame(NamedTuple):
 
     def of_window(self, box: Box) -> Array:
         """Return a box of the array on the window."""
-        return self.window[box.slices(self.pieces.window.start)]
+        if not self.pieces.halo_only:
+            return self.window[box.slices(self.pieces.window.start)]
+        start, trail = 0, tuple(self.window.shape[1:])
+        for part in self.pieces.parts:
+            if part.contains(box):
+                values = self.window[start : start + part.size].reshape(part.shape + trail)
+                return values[box.slices(part.start)]
+            start += part.size
+        raise AssertionError("boxes are of parts")
 
     def turned(self, values: Array, piece: Piece) -> Array:
         """Return values backwards along the axes that a piece shows so."""

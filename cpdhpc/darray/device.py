@@ -344,7 +344,7 @@ def tables(
     """Return the launches of an operation. elements: of the frame, as bytes."""
     sides = [Side(TABLE, i * WIDEST_BYTES, ()) for i in range(len(elements))]
     frame, is_copy = ghosts_of(operation, pieces, x, out, sides), operation.is_copy
-    n = prod(x.shape[pieces.owned.ndim :])
+    n = prod(frame.owned.shape[pieces.owned.ndim :])
 
     def payload(message: Message, offset: int) -> Addresses:
         return ghost(MEMORY, offset, (message.cells * n,), x.itemsize)
@@ -352,8 +352,10 @@ def tables(
     packed = [operation.pack(frame, each, payload(each, at)) for each, at in sent]
     unpacked = [operation.unpack(frame, each, payload(each, at)) for each, at in received]
     itself = Region(pieces.owned, frame.owned, ((frame.owned, False),))
-    begin = each_once(operation.own(frame)) + each_once(chain(*packed))
-    finish = each_once(chain(*unpacked), [] if is_copy else [itself])
+    base = [] if is_copy else [itself]
+    begin = each_once(operation.own(frame), base if pieces.halo_only else [])
+    begin += each_once(chain(*packed))
+    finish = each_once(chain(*unpacked), base)
     ahead = x.ctypes.data - out.ctypes.data if np.may_share_memory(x, out) else None
     unit_bytes = gcd(WIDEST_BYTES, x.ctypes.data, out.ctypes.data) if is_copy else SUMS[dtype][1]
 

@@ -134,7 +134,8 @@ class Repeated:
 def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int) -> Array:
     """Do an operation of a plan. Collective. Raises as WindowPlan.exchange."""
     last = plan.last.get(operation.name)
-    if last is not None and type(x) is np.ndarray and x.dtype is last.dtype:
+    adds_to_nothing = out is None and plan.halo_only
+    if last is not None and type(x) is np.ndarray and x.dtype is last.dtype and not adds_to_nothing:
         serial = last.channel.serial
         try:
             result = last.again(x, out, number)
@@ -227,19 +228,25 @@ def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -
     what = f"{operation.name}: {'y' if adds else 'x'}"
     backend = array_backend(what, x)
     backend.check(what, x)
-    given, result = (plan.window, plan.owned) if adds else (plan.owned, plan.window)
-    ndim, dtype = given.ndim, backend.dtype(x)
-    if tuple(x.shape[:ndim]) != given.shape:
+    given, result = (plan.shape, plan.owned.shape) if adds else (plan.owned.shape, plan.shape)
+    ndim, dtype = len(given), backend.dtype(x)
+    if tuple(x.shape[:ndim]) != given:
+        shown = f"cells around {plan.owned}" if plan.halo_only else f"window {plan.window}"
         raise ValueError(
-            f"{what} has shape {tuple(x.shape)}: must begin with {given.shape}, the shape of the "
-            f"{'window' if adds else 'owned box'} {given} of rank {plan.rank}"
+            f"{what} has shape {tuple(x.shape)}: must begin with {given}, the shape of the "
+            f"{shown if adds else f'owned box {plan.owned}'} of rank {plan.rank}"
         )
     if adds and dtype == "bool":
         raise TypeError(f"{what} is of bool: there are no sums of truth values")
     if plan.packed is not None and dtype != "float32":
         raise TypeError(f"{what} is of {dtype}: wire {plan.wire} takes float32")
-    shape = result.shape + tuple(x.shape[ndim:])
+    shape = result + tuple(x.shape[ndim:])
     if out is None:
+        if adds and plan.halo_only:
+            raise TypeError(
+                f"accumulate: out is None: plan {plan.name!r} is of halos only: what comes is "
+                "added to what out holds"
+            )
         out = backend.empty(x, shape)
     else:
         _check_out(f"{operation.name}: out", backend, x, out, shape)
@@ -295,7 +302,7 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) ->
     """Return the channel for arrays like these, made when they are first met; number the call."""
     if not isinstance(number, int):
         raise ArgumentTypeError(operation.name, "number", number, "must be an integer")
-    trail = tuple(call.x.shape[plan.owned.ndim :])
+    trail = tuple(call.x.shape[len(plan.shape if operation is ACCUMULATE else plan.owned.shape) :])
     direct = isinstance(call.carrier, Direct)
     key = operation.name, call.backend.dtype(call.x), trail, direct
     if key not in plan.channels:
@@ -343,6 +350,9 @@ class WindowPlan(RankPieces):
         Constant(value), "wrap", "reflect", "symmetric", "edge", with the meaning of numpy.pad;
         where several axes are filled the last one counts
     wire: "raw", or a format's name: float32 cells that travel are rounded to it, tile by tile
+    halo_only: whether to leave the owned cells where they are: in place of a window there are the
+        cells around the owned box alone, along one axis: those of each box of parts, one after
+        the other. accumulate adds to what out holds
     name: of the plan in messages
     An exchange is the linear map E with E[cell of the window, cell that it shows] = 1, plus a
     constant; accumulate is its transpose. Arrays have the shape of the box and any further axes
@@ -361,11 +371,13 @@ class WindowPlan(RankPieces):
         boundary: Boundary = "zero",
         *,
         wire: str | Format = "raw",
+        halo_only: bool = False,
         name: str = "windows",
     ) -> None:
         self.world, self.wire, self.name = as_world(world, "WindowPlan"), wire, name
-        boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
-        super().__init__(Windows(layout, boxes, modes), self.world.rank)
+        agreed = _agree(self.world, layout, window, boundary, wire, halo_only, name)
+        boxes, modes, self.packed = agreed
+        super().__init__(Windows(layout, boxes, modes, halo_only), self.world.rank)
         self.pieces = self.bare()  # for channels: they outlive a plan that is dropped
         self.stream, self.kept = self.world.open_stream(), Kept(self.world, name)
         self.channels, self.last = self.kept.channels, self.kept.last
@@ -428,8 +440,12 @@ class WindowPlan(RankPieces):
         """Check exchange and accumulate in integers, exactly, on these ranks. Collective.
 
         Returns the figures; raises ArithmeticError alike on all ranks where one is wrong, and
-        ValueError where the wire rounds.
+        ValueError where the wire rounds, or cells are left alone.
         """
+        if self.halo_only:
+            raise ValueError(
+                f"verify: plan {self.name!r} is of halos only: verify one with halo_only=False"
+            )
         if self.packed is not None:
             raise ValueError(
                 f"verify: plan {self.name!r} rounds what travels to {self.wire}: verify one with "
@@ -461,13 +477,20 @@ class WindowPlan(RankPieces):
 
 
 def _agree(
-    world: Ranks, layout: Layout, window: Box, boundary: Boundary, wire: str | Format, name: str
+    world: Ranks,
+    layout: Layout,
+    window: Box,
+    boundary: Boundary,
+    wire: str | Format,
+    halo_only: bool,
+    name: str,
 ) -> tuple[list[Box], tuple[Any, ...], Packed | None]:
     """Return the windows of all ranks, modes and wire; raise a rank's error on all. Collective."""
 
     def mine() -> tuple[Box, tuple[Any, ...], Packed | None, dict[str, str]]:
         box, modes, packed = _checked(world, layout, window, boundary, wire)
-        compared = {"name": name, "wire": wire, "boundary": modes, "domain": layout.shape}
+        compared = {"name": name, "wire": wire, "halo_only": halo_only, "boundary": modes,
+                    "domain": layout.shape}  # fmt: skip
         texts = {key: repr(value) for key, value in compared.items()}  # as text: NaN is not NaN
         return box, modes, packed, texts | {"layout": f"one of digest {layout.digest[:12]}"}
 

@@ -193,10 +193,23 @@ class Windows:
 
     boxes: the window of each rank: any box, overlapping, beyond the domain, or empty
     modes: the boundary mode of each axis
+    halo_only: whether only what lies around the owned boxes is shown
     """
 
-    def __init__(self, layout: Layout, boxes: Sequence[Box], modes: Sequence[Mode]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        boxes: Sequence[Box],
+        modes: Sequence[Mode],
+        halo_only: bool = False,
+    ) -> None:
         self.layout, self.boxes, self.modes = layout, tuple(boxes), tuple(modes)
+        self.halo_only = halo_only
+
+    def parts(self, rank: int) -> list[Box]:
+        """Return the disjoint boxes of a window that are shown: itself, or those of its halo."""
+        window = self.boxes[rank]
+        return [*window.without(self.layout.owners[rank])] if self.halo_only else [window]
 
     def owners(self, rank: int) -> list[int]:
         """Return the ranks whose cells the window of a rank shows, itself included, in order."""
@@ -214,7 +227,11 @@ class Windows:
 
     def pieces(self, owner: int, reader: int) -> Iterator[Piece]:
         """Yield the pieces of an owner's box in a reader's window, in one order everywhere."""
-        window, box = self.boxes[reader], self.layout.owners[owner]
+        for part in self.parts(reader):
+            yield from self._shown(self.layout.owners[owner], part)
+
+    def _shown(self, box: Box, window: Box) -> Iterator[Piece]:
+        """Yield the pieces of a box in a part of a window."""
         if window.empty or box.empty:
             return
         axes = []
@@ -227,7 +244,10 @@ class Windows:
 
     def fills(self, rank: int) -> list[Fill]:
         """Return the disjoint boxes of a window that are filled; of two axes the last counts."""
-        window, found = self.boxes[rank], list[Fill]()
+        return [fill for part in self.parts(rank) for fill in self._fills(part)]
+
+    def _fills(self, window: Box) -> list[Fill]:
+        found = list[Fill]()
         for axis, (mode, extent) in enumerate(zip(self.modes, self.layout.shape, strict=True)):
             value = fill_value(mode)
             if value is None or window.empty:
@@ -311,7 +331,8 @@ class RankPieces:
     owned, window: its boxes; layout, windows: of all ranks
     sends, recvs: one Message for each rank that reads from or is read by this one, by rank;
     local: pieces of this rank's own box; fills: what no one owns; uncovered: parts of the owned
-    box that its own window does not show in their place
+    box where sums begin with zero, as its own window does not show them in their place
+    halo_only, parts: of the windows; shape: of an array on what is shown of the window
     """
 
     def __init__(self, windows: Windows, rank: int) -> None:
@@ -325,7 +346,12 @@ class RankPieces:
         )
         self.local = tuple(windows.pieces(rank, rank))
         self.fills = windows.fills(rank)
-        self.uncovered = _without(self.owned, [p.source for p in self.local if p.is_itself])
+        self.halo_only, self.parts = windows.halo_only, windows.parts(rank)
+        cells = sum(part.size for part in self.parts)
+        self.shape = (cells,) if self.halo_only else self.window.shape
+        self.uncovered = [] if self.halo_only else _without(
+            self.owned, [p.source for p in self.local if p.is_itself]
+        )  # fmt: skip
 
     def bare(self) -> RankPieces:
         """Return the same, with nothing of what uses it."""

@@ -293,6 +293,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.halo",
                 on_ranks=True,
             ),
+            "split": Command(
+                "networks on split images beside plain torch on a rank's part; under mpirun",
+                "bench.split",
+                on_ranks=True,
+            ),
         },
     ),
     "batch": Command(

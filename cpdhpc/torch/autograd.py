@@ -9,7 +9,7 @@ its world's time-out; either way rank, plan and operation are named.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,7 +36,7 @@ def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
     Raises as WindowPlan.exchange.
     """
     _check("exchange: x", x, plan)
-    y: Tensor = _exchange(x, plan, _next(plan), False)
+    y: Tensor = _exchange(x, plan, next_number(plan), False)
     return y
 
 
@@ -46,7 +46,7 @@ def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
     y: window.shape + further axes; all else as exchange
     """
     _check("accumulate: y", y, plan)
-    x: Tensor = _accumulate(y, plan, _next(plan))
+    x: Tensor = _accumulate(y, plan, next_number(plan))
     return x
 
 
@@ -71,19 +71,31 @@ def _check(what: str, x: Any, plan: WindowPlan) -> None:
         raise plan.world.refuse(TypeError(problem))[0]
 
 
-def _next(plan: WindowPlan) -> int:
+def next_number(plan: WindowPlan) -> int:
+    """Return the number of a plan's next call in forward."""
     return next(_calls.setdefault(plan, count(1))) % BACKWARD
 
 
-def _backward_of(number: int) -> int:
+def backward_number(number: int) -> int:
+    """Return the number of the backward of a call."""
     return number + (BACKWARD if number < BACKWARD else -BACKWARD)
 
 
-def _readable(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """Return a tensor without graph, as a copy where elements share memory or are lazy."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     shared = any(s == 0 and n > 1 for s, n in zip(plain.stride(), plain.shape, strict=True))
     return plain.contiguous() if shared else plain
+
+
+def twice(
+    y: Tensor, slope: Tensor, given: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of y that are wanted, with graphs of their own, and None for others."""
+    pairs = list(zip(given, wanted, strict=True))
+    inputs = [each for each, is_wanted in pairs if is_wanted and each is not None]
+    found = iter(torch.autograd.grad(y, inputs, slope, create_graph=True))
+    return [next(found) if is_wanted else None for _, is_wanted in pairs]
 
 
 class _Exchange(torch.autograd.Function):
@@ -92,14 +104,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: WindowPlan, number: int, linear: bool) -> Tensor:
         ctx.plan, ctx.number = plan, number
-        y: Tensor = plan.exchange(_readable(x), number=number)
+        y: Tensor = plan.exchange(readable(x), number=number)
         for fill in plan.fills if linear else ():
             y[fill.target.slices(plan.window.start)] = 0
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        number = _backward_of(ctx.number)
+        number = backward_number(ctx.number)
         return _accumulate(gradients[0], ctx.plan, number), None, None, None
 
 
@@ -107,12 +119,12 @@ class _Accumulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, plan: WindowPlan, number: int) -> Tensor:
         ctx.plan, ctx.number = plan, number
-        total: Tensor = plan.accumulate(_readable(y), number=number)
+        total: Tensor = plan.accumulate(readable(y), number=number)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        number = _backward_of(ctx.number)
+        number = backward_number(ctx.number)
         return _exchange(gradients[0], ctx.plan, number, True), None, None
 
 

@@ -132,6 +132,50 @@ def test_split_layers_are_the_serial_ones_bit_for_bit(given: World) -> None:
     assert given.gather(verdict) == [[True] * len(verdict)] * given.size
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+def test_layers_launch_and_copy_for_borders_alone(world: World, direct: bool) -> None:
+    """One launch packs, one unpacks, a copy down and up; layers that need no cells have none.
+
+    Norms have one exchange each way too. Outputs and gradients are those of the CPU.
+    """
+    torch.set_num_threads(1)
+    moved = {"move_boxes": 2}, {} if direct else {"down": 1, "up": 1}
+    costs = {"3 x 3": moved, "1 x 1": ({}, {}), "norm": moved}
+    with card(direct, world.process) as gpu:
+        given = World(timeout_s=TIMEOUT_S, gpu_direct=direct)
+        grid, verdict = ImageGrid(given, (given.size, 1)), []
+        torch.manual_seed(1)
+        serial = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+        images = torch.randn(2, 2, 4 * given.size, 6)
+        found: dict[str, list[torch.Tensor]] = {}
+        for device in (CPU, DEVICE):
+            net = partition(deepcopy(serial).to(device), tuple(images.shape[1:]), grid)
+            x = grid.cut(images.to(device)).clone().requires_grad_()
+            for name, layer in zip(costs, net, strict=True):
+                for _ in range(2 if gpu else 0):  # the first call makes channels
+                    counted = []
+                    z = x.detach().requires_grad_()
+                    for step in ("forward", "backward"):
+                        gpu.launched.clear()
+                        gpu.copied.clear()
+                        if step == "forward":
+                            y = layer(z)
+                        else:
+                            y.backward(torch.ones_like(y))
+                        counted.append((dict(gpu.launched), dict(gpu.copied)))
+                if gpu and device is DEVICE and given.size > 1:
+                    verdict.append(counted == [costs[name]] * 2)
+            net.zero_grad()
+            y = net(x)
+            y.square().mul(0.5).sum().backward()
+            found[device.type] = [y.detach(), x.grad, *(p.grad for p in net.parameters())]
+        for mine, want in zip(found["cuda"], found["cpu"], strict=True):
+            far = np.abs(values_of(mine) - want.numpy()).max()
+            verdict.append(far <= 1e-4 * max(1.0, float(want.abs().max())))
+        assert given.gather(verdict) == [[True] * len(verdict)] * given.size
+        given.free()
+
+
 def test_a_job_with_split_images_learns_as_on_the_cpu(given: World, tmp_path: Path) -> None:
     """Float32 curves differ by rounding alone: 5 steps, 2**-24 amplified 1e3 times."""
     directory = Path(given.gather(str(tmp_path))[0])

@@ -1,9 +1,12 @@
-"""Layers on parts of images: the table, and norms over all parts."""
+"""Layers on parts of images: the table, and norms over all parts.
+
+Norms are torch's own kernels on each rank's part. Forward and backward have a message each, of a few
+numbers a channel, to each rank that shares the statistics. What comes is put together in float64,
+in the order of ranks: all have the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -16,10 +19,10 @@ from ...darray.layout import Layout, whole
 from ...darray.plan import WindowPlan
 from ...ops.tensors import values_of
 from ...world.ranks import Ranks
-from ..autograd import exchange
+from ..autograd import backward_number, exchange, next_number, twice
+from .convolution import Conv2d
 from .windowed import (
     AvgPool2d,
-    Conv2d,
     ConvTranspose2d,
     Gather,
     ImageGrid,
@@ -33,6 +36,8 @@ from .windowed import (
     check_part,
 )
 
+Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # number, mean, variance
+
 
 def everyone(world: Ranks, name: str) -> WindowPlan:
     """Return the plan by which each rank's cell shows on all ranks. Collective."""
@@ -40,30 +45,137 @@ def everyone(world: Ranks, name: str) -> WindowPlan:
     return WindowPlan(world, layout, whole((world.size,)), name=name)
 
 
-def moments(
-    values: torch.Tensor, axes: Sequence[int], plan: WindowPlan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the number of values over all ranks, their mean and their variance. Collective.
+def combined(everywhere: torch.Tensor) -> Moments:
+    """Return the number of all values, their mean and their variance.
 
-    values: any part, maybe empty; axes: that are summed over; returns float64 of the other axes
-    Each rank tells its number n of values, their mean and their sum of squares about it; what
-    differs between means is added to the sum of squares: Chan, Golub and LeVeque, Updating
-    formulae and a pairwise algorithm for computing sample variances, 1979, equation 2.1. A rank's
-    sums are torch's; those over ranks are in the order of ranks. So all ranks have the same bits.
-    In float64 throughout: torch too adds up float32 so on the CPU.
+    everywhere: float64[ranks, 3, groups]: of each rank number, mean and variance of its values
+    What differs between means is added to the sums of squares: Chan, Golub and LeVeque, Updating
+    formulae and a pairwise algorithm for computing sample variances, 1979, equation 2.1.
     """
-    values = values.double()
-    n = prod(values.shape[axis] for axis in axes)
-    own_mean = values.sum(tuple(axes), keepdim=True) / max(1, n)
-    squares = (values - own_mean).square().sum(tuple(axes))
-    own_mean = own_mean.squeeze(tuple(axes))
-    number = torch.full_like(own_mean, n)
-    everywhere = exchange(torch.stack([number, own_mean, squares])[None], plan)
-    counts, means, spreads = everywhere.unbind(1)
+    counts, means, variances = everywhere.unbind(1)
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count
-    variance = (spreads + counts * (means - mean).square()).sum(0) / count
-    return count, mean, variance
+    return count, mean, (counts * (variances + (means - mean).square())).sum(0) / count
+
+
+def by_group(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return values [batch, channels, ...] as [batch, groups, values], of size channels each."""
+    return x.reshape(x.shape[0], x.shape[1] // size, -1) if x.numel() else x[:, ::size]
+
+
+def by_channel(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Return values [..., groups] as [..., channels], of size channels a group."""
+    return values if size == 1 else values.repeat_interleave(size, -1)
+
+
+def normalised(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    size: int,
+    plan: WindowPlan,
+) -> tuple[torch.Tensor, Moments]:
+    """Return normalised values, and the moments of the values of all ranks. Collective.
+
+    x: [batch, channels, ...], any part, maybe empty; weight, bias: of each channel
+    size: of groups of channels, which have moments of their own, float64[groups]
+    """
+    y, *found = _Norm.apply(x, weight, bias, eps, size, plan)  # type: ignore[no-untyped-call]
+    return y, (found[0], found[1], found[2])
+
+
+class _Norm(torch.autograd.Function):
+    """Values normalised over all ranks. Forward and backward are collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        size: int,
+        plan: WindowPlan,
+    ) -> tuple[torch.Tensor, ...]:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        groups = x.shape[1] // size
+        own = x.new_zeros(3, groups, dtype=torch.float64)
+        if x.numel():
+            values = by_group(x, size).to(precise)
+            own[0], (own[1], own[2]) = x.numel() // groups, torch.batch_norm_update_stats(
+                values, None, None, 0.0
+            )  # fmt: skip
+        ctx.number = next_number(plan)
+        found = combined(plan.exchange(own[None], number=ctx.number))
+        mean, variance = (by_channel(each, size).to(precise) for each in found[1:])
+        scale, shift = (each if each is None else each.to(precise) for each in (weight, bias))
+        y = functional.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, bias, found[0], mean, variance)
+        ctx.eps, ctx.size, ctx.plan = eps, size, plan
+        ctx.mark_non_differentiable(*found)
+        return y, *found
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        slope, (x, weight, bias, _, mean, variance) = slopes[0], ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled():  # to be differentiated again
+            y = _formula(x, weight, bias, ctx.eps, ctx.size, ctx.plan)
+            return *twice(y, slope, (x, weight, bias), wanted), None, None, None
+        sums = torch.zeros_like(mean), torch.zeros_like(mean)
+        if x.numel():  # of the slope times the normalised value, and of the slope
+            sums = torch.ops.aten.native_batch_norm_backward(
+                slope, x, mean, mean, variance, None, None, False, ctx.eps, (False, True, True)
+            )[1:]
+        of_x = _of_values(ctx, slope, x, weight, torch.stack(sums)) if wanted[0] else None
+        of_weight, of_bias = (
+            each.to(parameter.dtype) if is_wanted else None
+            for each, parameter, is_wanted in zip(sums, (weight, bias), wanted[1:], strict=True)
+        )
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _of_values(
+    ctx: Any, slope: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, sums: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the values of this rank. Collective.
+
+    With z for normalised values and means over all ranks: rate (w slope - mean(w slope) - z mean(w
+    slope z)), which is a sum of slope, x and 1 with factors for each channel.
+    """
+    count, mean, variance = (each.double() for each in ctx.saved_tensors[3:])
+    rate = torch.rsqrt(variance + ctx.eps)
+    own = sums.double() if weight is None else sums * weight.double()
+    own = own.reshape(2, -1, ctx.size).sum(2) if ctx.size > 1 else own
+    everywhere = ctx.plan.exchange(own[None], number=backward_number(ctx.number))
+    products, means = by_channel(everywhere.sum(0) / count, ctx.size)
+    of_slope = rate if weight is None else rate * weight
+    of_x = -rate.square() * products
+    factors = torch.stack([-rate * means - of_x * mean, of_slope, of_x])
+    factors = factors.to(ctx.saved_tensors[4].dtype).reshape(3, -1, *[1] * (x.ndim - 2))
+    return torch.addcmul(factors[0], slope, factors[1]).addcmul_(x, factors[2]).to(x.dtype)
+
+
+def _formula(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    size: int,
+    plan: WindowPlan,
+) -> torch.Tensor:
+    """Return what normalised does, of operations that can be differentiated twice. Collective."""
+    values = by_group(x, size).double()
+    own_mean = values.mean((0, 2)) if x.numel() else values.sum((0, *range(2, x.ndim)))
+    squares = (values - own_mean[:, None]).square().mean((0, 2)) if x.numel() else own_mean
+    number = torch.full_like(own_mean, x.numel() // max(1, len(own_mean)))
+    _, *found = combined(exchange(torch.stack([number, own_mean, squares])[None], plan))
+    shape = (-1, *[1] * (x.ndim - 2))
+    mean, variance = (by_channel(each, size).reshape(shape) for each in found)
+    y = (x - mean) * torch.rsqrt(variance + eps)
+    y = y if weight is None else y * weight.reshape(shape)
+    return (y if bias is None else y + bias.reshape(shape)).to(x.dtype)
 
 
 class BatchNorm(SplitLayer):
@@ -97,36 +209,29 @@ class BatchNorm(SplitLayer):
         """
         if self.box is not None:
             check_part(x, self.box, self.plan)
-        if self.training or self.running_mean is None or self.running_var is None:
-            mean, variance = self._statistics(x)
-        else:
-            mean, variance = self.running_mean, self.running_var
-        shape = (-1, *[1] * (x.ndim - 2))
-        scale = torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            scale = scale * self.weight
-        shift = 0 if self.bias is None else self.bias.reshape(shape)
-        return (x - mean.reshape(shape)) * scale.reshape(shape) + shift
-
-    def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and variance of the channels over all ranks, and update the running ones."""
-        counts, mean, variance = moments(x, (0, *range(2, x.ndim)), self.plan)
-        count = counts[:1].sum() / self.copies
-        if self.training and values_of(count) <= 1:
-            raise ValueError(f"layer {self.plan.name}: needs more than one value a channel")
+        if not self.training and self.running_mean is not None:
+            return functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        y, found = normalised(x, self.weight, self.bias, self.eps, 1, self.plan)
         if self.training:
-            self._track(mean.detach(), (variance * count / (count - 1)).detach())
-        return mean.to(x.dtype), variance.to(x.dtype)
+            self._track(*found)
+        return y
 
     @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _track(self, counts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Let running statistics follow. Raises ValueError where there is one value in all."""
+        count = float(values_of(counts[0])) / self.copies
+        if count <= 1:
+            raise ValueError(f"layer {self.plan.name}: needs more than one value a channel")
         if self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
         share = self.momentum
         if share is None:  # the mean of all batches so far
             share = 1 / float(values_of(self.num_batches_tracked))
-        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+        unbiased = variance * (count / (count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             if running is not None:
                 running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
 
@@ -148,21 +253,20 @@ class SampleNorm(SplitLayer):
         """Return the number of groups: one for each channel."""
         return channels
 
-    def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter is for the owned cells: it has one value for each channel."""
-        return parameter[:, None, None]
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised values. Collective in the group."""
         check_part(x, self.box, self.plan)
-        batch, channels, *_ = x.shape
-        groups = self.groups(channels)
-        grouped = x.reshape(batch, groups, channels // groups, *x.shape[2:])
-        _, mean, variance = moments(grouped, (2, 3, 4), self.plan)
-        scale = torch.rsqrt(variance + self.eps).to(x.dtype)[..., None, None, None]
-        y = ((grouped - mean.to(x.dtype)[..., None, None, None]) * scale).reshape(x.shape)
-        y = y if self.weight is None else y * self.local(self.weight)
-        return y if self.bias is None else y + self.local(self.bias)
+        return self.normalised(x, self.weight, self.bias)
+
+    def normalised(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the normalised values, with a weight and a bias for each channel."""
+        samples, channels, *size = x.shape
+        weight, bias = (p if p is None else p.repeat(samples) for p in (weight, bias))
+        each = channels // self.groups(channels)
+        maps = x.reshape(1, samples * channels, *size)
+        return normalised(maps, weight, bias, self.eps, each, self.plan)[0].reshape(x.shape)
 
 
 class InstanceNorm2d(SampleNorm):
@@ -205,10 +309,14 @@ class LayerNorm(SampleNorm):
         """Return one, or one for each channel."""
         return channels if self.each_channel else 1
 
-    def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the owned cells of a parameter, which has a value for each cell."""
+    def normalised(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the normalised values, with a weight and a bias for each cell."""
         rows, columns = self.box.slices((0, 0))
-        return parameter[..., rows, columns]
+        y = super().normalised(x, None, None)
+        y = y if weight is None else y * weight[..., rows, columns]
+        return y if bias is None else y + bias[..., rows, columns]
 
 
 class Dropout(SplitLayer):
@@ -281,16 +389,18 @@ class EachPixel(SplitLayer):
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
         """Raise ValueError for layers over another axis than that of channels."""
-        dim = getattr(layer, "dim", 1)
+        dim, padding = getattr(layer, "dim", 1), getattr(layer, "padding", ())
         if dim not in (1, -3):
             raise ValueError(f"dim={dim}: must be 1, the channels")
+        if any(padding[:4]):
+            raise ValueError(f"padding={padding}: must be of channels only: use ConstantPad2d")
 
 
 CONV = "any stride, dilation, groups, padding (also same), padding_mode"
 POOL = "all options but return_indices"
 NORM = "statistics over all pixels of a sample, of all ranks that share it"
 BATCH = "statistics of the whole batch of all groups"
-PIXEL = "each pixel by itself: as they are; over channels where they take dim=1"
+PIXEL = "each pixel by itself: as they are; over channels where they take dim=1, or pad them"
 GATHER = "gather the maps first; what follows is computed by all ranks of a group alike"
 DROP = "the mask of the serial layer, drawn whole; torch's generators must stand alike"
 EACH_PIXEL = (
@@ -298,7 +408,7 @@ EACH_PIXEL = (
     nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Hardshrink, nn.Softshrink,
     nn.Tanhshrink, nn.Softplus, nn.Softsign, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Threshold,
     nn.GLU, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.LocalResponseNorm,
-    nn.ChannelShuffle,
+    nn.ChannelShuffle, nn.ConstantPad3d,
 )  # fmt: skip
 LAYERS: dict[type[nn.Module], tuple[type[SplitLayer], str]] = {
     # layer -> what does it on parts of images, and in which words

@@ -112,6 +112,8 @@ class Windowed(SplitLayer):
 
     inputs, outputs: who owns what of the whole maps; reach: returns the window of a box of outputs
     box: of the outputs that this rank owns, which may be empty; plan: fetches the input window
+    stride: of windows, with which torch leaves out what is over at the end of a part
+    at_home: whether all ranks own their windows, so that nothing is sent or copied
     constants: tensors that depend on this box, and go where the parameters go. They are no buffers,
         as those of one rank are given to all
     """
@@ -124,12 +126,20 @@ class Windowed(SplitLayer):
         reach: Callable[[Box], Box],
         boundary: Boundary,
         name: str,
+        stride: Shape = (1, 1),
     ) -> None:
         super().__init__()
         self.constants: list[torch.Tensor] = []
         self.inputs, self.outputs = grid.layout(shape), grid.layout(after)
         self.box = self.outputs.owner(grid.group.rank)
         self.plan = WindowPlan(grid.group, self.inputs, reach(self.box), boundary, name=name)
+        self.stride = stride
+        pairs = zip(self.inputs.owners, self.plan.windows.boxes, strict=True)
+        self.at_home = all(
+            own.start == window.start
+            and all(0 <= a - b < s for a, b, s in zip(own.stop, window.stop, stride, strict=True))
+            for own, window in pairs
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Change all tensors, as Module.to does."""
@@ -151,7 +161,10 @@ class Windowed(SplitLayer):
 
         x: the owned part of the input. Raises ValueError for another shape.
         """
-        return fetch(x, self.plan)
+        if not self.at_home:
+            return fetch(x, self.plan)
+        check_part(x, self.plan.owned, self.plan)
+        return x
 
     def channels(self, given: int) -> int:
         """Return the channels of the output."""
@@ -182,39 +195,6 @@ def check_part(x: torch.Tensor, owned: Box, plan: WindowPlan) -> None:
             f"must be [batch, channels, {rows}, {columns}], this rank's part"
         )
         raise plan.world.refuse(error)[0]
-
-
-BOUNDARIES = {"zeros": "zero", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
-
-
-class Conv2d(Windowed):
-    """torch.nn.Conv2d. Collective."""
-
-    def __init__(
-        self, layer: torch.nn.Conv2d, grid: ImageGrid, shape: Shape, after: Shape, name: str
-    ) -> None:
-        size, step, dilation = map(pair, (layer.kernel_size, layer.stride, layer.dilation))
-        if layer.padding == "same":  # the odd cell comes last, as torch has it
-            before = pair([d * (k - 1) // 2 for k, d in zip(size, dilation, strict=True)])
-        else:
-            before = pair(0 if layer.padding == "valid" else layer.padding)
-
-        def reach(box: Box) -> Box:
-            return receptive(box, size, step, before, dilation)
-
-        super().__init__(grid, shape, after, reach, BOUNDARIES[layer.padding_mode], name)
-        self.weight, self.bias = layer.weight, layer.bias
-        self.stride, self.dilation, self.groups = step, dilation, layer.groups
-
-    def channels(self, given: int) -> int:
-        """Return the channels of the output."""
-        return self.weight.shape[0]
-
-    def computed(self, window: torch.Tensor) -> torch.Tensor:
-        """Return the owned outputs."""
-        return functional.conv2d(
-            window, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
-        )
 
 
 class ConvTranspose2d(Windowed):
@@ -262,9 +242,13 @@ class ConvTranspose2d(Windowed):
 
     def computed(self, window: torch.Tensor) -> torch.Tensor:
         """Return the owned outputs."""
+        fits = not any(self.crop)
         sums = functional.conv_transpose2d(
-            window, self.weight, None, self.stride, 0, 0, self.groups, self.dilation
-        )
+            window, self.weight, self.bias if fits else None, self.stride, 0, 0, self.groups,
+            self.dilation,
+        )  # fmt: skip
+        if fits:
+            return sums
         sums = functional.pad(sums, self.crop)  # what is negative is cut off
         return sums if self.bias is None else sums + self.bias[:, None, None]
 
@@ -281,8 +265,8 @@ class Pool2d(Windowed):
         def reach(box: Box) -> Box:
             return receptive(box, size, step, before, dilation)
 
-        super().__init__(grid, shape, after, reach, self.boundary, name)
-        self.size, self.stride, self.dilation, self.before = size, step, dilation, before
+        super().__init__(grid, shape, after, reach, self.boundary, name, step)
+        self.size, self.dilation, self.before = size, dilation, before
 
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
@@ -308,7 +292,10 @@ class AvgPool2d(Pool2d):
         self, layer: torch.nn.AvgPool2d, grid: ImageGrid, shape: Shape, after: Shape, name: str
     ) -> None:
         super().__init__(layer, grid, shape, after, name)
-        self.constants = [self._divisor(layer)]
+        divisors = self._divisor(layer)
+        values = set(divisors.flatten().tolist())
+        self.alike = int(values.pop()) if len(values) == 1 else None  # divisor of all outputs
+        self.constants = [] if self.alike else [divisors]
 
     def _divisor(self, layer: torch.nn.AvgPool2d) -> torch.Tensor:
         """Return float64[rows, columns] of the owned outputs: what each sum is divided by.
@@ -328,9 +315,9 @@ class AvgPool2d(Pool2d):
 
     def computed(self, window: torch.Tensor) -> torch.Tensor:
         """Return the means."""
-        sums = functional.avg_pool2d(window, self.size, self.stride, divisor_override=1)
-        (divisor,) = self.constants
-        return sums / divisor.to(sums.dtype)
+        divisor = self.alike or 1
+        means = functional.avg_pool2d(window, self.size, self.stride, divisor_override=divisor)
+        return means if self.alike else means / self.constants[0].to(means.dtype)
 
 
 class Pad2d(Windowed):
