@@ -19,8 +19,7 @@ from torch import nn
 from ...config import UserError
 from ...torch.split_images import ImageGrid, partition
 from ...world.mpi import World
-from ..train.models import CifarResNet
-from .harness import (
+from ..kinds.harness import (
     Times,
     add_repeats,
     check_options,
@@ -30,6 +29,7 @@ from .harness import (
     parse_counts,
     parse_names,
 )
+from ..train.models import CifarResNet
 
 
 def convolutions(width: int, size: int, *after: Callable[[], nn.Module]) -> nn.Sequential:
