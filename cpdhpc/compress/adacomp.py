@@ -18,19 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..ops import backend_of, placed, to_host
-from ..ops.common import MAGNITUDE
 from ..options import Allowed
-from .base import Array, Context, Mean, blocks, zeros
+from .base import RESIDUAL, Array, Context, Mean, as_float, shared_largest
 from .bucket import Bucket
-from .sparse import SparseMessages, exchange
+from .memory import take_spare
+from .sparse import SparseLayers, SparseMessages, exchange
 
 HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
 SKIPPED = 4  # empty bins that a code passes over, at most
+
+
+class Leaders(NamedTuple):
+    """What is sent of a layer: its scale, and the ascending indices, NumPy's uint32[m]."""
+
+    scale: np.float32
+    indices: Array
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,11 @@ class AdaComp(SparseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
-        coded, waiting = layers.coded, layers.waiting(gradients, context)
-        payloads = [
-            self._encoded(x, layers.parts(own), coded)
-            for x, own in zip(waiting, gradients, strict=True)
-        ]
-        sent = exchange(
-            context.world, payloads, lambda each: self._decoded(each, coded), waiting, coded
-        )
+        coded = layers.coded
+        waiting = take_spare(context, RESIDUAL, coded.size, gradients)
+        leaders = self._leaders(waiting, gradients, layers, context)
+        payloads = [self._encoded(x, own, coded) for x, own in zip(waiting, leaders, strict=True)]
+        sent = exchange(context, payloads, lambda each: self._decoded(each, coded), waiting, layers)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
@@ -74,19 +78,48 @@ class AdaComp(SparseMessages):
             bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
             yield bin_values, slice(start, stop)
 
-    def _encoded(self, x: Array, gradients: Sequence[Array], coded: Bucket) -> Array:
+    def _leaders(
+        self,
+        waiting: Sequence[Array],
+        gradients: Sequence[Array],
+        layers: SparseLayers,
+        context: Context,
+    ) -> list[list[Leaders]]:
+        """Write what waits; return, of each hosted rank, what is about the largest. Collective.
+
+        waiting: float32[layers.coded.size] of each hosted rank, written
+        """
+        found: list[list[Leaders]] = [[] for _ in waiting]
+        parts = zip(*map(layers.parts, gradients), strict=True)
+        most: list[int] = []
+        for own, (name, start, stop), (bin_values, place) in zip(
+            parts, layers.coded.segments, self._bins(layers.coded), strict=True
+        ):
+            memory = context.state.own(name, RESIDUAL, (stop - start,), like=waiting[0])
+            for row, (x, kept, gradient) in enumerate(zip(waiting, memory, own, strict=True)):
+                about = backend_of(x).accumulate_leaders
+                highest, indices = about(
+                    gradient, kept, x[place], float(np.float32(self.scale - 1)), bin_values
+                )
+                most.append(highest.view(np.uint32).max())
+                with np.errstate(over="ignore", invalid="ignore"):  # looked at next
+                    scale = np.float32(highest.mean(dtype=np.float64))
+                found[row].append(Leaders(scale, indices))
+        if layers.coded.size:
+            shared_largest(context.world, waiting, layers.coded, as_float(max(most)))
+        return found
+
+    def _encoded(self, x: Array, leaders: Sequence[Leaders], coded: Bucket) -> Array:
         """Return a rank's payload, uint8[bytes].
 
-        x: float32[coded.size], what waits, the gradients included; gradients: of each layer
+        x: float32[coded.size], what waits, the gradients included; leaders: of each layer
         """
         head, codes = np.zeros(len(coded.names), HEAD), []
         for i, (bin_values, part) in enumerate(self._bins(coded)):
-            indices, head["scale"][i] = _about_largest(
-                x[part], gradients[i], bin_values, np.float32(self.scale - 1)
-            )
-            chosen = to_host(x[part][placed(indices, x)])
-            codes.append(_codes(indices, chosen < 0, bin_values))
-            head["codes"][i] = codes[-1].size
+            scale, indices = leaders[i]
+            chosen = to_host(backend_of(x).gather(x[part], placed(indices, x)))
+            codes.append(_codes(indices.astype(np.int64), chosen < 0, bin_values))
+            head["scale"][i], head["codes"][i] = scale, codes[-1].size
         return np.concatenate([each.view(np.uint8) for each in (head, *codes)])
 
     def _decoded(self, payload: Array, coded: Bucket) -> tuple[Array, Array]:
@@ -102,38 +135,6 @@ class AdaComp(SparseMessages):
             found.append((indices + part.start, signs[is_minus.view(np.uint8)]))
         indices, values = map(np.concatenate, zip(*found, strict=True))
         return indices.astype(np.uint32), values
-
-
-def _about_largest(
-    x: Array, gradient: Array, bin_values: int, more: np.float32
-) -> tuple[Array, np.float32]:
-    """Return where x + more * gradient reaches the largest x of its bin, and the mean of those.
-
-    Values of 0 are never chosen, so nothing is of bins of zeros.
-    """
-    indices, largest, kernels = [], [], backend_of(x)
-    for part in blocks(x, bin_values):
-        own, rate = x[part], gradient[part]
-        if own.size % bin_values:  # the last bin
-            short = zeros(-own.size % bin_values, x)
-            own, rate = np.concatenate([own, short]), np.concatenate([rate, short])
-        with np.errstate(over="ignore"):  # infinity is the largest too
-            reach = kernels.multiply(rate, more)
-            kernels.add(reach, own, reach)
-        magnitudes, reached = (_magnitudes(each, bin_values) for each in (own, reach))
-        highest = magnitudes.max(axis=1)
-        is_chosen = reached >= highest[:, None]
-        is_chosen &= magnitudes != 0
-        indices.append(to_host(np.flatnonzero(is_chosen)) + part.start)
-        largest.append(to_host(highest).view(np.float32))
-    scale = np.concatenate(largest).mean(dtype=np.float64)
-    return np.concatenate(indices), np.float32(scale)
-
-
-def _magnitudes(x: Array, bin_values: int) -> Array:
-    """Return the bits of |x|, which compare as they do, by bins: uint32[bins, bin_values]."""
-    bits = x.view(np.uint32) & np.uint32(MAGNITUDE)
-    return bits.reshape(-1, bin_values)
 
 
 def _coding(bin_values: int) -> tuple[np.dtype[Any], int]:

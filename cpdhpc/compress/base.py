@@ -38,6 +38,8 @@ class Context:
     state: what the method keeps; seed: of this bucket; iteration: from 0
     epoch: how often all samples have been seen, 0.0 where nobody says
     loss_scale: what gradients are multiplied by, which options in their unit have to follow
+    out: float32[bucket.size] that is of use to nobody: where the mean is made there, with zeros
+        between layers, and is Mean.flat itself, it is not copied
     """
 
     world: Ranks
@@ -46,6 +48,12 @@ class Context:
     iteration: int = 0
     epoch: float = 0.0
     loss_scale: float = 1.0
+    out: Array | None = None
+
+    @property
+    def outs(self) -> list[Array] | None:
+        """out as an all-reduce takes it."""
+        return None if self.out is None else [self.out]
 
     def key(self, name: str, rank: int = 0) -> Key:
         """Return the key of the random numbers that name, this iteration and a rank choose.
@@ -294,8 +302,12 @@ def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket
 
 def amax(xs: Sequence[Array]) -> Array:
     """Return the largest magnitude of all float32[n], float32[1], NumPy's: NaN where one is."""
-    found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs]
-    return np.array([max(found)], np.uint32).view(np.float32)
+    return as_float(max(int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs))
+
+
+def as_float(bits: int) -> Array:
+    """Return the float32 of some bits, float32[1], as amax returns it."""
+    return np.array([bits], np.uint32).view(np.float32)
 
 
 def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:

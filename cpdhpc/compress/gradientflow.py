@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
+from ..collectives.checks import is_finite
 from ..collectives.sparse import sum as sum_of_ranks
-from ..ops import backend_of, placed
+from ..ops import backend_of, on_gpu, placed
 from ..options import Allowed
 from .base import (
+    RESIDUAL,
     Array,
     Column,
     Context,
     DenseMessages,
     Mean,
+    as_float,
+    check_place,
     checked_mean,
-    keep_residuals,
-    with_residuals,
-    zeros,
+    shared_largest,
 )
 from .bucket import Bucket
+from .memory import clear_mean, keep, take_spare
 from .sparse import Epochs
 
 
@@ -58,21 +61,41 @@ class GradientFlow(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        world, flat = context.world, zeros(bucket.size, gradients[0])
-        waiting = with_residuals(self, gradients, bucket, context)
+        world, flat = context.world, clear_mean(context, bucket, gradients[0])
+        waiting = self._waiting(gradients, bucket, context)
         where = self._chosen(waiting, context)
-        method, is_sent = self._allreduce(context.seed), placed(where, flat)
-        parts = [x[is_sent] for x in waiting]
-        flat[is_sent] = method.run(world, parts, iteration=context.iteration).arrays[0]
-        checked_mean(world, flat, waiting, bucket)
-        kernels = backend_of(flat)
-        for x, part in zip(waiting, parts, strict=True):
-            x[is_sent] = kernels.multiply(part, np.float32(0))  # with the signs that they had
-        keep_residuals(waiting, bucket, context)
+        method, is_sent = self._allreduce(context.seed), _spans(where, flat)
+        parts = [np.concatenate([x[:0], *(x[span] for span in is_sent)]) for x in waiting]
+        mean, end = method.run(world, parts, iteration=context.iteration).arrays[0], 0
+        for span in is_sent:
+            begin, end = end, end + flat[span].size
+            flat[span] = mean[begin:end]
+        if not is_finite(mean):  # alike on all ranks
+            checked_mean(world, flat, waiting, bucket)
+        for x in waiting:
+            for span in is_sent:  # with the signs that they had
+                x[span] = backend_of(x).multiply(x[span], np.float32(0))
+        keep(context, bucket, RESIDUAL, waiting)
         shares = [
             where[start:stop].mean() if start < stop else 0.0 for _, start, stop in bucket.segments
         ]
         return Mean.finite(flat, {"sent_share": np.array(shares)})
+
+    def _waiting(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
+        """Return gradients plus what waits, float32[bucket.size] of each hosted rank. Collective.
+
+        Raises as with_residuals.
+        """
+        check_place(self, context.world, gradients)
+        found, most = take_spare(context, RESIDUAL, bucket.size, gradients), 0
+        with np.errstate(over="ignore", invalid="ignore"):  # looked at next
+            for name, start, stop in bucket.segments:
+                kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
+                for x, gradient, residual in zip(found, gradients, kept, strict=True):
+                    sums = backend_of(x).accumulate
+                    most = max(most, sums(gradient[start:stop], residual, x[start:stop]))
+        shared_largest(context.world, found, bucket, as_float(most))
+        return found
 
     def _chosen(self, waiting: list[Array], context: Context) -> Array:
         """Return which values are sent, bool[n], the same on all ranks. Collective."""
@@ -86,3 +109,11 @@ class GradientFlow(DenseMessages):
         chosen = np.zeros(chunks, bool)
         chosen[np.argsort(-total, kind="stable")[: max(1, round(self.density * chunks))]] = True
         return np.repeat(chosen, np.diff(borders))
+
+
+def _spans(where: Array, like: Array) -> list[Any]:
+    """Return what takes the values of bool[n]: slices; on a GPU, where each is a call, where."""
+    if on_gpu(like):
+        return [placed(where, like)]
+    edges = np.flatnonzero(np.diff(where, prepend=False, append=False))
+    return [slice(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

@@ -77,15 +77,17 @@ class OkTopk(SparseMessages):
         layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        mean, indices = zeros(coded.size, waiting[0]), np.empty(0, np.uint32)
+        mean, none = layers.cleared(context, waiting[0]), np.empty(0, np.uint32)
+        indices, values = none, none.view(np.float32)
+        borders = [*(start for _, start, _ in coded.segments), coded.size]
         if coded.size:
             k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)
             indices, sums = self._summed(waiting, k, coded.names[0], context)
-            mean[placed(indices, mean)] = placed(sums / np.float32(context.world.ranks), mean)
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
-        layers.keep(waiting, context)
-        borders = [*(start for _, start, _ in coded.segments), coded.size]
+            values = sums / np.float32(context.world.ranks)
         counts = np.diff(np.searchsorted(indices, borders))
+        mean[placed(layers.in_bucket(indices, counts), mean)] = placed(values, mean)
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, values)
+        layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
     @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..ops import backend_of, placed
 from ..randomness import Key
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, zeros
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
 from .bucket import Bucket
 from .sparse import (
     Density,
@@ -76,16 +76,19 @@ class RandomK(DenseMessages):
             for name, start, stop in layers.coded.segments
         }
         means = self._mean({name: [x[i] for x in waiting] for name, i in drawn.items()}, context)
-        mean, shares = zeros(layers.coded.size, waiting[0]), []
-        multiply = backend_of(mean).multiply
+        mean, shares = layers.cleared(context, waiting[0]), []
+        multiply, values = backend_of(mean).multiply, []
+        lies = {name: start for name, start, _ in bucket.segments}
         for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
             shares.append(index.size / (stop - start))
             factor = 1.0 if self.error_feedback else (stop - start) / index.size
             with np.errstate(over="ignore"):  # layers.mean sees what is not finite
-                mean[index] = multiply(means[name], np.float32(factor))
+                values.append(multiply(means[name], np.float32(factor)))
+            mean[index + (lies[name] - start)] = values[-1]
             for x in waiting:
                 x[index] = 0
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
+        known = np.concatenate([mean[:0], *values])
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, known)
         if self.error_feedback:
             layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})

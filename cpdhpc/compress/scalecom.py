@@ -11,7 +11,17 @@ import numpy as np
 from ..collectives.sparse import broadcast
 from ..ops import placed, to_host
 from ..options import Allowed
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known, zeros
+from .base import (
+    RESIDUAL,
+    Array,
+    Column,
+    Context,
+    DenseMessages,
+    Layers,
+    Mean,
+    blocks,
+    check_known,
+)
 from .bucket import Bucket
 from .sparse import Epochs, SparseLayers, SparseMessages, whole_now
 
@@ -82,17 +92,22 @@ class ScaleCom(DenseMessages):
         layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        total = zeros(coded.size, waiting[0])
+        total, values = layers.cleared(context, waiting[0]), []
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
         if chosen:
+            lies = {name: start for name, start, _ in bucket.segments}
+            starts = {name: start for name, start, _ in coded.segments}
             parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}
             for name, mean in self._mean(parts, context).items():
-                total[chosen[name]] = mean
-        flat = layers.mean(total, waiting, gradients, context, self.algorithm)
+                total[chosen[name] + (lies[name] - starts[name])] = mean
+                values.append(mean)
+        known = np.concatenate([total[:0], *values])
+        flat = layers.mean(total, waiting, gradients, context, self.algorithm, known)
         for x in waiting:
             for i in chosen.values():
                 x[i] = 0
-        layers.add(waiting, context, "residual", 1 - self.beta, self.beta)
+        if self.beta < 1:
+            layers.add(waiting, context, RESIDUAL, 1 - self.beta, self.beta)
         layers.keep(waiting, context)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})

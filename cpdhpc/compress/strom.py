@@ -56,7 +56,7 @@ class Strom(SparseMessages):
             backend_of(signs).multiply_runs(signs, taus, borders, signs)
             return indices, signs
 
-        sent = exchange(context.world, payloads, decode, waiting, coded)
+        sent = exchange(context, payloads, decode, waiting, layers)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         layers.keep(waiting, context)
         for name, square in squares.items():
