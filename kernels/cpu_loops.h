@@ -566,6 +566,6 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 leader_of,
                                 row_products,
                                 column_products,
-                                outer,
+                                outer_row,
                                 copy,
                                 matmul};

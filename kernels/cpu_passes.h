@@ -10,12 +10,29 @@ CPD_FN int magnitude_of(float x) {
     return bits & CPD_MAGNITUDE;
 }
 
+// Values from those that are read to what is fetched: the time of some additions.
+const i64 SOON = 256;
+
 template <bool SCALED, bool TWICE>
 u32 accumulate_as(const float* x, const float* kept, float factor, const float* more, i64 n,
                   float* sum, float* total) {
-    int most = 0;
-#pragma GCC ivdep
-    for (i64 i = 0; i < n; ++i) {
+    const F by = from_float(factor);
+    U largest = lanes(0);
+    i64 i = 0;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
+        expect(x + i + SOON), expect(kept + i + SOON);
+        F value = load(kept, i, n);
+        value = load(x, i, n) + (SCALED ? by * value : value);
+        store(sum, i, n, value);
+        if (TWICE) {
+            expect(more + i + SOON);
+            value += load(more, i, n);
+            store(total, i, n, value);
+        }
+        largest = larger(largest, bits_of(value) & CPD_MAGNITUDE);
+    }
+    int most = (int)largest_lane(largest);
+    for (; i < n; ++i) {
         float value = x[i] + (SCALED ? factor * kept[i] : kept[i]);
         sum[i] = value;
         if (TWICE) total[i] = value = value + more[i];
@@ -37,9 +54,19 @@ u32 accumulate(const float* x, const float* kept, float factor, const float* mor
 // x cut to +-limit and divided, or multiplied by by; returns the largest magnitude that comes out.
 template <bool DIVIDE, bool CUT>
 u32 scale_as(const float* x, float by, float limit, i64 n, float* out) {
-    int most = 0;
-#pragma GCC ivdep
-    for (i64 i = 0; i < n; ++i) {
+    const F number = from_float(by), high = from_float(limit), low = -high;
+    U largest = lanes(0);
+    i64 i = 0;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
+        expect(x + i + SOON);
+        F value = load(x, i, n);
+        if (CUT) value = value > high ? high : value < low ? low : value;
+        value = DIVIDE ? value / number : value * number;
+        store(out, i, n, value);
+        largest = larger(largest, bits_of(value) & CPD_MAGNITUDE);
+    }
+    int most = (int)largest_lane(largest);
+    for (; i < n; ++i) {
         float value = x[i];
         if (CUT) value = value > limit ? limit : value < -limit ? -limit : value;
         out[i] = value = DIVIDE ? value / by : value * by;
@@ -208,6 +235,17 @@ void add_signs(const u8* packed, i64 first, float below, float above, i64 n, flo
     for (; i < n && (first + i) % 8; ++i)
         x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
     const u8* bytes = packed + (first + i) / 8;
+#if CPD_REGISTER == 64
+    const F low = from_float(below), high = from_float(above);
+    for (; i + 16 <= n; i += 16, bytes += 2) {
+        u32 bits = bytes[0] | (u32)bytes[1] << 8;
+        bits = (bits >> 1 & 0x5555) | (bits & 0x5555) << 1;
+        bits = (bits >> 2 & 0x3333) | (bits & 0x3333) << 2;
+        bits = (bits >> 4 & 0x0f0f) | (bits & 0x0f0f) << 4;
+        const F chosen = _mm512_mask_blend_ps((__mmask16)bits, low, high);
+        store(x, i, n, load(x, i, n) + chosen);
+    }
+#endif
     for (; i + 8 <= n; i += 8) {
         const EightInts bit = {128, 64, 32, 16, 8, 4, 2, 1};
         const EightInts chosen = ((EightInts{} + (int)*bytes++) & bit) == bit;
@@ -330,23 +368,16 @@ void column_products(const float* m, i64 n, i64 columns, const float* rows, i64 
     }
 }
 
-// out[i][j] = 0 + firsts[r][i] * seconds[r][j], in the order of r; returns the largest magnitude.
-u32 outer(i64 n, i64 columns, const float* firsts, const float* seconds, i64 count, float* out) {
-    int most = 0;
-    for (i64 i = 0; i < n; ++i, out += columns) {
-        for (i64 r = 0; r < count; ++r) {
-            const float first = firsts[r * n + i], *second = seconds + r * columns;
-            if (r)
+// out[j] = 0 + firsts[r * stride] * seconds[r][j], in the order of r; returns the largest magnitude.
+u32 outer_row(const float* firsts, i64 stride, const float* seconds, i64 count, i64 columns,
+              float* out) {
+    memset(out, 0, (size_t)columns * sizeof(float));
+    for (i64 r = 0; r < count; ++r) {
+        const float first = firsts[r * stride], *second = seconds + r * columns;
 #pragma GCC ivdep
-                for (i64 j = 0; j < columns; ++j) out[j] = first * second[j] + out[j];
-            else
-#pragma GCC ivdep
-                for (i64 j = 0; j < columns; ++j) out[j] = first * second[j] + 0.0f;
-        }
-        const int largest = (int)largest_of(out, columns);
-        most = most < largest ? largest : most;
+        for (i64 j = 0; j < columns; ++j) out[j] = first * second[j] + out[j];
     }
-    return (u32)most;
+    return largest_of(out, columns);
 }
 
 }  // namespace

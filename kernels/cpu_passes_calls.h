@@ -14,10 +14,22 @@ bool as_long(const Buffer& x, const Buffer& other, const char* name) {
     return !other.view.buf || has_length(other, name, x.view.len);
 }
 
-// Fetches a tile into the cache: the processor by itself stops at the end of each page.
-void fetch(const float* x) {
-    for (int i = 0; i < CPD_TILE; i += 16) __builtin_prefetch(x + i);
-}
+// Where loops write values: into an array; or, if that is more than a core's cache holds, into
+// memory of their own first, from where the values go past the caches: lines that are overwritten
+// as a whole need not be read.
+struct Written {
+    static const i64 LARGE = 1 << 19;
+    const bool streams;
+    float own[STEP];
+    explicit Written(i64 n) : streams(n >= LARGE) {}
+    ~Written() {
+        if (streams) end_stream();
+    }
+    float* at(float* out) { return streams ? own : out; }
+    void done(float* out, i64 n) {
+        if (streams) stream_on((u8*)out, (const u8*)own, n * (i64)sizeof(float));
+    }
+};
 
 // A tuple of buffers.
 struct Views {
@@ -64,7 +76,6 @@ PyObject* accumulate(PyObject*, PyObject* args) {
         !as_long(more, total, "total"))
         return nullptr;
     const i64 n = floats_in(x);
-    const Buffer& last = more.view.buf ? total : sum;
     std::vector<Above> parts((size_t)(n / (BLOCK_TILES * CPD_TILE) + 1));
     std::atomic<u32> most{0};
     std::atomic<bool> full{false};
@@ -72,18 +83,19 @@ PyObject* accumulate(PyObject*, PyObject* args) {
         Above& part = parts[(size_t)(b.tile / BLOCK_TILES)];
         u32 places[CPD_TILE + 2], largest = 0;
         float values[CPD_TILE];
+        Written sums(n), totals(n);
         for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
             const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
-            for (const Buffer* each : {&x, &kept, &more, &sum, &total})
-                if (each->view.buf && left >= 2 * CPD_TILE) fetch(each->at<float>(i + CPD_TILE));
-            const u32 found =
-                loops->accumulate(x.at<float>(i), kept.at<float>(i), factor, more.at<float>(i), m,
-                                  sum.at<float>(i), total.at<float>(i));
+            float *first = sums.at(sum.at<float>(i)), *second = totals.at(total.at<float>(i));
+            const u32 found = loops->accumulate(x.at<float>(i), kept.at<float>(i), factor,
+                                                more.at<float>(i), m, first, second);
             largest = largest < found ? found : largest;
+            sums.done(sum.at<float>(i), m);
+            if (more.view.buf) totals.done(total.at<float>(i), m);
             if (found <= above) continue;
             try {
-                i64 count =
-                    loops->collect_tile(above, last.at<float>(i), m, (u32)i, places, values);
+                const float* last = more.view.buf ? second : first;
+                i64 count = loops->collect_tile(above, last, m, (u32)i, places, values);
                 part.places.insert(part.places.end(), places, places + count);
                 part.values.insert(part.values.end(), values, values + count);
             } catch (const std::bad_alloc&) {
@@ -145,12 +157,21 @@ PyObject* scale_runs(PyObject*, PyObject* args) {
         return nullptr;
     std::atomic<u32> most{0};
     PyObject* done = in_blocks(threads, floats_in(x), [&](const Block& b) {
-        each_run(runs, start + b.first, b.n, [&](i64 run, i64 first, i64 n) {
-            const float limit = limits.view.buf ? *limits.at<float>(run) : __builtin_inff();
-            raise_to(most, loops->scale(divide, x.at<float>(first - start),
-                                        *runs.each.at<float>(run), limit, n,
-                                        out.at<float>(first - start)));
-        });
+        Written values(x.view.buf == out.view.buf ? 0 : floats_in(x));
+        u32 largest = 0;
+        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
+            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
+            float* to = values.at(out.at<float>(i));
+            each_run(runs, start + i, m, [&](i64 run, i64 at, i64 n) {
+                const float limit = limits.view.buf ? *limits.at<float>(run) : __builtin_inff();
+                const i64 first = at - start;
+                const u32 found = loops->scale(divide, x.at<float>(first),
+                                               *runs.each.at<float>(run), limit, n, to + first - i);
+                largest = largest < found ? found : largest;
+            });
+            values.done(out.at<float>(i), m);
+        }
+        raise_to(most, largest);
     });
     if (!done) return nullptr;
     Py_DECREF(done);
@@ -299,10 +320,11 @@ PyObject* decode_signs(PyObject*, PyObject* args) {
     u32 most = 0;
     {
         Unlocked unlocked;
+        Written values(n);
         for (i64 row = 0; row < rows; ++row)
             for (i64 j = 0; j < columns; j += STEP) {
                 const i64 first = row * columns + j, m = columns - j < STEP ? columns - j : STEP;
-                float* x = out.at<float>(first);
+                float* x = values.at(out.at<float>(first));
                 memset(x, 0, (size_t)m * sizeof(float));
                 for (i64 rank = 0; rank < ranks; ++rank) {
                     const float* pair = pairs.at<float>(rank, 2 * row);
@@ -310,6 +332,7 @@ PyObject* decode_signs(PyObject*, PyObject* args) {
                 }
                 const u32 found = loops->scale(true, x, divisor, __builtin_inff(), m, x);
                 most = most < found ? found : most;
+                values.done(out.at<float>(first), m);
             }
     }
     return PyLong_FromUnsignedLong(most);
@@ -334,15 +357,20 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
     {
         Unlocked unlocked;
         try {
+            Written values(bin < STEP ? n : 0);
+            const i64 step = values.streams ? STEP / bin * bin : bin;
             some.resize((size_t)bin);
-            for (i64 i = 0, b = 0; i < n; i += bin, ++b) {
-                const i64 m = n - i < bin ? n - i : bin;
+            for (i64 i = 0; i < n; i += bin) {
+                const i64 m = n - i < bin ? n - i : bin, in_step = i % step;
+                float* to = values.at(sum.at<float>(i - in_step)) + in_step;
                 const u32 largest = loops->accumulate(x.at<float>(i), kept.at<float>(i), 1, nullptr,
-                                                      m, sum.at<float>(i), nullptr);
-                *highest.at<u32>(b) = largest;
-                const i64 count = loops->leaders_of(sum.at<float>(i), x.at<float>(i), more, largest,
-                                                    m, (u32)i, some.data());
+                                                      m, to, nullptr);
+                *highest.at<u32>(i / bin) = largest;
+                const i64 count = loops->leaders_of(to, x.at<float>(i), more, largest, m, (u32)i,
+                                                    some.data());
                 found.insert(found.end(), some.begin(), some.begin() + count);
+                if (in_step + m == step || i + m == n)
+                    values.done(sum.at<float>(i - in_step), in_step + m);
             }
         } catch (const std::bad_alloc&) {
             full = true;
@@ -351,6 +379,60 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
     if (full) return PyErr_NoMemory();
     return PyByteArray_FromStringAndSize((const char*)found.data(),
                                          (Py_ssize_t)(found.size() * sizeof(u32)));
+}
+
+// clear_all(threads, out): zeros, past the caches if there are many.
+PyObject* clear_all(PyObject*, PyObject* args) {
+    int threads;
+    Buffer out;
+    if (!PyArg_ParseTuple(args, "iw*", &threads, &out.view)) return nullptr;
+    const i64 n = floats_in(out);
+    return in_blocks(threads, n, [&](const Block& b) {
+        Written zeros(n);
+        if (zeros.streams) memset(zeros.own, 0, sizeof zeros.own);
+        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
+            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
+            if (!zeros.streams) memset(out.at<float>(i), 0, (size_t)m * sizeof(float));
+            zeros.done(out.at<float>(i), m);
+        }
+    });
+}
+
+// put(threads, out, indices, values): out[indices] = values.
+PyObject* put(PyObject*, PyObject* args) {
+    int threads;
+    Buffer out, indices, values;
+    if (!PyArg_ParseTuple(args, "iw*y*y*", &threads, &out.view, &indices.view, &values.view) ||
+        !has_length(values, "values", indices.view.len) ||
+        !ascends("put", indices, floats_in(out)))
+        return nullptr;
+    return in_blocks(threads, words_in(indices), [&](const Block& b) {
+        float* to = out.at<float>(0);
+        const u32* at = indices.at<u32>(b.first);
+        for (i64 i = 0; i < b.n; ++i) to[at[i]] = values.at<float>(b.first)[i];
+    });
+}
+
+// mark_drawn(draws, n, words): sets bit draw % n of words for each 64-bit draw; returns how many
+// were not set.
+PyObject* mark_drawn(PyObject*, PyObject* args) {
+    Buffer draws, words;
+    unsigned long long n;
+    if (!PyArg_ParseTuple(args, "y*Kw*", &draws.view, &n, &words.view) ||
+        !has_length(words, "words", (i64)((n + 31) / 32 * sizeof(u32))))
+        return nullptr;
+    i64 count = 0;
+    if (n) {
+        Unlocked unlocked;
+        for (i64 i = 0; i < draws.view.len / (i64)sizeof(u64); ++i) {
+            const u64 place = *draws.at<u64>(i) % n;
+            u32& word = *words.at<u32>((i64)(place / 32));
+            const u32 bit = 1u << place % 32;
+            count += !(word & bit);
+            word |= bit;
+        }
+    }
+    return PyLong_FromLongLong(count);
 }
 
 // chunk_leaders(x, chunk, out): where in each chunk of so many values the first of its largest is.
@@ -417,7 +499,7 @@ PyObject* column_products(PyObject*, PyObject* args) {
 // outer(n, firsts, seconds, out): the sum of products of columns and rows; see Loops.
 PyObject* outer(PyObject*, PyObject* args) {
     long long n;
-    u32 most;
+    u32 most = 0;
     Buffer out, firsts, seconds;
     Matrix is;
     if (!PyArg_ParseTuple(args, "Ly*y*w*", &n, &firsts.view, &seconds.view, &out.view) ||
@@ -425,8 +507,14 @@ PyObject* outer(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        most = loops->outer(is.n, is.columns, firsts.at<float>(0), seconds.at<float>(0), is.count,
-                            out.at<float>(0));
+        Written row(is.columns <= STEP ? floats_in(out) : 0);
+        for (i64 i = 0; i < is.n; ++i) {
+            float* to = out.at<float>(i * is.columns);
+            const u32 found = loops->outer_row(firsts.at<float>(i), is.n, seconds.at<float>(0),
+                                               is.count, is.columns, row.at(to));
+            most = most < found ? found : most;
+            row.done(to, is.columns);
+        }
     }
     return PyLong_FromUnsignedLong(most);
 }
@@ -506,9 +594,10 @@ PyObject* mean_runs(PyObject*, PyObject* args) {
     PyObject* done = in_blocks(threads, n, [&](const Block& b) {
         float term[STEP];
         u32 words[STEP / 16];
+        Written values(n);
         for (i64 i = b.first; i < b.first + b.n; i += STEP) {
             const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
-            float* sum = out.at<float>(i);
+            float* sum = values.at(out.at<float>(i));
             memset(sum, 0, (size_t)m * sizeof(float));
             for (i64 rank = 0; rank < count; ++rank) {
                 const u8* came = payloads.at<u8>(rank, i / CPD_TILE * codes.tile_bytes());
@@ -522,6 +611,7 @@ PyObject* mean_runs(PyObject*, PyObject* args) {
                 });
             }
             raise_to(most, loops->scale(true, sum, divisor, __builtin_inff(), m, sum));
+            values.done(out.at<float>(i), m);
         }
     });
     if (!done) return nullptr;

@@ -63,8 +63,8 @@ struct Loops {
                          float* out);
     void (*column_products)(const float* m, i64 n, i64 columns, const float* rows, i64 count,
                             float* out);
-    u32 (*outer)(i64 n, i64 columns, const float* firsts, const float* seconds, i64 count,
-                 float* out);
+    u32 (*outer_row)(const float* firsts, i64 stride, const float* seconds, i64 count, i64 columns,
+                     float* out);
     // memcpy, but never by the processor's own string moves, which take 10 times as long on an AMD
     // Zen 4 where the target lies up to 16 bytes behind the source, but for whole pages.
     void (*copy)(u8* out, const u8* x, i64 size);

@@ -51,6 +51,14 @@ class Bucket:
             found.append(Segment(name, start, end))
         return tuple(found)
 
+    def clear_gaps(self, flat: Array) -> None:
+        """Write zeros between the arrays of a buffer."""
+        end = 0
+        for _, start, stop in self.segments:
+            if end < start:
+                flat[end:start] = 0
+            end = stop
+
     @property
     def size(self) -> int:
         """Number of values in the buffer; it ends with the last array."""

@@ -63,22 +63,21 @@ class GradientFlow(DenseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, clear_mean(context, bucket, gradients[0])
         waiting = self._waiting(gradients, bucket, context)
-        where = self._chosen(waiting, context)
-        method, is_sent = self._allreduce(context.seed), _spans(where, flat)
-        parts = [np.concatenate([x[:0], *(x[span] for span in is_sent)]) for x in waiting]
+        spans = self._chosen(waiting, context)
+        method, is_sent = self._allreduce(context.seed), _taken(spans, flat)
+        parts = [np.concatenate([x[:0], *(x[each] for each in is_sent)]) for x in waiting]
         mean, end = method.run(world, parts, iteration=context.iteration).arrays[0], 0
-        for span in is_sent:
-            begin, end = end, end + flat[span].size
-            flat[span] = mean[begin:end]
+        for each in is_sent:
+            begin, end = end, end + flat[each].size
+            flat[each] = mean[begin:end]
         if not is_finite(mean):  # alike on all ranks
             checked_mean(world, flat, waiting, bucket)
+        multiply, zero = backend_of(flat).multiply, np.float32(0)
         for x in waiting:
-            for span in is_sent:  # with the signs that they had
-                x[span] = backend_of(x).multiply(x[span], np.float32(0))
+            for each in is_sent:  # with the signs that they had
+                x[each] = multiply(x[each], zero)
         keep(context, bucket, RESIDUAL, waiting)
-        shares = [
-            where[start:stop].mean() if start < stop else 0.0 for _, start, stop in bucket.segments
-        ]
+        shares = [_within(spans, start, stop) for _, start, stop in bucket.segments]
         return Mean.finite(flat, {"sent_share": np.array(shares)})
 
     def _waiting(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
@@ -88,6 +87,8 @@ class GradientFlow(DenseMessages):
         """
         check_place(self, context.world, gradients)
         found, most = take_spare(context, RESIDUAL, bucket.size, gradients), 0
+        for x in found:
+            bucket.clear_gaps(x)
         with np.errstate(over="ignore", invalid="ignore"):  # looked at next
             for name, start, stop in bucket.segments:
                 kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
@@ -98,22 +99,31 @@ class GradientFlow(DenseMessages):
         return found
 
     def _chosen(self, waiting: list[Array], context: Context) -> Array:
-        """Return which values are sent, bool[n], the same on all ranks. Collective."""
+        """Return where what is sent begins and ends, alike on all ranks: int64[spans, 2]. Collective."""
         n = waiting[0].size
         if not n or context.epoch < self.dense_epochs:
-            return np.ones(n, bool)
+            return np.array([[0, n]])
         chunks = -(-n // self.chunk_values)
         borders = np.arange(chunks + 1) * n // chunks
         norms = [backend_of(x).run_sums(x, borders[:-1], "magnitude") for x in waiting]
         total = sum_of_ranks(context.world, norms)
         chosen = np.zeros(chunks, bool)
         chosen[np.argsort(-total, kind="stable")[: max(1, round(self.density * chunks))]] = True
-        return np.repeat(chosen, np.diff(borders))
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        return borders[edges].reshape(-1, 2)
 
 
-def _spans(where: Array, like: Array) -> list[Any]:
-    """Return what takes the values of bool[n]: slices; on a GPU, where each is a call, where."""
-    if on_gpu(like):
-        return [placed(where, like)]
-    edges = np.flatnonzero(np.diff(where, prepend=False, append=False))
-    return [slice(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+def _taken(spans: Array, like: Array) -> list[Any]:
+    """Return what takes the values of spans: a slice of each; on a GPU, a mask of all of them."""
+    if not on_gpu(like):
+        return [slice(start, stop) for start, stop in spans.tolist()]
+    where = np.zeros(like.size, bool)
+    for start, stop in spans.tolist():
+        where[start:stop] = True
+    return [placed(where, like)]
+
+
+def _within(spans: Array, start: int, stop: int) -> float:
+    """Return the share of the values from start to stop that lie in spans."""
+    inside = np.minimum(spans[:, 1], stop) - np.maximum(spans[:, 0], start)
+    return float(inside.clip(0).sum() / (stop - start)) if start < stop else 0.0

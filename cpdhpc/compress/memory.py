@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..ops import on_gpu
+from ..ops import backend_of, on_gpu
 from .base import Array, Context, zeros
 from .bucket import Bucket
 
@@ -15,7 +15,7 @@ def clear_mean(context: Context, bucket: Bucket, like: Array) -> Array:
     """Return float32[bucket.size] of zeros for the mean, where like lies: context.out if given."""
     if context.out is None:
         return zeros(bucket.size, like)
-    context.out[...] = 0
+    backend_of(context.out).clear_all(context.out)
     return context.out
 
 
@@ -23,10 +23,7 @@ def empty_mean(context: Context, bucket: Bucket, like: Array) -> Array:
     """Return float32[bucket.size] for the mean, zeros between the layers alone."""
     if context.out is None:
         return zeros(bucket.size, like)
-    end = 0
-    for _, start, stop in bucket.segments:
-        context.out[end:start] = 0
-        end = stop
+    bucket.clear_gaps(context.out)
     return context.out
 
 
@@ -66,8 +63,9 @@ def keep(
     ]
     if len(xs) > 1:  # which have been copied
         give_spare(context, name, xs)
+    if len(xs) > 1 or not former or on_gpu(former[0]):
         return
-    base = former[0].base if former else None
+    base = former[0].base
     if isinstance(base, np.ndarray) and base.shape == xs[0].shape and base is not xs[0]:
         if base.flags.owndata and all(each.base is base for each in former):
             give_spare(context, name, [base])

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 
 from ..collectives.sparse import broadcast
-from ..ops import placed, to_host
+from ..ops import backend_of, placed, to_host
 from ..options import Allowed
 from .base import (
     RESIDUAL,
@@ -94,18 +94,20 @@ class ScaleCom(DenseMessages):
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         total, values = layers.cleared(context, waiting[0]), []
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
+        gather = backend_of(total).gather
         if chosen:
             lies = {name: start for name, start, _ in bucket.segments}
             starts = {name: start for name, start, _ in coded.segments}
-            parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}
+            parts = {name: [gather(x, i) for x in waiting] for name, i in chosen.items()}
             for name, mean in self._mean(parts, context).items():
-                total[chosen[name] + (lies[name] - starts[name])] = mean
+                at = chosen[name] + np.uint32(lies[name] - starts[name])
+                backend_of(total).put(total, at, mean)
                 values.append(mean)
         known = np.concatenate([total[:0], *values])
         flat = layers.mean(total, waiting, gradients, context, self.algorithm, known)
         for x in waiting:
             for i in chosen.values():
-                x[i] = 0
+                backend_of(x).clear(x, i)
         if self.beta < 1:
             layers.add(waiting, context, RESIDUAL, 1 - self.beta, self.beta)
         layers.keep(waiting, context)
@@ -118,7 +120,7 @@ class ScaleCom(DenseMessages):
         return rate * self.per_chunk
 
     def _chosen(self, waiting: list[Array], coded: Bucket, context: Context) -> dict[str, Array]:
-        """Return which values the leading rank chooses, by layer: int64[m]. Collective.
+        """Return which values the leading rank chooses, by layer: uint32[m]. Collective.
 
         waiting: float32[coded.size] of each hosted rank
         Positions in chunks travel, in one byte or in two.
@@ -140,7 +142,7 @@ class ScaleCom(DenseMessages):
             begin, end = end, end + chunks * self.per_chunk * kind.itemsize
             positions = payload[begin:end].view(kind).reshape(chunks, self.per_chunk)
             indices = (start + np.arange(chunks)[:, None] * chunk_values + positions).ravel()
-            found[name] = placed(indices[indices < stop], waiting[0])
+            found[name] = placed(indices[indices < stop].astype(np.uint32), waiting[0])
         return found
 
     def _positions(self, x: Array, coded: Bucket) -> Array:
@@ -168,6 +170,8 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     Of values of one magnitude the first ones are taken. Those of the last chunk may be behind the
     end, where it has too few values.
     """
+    if per_chunk == 1:
+        return np.asarray(backend_of(x).chunk_leaders(x, chunk_values)).reshape(-1, 1)
     found = []
     for part in blocks(x, chunk_values):
         own = x[part]

@@ -466,6 +466,30 @@ def chunk_leaders(x: Array, chunk_values: int) -> Array:
     return found
 
 
+def clear_all(out: Array) -> None:
+    """Write zeros into out, float32[n]."""
+    _check("out", out, np.float32)
+    _cpu.clear_all(kernel_threads(), out)
+
+
+def put(out: Array, indices: Array, values: Array) -> None:
+    """Write values to out[indices]: float32[n], uint32[m], float32[m]."""
+    for name, array, kind in (("out", out, np.float32), ("indices", indices, np.uint32)):
+        _check(name, array, kind)
+    _check("values", values, np.float32)
+    _cpu.put(kernel_threads(), out, indices, values)
+
+
+def mark_drawn(draws: Array, n: int, words: Array) -> int:
+    """Set bit draw % n of words for each of some draws; return how many were not set.
+
+    draws: uint64[m]; words: uint32[ceil(n / 32)], as pack_bitmap has them
+    """
+    _check("draws", draws, np.uint64)
+    _check("words", words, np.uint32)
+    return int(_cpu.mark_drawn(draws, n, words))
+
+
 def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array]:
     """Return the signs of x + kept, uint8[bytes], and rows' two means; see ops.reference."""
     for name, array in (("x", x), ("kept", kept), ("rest", x if rest is None else rest)):

@@ -431,8 +431,8 @@ def decode_add_encode_tiles(
     return 0 if out is None else decode_tiles(words, shifts, cast.fmt, out)
 
 
-# Passes over gradients. Each operation on a value is rounded by itself; sums over values are NumPy's,
-# in float64, in its order of additions.
+# Passes over gradients. Each operation on a value is rounded by itself; sums over values are
+# NumPy's, in float64, in its order of additions.
 
 
 def accumulate(
@@ -476,8 +476,8 @@ def accumulate_leaders(
     """Write x + kept into out; return the largest magnitudes of its bins, and who about reach them.
 
     x, kept, out: float32[n], of bins of so many values, the last one of what is left
-    Returns float32[bins], and the ascending indices, uint32[m], of values but zeros whose magnitude,
-    rate * x added, is no less than the largest of their bin.
+    Returns float32[bins], and the ascending indices, uint32[m], of values but zeros whose
+    magnitude, rate * x added, is no less than the largest of their bin.
     """
     accumulate(x, kept, out)
     short = np.zeros(-x.size % bin_values, np.float32)
@@ -544,8 +544,8 @@ def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Arra
     """Return the signs of x + kept as bits, and the two means of each row.
 
     x, kept: float32[rows, columns]; rest: what x + kept is more than the means, written if given
-    Returns NumPy's uint8[bytes], a bit for each value, set where it is not below 0, the first one
-    the highest of its byte; and float32[rows, 2]: the means of the values below 0 and of the others.
+    Returns uint8[bytes], a bit for each value, set where it is not below 0, the first one the
+    highest of its byte; and float32[rows, 2]: the means of the values below 0 and of the others.
     """
     total = x + kept
     positive = total >= 0
@@ -720,6 +720,28 @@ def scatter_add(out: Array, indices: Array, values: Array) -> None:
     """Add values to out[indices]: float32[n], uint32[m], float32[m]; each sum rounded once."""
     _check_indices("scatter_add", indices, out.size)
     out[indices] += values
+
+
+def put(out: Array, indices: Array, values: Array) -> None:
+    """Write values to out[indices]: float32[n], uint32[m], float32[m]."""
+    _check_indices("put", indices, out.size)
+    out[indices] = values
+
+
+def clear_all(out: Array) -> None:
+    """Write zeros into out, float32[n]."""
+    out[...] = 0
+
+
+def mark_drawn(draws: Array, n: int, words: Array) -> int:
+    """Set bit draw % n of words for each of some draws; return how many were not set.
+
+    draws: uint64[m]; words: uint32[ceil(n / 32)], as pack_bitmap has them
+    """
+    before = unpack_bitmap(words)
+    found = np.union1d(before, (draws % np.uint64(n)).astype(np.uint32)) if draws.size else before
+    words[:] = pack_bitmap(found, n)
+    return int(found.size - before.size)
 
 
 def clear(x: Array, indices: Array) -> None:
