@@ -256,6 +256,8 @@ PyMethodDef methods[] = {
     {"encode_signs", encode_signs, METH_VARARGS, nullptr},
     {"decode_signs", decode_signs, METH_VARARGS, nullptr},
     {"accumulate_leaders", accumulate_leaders, METH_VARARGS, nullptr},
+    {"pack_bins", pack_bins, METH_VARARGS, nullptr},
+    {"unpack_bins", unpack_bins, METH_VARARGS, nullptr},
     {"clear_all", clear_all, METH_VARARGS, nullptr},
     {"put", put, METH_VARARGS, nullptr},
     {"mark_drawn", mark_drawn, METH_VARARGS, nullptr},

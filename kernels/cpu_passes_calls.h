@@ -73,8 +73,10 @@ PyObject* accumulate(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "iy*y*fO&w*O&I", &threads, &x.view, &kept.view, &factor,
                           to_optional, &more, &sum.view, to_optional, &total, &above) ||
         !as_long(x, kept, "kept") || !as_long(x, more, "more") || !as_long(x, sum, "sum") ||
-        !as_long(more, total, "total"))
+        !as_long(x, total, "total"))
         return nullptr;
+    if (!more.view.buf != !total.view.buf)
+        return PyErr_Format(PyExc_ValueError, "accumulate: more and total: must be given both");
     const i64 n = floats_in(x);
     std::vector<Above> parts((size_t)(n / (BLOCK_TILES * CPD_TILE) + 1));
     std::atomic<u32> most{0};
@@ -338,6 +340,12 @@ PyObject* decode_signs(PyObject*, PyObject* args) {
     return PyLong_FromUnsignedLong(most);
 }
 
+template <class T>
+PyObject* bytes_of(const std::vector<T>& found) {
+    return PyByteArray_FromStringAndSize((const char*)found.data(),
+                                         (Py_ssize_t)(found.size() * sizeof(T)));
+}
+
 // accumulate_leaders(x, kept, more, bin, sum, highest): sum = x + kept, and the places where sum +
 // more * x reaches the largest of its bin of so many values, as a bytearray; highest: the bits of
 // each bin's largest, of which they are written.
@@ -353,6 +361,7 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
     if (bin < 1 || !has_length(highest, "highest", (n + bin - 1) / bin * (i64)sizeof(u32)))
         return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "bin: %lld", bin);
     std::vector<u32> found, some;
+    std::vector<float> values_of;
     bool full = false;
     {
         Unlocked unlocked;
@@ -369,6 +378,7 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
                 const i64 count = loops->leaders_of(to, x.at<float>(i), more, largest, m, (u32)i,
                                                     some.data());
                 found.insert(found.end(), some.begin(), some.begin() + count);
+                for (i64 k = 0; k < count; ++k) values_of.push_back(to[some[(size_t)k] - (u32)i]);
                 if (in_step + m == step || i + m == n)
                     values.done(sum.at<float>(i - in_step), in_step + m);
             }
@@ -377,8 +387,105 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
         }
     }
     if (full) return PyErr_NoMemory();
-    return PyByteArray_FromStringAndSize((const char*)found.data(),
-                                         (Py_ssize_t)(found.size() * sizeof(u32)));
+    PyObject* places = bytes_of(found);
+    PyObject* numbers = places ? bytes_of(values_of) : nullptr;
+    PyObject* both = numbers ? PyTuple_Pack(2, places, numbers) : nullptr;
+    Py_XDECREF(places);
+    Py_XDECREF(numbers);
+    return both;
+}
+
+// How AdaComp's codes are laid out, of 8 bits or 16: see compress/adacomp.py.
+struct BinCodes {
+    int index_bits;
+    i64 bin;
+    static const i64 SKIPPED = 4;  // empty bins that one passes over, at most
+    u32 passing() const { return (1u << index_bits) - 1; }
+    u32 last() const { return 1u << (index_bits + 1); }
+
+    template <class Code>
+    void pack(const u32* indices, const float* values, i64 n, std::vector<Code>& codes) const {
+        for (i64 i = 0, before = -1; i < n; ++i) {
+            const i64 own = indices[i] / (u32)bin;
+            if (i && own != before) codes.back() |= (Code)last();
+            for (i64 empty = own - before - 1; empty > 0; empty -= SKIPPED) {
+                const u32 more = (u32)(empty < SKIPPED ? empty : SKIPPED) - 1;
+                codes.push_back((Code)(passing() | more << index_bits));
+            }
+            const u32 minus = values[i] < 0;
+            codes.push_back((Code)((u32)(indices[i] - own * bin) | minus << index_bits));
+            before = own;
+        }
+        if (n) codes.back() |= (Code)last();
+    }
+
+    // Writes indices and scale or -scale; returns how many there are. Both have room for n.
+    template <class Code>
+    i64 unpack(const Code* codes, i64 n, float scale, u32 first, u32* indices, float* values) const {
+        i64 count = 0;
+        u32 start = first;
+        for (i64 i = 0; i < n; ++i) {
+            const u32 code = codes[i], index = code & passing(), upper = code >> index_bits;
+            if (index == passing()) {
+                start += (upper + 1) * (u32)bin;
+                continue;
+            }
+            indices[count] = start + index;
+            values[count++] = upper & 1 ? -scale : scale;
+            start += (upper >> 1) * (u32)bin;
+        }
+        return count;
+    }
+};
+
+bool is_bin(long long bin) {
+    if (1 <= bin && bin < 1 << 14) return true;
+    PyErr_Format(PyExc_ValueError, "bin: %lld: must be 1..%d", bin, (1 << 14) - 1);
+    return false;
+}
+
+// pack_bins(bin, indices, values): codes of indices, which ascend, and of the values' signs.
+PyObject* pack_bins(PyObject*, PyObject* args) {
+    long long bin;
+    Buffer indices, values;
+    if (!PyArg_ParseTuple(args, "Ly*y*", &bin, &indices.view, &values.view) || !is_bin(bin) ||
+        !has_length(values, "values", indices.view.len) ||
+        !ascends("pack_bins", indices, (i64)1 << 32))
+        return nullptr;
+    std::vector<u8> bytes;
+    std::vector<uint16_t> pairs;
+    const BinCodes how = {bin < 1 << 6 ? 6 : 14, bin};
+    try {
+        const i64 n = words_in(indices);
+        if (how.index_bits == 6)
+            how.pack(indices.at<u32>(0), values.at<float>(0), n, bytes);
+        else
+            how.pack(indices.at<u32>(0), values.at<float>(0), n, pairs);
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+    return how.index_bits == 6 ? bytes_of(bytes) : bytes_of(pairs);
+}
+
+// unpack_bins(bin, codes, scale, first, indices, values): the other way round; returns how many.
+PyObject* unpack_bins(PyObject*, PyObject* args) {
+    long long bin;
+    float scale;
+    unsigned first;
+    Buffer codes, indices, values;
+    if (!PyArg_ParseTuple(args, "Ly*fIw*w*", &bin, &codes.view, &scale, &first, &indices.view,
+                          &values.view) ||
+        !is_bin(bin))
+        return nullptr;
+    const BinCodes how = {bin < 1 << 6 ? 6 : 14, bin};
+    const i64 n = codes.view.len / (how.index_bits == 6 ? 1 : 2);
+    if (!has_length(indices, "indices", n * 4) || !has_length(values, "values", n * 4))
+        return nullptr;
+    u32* at = indices.at<u32>(0);
+    float* to = values.at<float>(0);
+    return PyLong_FromLongLong(how.index_bits == 6
+                                   ? how.unpack(codes.at<u8>(0), n, scale, first, at, to)
+                                   : how.unpack(codes.at<uint16_t>(0), n, scale, first, at, to));
 }
 
 // clear_all(threads, out): zeros, past the caches if there are many.

@@ -59,6 +59,7 @@ def results(ops: Any, n: int, there: Callable[[Array], Any], here: Callable[[Any
     ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
     each = np.abs(values(ends.size, 5)) + np.float32(0.5)
     limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
+    note("divide all", ops.divide_all(x, 3.0, out), out)
     note("maxima", ops.run_maxima(x, ends))
     note("multiply", ops.multiply_runs(x, each, ends, out), out)
     ops.divide_runs(x, each, ends, out, limits=limits)
@@ -83,9 +84,7 @@ def results(ops: Any, n: int, there: Callable[[Array], Any], here: Callable[[Any
         for key in ((1, 2), (3, 4)):
             payload = there(np.zeros(wire.size_bytes(n), np.uint8))
             cut = np.where(np.isinf(limits), np.float32(9e9), each)
-            ops.encode_runs(
-                x, cut, ends, 0.9, wire.cast, shift, payload, trits=wire.trits, key=key
-            )
+            ops.encode_runs(x, cut, ends, 0.9, wire.cast, shift, payload, trits=wire.trits, key=key)
             payloads.append(here(payload))
         note("codes", *payloads)
         fmt = wire.cast.fmt
@@ -146,6 +145,7 @@ def test_products_are_einsums(clone: str) -> None:
         assert cpu.column_products(m, other).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("ops", [reference, cpu])
 def test_what_is_not_a_number_is_the_largest(ops: Any) -> None:
     x, kept, out = np.ones(40, np.float32), np.ones(40, np.float32), np.empty(40, np.float32)
     x[39] = np.nan
@@ -157,13 +157,13 @@ def test_what_is_not_a_number_is_the_largest(ops: Any) -> None:
         assert np.isinf(ops.run_maxima(out, np.array([20, 40]))[0])
 
 
+@pytest.mark.parametrize("ops", [reference, cpu])
 def test_draws_are_marked_once(ops: Any) -> None:
     draws, words = np.array([5, 5, 2**63 + 7, 106], np.uint64), np.zeros(4, np.uint32)
     places = {int(each) % 101 for each in draws.tolist()}
-    if hasattr(ops, "mark_drawn"):
-        assert ops.mark_drawn(draws, 101, words) == len(places)
-        assert set(ops.unpack_bitmap(words).tolist()) == places
-        assert ops.mark_drawn(draws[:1], 101, words) == 0
+    assert ops.mark_drawn(draws, 101, words) == len(places)
+    assert set(ops.unpack_bitmap(words).tolist()) == places
+    assert ops.mark_drawn(draws[:1], 101, words) == 0
 
 
 def test_wrong_lengths_are_errors_and_never_a_crash() -> None:

@@ -302,7 +302,12 @@ def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket
 
 def amax(xs: Sequence[Array]) -> Array:
     """Return the largest magnitude of all float32[n], float32[1], NumPy's: NaN where one is."""
-    return as_float(max(int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs))
+    return as_float(bits_of_largest(xs))
+
+
+def bits_of_largest(xs: Sequence[Array]) -> int:
+    """Return the float32 bits of the largest magnitude of all float32[n]."""
+    return max(int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs)
 
 
 def as_float(bits: int) -> Array:

@@ -56,7 +56,7 @@ class Dgc(LargestValues):
             clipped, context, self._density(context), self.within, self.momentum
         )
         sent = self._send(waiting, chosen, layers, context)
-        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.values)
+        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.most)
         whole = set(bucket.names) - set(layers.coded.names)
         pushed_whole = pushed(flat, bucket, whole, self.momentum, context)
         for name, start, stop in bucket.segments:

@@ -99,7 +99,7 @@ class GradientFlow(DenseMessages):
         return found
 
     def _chosen(self, waiting: list[Array], context: Context) -> Array:
-        """Return where what is sent begins and ends, alike on all ranks: int64[spans, 2]. Collective."""
+        """Return where what all ranks send begins and ends: int64[spans, 2]. Collective."""
         n = waiting[0].size
         if not n or context.epoch < self.dense_epochs:
             return np.array([[0, n]])

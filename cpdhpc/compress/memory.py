@@ -66,6 +66,7 @@ def keep(
     if len(xs) > 1 or not former or on_gpu(former[0]):
         return
     base = former[0].base
-    if isinstance(base, np.ndarray) and base.shape == xs[0].shape and base is not xs[0]:
-        if base.flags.owndata and all(each.base is base for each in former):
-            give_spare(context, name, [base])
+    if base is None or base is xs[0] or any(each.base is not base for each in former):
+        return
+    if isinstance(base, np.ndarray) and base.shape == xs[0].shape and base.flags.owndata:
+        give_spare(context, name, [base])

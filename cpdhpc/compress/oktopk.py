@@ -29,7 +29,7 @@ from ..ops.payloads import parse_wire
 from ..options import Allowed
 from ..partition import split
 from ..world.ranks import Ranks
-from .base import Array, Column, Context, Mean
+from .base import Array, Column, Context, Mean, bits_of_largest
 from .bucket import Bucket, Entry
 from .memory import give_spare, take_spare
 from .payload import decode_sparse, encode_sparse
@@ -88,7 +88,9 @@ class OkTopk(SparseMessages):
         counts = np.diff(np.searchsorted(indices, borders))
         at = placed(layers.in_bucket(indices, counts), mean)
         backend_of(mean).put(mean, at, placed(values, mean))
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, values)
+        flat = layers.mean(
+            mean, waiting, gradients, context, self.algorithm, bits_of_largest([values])
+        )
         layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
@@ -171,8 +173,8 @@ class OkTopk(SparseMessages):
             sends.append(payloads)
             sent.append(values)
         sums, regions = take_spare(context, "sums", waiting[0].size, waiting[:1])[0], []
-        for rank, x, indices, values, came in zip(
-            world.hosted, waiting, chosen, sent, neighbours(world, sends), strict=True
+        for rank, indices, values, came in zip(
+            world.hosted, chosen, sent, neighbours(world, sends), strict=True
         ):
             region, size = sums[edges[rank] : edges[rank + 1]], sizes[rank]
             backend_of(region).clear_all(region)

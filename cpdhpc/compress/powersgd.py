@@ -19,8 +19,8 @@ from .base import (
     Context,
     DenseMessages,
     Mean,
-    amax,
     as_float,
+    bits_of_largest,
     check_place,
     checked_mean,
     mean_in_float32,
@@ -176,14 +176,14 @@ class PowerSgd(DenseMessages):
         largest = [0]
         for i, (name, start, stop) in enumerate(bucket.segments):
             if i not in layers:
-                largest.append(_bits_of_largest([x[start:stop] for x in gradients]))
+                largest.append(bits_of_largest([x[start:stop] for x in gradients]))
                 continue
             memory = context.state.own(name, RESIDUAL, (stop - start,), like=gradients[0])
             for x, gradient, residual in zip(found, gradients, memory, strict=True):
                 sums = backend_of(x).accumulate
                 bits = sums(gradient[start:stop], residual, x[start:stop])
                 if bits >= NONFINITE_BITS:  # what is kept is finite: is it the gradient?
-                    bits = _bits_of_largest([gradient[start:stop]])
+                    bits = bits_of_largest([gradient[start:stop]])
                 largest.append(bits)
         shared_largest(context.world, gradients, bucket, as_float(max(largest)))
         return found
@@ -204,10 +204,6 @@ class PowerSgd(DenseMessages):
         if not self.warm_start:
             second[:] = draw()
         return second
-
-
-def _bits_of_largest(xs: list[Array]) -> int:
-    return int(amax(xs).view(np.uint32)[0])
 
 
 def _orthonormal(rows: Array) -> Array:

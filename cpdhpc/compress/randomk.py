@@ -10,7 +10,7 @@ import numpy as np
 
 from ..ops import backend_of, cpu, placed
 from ..randomness import Key
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, bits_of_largest, check_known
 from .bucket import Bucket
 from .sparse import (
     Density,
@@ -89,8 +89,8 @@ class RandomK(DenseMessages):
             kernels.put(mean, index + np.uint32(lies[name] - start), values[-1])
             for x in waiting:
                 kernels.clear(x, index)
-        known = np.concatenate([mean[:0], *values])
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, known)
+        most = max(map(bits_of_largest, [[each] for each in values]), default=0)
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
         if self.error_feedback:
             layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})

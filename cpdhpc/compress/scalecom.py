@@ -19,6 +19,7 @@ from .base import (
     DenseMessages,
     Layers,
     Mean,
+    bits_of_largest,
     blocks,
     check_known,
 )
@@ -103,8 +104,8 @@ class ScaleCom(DenseMessages):
                 at = chosen[name] + np.uint32(lies[name] - starts[name])
                 backend_of(total).put(total, at, mean)
                 values.append(mean)
-        known = np.concatenate([total[:0], *values])
-        flat = layers.mean(total, waiting, gradients, context, self.algorithm, known)
+        most = max(map(bits_of_largest, [[each] for each in values]), default=0)
+        flat = layers.mean(total, waiting, gradients, context, self.algorithm, most)
         for x in waiting:
             for i in chosen.values():
                 backend_of(x).clear(x, i)

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from ..collectives.allreduce import configured
-from ..collectives.checks import is_finite
+from ..collectives.checks import NONFINITE_BITS
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
@@ -25,6 +25,7 @@ from .base import (
     Layers,
     amax,
     as_float,
+    bits_of_largest,
     blocks,
     check_known,
     check_place,
@@ -319,16 +320,18 @@ class SparseLayers:
         gradients: Sequence[Array],
         context: Context,
         algorithm: str,
-        values: Array | None = None,
+        most: int | None = None,
     ) -> Array:
         """Return the mean of all layers, which is flat then. Collective.
 
         flat: float32[bucket.size], the mean of the coded layers, alike on all ranks, and zeros;
-            xs: what it is of; values: all of it that may not be 0, if that is known
+            xs: what it is of; most: the bits of its largest magnitude, if they are known
         gradients, algorithm: of the layers that travel whole
         Raises NonFiniteGradient on all ranks alike, also where finite values have no finite sum.
         """
-        if not is_finite(flat if values is None else values):
+        if most is None:
+            most = bits_of_largest([flat])
+        if most >= NONFINITE_BITS:
             found = [bool(np.isfinite(flat[source]).all()) for source, _ in self._places]
             bad = [i for i, is_good in enumerate(found) if not is_good]
             raise nonfinite(context.world, xs, self.coded, bad)
@@ -361,13 +364,13 @@ class Waiting(NamedTuple):
 class Sent(NamedTuple):
     """What an exchange of payloads gives, alike on all ranks.
 
-    mean: float32[bucket.size], 0 where a layer is not coded; values: of it, all that may not be 0,
-        float32[any]
+    mean: float32[bucket.size], 0 where a layer is not coded
+    most: the bits of its largest magnitude
     shares: of each layer that a rank sends, mean over ranks, float64[layers]
     """
 
     mean: Array
-    values: Array
+    most: int
     shares: Array
 
 
@@ -403,20 +406,21 @@ def exchange(
                 negative = kernels.multiply(terms, np.float32(-1))
                 kernels.scatter_add(own, placed(indices, total), negative)
             sent.append(at)
-        values = _divide(total, sent, world.ranks)
-    return Sent(total, values, counts / (np.diff(borders) * world.ranks))
+        most = _divide(total, sent, world.ranks)
+    return Sent(total, most, counts / (np.diff(borders) * world.ranks))
 
 
-def _divide(total: Array, sent: Sequence[Array], ranks: int) -> Array:
-    """Divide a sum by ranks; return all of the mean's values that may not be 0, float32[any].
+def _divide(total: Array, sent: Sequence[Array], ranks: int) -> int:
+    """Divide a sum by ranks; return the bits of the mean's largest magnitude.
 
     sent: where the terms of each rank are, uint32[m]; what no rank sends, 0, is left as it is
     """
     kernels, n = backend_of(total), total.size
     if FEW * sum(indices.size for indices in sent) >= n:
-        return kernels.divide(total, np.float32(ranks), total)
+        return kernels.divide_all(total, float(ranks), total)
     marks = reduce(np.bitwise_or, (kernels.pack_bitmap(indices, n) for indices in sent))
     at = kernels.unpack_bitmap(marks)
-    values = kernels.divide(kernels.gather(total, at), np.float32(ranks))
-    total[at] = values
-    return values
+    values = kernels.gather(total, at)
+    most = kernels.divide_all(values, float(ranks), values)
+    kernels.put(total, at, values)
+    return most

@@ -57,7 +57,7 @@ class Strom(SparseMessages):
             return indices, signs
 
         sent = exchange(context, payloads, decode, waiting, layers)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
         layers.keep(waiting, context)
         for name, square in squares.items():
             _kept(name, context)[:] = square

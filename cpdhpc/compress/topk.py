@@ -38,7 +38,7 @@ class TopK(LargestValues):
             waiting = layers.joined(gradients)
             chosen = [largest(x, layers.coded, density, self.within) for x in waiting]
         sent = self._send(waiting, chosen, layers, context)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
         if self.error_feedback:
             layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})

@@ -379,6 +379,11 @@ def divide_runs(
     _scaled(True, x, each, ends, out, start, limits)
 
 
+def divide_all(x: Array, divisor: float, out: Array) -> int:
+    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
+    return _scaled(True, x, np.array([divisor], np.float32), np.array([x.size]), out, 0, None)
+
+
 def _scaled(
     divides: bool, x: Array, each: Array, ends: Array, out: Array, start: int, limits: Array | None
 ) -> int:
@@ -449,13 +454,33 @@ def _accumulated(
 
 def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """Write x + kept into out; return its bins' largest values, and what about reaches them."""
     for name, array in (("x", x), ("kept", kept), ("out", out)):
         _check(name, array, np.float32)
     highest = np.empty(-(-x.size // bin_values), np.uint32)
-    found = _cpu.accumulate_leaders(x, kept, rate, bin_values, out, highest)
-    return highest.view(np.float32), np.frombuffer(found, np.uint32)
+    places, values = _cpu.accumulate_leaders(x, kept, rate, bin_values, out, highest)
+    found = np.frombuffer(places, np.uint32), np.frombuffer(values, np.float32)
+    return highest.view(np.float32), *found
+
+
+def pack_bins(bin_values: int, indices: Array, values: Array) -> Array:
+    """Return codes of a layer's indices and its values' signs, uint8[bytes]; see AdaComp.
+
+    indices: uint32[m], ascending; values: float32[m]
+    """
+    _check("indices", indices, np.uint32)
+    _check("values", values, np.float32)
+    return np.frombuffer(_cpu.pack_bins(bin_values, indices, values), np.uint8)
+
+
+def unpack_bins(bin_values: int, codes: Array, scale: float, first: int) -> tuple[Array, Array]:
+    """Return the indices, from first on, and the values, scale or -scale, of codes of pack_bins."""
+    _check("codes", codes, np.uint8)
+    n = codes.size if bin_values < 1 << 6 else codes.size // 2
+    indices, values = np.empty(n, np.uint32), np.empty(n, np.float32)
+    count = _cpu.unpack_bins(bin_values, codes, scale, first, indices, values)
+    return indices[:count], values[:count]
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> Array:

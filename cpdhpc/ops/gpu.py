@@ -535,6 +535,12 @@ def divide_runs(
     _runs("divide_runs", x, each, ends, out, start)
 
 
+def divide_all(x: Array, divisor: float, out: Array) -> int:
+    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
+    divide(x, np.float32(divisor), out)
+    return _largest(out)
+
+
 def _largest(x: Array) -> int:
     """Return the bits of the largest magnitude of float32[n]. Waits for it."""
     return int(to_host(amax_tiles(x.reshape(-1))).max(initial=0))
@@ -605,7 +611,7 @@ def accumulate_largest(
 
 def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
-) -> tuple[HostArray, HostArray]:
+) -> tuple[HostArray, HostArray, HostArray]:
     """Write x + kept into out; return its bins' largest values, and what about reaches them."""
     accumulate(x, kept, out)
     size = -(-x.size // bin_values) * bin_values
@@ -619,8 +625,9 @@ def accumulate_leaders(
     highest = magnitudes.max(axis=1)
     is_chosen = reached >= highest[:, None]
     is_chosen &= magnitudes != 0
-    found = to_host(cupy.flatnonzero(is_chosen)).astype(np.uint32)
-    return to_host(highest).view(np.float32), found
+    found = cupy.flatnonzero(is_chosen).astype(np.uint32)
+    values = gather(out, found)
+    return to_host(highest).view(np.float32), to_host(found), to_host(values)
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> HostArray:

@@ -472,12 +472,12 @@ def accumulate_largest(
 
 def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
-) -> tuple[Array, Array]:
-    """Write x + kept into out; return the largest magnitudes of its bins, and who about reach them.
+) -> tuple[Array, Array, Array]:
+    """Write x + kept into out; return its bins' largest magnitudes, and what about reaches them.
 
     x, kept, out: float32[n], of bins of so many values, the last one of what is left
     Returns float32[bins], and the ascending indices, uint32[m], of values but zeros whose
-    magnitude, rate * x added, is no less than the largest of their bin.
+    magnitude, rate * x added, is no less than the largest of their bin, and what out has there.
     """
     accumulate(x, kept, out)
     short = np.zeros(-x.size % bin_values, np.float32)
@@ -485,7 +485,8 @@ def accumulate_leaders(
     reach = np.concatenate([np.float32(rate) * x + out, short]).view(np.uint32) & MAGNITUDE
     highest = own.reshape(-1, bin_values).max(axis=1, initial=0)
     found = (reach >= np.repeat(highest, bin_values)) & (own != 0)
-    return highest.view(np.float32), np.flatnonzero(found).astype(np.uint32)
+    indices = np.flatnonzero(found).astype(np.uint32)
+    return highest.view(np.float32), indices, out[indices]
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> Array:
@@ -530,6 +531,12 @@ def divide_runs(
         limit = _spread(limits, ends, start, x.size)
         x = np.minimum(np.maximum(x, -limit), limit)
     np.divide(x, _spread(each, ends, start, x.size), out=out)
+
+
+def divide_all(x: Array, divisor: float, out: Array) -> int:
+    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
+    np.divide(x, np.float32(divisor), out=out)
+    return _largest_bits(out)
 
 
 def _spread(each: Array, ends: Array, start: int, n: int) -> Array:
