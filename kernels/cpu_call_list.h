@@ -195,8 +195,9 @@ struct CallList : Held {
 
 CallList* recording_list() { return static_cast<CallList*>(recording); }
 
-// memcpy past the caches: the lines that are overwritten are not read. Others may be told next.
-void stream(u8* out, const u8* x, i64 size) {
+// memcpy past the caches: the lines that are overwritten are not read. Others may be told after
+// end_stream.
+void stream_on(u8* out, const u8* x, i64 size) {
 #ifdef __SSE2__
     const i64 head = (i64)(-(uintptr_t)out % 64);
     if (size >= head + 64) {
@@ -209,10 +210,20 @@ void stream(u8* out, const u8* x, i64 size) {
         }
     }
     memcpy(out, x, (size_t)size);
-    _mm_sfence();
 #else
     loops->copy(out, x, size);
 #endif
+}
+
+void end_stream() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+void stream(u8* out, const u8* x, i64 size) {
+    stream_on(out, x, size);
+    end_stream();
 }
 
 // As in_blocks and count_in_blocks; or the call is written down. The body must hold copies.

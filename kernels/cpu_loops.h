@@ -531,6 +531,8 @@ void copy(u8* out, const u8* x, i64 size) {
 #include "cpu_products.h"
 #include "cpu_sparse.h"
 #include "cpu_steps.h"
+//
+#include "cpu_passes.h"
 
 extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 encode,
@@ -552,6 +554,20 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 count_bits,
                                 unpack_bitmap,
                                 collect_tile,
+                                accumulate,
+                                scale,
+                                largest_of,
+                                sum_in_pairs,
+                                parts_of,
+                                take_signs,
+                                pack_signs,
+                                add_signs,
+                                leaders_of,
+                                levels_of,
+                                leader_of,
+                                row_products,
+                                column_products,
+                                outer_row,
                                 copy,
                                 matmul,
                                 square_sums,

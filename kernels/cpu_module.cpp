@@ -3,6 +3,8 @@
 // ops/cpu.py checks dtypes and shapes; here a wrong length is an error, never a crash.
 #include <string.h>
 
+#include <algorithm>
+
 #include "cpu_threads.h"
 
 namespace {
@@ -19,6 +21,8 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 #include "cpu_products_calls.h"
 #include "cpu_sparse_calls.h"
 #include "cpu_steps_calls.h"
+//
+#include "cpu_passes_calls.h"
 
 namespace {
 
@@ -245,6 +249,26 @@ PyMethodDef methods[] = {
     {"scatter_add", scatter_add, METH_VARARGS, nullptr},
     {"clear", clear, METH_VARARGS, nullptr},
     {"step_layers", step_layers, METH_VARARGS, nullptr},
+    {"accumulate", accumulate, METH_VARARGS, nullptr},
+    {"scale_runs", scale_runs, METH_VARARGS, nullptr},
+    {"run_maxima", run_maxima, METH_VARARGS, nullptr},
+    {"row_sums", row_sums, METH_VARARGS, nullptr},
+    {"run_sums", run_sums, METH_VARARGS, nullptr},
+    {"square_sum", square_sum, METH_VARARGS, nullptr},
+    {"encode_signs", encode_signs, METH_VARARGS, nullptr},
+    {"decode_signs", decode_signs, METH_VARARGS, nullptr},
+    {"accumulate_leaders", accumulate_leaders, METH_VARARGS, nullptr},
+    {"pack_bins", pack_bins, METH_VARARGS, nullptr},
+    {"unpack_bins", unpack_bins, METH_VARARGS, nullptr},
+    {"clear_all", clear_all, METH_VARARGS, nullptr},
+    {"put", put, METH_VARARGS, nullptr},
+    {"mark_drawn", mark_drawn, METH_VARARGS, nullptr},
+    {"chunk_leaders", chunk_leaders, METH_VARARGS, nullptr},
+    {"row_products", row_products, METH_VARARGS, nullptr},
+    {"column_products", column_products, METH_VARARGS, nullptr},
+    {"outer", outer, METH_VARARGS, nullptr},
+    {"encode_runs", encode_runs, METH_VARARGS, nullptr},
+    {"mean_runs", mean_runs, METH_VARARGS, nullptr},
     {"matmul", matmul, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
     {"read_loan", read_loan, METH_VARARGS, nullptr},

@@ -6,6 +6,7 @@
 #define CPD_CPU_TABLE_H
 
 #include "cast.h"
+#include "passes.h"
 #include "products_how.h"
 #include "steps.h"
 
@@ -44,6 +45,27 @@ struct Loops {
     void (*unpack_bitmap)(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end);
     // Of a tile of n values; places has room for CPD_TILE + 2. Returns how many are above bits.
     i64 (*collect_tile)(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values);
+    // Passes of compression methods. sum = x + factor * kept, and where more is given total = sum +
+    // more; return the bits of the largest magnitude of the last.
+    u32 (*accumulate)(const float* x, const float* kept, float factor, const float* more, i64 n,
+                      float* sum, float* total);
+    u32 (*scale)(bool divide, const float* x, float by, float limit, i64 n, float* out);
+    u32 (*largest_of)(const float* x, i64 n);
+    double (*sum_in_pairs)(int of, const float* x, i64 n, double center);
+    Parts (*parts_of)(const float* x, i64 n);
+    void (*take_signs)(const float* x, float below, float above, i64 n, float* rest);
+    i64 (*pack_signs)(const float* x, i64 n, i64 first, u8* out);
+    void (*add_signs)(const u8* packed, i64 first, float below, float above, i64 n, float* x);
+    i64 (*leaders_of)(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
+                      u32* places);
+    void (*levels_of)(int bits, const u32* words, i64 tiles, float* out);
+    i64 (*leader_of)(const float* x, i64 n);
+    void (*row_products)(const float* m, i64 n, i64 columns, const float* rows, i64 count,
+                         float* out);
+    void (*column_products)(const float* m, i64 n, i64 columns, const float* rows, i64 count,
+                            float* out);
+    u32 (*outer_row)(const float* firsts, i64 stride, const float* seconds, i64 count, i64 columns,
+                     float* out);
     // memcpy, but never by the processor's own string moves, which take 10 times as long on an AMD
     // Zen 4 where the target lies up to 16 bytes behind the source, but for whole pages.
     void (*copy)(u8* out, const u8* x, i64 size);

@@ -147,3 +147,5 @@ __global__ void divide_floats(const float* a, float b, float* out, i64 n) {
 #include "cuda_products.h"
 #include "cuda_sparse.h"
 #include "cuda_sums.h"
+//
+#include "cuda_passes.h"

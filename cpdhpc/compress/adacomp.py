@@ -18,19 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
-from ..ops import backend_of, placed, to_host
-from ..ops.common import MAGNITUDE
+from ..ops import backend_of, cpu
 from ..options import Allowed
-from .base import Array, Context, Mean, blocks, zeros
+from .base import RESIDUAL, Array, Context, Mean, as_float, shared_largest
 from .bucket import Bucket
-from .sparse import SparseMessages, exchange
+from .memory import take_spare
+from .sparse import SparseLayers, SparseMessages, exchange
 
 HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
-SKIPPED = 4  # empty bins that a code passes over, at most
+
+
+class Leaders(NamedTuple):
+    """What is sent of a layer, NumPy's: its scale, the ascending indices and the values there."""
+
+    scale: np.float32
+    indices: Array
+    values: Array
 
 
 @dataclass(frozen=True)
@@ -56,15 +63,12 @@ class AdaComp(SparseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
-        coded, waiting = layers.coded, layers.waiting(gradients, context)
-        payloads = [
-            self._encoded(x, layers.parts(own), coded)
-            for x, own in zip(waiting, gradients, strict=True)
-        ]
-        sent = exchange(
-            context.world, payloads, lambda each: self._decoded(each, coded), waiting, coded
-        )
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
+        coded = layers.coded
+        waiting = take_spare(context, RESIDUAL, coded.size, gradients)
+        leaders = self._leaders(waiting, gradients, layers, context)
+        payloads = [self._encoded(own, coded) for own in leaders]
+        sent = exchange(context, payloads, lambda each: self._decoded(each, coded), waiting, layers)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
         layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
 
@@ -74,19 +78,45 @@ class AdaComp(SparseMessages):
             bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
             yield bin_values, slice(start, stop)
 
-    def _encoded(self, x: Array, gradients: Sequence[Array], coded: Bucket) -> Array:
-        """Return a rank's payload, uint8[bytes].
+    def _leaders(
+        self,
+        waiting: Sequence[Array],
+        gradients: Sequence[Array],
+        layers: SparseLayers,
+        context: Context,
+    ) -> list[list[Leaders]]:
+        """Write what waits; return, of each hosted rank, what is about the largest. Collective.
 
-        x: float32[coded.size], what waits, the gradients included; gradients: of each layer
+        waiting: float32[layers.coded.size] of each hosted rank, written
         """
+        found: list[list[Leaders]] = [[] for _ in waiting]
+        parts = zip(*map(layers.parts, gradients), strict=True)
+        most: list[int] = []
+        for own, (name, start, stop), (bin_values, place) in zip(
+            parts, layers.coded.segments, self._bins(layers.coded), strict=True
+        ):
+            memory = context.state.own(name, RESIDUAL, (stop - start,), like=waiting[0])
+            for row, (x, kept, gradient) in enumerate(zip(waiting, memory, own, strict=True)):
+                about = backend_of(x).accumulate_leaders
+                highest, indices, values = about(
+                    gradient, kept, x[place], float(np.float32(self.scale - 1)), bin_values
+                )
+                most.append(highest.view(np.uint32).max())
+                with np.errstate(over="ignore", invalid="ignore"):  # looked at next
+                    scale = np.float32(highest.mean(dtype=np.float64))
+                found[row].append(Leaders(scale, indices, values))
+        if layers.coded.size:
+            shared_largest(context.world, waiting, layers.coded, as_float(max(most)))
+        return found
+
+    def _encoded(self, leaders: Sequence[Leaders], coded: Bucket) -> Array:
+        """Return a rank's payload, uint8[bytes]."""
         head, codes = np.zeros(len(coded.names), HEAD), []
-        for i, (bin_values, part) in enumerate(self._bins(coded)):
-            indices, head["scale"][i] = _about_largest(
-                x[part], gradients[i], bin_values, np.float32(self.scale - 1)
-            )
-            chosen = to_host(x[part][placed(indices, x)])
-            codes.append(_codes(indices, chosen < 0, bin_values))
-            head["codes"][i] = codes[-1].size
+        for i, (bin_values, _) in enumerate(self._bins(coded)):
+            scale, indices, values = leaders[i]
+            codes.append(cpu.pack_bins(bin_values, indices, values))
+            head["scale"][i] = scale
+            head["codes"][i] = codes[-1].size // _code_bytes(bin_values)
         return np.concatenate([each.view(np.uint8) for each in (head, *codes)])
 
     def _decoded(self, payload: Array, coded: Bucket) -> tuple[Array, Array]:
@@ -95,87 +125,12 @@ class AdaComp(SparseMessages):
         for (bin_values, part), (scale, count) in zip(
             self._bins(coded), payload[:end].view(HEAD), strict=True
         ):
-            kind, _ = _coding(bin_values)
-            begin, end = end, end + int(count) * kind.itemsize
-            indices, is_minus = _places(payload[begin:end].view(kind), bin_values)
-            signs = np.array([scale, -scale])
-            found.append((indices + part.start, signs[is_minus.view(np.uint8)]))
+            begin, end = end, end + int(count) * _code_bytes(bin_values)
+            codes = payload[begin:end]
+            found.append(cpu.unpack_bins(bin_values, codes, float(scale), part.start))
         indices, values = map(np.concatenate, zip(*found, strict=True))
-        return indices.astype(np.uint32), values
+        return indices, values
 
 
-def _about_largest(
-    x: Array, gradient: Array, bin_values: int, more: np.float32
-) -> tuple[Array, np.float32]:
-    """Return where x + more * gradient reaches the largest x of its bin, and the mean of those.
-
-    Values of 0 are never chosen, so nothing is of bins of zeros.
-    """
-    indices, largest, kernels = [], [], backend_of(x)
-    for part in blocks(x, bin_values):
-        own, rate = x[part], gradient[part]
-        if own.size % bin_values:  # the last bin
-            short = zeros(-own.size % bin_values, x)
-            own, rate = np.concatenate([own, short]), np.concatenate([rate, short])
-        with np.errstate(over="ignore"):  # infinity is the largest too
-            reach = kernels.multiply(rate, more)
-            kernels.add(reach, own, reach)
-        magnitudes, reached = (_magnitudes(each, bin_values) for each in (own, reach))
-        highest = magnitudes.max(axis=1)
-        is_chosen = reached >= highest[:, None]
-        is_chosen &= magnitudes != 0
-        indices.append(to_host(np.flatnonzero(is_chosen)) + part.start)
-        largest.append(to_host(highest).view(np.float32))
-    scale = np.concatenate(largest).mean(dtype=np.float64)
-    return np.concatenate(indices), np.float32(scale)
-
-
-def _magnitudes(x: Array, bin_values: int) -> Array:
-    """Return the bits of |x|, which compare as they do, by bins: uint32[bins, bin_values]."""
-    bits = x.view(np.uint32) & np.uint32(MAGNITUDE)
-    return bits.reshape(-1, bin_values)
-
-
-def _coding(bin_values: int) -> tuple[np.dtype[Any], int]:
-    """Return the dtype of codes and how many bits of them are the index."""
-    kind = np.dtype(np.uint8 if bin_values < 1 << 6 else np.uint16)
-    return kind, 8 * kind.itemsize - 2
-
-
-def _codes(indices: Array, is_minus: Array, bin_values: int) -> Array:
-    """Return the codes of a layer, uint8[codes] or uint16[codes]."""
-    kind, index_bits = _coding(bin_values)
-    bins = indices // bin_values
-    codes = (indices - bins * bin_values).astype(kind)
-    codes |= is_minus.astype(kind) << index_bits
-    bins_on = np.diff(bins)
-    codes[:-1] |= (bins_on != 0).astype(kind) << index_bits + 1
-    codes[-1:] |= 1 << index_bits + 1
-    behind = np.flatnonzero(bins_on > 1) + 1  # values with empty bins before theirs
-    empty = bins_on[behind - 1] - 1
-    if bins.size and bins[0]:
-        behind, empty = np.append(0, behind), np.append(bins[0], empty)
-    passing = np.repeat(behind, -(-empty // SKIPPED))
-    if not passing.size:
-        return codes
-    codes = np.insert(codes, passing, (1 << index_bits + 2) - 1)
-    last = behind + np.cumsum(-(-empty // SKIPPED)) - 1  # of those before a value
-    codes[last] = (1 << index_bits) - 1 | (empty - 1) % SKIPPED << index_bits
-    return codes
-
-
-def _places(codes: Array, bin_values: int) -> tuple[Array, Array]:
-    """Return the indices in the layer and whether values are below 0, of codes."""
-    _, index_bits = _coding(bin_values)
-    index, upper = codes & (1 << index_bits) - 1, codes >> index_bits
-    passing = np.flatnonzero(index == (1 << index_bits) - 1)
-    bins_on = upper >> 1
-    bins_on[passing] = upper[passing] + 1
-    indices = np.cumsum(bins_on, dtype=np.int64)
-    indices -= bins_on
-    indices *= bin_values
-    indices += index
-    is_minus = (upper & 1).astype(bool)
-    if passing.size:
-        return np.delete(indices, passing), np.delete(is_minus, passing)
-    return indices, is_minus
+def _code_bytes(bin_values: int) -> int:
+    return 1 if bin_values < 1 << 6 else 2

@@ -309,8 +309,17 @@ def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket
 
 def amax(xs: Sequence[Array]) -> Array:
     """Return the largest magnitude of all float32[n], float32[1], NumPy's: NaN where one is."""
-    found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs]
-    return np.array([max(found)], np.uint32).view(np.float32)
+    return as_float(bits_of_largest(xs))
+
+
+def bits_of_largest(xs: Sequence[Array]) -> int:
+    """Return the float32 bits of the largest magnitude of all float32[n]."""
+    return max(int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs)
+
+
+def as_float(bits: int) -> Array:
+    """Return the float32 of some bits, float32[1], as amax returns it."""
+    return np.array([bits], np.uint32).view(np.float32)
 
 
 def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:

@@ -177,6 +177,7 @@ class State:
     def __init__(self, hosted: range, ranks: int) -> None:
         self.hosted, self.ranks = hosted, ranks
         self._entries: dict[Key, Entry] = {}
+        self.spares: dict[str, list[Array]] = {}  # see memory.take_spare; no part of what is kept
 
     def own(
         self,
@@ -209,13 +210,15 @@ class State:
             )
         return list(entry.array)
 
-    def give(self, layer: str, name: str, rows: Sequence[Array]) -> None:
+    def give(self, layer: str, name: str, rows: Sequence[Array]) -> Array:
         """Make arrays those of an entry that own made: rows of its dtype and shape, no more used.
 
-        The lone one of a process is not copied.
+        The lone one of a process is not copied. Returns what the entry had.
         """
         entry = self._entries[layer, name]
+        former = entry.array
         entry.array = rows[0][None] if len(rows) == 1 else np.stack(rows)
+        return former
 
     def shared(
         self, layer: str, name: str, make: Callable[[], Array], like: Array = ON_CPU

@@ -52,11 +52,11 @@ class Dgc(LargestValues):
         layers = SparseLayers(bucket, self.exclude)
         layers.check_place(self, gradients, context)
         clipped = [self._clipped(x, bucket, context) for x in gradients]
-        momenta = layers.joined(clipped)
-        layers.add(momenta, context, MOMENTUM, self.momentum)
-        waiting = SparseLayers(layers.coded).waiting(momenta, context, check=False)
-        sent, chosen = self._send(waiting, layers, context)
-        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.values)
+        waiting, momenta, chosen = layers.largest_waiting(
+            clipped, context, self._density(context), self.within, self.momentum
+        )
+        sent = self._send(waiting, chosen, layers, context)
+        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.most)
         whole = set(bucket.names) - set(layers.coded.names)
         pushed_whole = pushed(flat, bucket, whole, self.momentum, context)
         for name, start, stop in bucket.segments:

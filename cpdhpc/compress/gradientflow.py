@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
+from ..collectives.checks import is_finite
 from ..collectives.sparse import sum as sum_of_ranks
-from ..ops import backend_of, placed
+from ..ops import backend_of, on_gpu, placed
 from ..options import Allowed
 from .base import (
+    RESIDUAL,
     Array,
     Column,
     Context,
     DenseMessages,
     Mean,
+    as_float,
+    check_place,
     checked_mean,
-    keep_residuals,
-    with_residuals,
-    zeros,
+    shared_largest,
 )
 from .bucket import Bucket
+from .memory import clear_mean, keep, take_spare
 from .sparse import Epochs
 
 
@@ -58,31 +61,69 @@ class GradientFlow(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        world, flat = context.world, zeros(bucket.size, gradients[0])
-        waiting = with_residuals(self, gradients, bucket, context)
-        where = self._chosen(waiting, context)
-        method, is_sent = self._allreduce(context.seed), placed(where, flat)
-        parts = [x[is_sent] for x in waiting]
-        flat[is_sent] = method.run(world, parts, iteration=context.iteration).arrays[0]
-        checked_mean(world, flat, waiting, bucket)
-        kernels = backend_of(flat)
-        for x, part in zip(waiting, parts, strict=True):
-            x[is_sent] = kernels.multiply(part, np.float32(0))  # with the signs that they had
-        keep_residuals(waiting, bucket, context)
-        shares = [
-            where[start:stop].mean() if start < stop else 0.0 for _, start, stop in bucket.segments
-        ]
+        world, flat = context.world, clear_mean(context, bucket, gradients[0])
+        waiting = self._waiting(gradients, bucket, context)
+        spans = self._chosen(waiting, context)
+        method, is_sent = self._allreduce(context.seed), _taken(spans, flat)
+        parts = [np.concatenate([x[:0], *(x[each] for each in is_sent)]) for x in waiting]
+        mean, end = method.run(world, parts, iteration=context.iteration).arrays[0], 0
+        for each in is_sent:
+            begin, end = end, end + flat[each].size
+            flat[each] = mean[begin:end]
+        if not is_finite(mean):  # alike on all ranks
+            checked_mean(world, flat, waiting, bucket)
+        multiply, zero = backend_of(flat).multiply, np.float32(0)
+        for x in waiting:
+            for each in is_sent:  # with the signs that they had
+                x[each] = multiply(x[each], zero)
+        keep(context, bucket, RESIDUAL, waiting)
+        shares = [_within(spans, start, stop) for _, start, stop in bucket.segments]
         return Mean.finite(flat, {"sent_share": np.array(shares)})
 
+    def _waiting(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
+        """Return gradients plus what waits, float32[bucket.size] of each hosted rank. Collective.
+
+        Raises as with_residuals.
+        """
+        check_place(self, context.world, gradients)
+        found, most = take_spare(context, RESIDUAL, bucket.size, gradients), 0
+        for x in found:
+            bucket.clear_gaps(x)
+        with np.errstate(over="ignore", invalid="ignore"):  # looked at next
+            for name, start, stop in bucket.segments:
+                kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
+                for x, gradient, residual in zip(found, gradients, kept, strict=True):
+                    sums = backend_of(x).accumulate
+                    most = max(most, sums(gradient[start:stop], residual, x[start:stop]))
+        shared_largest(context.world, found, bucket, as_float(most))
+        return found
+
     def _chosen(self, waiting: list[Array], context: Context) -> Array:
-        """Return which values are sent, bool[n], the same on all ranks. Collective."""
+        """Return where what all ranks send begins and ends: int64[spans, 2]. Collective."""
         n = waiting[0].size
         if not n or context.epoch < self.dense_epochs:
-            return np.ones(n, bool)
+            return np.array([[0, n]])
         chunks = -(-n // self.chunk_values)
         borders = np.arange(chunks + 1) * n // chunks
         norms = [backend_of(x).run_sums(x, borders[:-1], "magnitude") for x in waiting]
         total = sum_of_ranks(context.world, norms)
         chosen = np.zeros(chunks, bool)
         chosen[np.argsort(-total, kind="stable")[: max(1, round(self.density * chunks))]] = True
-        return np.repeat(chosen, np.diff(borders))
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        return borders[edges].reshape(-1, 2)
+
+
+def _taken(spans: Array, like: Array) -> list[Any]:
+    """Return what takes the values of spans: a slice of each; on a GPU, a mask of all of them."""
+    if not on_gpu(like):
+        return [slice(start, stop) for start, stop in spans.tolist()]
+    where = np.zeros(like.size, bool)
+    for start, stop in spans.tolist():
+        where[start:stop] = True
+    return [placed(where, like)]
+
+
+def _within(spans: Array, start: int, stop: int) -> float:
+    """Return the share of the values from start to stop that lie in spans."""
+    inside = np.minimum(spans[:, 1], stop) - np.maximum(spans[:, 0], start)
+    return float(inside.clip(0).sum() / (stop - start)) if start < stop else 0.0

@@ -29,8 +29,9 @@ from ..ops.payloads import parse_wire
 from ..options import Allowed
 from ..partition import split
 from ..world.ranks import Ranks
-from .base import Array, Column, Context, Mean, zeros
+from .base import Array, Column, Context, Mean, bits_of_largest
 from .bucket import Bucket, Entry
+from .memory import give_spare, take_spare
 from .payload import decode_sparse, encode_sparse
 from .sparse import Density, SparseMessages, Warmup, count_of, density_at
 
@@ -77,15 +78,20 @@ class OkTopk(SparseMessages):
         layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        mean, indices = zeros(coded.size, waiting[0]), np.empty(0, np.uint32)
+        mean, none = layers.cleared(context, waiting[0]), np.empty(0, np.uint32)
+        indices, values = none, none.view(np.float32)
+        borders = [*(start for _, start, _ in coded.segments), coded.size]
         if coded.size:
             k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)
             indices, sums = self._summed(waiting, k, coded.names[0], context)
-            mean[placed(indices, mean)] = placed(sums / np.float32(context.world.ranks), mean)
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
-        layers.keep(waiting, context)
-        borders = [*(start for _, start, _ in coded.segments), coded.size]
+            values = sums / np.float32(context.world.ranks)
         counts = np.diff(np.searchsorted(indices, borders))
+        at = placed(layers.in_bucket(indices, counts), mean)
+        backend_of(mean).put(mean, at, placed(values, mean))
+        flat = layers.mean(
+            mean, waiting, gradients, context, self.algorithm, bits_of_largest([values])
+        )
+        layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
     @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite
@@ -98,7 +104,7 @@ class OkTopk(SparseMessages):
         world, n = context.world, waiting[0].size
         chosen = self._chosen(waiting, k, layer, context)
         edges = self._edges(chosen, n, layer, context)
-        sent, regions = self._reduced(waiting, chosen, edges, world)
+        sent, regions = self._reduced(waiting, chosen, edges, context)
         indices, sums = self._gathered(regions, edges, k, layer, context)
         if not is_finite(sums):  # mean raises: what waits stays as it is
             return indices, sums
@@ -148,13 +154,13 @@ class OkTopk(SparseMessages):
         return edges
 
     def _reduced(
-        self, waiting: list[Array], chosen: list[Array], edges: Array, world: Ranks
+        self, waiting: list[Array], chosen: list[Array], edges: Array, context: Context
     ) -> tuple[list[Array], list[Array]]:
         """Send the chosen values to the owners of their regions, who add them up. Collective.
 
         Returns, of each hosted rank, its values as they came there, and the sums of its region.
         """
-        sizes, sends, sent = np.diff(edges).tolist(), [], []
+        world, sizes, sends, sent = context.world, np.diff(edges).tolist(), [], []
         for rank, x, indices in zip(world.hosted, waiting, chosen, strict=True):
             values = _taken(x, indices)
             borders, payloads = np.searchsorted(indices, edges).tolist(), {}
@@ -166,17 +172,19 @@ class OkTopk(SparseMessages):
                     payloads[owner] = payload
             sends.append(payloads)
             sent.append(values)
-        regions = []
-        for rank, x, indices, values, came in zip(
-            world.hosted, waiting, chosen, sent, neighbours(world, sends), strict=True
+        sums, regions = take_spare(context, "sums", waiting[0].size, waiting[:1])[0], []
+        for rank, indices, values, came in zip(
+            world.hosted, chosen, sent, neighbours(world, sends), strict=True
         ):
-            region, size = zeros(sizes[rank], x), sizes[rank]
+            region, size = sums[edges[rank] : edges[rank + 1]], sizes[rank]
+            backend_of(region).clear_all(region)
             part = slice(*np.searchsorted(indices, edges[rank : rank + 2]))
             terms = {r: decode_sparse(payload, size, self.wire) for r, payload in came.items()}
             terms[rank] = indices[part] - np.uint32(edges[rank]), values[part]
             for source in sorted(terms):
                 _add(region, *terms[source])
             regions.append(region)
+        give_spare(context, "sums", [sums])  # not taken again in this iteration
         return sent, regions
 
     def _gathered(

@@ -9,22 +9,26 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from ..collectives.checks import NONFINITE_BITS
 from ..ops import backend_of, placed, to_host
 from ..options import Allowed
 from .base import (
     HALF_ULP,
+    RESIDUAL,
     Array,
     Context,
     DenseMessages,
     Mean,
-    amax,
+    as_float,
+    bits_of_largest,
     check_place,
     checked_mean,
     mean_in_float32,
     raise_unless_finite,
-    zeros,
+    shared_largest,
 )
 from .bucket import Bucket
+from .memory import empty_mean, give_spare, keep, take_spare
 from .momentum import keep_momenta, pushed
 
 
@@ -59,11 +63,16 @@ class PowerSgd(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         check_place(self, context.world, gradients)
-        raise_unless_finite(context.world, gradients, bucket)
-        flat, layers = zeros(bucket.size, gradients[0]), self._layers(bucket)
+        layers = self._layers(bucket)
+        summed = self._with_memory(layers, gradients, bucket, context)
+        matrices = {
+            i: [x[start:stop].reshape(bucket.shapes[i][0], -1) for x in summed]
+            for i, (_, start, stop) in enumerate(bucket.segments)
+            if i in layers
+        }
+        flat = empty_mean(context, bucket, gradients[0])
         dense = [name for i, name in enumerate(bucket.names) if i not in layers]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
-        matrices = {i: self._with_memory(i, gradients, bucket, context) for i in layers}
         second = {i: self._second(i, bucket, context) for i in layers}
         names = {i: bucket.names[i] for i in layers}
         kernels, views = backend_of(flat), bucket.views(flat)
@@ -78,16 +87,19 @@ class PowerSgd(DenseMessages):
             {names[i]: [kernels.column_products(m, first[i]) for m in matrices[i]] for i in layers},
             context,
         )
-        for i, mean in means.items():
-            kernels.add_outer(mean, first[i], found[names[i]])  # elementwise: alike on all ranks
-        if layers:  # else nothing has changed since it was found finite
+        most = [  # elementwise: alike on all ranks
+            kernels.outer(first[i], found[names[i]], mean) for i, mean in means.items()
+        ]
+        if max(most, default=0) >= NONFINITE_BITS:
             checked_mean(context.world, flat, gradients, bucket)
         momenta = {}
         if self.momentum:
             momenta = pushed(flat, bucket, bucket.names, self.momentum, context)
         ahead = self._ahead(flat, momenta, gradients, bucket, context)
         if self.error_feedback and layers:
-            self._keep(matrices, means, flat, bucket, context)
+            self._keep(summed, matrices, means, max(most), bucket, context)
+        elif layers:
+            give_spare(context, RESIDUAL, summed)
         for i, name in names.items():
             second[i][:] = to_host(found[name])
         keep_momenta(momenta, context)
@@ -113,30 +125,32 @@ class PowerSgd(DenseMessages):
 
     def _keep(
         self,
+        summed: list[Array],
         matrices: Mapping[int, list[Array]],
         means: Mapping[int, Array],
-        flat: Array,
+        most: int,
         bucket: Bucket,
         context: Context,
     ) -> None:
         """Keep what the means leave of matrices. Collective where that may overflow.
 
+        summed: float32[bucket.size] of each hosted rank, which has the matrices; most: the bits of
+            the largest magnitude of the means
         Raises NonFiniteGradient where it does, with nothing kept.
         """
-        subtract = backend_of(flat).subtract
-        if amax([flat])[0] >= HALF_ULP:  # alike on all ranks
-            lost = [np.zeros_like(flat) for _ in context.world.hosted]
-            with np.errstate(over="ignore"):
-                for row, x in enumerate(lost):
-                    for i, mean in means.items():
-                        _, start, stop = bucket.segments[i]
-                        subtract(matrices[i][row], mean, x[start:stop].reshape(mean.shape))
+        subtract = backend_of(summed[0]).subtract
+        with np.errstate(over="ignore"):
+            for i, mean in means.items():
+                for matrix in matrices[i]:
+                    subtract(matrix, mean, matrix)
+        if as_float(most)[0] >= HALF_ULP:  # alike on all ranks
+            lost = [np.zeros_like(x) for x in summed]
+            for i in means:
+                _, start, stop = bucket.segments[i]
+                for x, out in zip(summed, lost, strict=True):
+                    out[start:stop] = x[start:stop]
             raise_unless_finite(context.world, lost, bucket)
-        for i, mean in means.items():
-            name, start, stop = bucket.segments[i]
-            memory = context.state.own(name, "residual", (stop - start,), like=flat)
-            for residual, matrix in zip(memory, matrices[i], strict=True):
-                subtract(matrix, mean, residual.reshape(mean.shape))
+        keep(context, bucket, RESIDUAL, summed, [bucket.names[i] for i in means])
 
     def _layers(self, bucket: Bucket) -> list[int]:
         """Return the layers that are worth it."""
@@ -150,17 +164,29 @@ class PowerSgd(DenseMessages):
         return found
 
     def _with_memory(
-        self, i: int, gradients: list[Array], bucket: Bucket, context: Context
+        self, layers: list[int], gradients: list[Array], bucket: Bucket, context: Context
     ) -> list[Array]:
-        """Return a layer's gradients with what was lost before, float32[n, m] of each rank."""
-        name, start, stop = bucket.segments[i]
-        memory = context.state.own(name, "residual", (stop - start,), like=gradients[0])
-        add = backend_of(gradients[0]).add
-        with np.errstate(over="ignore"):  # the products, and so their mean, show it
-            return [
-                add(gradient[start:stop], residual).reshape(bucket.shapes[i][0], -1)
-                for gradient, residual in zip(gradients, memory, strict=True)
-            ]
+        """Return gradients of layers with what was lost before, float32[bucket.size]. Collective.
+
+        They are of each hosted rank. Of other layers there is anything.
+        Raises NonFiniteGradient where a gradient is not finite; sums may be beyond float32, which
+        the products show, and so their mean.
+        """
+        found = take_spare(context, RESIDUAL, bucket.size, gradients) if layers else []
+        largest = [0]
+        for i, (name, start, stop) in enumerate(bucket.segments):
+            if i not in layers:
+                largest.append(bits_of_largest([x[start:stop] for x in gradients]))
+                continue
+            memory = context.state.own(name, RESIDUAL, (stop - start,), like=gradients[0])
+            for x, gradient, residual in zip(found, gradients, memory, strict=True):
+                sums = backend_of(x).accumulate
+                bits = sums(gradient[start:stop], residual, x[start:stop])
+                if bits >= NONFINITE_BITS:  # what is kept is finite: is it the gradient?
+                    bits = bits_of_largest([gradient[start:stop]])
+                largest.append(bits)
+        shared_largest(context.world, gradients, bucket, as_float(max(largest)))
+        return found
 
     def _second(self, i: int, bucket: Bucket, context: Context) -> Array:
         """Return the second matrix of a layer, float32[rank, m], alike on all ranks."""

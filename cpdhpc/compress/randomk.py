@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..ops import backend_of, placed
+from ..ops import backend_of, cpu, placed
 from ..randomness import Key
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, zeros
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, bits_of_largest, check_known
 from .bucket import Bucket
 from .sparse import (
     Density,
@@ -69,37 +69,45 @@ class RandomK(DenseMessages):
         density = density_at(context.epoch, self.warmup, self.density)
         drawn = {
             name: placed(
-                start
-                + drawn_alike(context.key(name), count_of(density, stop - start), stop - start),
+                drawn_alike(context.key(name), count_of(density, stop - start), stop - start)
+                + np.uint32(start),
                 waiting[0],
             )
             for name, start, stop in layers.coded.segments
         }
-        means = self._mean({name: [x[i] for x in waiting] for name, i in drawn.items()}, context)
-        mean, shares = zeros(layers.coded.size, waiting[0]), []
-        multiply = backend_of(mean).multiply
+        kernels = backend_of(waiting[0])
+        means = self._mean(
+            {name: [kernels.gather(x, i) for x in waiting] for name, i in drawn.items()}, context
+        )
+        mean, shares, values = layers.cleared(context, waiting[0]), [], []
+        lies = {name: start for name, start, _ in bucket.segments}
         for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
             shares.append(index.size / (stop - start))
             factor = 1.0 if self.error_feedback else (stop - start) / index.size
             with np.errstate(over="ignore"):  # layers.mean sees what is not finite
-                mean[index] = multiply(means[name], np.float32(factor))
+                values.append(kernels.multiply(means[name], np.float32(factor)))
+            kernels.put(mean, index + np.uint32(lies[name] - start), values[-1])
             for x in waiting:
-                x[index] = 0
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
+                kernels.clear(x, index)
+        most = max(map(bits_of_largest, [[each] for each in values]), default=0)
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
         if self.error_feedback:
             layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})
 
 
 def drawn_alike(key: Key, k: int, n: int) -> Array:
-    """Return k of 0..n - 1 by chance, ascending, int64[k]; each choice of k is as likely.
+    """Return k of 0..n - 1 by chance, ascending, uint32[k]; each choice of k is as likely.
 
     Numbers are drawn until there are enough different ones: those to take, or those to leave.
     """
     stream = np.random.Philox(np.random.SeedSequence(key))
-    taken, few = np.zeros(n, bool), min(k, n - k)
+    taken, few = np.zeros(-(-n // 32), np.uint32), min(k, n - k)
     missing = few
     while missing:
-        taken[stream.random_raw(missing) % np.uint64(n)] = True
-        missing = few - int(np.count_nonzero(taken))
-    return np.flatnonzero(taken == (few == k))
+        missing -= cpu.mark_drawn(stream.random_raw(missing), n, taken)
+    if few < k:
+        taken = ~taken
+        if n % 32:
+            taken[-1] &= np.uint32((1 << n % 32) - 1)
+    return cpu.unpack_bitmap(taken)

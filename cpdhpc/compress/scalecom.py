@@ -9,9 +9,20 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 
 from ..collectives.sparse import broadcast
-from ..ops import placed, to_host
+from ..ops import backend_of, placed, to_host
 from ..options import Allowed
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known, zeros
+from .base import (
+    RESIDUAL,
+    Array,
+    Column,
+    Context,
+    DenseMessages,
+    Layers,
+    Mean,
+    bits_of_largest,
+    blocks,
+    check_known,
+)
 from .bucket import Bucket
 from .sparse import Epochs, SparseLayers, SparseMessages, whole_now
 
@@ -82,17 +93,24 @@ class ScaleCom(DenseMessages):
         layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        total = zeros(coded.size, waiting[0])
+        total, values = layers.cleared(context, waiting[0]), []
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
+        gather = backend_of(total).gather
         if chosen:
-            parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}
+            lies = {name: start for name, start, _ in bucket.segments}
+            starts = {name: start for name, start, _ in coded.segments}
+            parts = {name: [gather(x, i) for x in waiting] for name, i in chosen.items()}
             for name, mean in self._mean(parts, context).items():
-                total[chosen[name]] = mean
-        flat = layers.mean(total, waiting, gradients, context, self.algorithm)
+                at = chosen[name] + np.uint32(lies[name] - starts[name])
+                backend_of(total).put(total, at, mean)
+                values.append(mean)
+        most = max(map(bits_of_largest, [[each] for each in values]), default=0)
+        flat = layers.mean(total, waiting, gradients, context, self.algorithm, most)
         for x in waiting:
             for i in chosen.values():
-                x[i] = 0
-        layers.add(waiting, context, "residual", 1 - self.beta, self.beta)
+                backend_of(x).clear(x, i)
+        if self.beta < 1:
+            layers.add(waiting, context, RESIDUAL, 1 - self.beta, self.beta)
         layers.keep(waiting, context)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})
@@ -103,7 +121,7 @@ class ScaleCom(DenseMessages):
         return rate * self.per_chunk
 
     def _chosen(self, waiting: list[Array], coded: Bucket, context: Context) -> dict[str, Array]:
-        """Return which values the leading rank chooses, by layer: int64[m]. Collective.
+        """Return which values the leading rank chooses, by layer: uint32[m]. Collective.
 
         waiting: float32[coded.size] of each hosted rank
         Positions in chunks travel, in one byte or in two.
@@ -125,7 +143,7 @@ class ScaleCom(DenseMessages):
             begin, end = end, end + chunks * self.per_chunk * kind.itemsize
             positions = payload[begin:end].view(kind).reshape(chunks, self.per_chunk)
             indices = (start + np.arange(chunks)[:, None] * chunk_values + positions).ravel()
-            found[name] = placed(indices[indices < stop], waiting[0])
+            found[name] = placed(indices[indices < stop].astype(np.uint32), waiting[0])
         return found
 
     def _positions(self, x: Array, coded: Bucket) -> Array:
@@ -153,6 +171,8 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     Of values of one magnitude the first ones are taken. Those of the last chunk may be behind the
     end, where it has too few values.
     """
+    if per_chunk == 1:
+        return np.asarray(backend_of(x).chunk_leaders(x, chunk_values)).reshape(-1, 1)
     found = []
     for part in blocks(x, chunk_values):
         own = x[part]

@@ -10,31 +10,33 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from ..collectives.allreduce import configured
-from ..collectives.checks import is_finite
+from ..collectives.checks import NONFINITE_BITS
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
 from ..options import Allowed
-from ..world.ranks import Ranks
 from .base import (
+    RESIDUAL,
     Aggregator,
     Array,
     Column,
     Context,
     Layers,
     amax,
+    as_float,
+    bits_of_largest,
     blocks,
     check_known,
     check_place,
     mean_in_float32,
     nonfinite,
-    nonfinite_layers,
     raise_unless_finite,
     shared_largest,
-    zeros,
 )
 from .bucket import Bucket
+from .memory import clear_mean, keep, take_spare
+from .momentum import MOMENTUM
 from .payload import decode_sparse, encode_sparse
 
 Density = Annotated[float, Allowed(gt=0, le=1)]  # an option: share of values
@@ -99,24 +101,30 @@ class LargestValues(SparseMessages):
         super().__post_init__()
         parse_wire(self.wire)
 
+    def _density(self, context: Context) -> float:
+        """Return the share of values that a rank sends."""
+        is_dense = context.epoch < self.dense_epochs  # where a method codes layers nevertheless
+        return 1.0 if is_dense else density_at(context.epoch, self.warmup, self.density)
+
     def _send(
-        self, waiting: Sequence[Array], layers: SparseLayers, context: Context
-    ) -> tuple[Sent, list[Array]]:
+        self,
+        waiting: Sequence[Array],
+        chosen: Sequence[Array],
+        layers: SparseLayers,
+        context: Context,
+    ) -> Sent:
         """Send the largest values, and take them out of what waits. Collective. See exchange.
 
         waiting: float32[layers.coded.size] of each hosted rank, not checked yet
-        Returns which values each of them sends, uint32[m], as well.
+        chosen: which values each of them sends, uint32[m]: the largest ones
         """
         coded, gather = layers.coded, backend_of(waiting[0]).gather
-        is_dense = context.epoch < self.dense_epochs  # where a method codes layers nevertheless
-        density = 1.0 if is_dense else density_at(context.epoch, self.warmup, self.density)
-        chosen = [largest(x, coded, density, self.within) for x in waiting]
         values = [gather(x, i) for x, i in zip(waiting, chosen, strict=True)]
         layers.check_largest(waiting, values, context)
         n, wire = coded.size, self.wire
         payloads = [encode_sparse(*each, n, wire) for each in zip(chosen, values, strict=True)]
         decode = partial(decode_sparse, size=n, wire=wire, like=waiting[0])
-        return exchange(context.world, payloads, decode, waiting, coded), chosen
+        return exchange(context, payloads, decode, waiting, layers)
 
 
 def whole_now(
@@ -203,38 +211,66 @@ class SparseLayers:
             if check:
                 self.check(own, context)
             return own
-        found, largest = [np.empty_like(x, shape=(self.coded.size,)) for x in gradients], 0
-        memories = self._memories(found, context, "residual")
+        found, most = take_spare(context, RESIDUAL, self.coded.size, gradients), 0
+        memories = self._memories(found, context, RESIDUAL)
         with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass, or later
             for (source, _), (place, memory) in zip(self._places, memories, strict=True):
                 for x, gradient, kept in zip(found, gradients, memory, strict=True):
-                    if check:
-                        largest = max(largest, _add(gradient[source], kept, x[place]))
-                    else:
-                        backend_of(x).add(gradient[source], kept, x[place])
+                    bits = backend_of(x).accumulate(gradient[source], kept, x[place])
+                    most = max(most, bits)
         if check and self.coded.size:
-            largest_float = np.array([largest], np.uint32).view(np.float32)
-            shared_largest(context.world, found, self.coded, largest_float)
+            shared_largest(context.world, found, self.coded, as_float(most))
         return found
 
+    def largest_waiting(
+        self,
+        gradients: Sequence[Array],
+        context: Context,
+        density: float,
+        within: Within,
+        momentum: float | None = None,
+    ) -> Waiting:
+        """Return what waits, and its largest values, which check_largest is to look at.
+
+        momentum: then what waits has grown by the memory "momentum", times this, with gradients
+        """
+        name = RESIDUAL if momentum is None else MOMENTUM
+        sums = take_spare(context, RESIDUAL, self.coded.size, gradients)
+        pushes = [] if momentum is None else take_spare(context, MOMENTUM, self.coded.size, sums)
+        chosen = [list[Array]() for _ in gradients]
+        for (source, _), (place, memory), (_, residuals) in zip(
+            self._places,
+            self._memories(sums, context, name),
+            self._memories(sums, context, RESIDUAL),
+            strict=True,
+        ):
+            size = place.stop - place.start
+            k = count_of(density, size) if within == "layer" else 0
+            for row, (x, kept) in enumerate(zip(gradients, memory, strict=True)):
+                out, more = sums[row][place], {}
+                if momentum is not None:
+                    more = {"factor": momentum, "more": residuals[row], "total": out}
+                    out = pushes[row][place]
+                select = backend_of(out).accumulate_largest
+                chosen[row].append(select(x[source], kept, out, k, **more) + np.uint32(place.start))
+        if within == "bucket":
+            chosen = [[largest(x, self.coded, density, within)] for x in sums]
+        none = np.empty_like(sums[0], shape=(0,), dtype=np.uint32)
+        return Waiting(sums, pushes, [np.concatenate([none, *each]) for each in chosen])
+
     def add(
-        self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float = 1.0
+        self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float
     ) -> None:
         """Make each hosted rank's x, float32[coded.size], own * x + factor * its memory."""
-        kernels = backend_of(xs[0])
-        with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
-            for place, memory in self._memories(xs, context, name):
-                for x, kept in zip((x[place] for x in xs), memory, strict=True):
-                    for part in blocks(kept):
-                        if own != 1:
-                            kernels.multiply(x[part], np.float32(own), x[part])
-                        more = kernels.multiply(kept[part], np.float32(factor))
-                        kernels.add(x[part], more, x[part])
+        for place, memory in self._memories(xs, context, name):
+            for x, kept in zip((x[place] for x in xs), memory, strict=True):
+                for part in blocks(kept):
+                    backend_of(x).multiply(x[part], np.float32(own), x[part])
+                    backend_of(x).accumulate(x[part], kept[part], x[part], factor=factor)
 
-    def keep(self, xs: Sequence[Array], context: Context, name: str = "residual") -> None:
+    def keep(self, xs: Sequence[Array], context: Context, name: str = RESIDUAL) -> None:
         """Make float32[coded.size] of each hosted rank, that nobody uses any more, its memory."""
-        for layer, start, stop in self.coded.segments:
-            context.state.give(layer, name, [x[start:stop] for x in xs])
+        keep(context, self.coded, name, xs)
 
     def _memories(
         self, xs: Sequence[Array], context: Context, name: str
@@ -262,31 +298,46 @@ class SparseLayers:
         if self.coded.size:
             shared_largest(context.world, xs, self.coded, amax(largest))
 
+    def cleared(self, context: Context, like: Array) -> Array:
+        """Return float32[bucket.size] of zeros, for the mean, where like lies."""
+        return clear_mean(context, self.bucket, like)
+
+    def in_bucket(self, indices: Array, counts: Array) -> Array:
+        """Return where in the bucket values lie, uint32[m], whose places in coded are indices.
+
+        counts: how many of them each coded layer has, int64[layers]
+        """
+        if self.coded.segments == self.bucket.segments:
+            return indices
+        moved = [source.start - place.start for source, place in self._places]
+        steps = np.repeat(np.array(moved, np.uint32), counts)
+        return indices + placed(steps, indices)
+
     def mean(
         self,
-        coded: Array,
+        flat: Array,
         xs: Sequence[Array],
         gradients: Sequence[Array],
         context: Context,
         algorithm: str,
-        values: Array | None = None,
+        most: int | None = None,
     ) -> Array:
-        """Return the mean of all layers, float32[bucket.size]. Collective.
+        """Return the mean of all layers, which is flat then. Collective.
 
-        coded: float32[coded.size], that of the coded layers, alike on all ranks, that nobody uses
-            any more; xs: what it is of; values: all of it that may not be 0, if that is known
+        flat: float32[bucket.size], the mean of the coded layers, alike on all ranks, and zeros;
+            xs: what it is of; most: the bits of its largest magnitude, if they are known
         gradients, algorithm: of the layers that travel whole
         Raises NonFiniteGradient on all ranks alike, also where finite values have no finite sum.
         """
-        if not is_finite(coded if values is None else values):
-            raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
-        if self.coded.segments == self.bucket.segments:
-            return coded
-        flat = zeros(self.bucket.size, coded)
-        for source, place in self._places:
-            flat[source] = coded[place]
-        whole = set(self.bucket.names) - set(self.coded.names)
-        mean_in_float32(gradients, self.bucket, whole, context, flat, algorithm)
+        if most is None:
+            most = bits_of_largest([flat])
+        if most >= NONFINITE_BITS:
+            found = [bool(np.isfinite(flat[source]).all()) for source, _ in self._places]
+            bad = [i for i, is_good in enumerate(found) if not is_good]
+            raise nonfinite(context.world, xs, self.coded, bad)
+        if self.coded.segments != self.bucket.segments:
+            whole = set(self.bucket.names) - set(self.coded.names)
+            mean_in_float32(gradients, self.bucket, whole, context, flat, algorithm)
         return flat
 
     def shares(self, coded: Sequence[float] | Array) -> Array:
@@ -298,70 +349,78 @@ class SparseLayers:
         return np.array([known.get(name, 1.0) for name in self.bucket.names])
 
 
-def _add(a: Array, b: Array, out: Array) -> int:
-    """Write a + b, float32[n], into out; return the float32 bits of the largest magnitude."""
-    kernels, largest = backend_of(out), 0
-    for part in blocks(out):
-        kernels.add(a[part], b[part], out[part])
-        largest = max(largest, int(kernels.amax_tiles(out[part]).max()))
-    return largest
+class Waiting(NamedTuple):
+    """What waits of each hosted rank, and which of it is largest.
+
+    sums: float32[coded.size]; pushes: the same of the momenta, if there are any
+    chosen: the ascending indices of the largest values, uint32[m]
+    """
+
+    sums: list[Array]
+    pushes: list[Array]
+    chosen: list[Array]
 
 
 class Sent(NamedTuple):
     """What an exchange of payloads gives, alike on all ranks.
 
-    mean: float32[n]; values: of it, all that may not be 0, float32[any]
+    mean: float32[bucket.size], 0 where a layer is not coded
+    most: the bits of its largest magnitude
     shares: of each layer that a rank sends, mean over ranks, float64[layers]
     """
 
     mean: Array
-    values: Array
+    most: int
     shares: Array
 
 
 def exchange(
-    world: Ranks,
+    context: Context,
     payloads: Sequence[Array],
     decode: Callable[[Array], tuple[Array, Array]],
     waiting: Sequence[Array],
-    coded: Bucket,
+    layers: SparseLayers,
 ) -> Sent:
     """Send payloads to all ranks, and take what they say out of what waits. Collective.
 
-    payloads: uint8[bytes] of each hosted rank; decode: returns their indices, uint32[m], ascending,
-        and values, float32[m]
-    waiting: float32[coded.size] of each hosted rank, changed
+    payloads: uint8[bytes] of each hosted rank; decode: returns their indices in layers.coded,
+        uint32[m], ascending, and values, float32[m]
+    waiting: float32[layers.coded.size] of each hosted rank, changed
     The values of all ranks are added in the order of ranks.
     """
-    n, kernels = coded.size, backend_of(waiting[0])
-    borders = np.array([*(start for _, start, _ in coded.segments), n], np.int64)
-    total, counts = zeros(n, waiting[0]), np.zeros(len(coded.names), np.int64)
+    world, coded, kernels = context.world, layers.coded, backend_of(waiting[0])
+    borders = np.array([*(start for _, start, _ in coded.segments), coded.size], np.int64)
+    total, counts = layers.cleared(context, waiting[0]), np.zeros(len(coded.names), np.int64)
     sent = []
     with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
-        for rank, payload in enumerate(allgather(world, payloads) if n else ()):
+        for rank, payload in enumerate(allgather(world, payloads) if coded.size else ()):
             indices, values = decode(payload)
             ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
-            counts += np.diff(to_host(ends))
-            at, terms = placed(indices, total), placed(values, total)
+            own_counts = np.diff(to_host(ends))
+            counts += own_counts
+            terms = placed(values, total)
+            at = placed(layers.in_bucket(indices, own_counts), total)
             kernels.scatter_add(total, at, terms)
             if world.hosts(rank):
                 own = waiting[rank - world.hosted.start]
-                kernels.scatter_add(own, at, kernels.multiply(terms, np.float32(-1)))
+                negative = kernels.multiply(terms, np.float32(-1))
+                kernels.scatter_add(own, placed(indices, total), negative)
             sent.append(at)
-        values = _divide(total, sent, world.ranks)
-    return Sent(total, values, counts / (np.diff(borders) * world.ranks))
+        most = _divide(total, sent, world.ranks)
+    return Sent(total, most, counts / (np.diff(borders) * world.ranks))
 
 
-def _divide(total: Array, sent: Sequence[Array], ranks: int) -> Array:
-    """Divide a sum by ranks; return all of the mean's values that may not be 0, float32[any].
+def _divide(total: Array, sent: Sequence[Array], ranks: int) -> int:
+    """Divide a sum by ranks; return the bits of the mean's largest magnitude.
 
     sent: where the terms of each rank are, uint32[m]; what no rank sends, 0, is left as it is
     """
     kernels, n = backend_of(total), total.size
     if FEW * sum(indices.size for indices in sent) >= n:
-        return kernels.divide(total, np.float32(ranks), total)
+        return kernels.divide_all(total, float(ranks), total)
     marks = reduce(np.bitwise_or, (kernels.pack_bitmap(indices, n) for indices in sent))
     at = kernels.unpack_bitmap(marks)
-    values = kernels.divide(kernels.gather(total, at), np.float32(ranks))
-    total[at] = values
-    return values
+    values = kernels.gather(total, at)
+    most = kernels.divide_all(values, float(ranks), values)
+    kernels.put(total, at, values)
+    return most

@@ -56,8 +56,8 @@ class Strom(SparseMessages):
             backend_of(signs).multiply_runs(signs, taus, borders, signs)
             return indices, signs
 
-        sent = exchange(context.world, payloads, decode, waiting, coded)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
+        sent = exchange(context, payloads, decode, waiting, layers)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
         layers.keep(waiting, context)
         for name, square in squares.items():
             _kept(name, context)[:] = square

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
 
 from ..collectives.allreduce import Allreduce, configured
+from ..collectives.checks import NONFINITE_BITS
+from ..collectives.method import Segment
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
 from ..methods import USUAL
-from ..ops import backend_of, on_gpu, placed, to_host
+from ..ops import backend_of, placed, to_host
 from ..ops.common import MAGNITUDE
 from ..ops.payloads import Exact
 from ..options import Allowed
@@ -30,10 +31,10 @@ from .base import (
     checked_mean,
     mean_in_float32,
     shared_largest,
-    zeros,
 )
 from .bucket import Bucket
-from .qsgd import decoded_mean
+from .memory import empty_mean, give_spare, take_spare
+from .qsgd import decode_mean
 
 TRITS = Exact(Cast(INTEGERS["ternary"], "stochastic"), trits=True)
 UNIT_SHIFT = 1 + SHIFT_BIAS  # the format's numbers are -2, 0 and 2: those of 2 x are wanted
@@ -75,22 +76,28 @@ class TernGrad(Aggregator):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        ends = self._ends(bucket)
-        check_place(self, context.world, gradients, ends.size)
-        clipped = [self._clipped(gradient, bucket) for gradient in gradients]
-        scalers = self._scalers(clipped, ends, bucket, context.world, gradients)
-        for x, scaler in zip(clipped, scalers, strict=True):  # now -1 to 1
-            divisors = np.where(scaler == 0, np.float32(1), scaler)
-            for part in blocks(x):
-                backend_of(x).divide_runs(x[part], divisors, ends, x[part], part.start)
+        world, ends = context.world, self._ends(bucket)
+        check_place(self, world, gradients, ends.size)
+        limits = [self._limits(gradient, bucket) for gradient in gradients]
+        scalers = self._scalers(gradients, limits, ends, bucket, world)
+        flat = empty_mean(context, bucket, gradients[0])
         if self.share:
+            divisors = np.where(scalers[0] == 0, np.float32(1), scalers[0])
+            ternary = take_spare(context, "ternary", bucket.size, gradients)
+            for x, out, limit in zip(gradients, ternary, limits, strict=True):
+                spread = self._of_runs(limit, bucket)
+                backend_of(x).divide_runs(x, divisors, ends, out, limits=spread)
+                for _, start, stop in self._excluded(bucket):
+                    out[start:stop] = 0
             method = self._allreduce(context.seed)
-            flat = method.run(context.world, clipped, iteration=context.iteration).arrays[0]
-            for part in blocks(flat):
-                backend_of(flat).multiply_runs(flat[part], scalers[0], ends, flat[part], part.start)
+            outs = None if context.out is None else [flat]
+            flat = method.run(world, ternary, outs, iteration=context.iteration).arrays[0]
+            give_spare(context, "ternary", ternary)
+            most = backend_of(flat).multiply_runs(flat, scalers[0], ends, flat)
+            if most >= NONFINITE_BITS:  # alike on all ranks
+                checked_mean(world, flat, gradients, bucket)
         else:
-            flat = self._mean_of_own(clipped, scalers, ends, context)
-        checked_mean(context.world, flat, gradients, bucket)
+            self._mean_of_own(gradients, limits, scalers, ends, flat, bucket, context)
         mean_in_float32(gradients, bucket, self.exclude, context, flat, self.algorithm)
         return Mean.finite(flat)
 
@@ -102,46 +109,77 @@ class TernGrad(Aggregator):
             found += [min(at + whole, stop) for at in range(start, stop, whole)]
         return np.array(found, np.int64)
 
-    def _clipped(self, gradient: Array, bucket: Bucket) -> Array:
-        """Return a copy of a gradient, cut to its layers' deviations; zeros where excluded."""
-        out = gradient.copy()
-        for name, start, stop in bucket.segments:
-            x = out[start:stop]
-            if name in self.exclude:
-                x[...] = 0
-            elif self.clip and x.size:
+    def _excluded(self, bucket: Bucket) -> list[Segment]:
+        return [segment for segment in bucket.segments if segment.name in self.exclude]
+
+    def _limits(self, gradient: Array, bucket: Bucket) -> Array:
+        """Return what the values of each layer are cut to, float32[layers]: inf where to none."""
+        found = np.full(len(bucket.names), np.inf, np.float32)
+        for i, (name, start, stop) in enumerate(bucket.segments):
+            x = gradient[start:stop]
+            if self.clip and x.size and name not in self.exclude:
                 # Of infinity, which the scaler will show; or beyond float32, and all values.
                 with np.errstate(over="ignore", invalid="ignore"):
                     limit = np.float32(self.clip * _deviation(x))
-                if not _all_beyond(x, limit):
-                    _cut(x, limit)
-        return out
+                if np.isfinite(limit) and not _all_beyond(x, limit):
+                    found[i] = limit
+        return found
+
+    def _of_runs(self, each: Array, bucket: Bucket) -> Array:
+        """Return a number of each layer for each run of _ends: float32[layers] to float32[runs]."""
+        whole = self.bucket_values
+        counts = [
+            -(-(stop - start) // whole) if whole else int(stop > start)
+            for _, start, stop in bucket.segments
+        ]
+        return np.repeat(each, counts)
 
     def _scalers(
         self,
-        clipped: list[Array],
+        gradients: list[Array],
+        limits: list[Array],
         ends: Array,
         bucket: Bucket,
         world: Ranks,
-        gradients: list[Array],
     ) -> list[Array]:
         """Return the largest values of each hosted rank, or of all ranks. Collective."""
-        own = [_maxima(x, ends) for x in clipped]
+        is_out = self._of_runs(np.array([n in self.exclude for n in bucket.names]), bucket)
+        own = []
+        for x, limit in zip(gradients, limits, strict=True):
+            largest = backend_of(x).run_maxima(x, ends)
+            cut = np.minimum(largest, self._of_runs(limit, bucket))  # NaN where one is
+            own.append(np.where(is_out, np.float32(0), cut))
         largest = shared_largest(world, gradients, bucket, np.max(own, axis=0))
         return [largest] * len(own) if self.share else own
 
     def _mean_of_own(
-        self, clipped: list[Array], scalers: list[Array], ends: Array, context: Context
-    ) -> Array:
-        """Return the mean of ternary values with scalers by rank, added in the order of ranks."""
-        world, n, payloads = context.world, clipped[0].size, []
-        shifts = placed(np.full(tiles(n), UNIT_SHIFT, np.uint8), clipped[0])
-        for rank, x in zip(world.hosted, clipped, strict=True):
+        self,
+        gradients: list[Array],
+        limits: list[Array],
+        scalers: list[Array],
+        ends: Array,
+        flat: Array,
+        bucket: Bucket,
+        context: Context,
+    ) -> None:
+        """Write the mean of ternary values with scalers by rank, added in the order of ranks."""
+        world, n, payloads = context.world, bucket.size, []
+        parts = take_spare(context, "ternary", n, gradients)
+        shifts = placed(np.full(tiles(n), UNIT_SHIFT, np.uint8), gradients[0])
+        for rank, x, limit, scaler, out in zip(
+            world.hosted, gradients, limits, scalers, parts, strict=True
+        ):
+            divisors = np.where(scaler == 0, np.float32(1), scaler)
+            spread = self._of_runs(limit, bucket)
+            backend_of(x).divide_runs(x, divisors, ends, out, limits=spread)
+            for _, start, stop in self._excluded(bucket):
+                out[start:stop] = 0
             payload = np.empty_like(x, shape=(TRITS.size_bytes(n),), dtype=np.uint8)
-            TRITS.encode(x, shifts, context.key("ternary", rank), 0, payload)
+            TRITS.encode(out, shifts, context.key("ternary", rank), 0, payload)
             payloads.append(to_host(payload))
-        scales, total = allgather(world, scalers), zeros(n, clipped[0])
-        return decoded_mean(TRITS, shifts, allgather(world, payloads), scales, ends, total)
+        give_spare(context, "ternary", parts)
+        scales = allgather(world, scalers)
+        decode_mean(TRITS, allgather(world, payloads), scales, ends, flat, gradients, bucket, world)
 
 
 def _deviation(x: Array) -> float:
@@ -155,43 +193,3 @@ def _all_beyond(x: Array, limit: np.float32) -> bool:
     """Whether none of float32[n] is within the limit: of most layers the first block has some."""
     magnitudes = (x[part].view(np.uint32) & np.uint32(MAGNITUDE) for part in blocks(x))
     return not any((each <= limit.view(np.uint32)).any() for each in magnitudes)
-
-
-def _cut(x: Array, limit: np.float32) -> None:
-    """Cut float32[n] to +-limit; where that is not finite, it is beyond all x, or x is not."""
-    if on_gpu(x):  # whose minimum of floats makes zeros of subnormal numbers
-        if np.isfinite(limit):
-            bits = x.view(np.uint32)
-            sign = bits & np.uint32(~MAGNITUDE)
-            bits[...] = np.minimum(bits & np.uint32(MAGNITUDE), limit.view(np.uint32)) | sign
-        return
-    for part in blocks(x):
-        np.clip(x[part], -limit, limit, out=x[part])
-
-
-def _maxima(x: Array, ends: Array) -> Array:
-    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is."""
-    starts = np.concatenate([[0], ends])
-    if on_gpu(x):
-        return _maxima_on_gpu(x, starts)
-    found = np.zeros(ends.size, np.float32)
-    for part in blocks(x):
-        first, last = np.searchsorted(ends, [part.start, part.stop - 1], side="right")
-        own = found[first : last + 1]
-        inside = np.maximum(starts[first : last + 1] - part.start, 0)
-        np.maximum(own, np.maximum.reduceat(np.abs(x[part]), inside), out=own)
-    return found
-
-
-def _maxima_on_gpu(x: Array, borders: Array) -> Array:
-    """Return _maxima of a CuPy array: of equally long runs those of all, of a lone one by tiles."""
-    found, sizes = [], np.diff(borders)
-    first_of_equals = np.flatnonzero(np.diff(sizes, prepend=-1, append=-1))
-    for first, behind in pairwise(first_of_equals):
-        part = x[borders[first] : borders[behind]]
-        if behind - first == 1:
-            rows = backend_of(x).amax_tiles(part).reshape(1, -1)
-        else:
-            rows = part.view(np.uint32).reshape(behind - first, -1) & np.uint32(MAGNITUDE)
-        found.append(to_host(rows.max(axis=1)))
-    return np.concatenate([np.empty(0, np.uint32), *found]).view(np.float32)

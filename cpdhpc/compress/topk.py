@@ -7,7 +7,7 @@ from typing import Literal
 
 from .base import Array, Context, Mean
 from .bucket import Bucket
-from .sparse import LargestValues
+from .sparse import LargestValues, largest
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,14 @@ class TopK(LargestValues):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
-        waiting = layers.waiting(gradients, context, self.error_feedback, check=False)
-        sent, _ = self._send(waiting, layers, context)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
+        density = self._density(context)
+        if self.error_feedback:
+            waiting, _, chosen = layers.largest_waiting(gradients, context, density, self.within)
+        else:
+            waiting = layers.joined(gradients)
+            chosen = [largest(x, layers.coded, density, self.within) for x in waiting]
+        sent = self._send(waiting, chosen, layers, context)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
         if self.error_feedback:
             layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -335,76 +335,263 @@ def matmul(
 # rows are in the order of rows. On x86-64, that is: NumPy on other processors fuses products into
 # sums.
 Term = Literal["magnitude", "square"]
-
-BLOCK_VALUES = 1 << 15  # whose float64 fit in a core's cache
+TERMS = ("value", *get_args(Term))  # as kernels/passes.h numbers them
 
 
 def row_sums(x: Array) -> Array:
     """Return the sum of each row: float32[rows, columns] to float64[rows]."""
-    return np.asarray(x.sum(axis=1, dtype=np.float64))
+    _check("x", x, np.float32)
+    sums = np.empty(len(x))
+    _cpu.row_sums(x, sums)
+    return sums
 
 
 def run_sums(x: Array, starts: Array, of: Term) -> Array:
     """Return the sum of magnitudes or squares of each run: float32[n], int64[runs] to float64."""
-    terms = np.abs(x) if of == "magnitude" else np.square(x, dtype=np.float64)
-    return np.add.reduceat(terms, starts, dtype=np.float64)
+    _check("x", x, np.float32)
+    sums = np.empty(starts.size)
+    _cpu.run_sums(TERMS.index(of), x, np.ascontiguousarray(starts, np.int64), sums)
+    return sums
 
 
 def square_sum(x: Array, center: float = 0.0) -> float:
-    """Return the sum of squares of x - center, float32[n], without arrays as long as x."""
-
-    def squares(start: int, stop: int) -> float:
-        if stop - start <= BLOCK_VALUES:
-            difference = x[start:stop] - np.float64(center)
-            difference *= difference
-            return float(difference.sum())
-        half = (stop - start) // 2
-        middle = start + half - half % 8  # as NumPy halves a whole array
-        return squares(start, middle) + squares(middle, stop)
-
-    return squares(0, x.size)
+    """Return the sum of squares of x - center, float32[n]."""
+    _check("x", x, np.float32)
+    return float(_cpu.square_sum(x, center)) + 0.0
 
 
-def multiply_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> None:
-    """Write x times its runs' numbers into out: runs of float32[runs] end at ends, int64[runs].
+def run_maxima(x: Array, ends: Array) -> Array:
+    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is."""
+    _check("x", x, np.float32)
+    found = np.empty(ends.size, np.uint32)
+    _cpu.run_maxima(x, ends, found)
+    return found.view(np.float32)
 
-    start: the place of x, float32[n], in what the runs are of
+
+def multiply_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> int:
+    """Write x times its runs' numbers into out; see ops.reference."""
+    return _scaled(False, x, each, ends, out, start, None)
+
+
+def divide_runs(
+    x: Array, each: Array, ends: Array, out: Array, start: int = 0, limits: Array | None = None
+) -> None:
+    """Write x over its runs' numbers into out, cut to limits if given; see ops.reference."""
+    _scaled(True, x, each, ends, out, start, limits)
+
+
+def divide_all(x: Array, divisor: float, out: Array) -> int:
+    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
+    return _scaled(True, x, np.array([divisor], np.float32), np.array([x.size]), out, 0, None)
+
+
+def _scaled(
+    divides: bool, x: Array, each: Array, ends: Array, out: Array, start: int, limits: Array | None
+) -> int:
+    _check("x", x, np.float32)
+    _check("out", out, np.float32)
+    _check("each", each, np.float32)
+    _check("ends", ends, np.int64)
+    arrays = x, each, ends, start, limits, out
+    return int(_cpu.scale_runs(kernel_threads(), divides, *arrays))
+
+
+def accumulate(
+    x: Array,
+    kept: Array,
+    out: Array,
+    *,
+    factor: float = 1.0,
+    more: Array | None = None,
+    total: Array | None = None,
+) -> int:
+    """Write x + factor * kept, and that + more into total if given; see ops.reference."""
+    return _accumulated(x, kept, out, factor, more, total, 2**32 - 1)[0]
+
+
+def accumulate_largest(
+    x: Array,
+    kept: Array,
+    out: Array,
+    k: int,
+    *,
+    factor: float = 1.0,
+    more: Array | None = None,
+    total: Array | None = None,
+) -> Array:
+    """Return which are the k largest of what accumulate writes last: uint32[k], ascending."""
+    check_rank("accumulate_largest", k, x.size, 0)
+    last = out if total is None else total
+    if k == 0 or x.size <= FEW:
+        accumulate(x, kept, out, factor=factor, more=more, total=total)
+        return select_magnitude(last, k)
+    lines = [None if each is None else _lines(each) for each in (x, kept, more)]
+    sums = np.empty_like(lines[0])
+    sums_of_more = None if more is None else sums
+    accumulate(lines[0], lines[1], sums, factor=factor, more=lines[2], total=sums_of_more)
+    low = _low_of(sums, k, x.size)
+    _, found, values = _accumulated(x, kept, out, factor, more, total, low - 1)
+    if found.size < k:
+        return select_magnitude(last, k)
+    return found[_first_largest(values, _kth(values, k), k)]
+
+
+def _accumulated(
+    x: Array,
+    kept: Array,
+    out: Array,
+    factor: float,
+    more: Array | None,
+    total: Array | None,
+    above: int,
+) -> tuple[int, Array, Array]:
+    """Return what is largest, and what lies above some bits: the bits, uint32[m], float32[m]."""
+    for name, array in (("x", x), ("kept", kept), ("out", out), ("more", more), ("total", total)):
+        if array is not None:
+            _check(name, array, np.float32)
+    found = _cpu.accumulate(kernel_threads(), x, kept, factor, more, out, total, above)
+    return int(found[0]), np.frombuffer(found[1], np.uint32), np.frombuffer(found[2], np.float32)
+
+
+def accumulate_leaders(
+    x: Array, kept: Array, out: Array, rate: float, bin_values: int
+) -> tuple[Array, Array, Array]:
+    """Write x + kept into out; return its bins' largest values, and what about reaches them."""
+    for name, array in (("x", x), ("kept", kept), ("out", out)):
+        _check(name, array, np.float32)
+    highest = np.empty(-(-x.size // bin_values), np.uint32)
+    places, values = _cpu.accumulate_leaders(x, kept, rate, bin_values, out, highest)
+    found = np.frombuffer(places, np.uint32), np.frombuffer(values, np.float32)
+    return highest.view(np.float32), *found
+
+
+def pack_bins(bin_values: int, indices: Array, values: Array) -> Array:
+    """Return codes of a layer's indices and its values' signs, uint8[bytes]; see AdaComp.
+
+    indices: uint32[m], ascending; values: float32[m]
     """
-    np.multiply(x, _spread(each, ends, start, start + x.size), out=out)
+    _check("indices", indices, np.uint32)
+    _check("values", values, np.float32)
+    return np.frombuffer(_cpu.pack_bins(bin_values, indices, values), np.uint8)
 
 
-def divide_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> None:
-    """Write x over its runs' numbers into out; see multiply_runs."""
-    np.divide(x, _spread(each, ends, start, start + x.size), out=out)
+def unpack_bins(bin_values: int, codes: Array, scale: float, first: int) -> tuple[Array, Array]:
+    """Return the indices, from first on, and the values, scale or -scale, of codes of pack_bins."""
+    _check("codes", codes, np.uint8)
+    n = codes.size if bin_values < 1 << 6 else codes.size // 2
+    indices, values = np.empty(n, np.uint32), np.empty(n, np.float32)
+    count = _cpu.unpack_bins(bin_values, codes, scale, first, indices, values)
+    return indices[:count], values[:count]
 
 
-def _spread(each: Array, ends: Array, start: int, stop: int) -> Array:
-    """Return np.repeat(each, np.diff(ends, prepend=0))[start:stop]; a lone one of a lone run."""
-    if start == stop:
-        return each[:0]
-    first, last = np.searchsorted(ends, [start, stop - 1], side="right")
-    if first == last:
-        return each[first : last + 1]
-    counts = np.minimum(ends[first : last + 1], stop)
-    counts[1:] -= counts[:-1]  # NumPy sees that they overlap
-    counts[0] -= start
-    return np.repeat(each[first : last + 1], counts)
+def chunk_leaders(x: Array, chunk_values: int) -> Array:
+    """Return where in each chunk its largest magnitude is first: float32[n] to int64[chunks]."""
+    _check("x", x, np.float32)
+    found = np.empty(-(-x.size // chunk_values), np.int64)
+    _cpu.chunk_leaders(x, chunk_values, found)
+    return found
+
+
+def clear_all(out: Array) -> None:
+    """Write zeros into out, float32[n]."""
+    _check("out", out, np.float32)
+    _cpu.clear_all(kernel_threads(), out)
+
+
+def put(out: Array, indices: Array, values: Array) -> None:
+    """Write values to out[indices]: float32[n], uint32[m], float32[m]."""
+    for name, array, kind in (("out", out, np.float32), ("indices", indices, np.uint32)):
+        _check(name, array, kind)
+    _check("values", values, np.float32)
+    _cpu.put(kernel_threads(), out, indices, values)
+
+
+def mark_drawn(draws: Array, n: int, words: Array) -> int:
+    """Set bit draw % n of words for each of some draws; return how many were not set.
+
+    draws: uint64[m]; words: uint32[ceil(n / 32)], as pack_bitmap has them
+    """
+    _check("draws", draws, np.uint64)
+    _check("words", words, np.uint32)
+    return int(_cpu.mark_drawn(draws, n, words))
+
+
+def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array]:
+    """Return the signs of x + kept, uint8[bytes], and rows' two means; see ops.reference."""
+    for name, array in (("x", x), ("kept", kept), ("rest", x if rest is None else rest)):
+        _check(name, array, np.float32)
+    signs, pairs = np.empty(-(-x.size // 8), np.uint8), np.empty((len(x), 2), np.float32)
+    _cpu.encode_signs(x, kept, rest, signs, pairs)
+    return signs, pairs
+
+
+def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, divisor: float) -> int:
+    """Write the sum of what signs and pairs stand for, over divisor; see ops.reference."""
+    _check("out", out, np.float32)
+    return int(_cpu.decode_signs(tuple(signs), tuple(pairs), len(out), divisor, out))
 
 
 def row_products(m: Array, rows: Array) -> Array:
     """Return the product of m with each of some rows: float32[n, k], [r, k] to [r, n]."""
-    return np.asarray(np.einsum("ij,rj->ri", m, rows))
+    return _products(_cpu.row_products, m, rows, len(m))
 
 
 def column_products(m: Array, rows: Array) -> Array:
     """Return the product of m, transposed, with each of some rows: [n, k], [r, n] to [r, k]."""
-    return np.asarray(np.einsum("ij,ri->rj", m, rows))
+    return _products(_cpu.column_products, m, rows, m.shape[1])
 
 
-def add_outer(total: Array, firsts: Array, seconds: Array) -> None:
-    """Add the products of columns and rows to a matrix: float32[n, k], [r, n], [r, k]."""
-    for column, row in zip(firsts, seconds, strict=True):
-        total += column[:, None] * row
+def _products(kernel: Callable[..., None], m: Array, rows: Array, size: int) -> Array:
+    _check("m", m, np.float32)
+    _check("rows", rows, np.float32)
+    out = np.empty((len(rows), size), np.float32)
+    kernel(len(m), np.ascontiguousarray(m), np.ascontiguousarray(rows), out)
+    return out
+
+
+def outer(firsts: Array, seconds: Array, out: Array) -> int:
+    """Write the sum of products of columns and rows; see ops.reference."""
+    for name, array in (("firsts", firsts), ("seconds", seconds), ("out", out)):
+        _check(name, array, np.float32)
+    return int(_cpu.outer(len(out), firsts, seconds, out))
+
+
+def encode_runs(
+    x: Array,
+    each: Array,
+    ends: Array,
+    factor: float,
+    cast: Cast,
+    shift: int,
+    payload: Array,
+    *,
+    trits: bool = False,
+    key: Key = (0, 0),
+) -> None:
+    """Encode x over its runs' numbers, times factor, into payload; see ops.reference."""
+    _check("x", x, np.float32)
+    _check("each", each, np.float32)
+    _check("ends", ends, np.int64)
+    how = kernel_threads(), cast_numbers(cast), trits, key, 0, shift
+    _cpu.encode_runs(*how, x, each, ends, factor, payload)
+
+
+def mean_runs(
+    payloads: Sequence[Array],
+    each: Sequence[Array],
+    ends: Array,
+    bits: int,
+    out: Array,
+    *,
+    trits: bool = False,
+) -> int:
+    """Write the mean of integers times their runs' numbers into out; see ops.reference."""
+    _check("out", out, np.float32)
+    _check("ends", ends, np.int64)
+    numbers = np.concatenate([*each, np.empty(0, np.float32)])
+    _check("each", numbers, np.float32)
+    how, divisor = (kernel_threads(), bits, trits, tuple(payloads)), float(len(payloads))
+    return int(_cpu.mean_runs(*how, numbers, ends, divisor, out))
 
 
 # The k largest of n values are found in little more than one pass over them. A sample says above
@@ -572,9 +759,18 @@ def _largest(x: Array, k: int) -> tuple[Array, Array, int]:
 
 def _low(x: Array, k: int) -> int:
     """Return a magnitude, 1 or more, that about k values reach: rather more of them than less."""
+    return _low_of(_lines(x), k, x.size)
+
+
+def _lines(x: Array) -> Array:
+    """Return the sample of x."""
     lines = x.size // SAMPLED
-    sample = x[: lines * SAMPLED].reshape(lines, SAMPLED)[:, :LINE].reshape(-1)
-    expected = k * sample.size / x.size
+    return x[: lines * SAMPLED].reshape(lines, SAMPLED)[:, :LINE].reshape(-1)
+
+
+def _low_of(sample: Array, k: int, n: int) -> int:
+    """Return _low of n values by a sample of them."""
+    expected = k * sample.size / n
     reach = int(expected + SPARE * expected**0.5) + 1
     if reach >= sample.size:
         return 1

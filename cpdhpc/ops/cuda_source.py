@@ -52,6 +52,8 @@ ARITHMETIC = (
     "row_products",
     "column_products",
     "add_outer",
+    "accumulate",
+    "cut_runs",
     "move_boxes",
 )
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import cupy
 import numpy as np
 
-from ..formats import TILE, TRIT_BYTES, Cast, Format, packed_bytes, tiles
+from ..formats import (
+    SHIFT_BIAS,
+    TILE,
+    TRIT_BYTES,
+    Cast,
+    FloatFormat,
+    Format,
+    packed_bytes,
+    tiles,
+)
 from ..randomness import Key
 from .common import MAGNITUDE, check_rank, check_size, radix_select, threshold_bits
 from .common import fitting_shift as fitting_shift_on_host
@@ -473,8 +484,8 @@ def row_sums(x: Array) -> HostArray:
     starts = (np.arange(rows)[:, None] * columns + begins).ravel()
     stops = starts + np.tile(np.minimum(columns - begins, BUFFER), rows)
     parts = _pairwise(x.reshape(-1), starts, stops, VALUE, 0.0).reshape(rows, -1)
-    total = parts[:, 0].copy()
-    for part in parts[:, 1:].T:
+    total = np.zeros(rows)
+    for part in parts.T:
         total += part
     return total
 
@@ -503,14 +514,36 @@ def square_sum(x: Array, center: float = 0.0) -> float:
     return float(_pairwise(x.reshape(-1), *ends, SQUARES, center)[0])
 
 
-def multiply_runs(x: Array, each: HostArray, ends: HostArray, out: Array, start: int = 0) -> None:
-    """Write x times its runs' numbers into out; see ops.cpu."""
+def multiply_runs(x: Array, each: HostArray, ends: HostArray, out: Array, start: int = 0) -> int:
+    """Write x times its runs' numbers into out; see ops.reference."""
     _runs("multiply_runs", x, each, ends, out, start)
+    return _largest(out)
 
 
-def divide_runs(x: Array, each: HostArray, ends: HostArray, out: Array, start: int = 0) -> None:
-    """Write x over its runs' numbers into out; see ops.cpu."""
+def divide_runs(
+    x: Array,
+    each: HostArray,
+    ends: HostArray,
+    out: Array,
+    start: int = 0,
+    limits: HostArray | None = None,
+) -> None:
+    """Write x over its runs' numbers into out, cut to limits if given; see ops.reference."""
+    if limits is not None:
+        _runs("cut_runs", x, limits.view(np.uint32), ends, out, start)
+        x = out
     _runs("divide_runs", x, each, ends, out, start)
+
+
+def divide_all(x: Array, divisor: float, out: Array) -> int:
+    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
+    divide(x, np.float32(divisor), out)
+    return _largest(out)
+
+
+def _largest(x: Array) -> int:
+    """Return the bits of the largest magnitude of float32[n]. Waits for it."""
+    return int(to_host(amax_tiles(x.reshape(-1))).max(initial=0))
 
 
 def _runs(name: str, x: Array, each: HostArray, ends: HostArray, out: Array, start: int) -> None:
@@ -518,6 +551,202 @@ def _runs(name: str, x: Array, each: HostArray, ends: HostArray, out: Array, sta
     check("out", out, np.float32, x.size)
     runs = (cupy.asarray(each), cupy.asarray(ends - start), np.int64(ends.size))
     launch(name, element_blocks(x.size), x, np.int64(x.size), *runs, out)
+
+
+def run_maxima(x: Array, ends: HostArray) -> HostArray:
+    """Return the largest magnitude of each run of float32[n], NumPy's float32[runs].
+
+    Of equally long runs those of all, of a lone one by tiles.
+    """
+    check("x", x, np.float32)
+    borders = np.concatenate([[0], ends])
+    found, sizes = [np.empty(0, np.uint32)], np.diff(borders)
+    first_of_equals = np.flatnonzero(np.diff(sizes, prepend=-1, append=-1))
+    for first, behind in pairwise(first_of_equals):
+        part = x[borders[first] : borders[behind]]
+        if behind - first == 1:
+            rows = amax_tiles(part).reshape(1, -1)
+        else:
+            rows = part.view(np.uint32).reshape(behind - first, -1) & np.uint32(MAGNITUDE)
+        found.append(to_host(rows.max(axis=1)))
+    return np.concatenate(found).view(np.float32)
+
+
+def accumulate(
+    x: Array,
+    kept: Array,
+    out: Array,
+    *,
+    factor: float = 1.0,
+    more: Array | None = None,
+    total: Array | None = None,
+) -> int:
+    """Write x + factor * kept, and that + more into total if given; see ops.reference. Waits."""
+    given = (("x", x), ("kept", kept), ("out", out), ("more", more), ("total", total))
+    for name, array in given:
+        if array is not None:
+            check(name, array, np.float32, x.size)
+    amax, null = cupy.empty(tiles(x.size), np.uint32), NULL
+    arrays = (null if more is None else more, np.int64(x.size), out)
+    arrays = (x, kept, np.float32(factor), *arrays, null if total is None else total, amax)
+    launch("accumulate", tile_blocks(x.size), *arrays)
+    return int(to_host(amax).max(initial=0))
+
+
+def accumulate_largest(
+    x: Array,
+    kept: Array,
+    out: Array,
+    k: int,
+    *,
+    factor: float = 1.0,
+    more: Array | None = None,
+    total: Array | None = None,
+) -> Array:
+    """Return which are the k largest of what accumulate writes last: uint32[k], ascending."""
+    check_rank("accumulate_largest", k, x.size, 0)
+    accumulate(x, kept, out, factor=factor, more=more, total=total)
+    return select_magnitude(out if total is None else total, k)
+
+
+def accumulate_leaders(
+    x: Array, kept: Array, out: Array, rate: float, bin_values: int
+) -> tuple[HostArray, HostArray, HostArray]:
+    """Write x + kept into out; return its bins' largest values, and what about reaches them."""
+    accumulate(x, kept, out)
+    size = -(-x.size // bin_values) * bin_values
+    own, reach = (cupy.zeros(size, np.float32) for _ in range(2))
+    own[: x.size] = out
+    add(multiply(x, np.float32(rate)), out, reach[: x.size])
+    shape = (-1, bin_values)
+    magnitudes, reached = (
+        each.view(np.uint32).reshape(shape) & np.uint32(MAGNITUDE) for each in (own, reach)
+    )
+    highest = magnitudes.max(axis=1)
+    is_chosen = reached >= highest[:, None]
+    is_chosen &= magnitudes != 0
+    found = cupy.flatnonzero(is_chosen).astype(np.uint32)
+    values = gather(out, found)
+    return to_host(highest).view(np.float32), to_host(found), to_host(values)
+
+
+def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
+    """Return where in each chunk its largest magnitude is first: float32[n] to int64[chunks]."""
+    check("x", x, np.float32)
+    size = -(-x.size // chunk_values) * chunk_values
+    bits = cupy.asarray(np.full(size, -1, np.int32))  # in the order of magnitudes
+    bits[: x.size] = x.view(np.int32) & np.int32(MAGNITUDE)
+    return np.asarray(to_host(bits.reshape(-1, chunk_values).argmax(axis=1)), np.int64)
+
+
+def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[HostArray, HostArray]:
+    """Return the signs of x + kept, NumPy's uint8[bytes], and rows' two means."""
+    total = add(x, kept)
+    bits = total.view(np.int32)
+    positive = (bits >= 0) | (bits == np.int32(-(1 << 31)))  # -0.0; subnormal numbers are not 0
+    mask = np.negative(positive.astype(np.int32))
+    counts = to_host(positive.sum(axis=1, dtype=np.int32))
+    above = row_sums((bits & mask).view(np.float32))
+    below = row_sums((bits & ~mask).view(np.float32))
+    means = (below / np.maximum(x.shape[1] - counts, 1), above / np.maximum(counts, 1))
+    pairs = np.stack(means, axis=1).astype(np.float32)
+    if rest is not None:
+        subtract(total, _by_sign(mask, pairs), rest)
+    return to_host(cupy.packbits(positive)), pairs
+
+
+def _by_sign(mask: Array, pairs: HostArray) -> Array:
+    """Return what masks of all or no bits, int32[rows, columns], and pairs stand for."""
+    bits = cupy.asarray(pairs.view(np.int32))
+    below, above = bits[:, :1], bits[:, 1:]
+    chosen = mask & (below ^ above)
+    chosen ^= below
+    return chosen.view(np.float32)
+
+
+def decode_signs(
+    signs: Sequence[HostArray], pairs: Sequence[HostArray], out: Array, divisor: float
+) -> int:
+    """Write the sum of what signs and pairs stand for, over divisor; see ops.reference."""
+    check("out", out, np.float32)
+    out[...] = 0
+    for sign, pair in zip(signs, pairs, strict=True):
+        positive = cupy.unpackbits(cupy.asarray(sign))[: out.size].reshape(out.shape)
+        add(out, _by_sign(np.negative(positive.astype(np.int32)), pair), out)
+    divide(out, np.float32(divisor), out)
+    return _largest(out)
+
+
+def encode_runs(
+    x: Array,
+    each: HostArray,
+    ends: HostArray,
+    factor: float,
+    cast: Cast,
+    shift: int,
+    payload: Array,
+    *,
+    trits: bool = False,
+    key: Key = (0, 0),
+) -> None:
+    """Encode x over its runs' numbers, times factor, into payload; see ops.reference."""
+    scaled = cupy.empty(x.shape, np.float32)
+    divide_runs(x, each, ends, scaled)
+    if factor != 1:
+        multiply(scaled, np.float32(factor), scaled)
+    shifts = cupy.asarray(np.full(tiles(x.size), shift, np.uint8))
+    size = packed_bytes(x.size, cast.fmt.bits)
+    words = cupy.empty(size, np.uint8) if trits else payload
+    encode_tiles(scaled, cast, words, shifts, key=key)
+    if trits:
+        pack_trits(words, payload)
+
+
+def mean_runs(
+    payloads: Sequence[HostArray],
+    each: Sequence[HostArray],
+    ends: HostArray,
+    bits: int,
+    out: Array,
+    *,
+    trits: bool = False,
+) -> int:
+    """Write the mean of integers times their runs' numbers into out; see ops.reference."""
+    check("out", out, np.float32)
+    out[...] = 0
+    fmt, term = FloatFormat(1, bits - 2, "none"), cupy.empty(out.size, np.float32)
+    of_one = int(np.log2(fmt.smallest)) + SHIFT_BIAS
+    shifts = cupy.asarray(np.full(tiles(out.size), of_one, np.uint8))
+    for payload, numbers in zip(payloads, each, strict=True):
+        words = cupy.asarray(payload)
+        if trits:
+            came, words = words, cupy.empty(packed_bytes(out.size, bits), np.uint8)
+            unpack_trits(came, words)
+        decode_integers_tiles(words, 0, shifts, fmt, term)
+        _runs("multiply_runs", term, numbers, ends, term, 0)
+        add(out, term, out)
+    divide(out, np.float32(len(payloads)), out)
+    return _largest(out)
+
+
+def clear_all(out: Array) -> None:
+    """Write zeros into out, float32[n]."""
+    out[...] = 0
+
+
+def put(out: Array, indices: Array, values: Array) -> None:
+    """Write values to out[indices]: float32[n], uint32[m], float32[m]; no index twice."""
+    check("out", out, np.float32)
+    check("indices", indices, np.uint32)
+    check("values", values, np.float32, indices.size)
+    out[indices] = values
+
+
+def outer(firsts: Array, seconds: Array, out: Array) -> int:
+    """Write the sum of products of columns and rows; see ops.reference."""
+    out[...] = 0
+    add_outer(out, firsts, seconds)
+    return _largest(out)
 
 
 def row_products(m: Array, rows: Array) -> Array:

@@ -7,6 +7,7 @@ bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -431,6 +432,226 @@ def decode_add_encode_tiles(
     return 0 if out is None else decode_tiles(words, shifts, cast.fmt, out)
 
 
+# Passes over gradients. Each operation on a value is rounded by itself; sums over values are
+# NumPy's, in float64, in its order of additions.
+
+
+def accumulate(
+    x: Array,
+    kept: Array,
+    out: Array,
+    *,
+    factor: float = 1.0,
+    more: Array | None = None,
+    total: Array | None = None,
+) -> int:
+    """Write x + factor * kept into out, and out + more into total, if they are given.
+
+    all: float32[n]. Returns the float32 bits of the largest magnitude of what is written last; NaN
+    is larger than infinity.
+    """
+    np.add(x, kept if factor == 1 else np.float32(factor) * kept, out=out)
+    if more is not None and total is not None:
+        np.add(out, more, out=total)
+    return _largest_bits(out if total is None else total)
+
+
+def accumulate_largest(
+    x: Array,
+    kept: Array,
+    out: Array,
+    k: int,
+    *,
+    factor: float = 1.0,
+    more: Array | None = None,
+    total: Array | None = None,
+) -> Array:
+    """Return select_magnitude(what is written last, k) of accumulate: uint32[k]."""
+    accumulate(x, kept, out, factor=factor, more=more, total=total)
+    return select_magnitude(out if total is None else total, k)
+
+
+def accumulate_leaders(
+    x: Array, kept: Array, out: Array, rate: float, bin_values: int
+) -> tuple[Array, Array, Array]:
+    """Write x + kept into out; return its bins' largest magnitudes, and what about reaches them.
+
+    x, kept, out: float32[n], of bins of so many values, the last one of what is left
+    Returns float32[bins], and the ascending indices, uint32[m], of values but zeros whose
+    magnitude, rate * x added, is no less than the largest of their bin, and what out has there.
+    """
+    accumulate(x, kept, out)
+    short = np.zeros(-x.size % bin_values, np.float32)
+    own = np.concatenate([out, short]).view(np.uint32) & MAGNITUDE
+    reach = np.concatenate([np.float32(rate) * x + out, short]).view(np.uint32) & MAGNITUDE
+    highest = own.reshape(-1, bin_values).max(axis=1, initial=0)
+    found = (reach >= np.repeat(highest, bin_values)) & (own != 0)
+    indices = np.flatnonzero(found).astype(np.uint32)
+    return highest.view(np.float32), indices, out[indices]
+
+
+def chunk_leaders(x: Array, chunk_values: int) -> Array:
+    """Return where in each chunk of so many values its largest magnitude is first: int64[chunks].
+
+    x: float32[n]; the last chunk has what is left
+    """
+    parts = [x[i : i + chunk_values] for i in range(0, x.size, chunk_values)]
+    found = [int((part.view(np.uint32) & MAGNITUDE).argmax()) for part in parts]
+    return np.array(found, np.int64)
+
+
+def run_maxima(x: Array, ends: Array) -> Array:
+    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is.
+
+    ends: int64[runs], where the runs end
+    """
+    bits = x.view(np.uint32) & MAGNITUDE
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    found = [bits[a:b].max(initial=0) for a, b in zip(starts, ends, strict=True)]
+    return np.array(found, np.uint32).view(np.float32)
+
+
+def multiply_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> int:
+    """Write x times its runs' numbers into out; return the bits of the largest magnitude.
+
+    each: float32[runs], of runs that end at ends, int64[runs]
+    start: the place of x, float32[n], in what the runs are of
+    """
+    np.multiply(x, _spread(each, ends, start, x.size), out=out)
+    return _largest_bits(out)
+
+
+def divide_runs(
+    x: Array, each: Array, ends: Array, out: Array, start: int = 0, limits: Array | None = None
+) -> None:
+    """Write x over its runs' numbers into out; see multiply_runs.
+
+    limits: float32[runs]: x is cut to +-limit before
+    """
+    if limits is not None:
+        limit = _spread(limits, ends, start, x.size)
+        x = np.minimum(np.maximum(x, -limit), limit)
+    np.divide(x, _spread(each, ends, start, x.size), out=out)
+
+
+def divide_all(x: Array, divisor: float, out: Array) -> int:
+    """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
+    np.divide(x, np.float32(divisor), out=out)
+    return _largest_bits(out)
+
+
+def _spread(each: Array, ends: Array, start: int, n: int) -> Array:
+    return each[np.searchsorted(ends, np.arange(start, start + n), side="right")]
+
+
+def _largest_bits(x: Array) -> int:
+    return int((x.view(np.uint32) & MAGNITUDE).max(initial=0))
+
+
+def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array]:
+    """Return the signs of x + kept as bits, and the two means of each row.
+
+    x, kept: float32[rows, columns]; rest: what x + kept is more than the means, written if given
+    Returns uint8[bytes], a bit for each value, set where it is not below 0, the first one the
+    highest of its byte; and float32[rows, 2]: the means of the values below 0 and of the others.
+    """
+    total = x + kept
+    positive = total >= 0
+    counts = positive.sum(axis=1)
+    below = np.where(positive, np.float32(0), total).sum(axis=1, dtype=np.float64)
+    above = np.where(positive, total, np.float32(0)).sum(axis=1, dtype=np.float64)
+    means = (below / np.maximum(x.shape[1] - counts, 1), above / np.maximum(counts, 1))
+    pairs = np.stack(means, axis=1).astype(np.float32)
+    if rest is not None:
+        np.subtract(total, np.where(positive, pairs[:, 1:], pairs[:, :1]), out=rest)
+    return np.packbits(positive), pairs
+
+
+def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, divisor: float) -> int:
+    """Write the sum of what signs and pairs of encode_signs stand for, over divisor, into out.
+
+    signs, pairs: one of each rank, added in their order; out: float32[rows, columns]
+    Returns the bits of the largest magnitude.
+    """
+    out[...] = 0
+    for sign, pair in zip(signs, pairs, strict=True):
+        positive = np.unpackbits(sign, count=out.size).reshape(out.shape).astype(bool)
+        out += np.where(positive, pair[:, 1:], pair[:, :1])
+    out /= np.float32(divisor)
+    return _largest_bits(out.reshape(-1))
+
+
+def outer(firsts: Array, seconds: Array, out: Array) -> int:
+    """Write the sum of the products of columns and rows into out, in their order, from 0 on.
+
+    firsts: float32[r, n]; seconds: float32[r, k]; out: float32[n, k]
+    Returns the bits of the largest magnitude.
+    """
+    out[...] = 0
+    for column, row in zip(firsts, seconds, strict=True):
+        out += column[:, None] * row
+    return _largest_bits(out.reshape(-1))
+
+
+def encode_runs(
+    x: Array,
+    each: Array,
+    ends: Array,
+    factor: float,
+    cast: Cast,
+    shift: int,
+    payload: Array,
+    *,
+    trits: bool = False,
+    key: Key = (0, 0),
+) -> None:
+    """Encode x over its runs' numbers, times factor, into payload; see divide_runs.
+
+    shift: the byte of each tile, as encode_tiles reads it
+    payload: uint8, written: words of encode_tiles, or what pack_trits makes of them
+    """
+    scaled = np.empty_like(x)
+    divide_runs(x, each, ends, scaled)
+    if factor != 1:
+        scaled *= np.float32(factor)
+    words = np.empty(tiles(x.size) * (TILE // 8) * cast.fmt.bits, np.uint8)
+    shifts = np.full(tiles(x.size), shift, np.uint8)
+    encode_tiles(scaled, cast, words, shifts, key=key)
+    if trits:
+        pack_trits(words, payload)
+    else:
+        payload[:] = words
+
+
+def mean_runs(
+    payloads: Sequence[Array],
+    each: Sequence[Array],
+    ends: Array,
+    bits: int,
+    out: Array,
+    *,
+    trits: bool = False,
+) -> int:
+    """Write the mean of integers times their runs' numbers into out.
+
+    payloads: of encode_runs, uint8, one of each rank, in whose order terms are added to 0; codes of
+        so many bits are a sign and a magnitude; each: float32[runs] of each rank; out: float32[n]
+    Returns the bits of the largest magnitude.
+    """
+    out[:] = 0
+    for payload, numbers in zip(payloads, each, strict=True):
+        words = payload
+        if trits:
+            words = np.empty(tiles(out.size) * (TILE // 8) * bits, np.uint8)
+            unpack_trits(payload, words)
+        codes = unpack(words, bits, out.size).astype(np.int64)
+        sign, level = codes >> (bits - 1), codes & ((1 << (bits - 1)) - 1)
+        term = np.where(sign == 1, -level, level).astype(np.float32)
+        out += term * _spread(numbers, ends, 0, out.size)
+    out /= np.float32(len(payloads))
+    return _largest_bits(out)
+
+
 # Sparse operations: selection by magnitude, access by index, bit streams. Magnitudes are compared
 # as float32 bits without the sign, as integers: so -0.0 equals 0.0, subnormal numbers count, and
 # NaN lies above infinity, ordered by its payload. Indices are uint32, ascending and distinct.
@@ -507,6 +728,28 @@ def scatter_add(out: Array, indices: Array, values: Array) -> None:
     """Add values to out[indices]: float32[n], uint32[m], float32[m]; each sum rounded once."""
     _check_indices("scatter_add", indices, out.size)
     out[indices] += values
+
+
+def put(out: Array, indices: Array, values: Array) -> None:
+    """Write values to out[indices]: float32[n], uint32[m], float32[m]."""
+    _check_indices("put", indices, out.size)
+    out[indices] = values
+
+
+def clear_all(out: Array) -> None:
+    """Write zeros into out, float32[n]."""
+    out[...] = 0
+
+
+def mark_drawn(draws: Array, n: int, words: Array) -> int:
+    """Set bit draw % n of words for each of some draws; return how many were not set.
+
+    draws: uint64[m]; words: uint32[ceil(n / 32)], as pack_bitmap has them
+    """
+    before = unpack_bitmap(words)
+    found = np.union1d(before, (draws % np.uint64(n)).astype(np.uint32)) if draws.size else before
+    words[:] = pack_bitmap(found, n)
+    return int(found.size - before.size)
 
 
 def clear(x: Array, indices: Array) -> None:

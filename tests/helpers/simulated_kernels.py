@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cpdhpc import _cpu
+from cpdhpc.ops import reference
 from cpdhpc.ops.cpu import CAST_NUMBERS
 
 POINTERS = {  # C type -> the dtypes that an argument may have, and its alignment
@@ -28,7 +29,7 @@ SCALARS = {
     "int": np.int32, "u32": np.uint32, "u64": np.uint64, "i64": np.int64, "float": np.float32,
     "double": np.float64,
 }  # fmt: skip
-NULL = ("counts", "out", "nonfinite")  # pointers that may be missing
+NULL = ("counts", "out", "nonfinite", "more", "total")  # pointers that may be missing
 ADDRESSES = "char"  # what pointers may have that are given as numbers
 UNSIGNED = (3, 4, 5, 6, 7, 11, 12, 13)  # of the numbers of a cast, as load_cast has them
 
@@ -134,6 +135,20 @@ def _of_runs(a: SimpleNamespace) -> np.ndarray:
     return a.each[np.searchsorted(a.ends, np.arange(a.n), side="right")]
 
 
+def _accumulate(a: SimpleNamespace) -> None:
+    more = None if a.more is None else a.more[: a.n]
+    total = None if a.total is None else a.total[: a.n]
+    reference.accumulate(
+        a.x[: a.n], a.kept[: a.n], a.sum[: a.n], factor=a.factor, more=more, total=total
+    )
+    a.amax[:] = reference.amax_tiles(a.sum[: a.n] if total is None else total)
+
+
+def _cut_runs(a: SimpleNamespace) -> None:
+    limit = a.limits[np.searchsorted(a.ends, np.arange(a.n), side="right")].view(np.float32)
+    np.copysign(np.minimum(np.abs(a.x), limit), a.x, out=a.out)
+
+
 def _add_outer(a: SimpleNamespace) -> None:
     for column, row in zip(a.firsts, a.seconds, strict=True):
         a.total += column[:, None] * row
@@ -229,5 +244,7 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "row_products": lambda a: np.einsum("ij,rj->ri", a.m, a.rows, out=a.out),
     "column_products": lambda a: np.einsum("ij,ri->rj", a.m, a.rows, out=a.out),
     "add_outer": _add_outer,
+    "accumulate": _accumulate,
+    "cut_runs": _cut_runs,
     "move_boxes": _move_boxes,
 }

@@ -52,6 +52,7 @@ from ..provenance import attributes
 from ..report.figures import Axis, Chart, Panel, Series, image, spread, styles
 from ..settings import options, override
 from ..train.gradients import Gradients, load_all
+from . import crossover
 from .throughput import LATE
 
 Result = TypeVar("Result")
@@ -344,6 +345,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
     )
     add(
+        "--values N",
+        "normal numbers instead of gradients, N a rank: what methods cost large models",
+        int,
+    )
+    add(
         "--methods NAME[:OPTION=VALUE,...]",
         "compressors, apart by spaces or commas, as lowbit:wire=e3m0 (default: all)",
         list(COMPRESSORS),
@@ -390,6 +396,9 @@ def run(arguments: argparse.Namespace, world: World) -> None:
             f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
         )
         print("\n".join([*table_of(points, size, world.processes), *growth(points), *left_out]))
+        costs = costs_of(points, world.processes)
+        if costs:
+            print("\n".join(crossover.table(costs, size, crossover.copy_s(size))))
         if arguments.settings == "recommended":
             for text, method in methods.items():
                 if method.holds_back:
@@ -426,7 +435,12 @@ def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradien
     for count in ranks:
         if count % processes:
             raise UserError(f"--ranks {count}: must be a multiple of the {processes} processes")
-    if arguments.gradients is None:
+    if arguments.values is not None:
+        if arguments.gradients is not None or arguments.values < 1:
+            raise UserError(f"--values {arguments.values}: must be 1 or more, without --gradients")
+        most = max(ranks, default=processes)
+        recorded = list(crossover.normal(arguments.values, most))
+    elif arguments.gradients is None:
         most = max(ranks, default=max(MOST_RANKS // processes, 1) * processes)
         recorded = of_digits(most)
     else:
@@ -476,6 +490,15 @@ def _measured(
     if not points:
         raise ConfigError(f"bench compress: no method could be run: {left_out[0]}")
     return points, left_out
+
+
+def costs_of(points: Sequence[Point], processes: int) -> dict[str, crossover.Cost]:
+    """Return what an exchange costs a rank, by method: of points with one rank a process."""
+    return {
+        p.method: crossover.Cost(p.done.local_s, float(p.done.sent_bytes.max()))
+        for p in points
+        if p.ranks == processes
+    }
 
 
 COLUMNS = {  # heading -> width and digits
@@ -566,7 +589,13 @@ def _write(
     }
     store.write(directory / "compress.h5", {"points": variables(points)}, of_file)
     store.put(directory / "compress.png", image(chart(points), "png"))
-    print(f"wrote {directory / 'compress.h5'}, {directory / 'compress.png'}")
+    written = ["compress.h5", "compress.png"]
+    costs = costs_of(points, int(notes["processes"]))
+    if costs:
+        links = image(crossover.chart(costs, int(notes["processes"])), "png")
+        store.put(directory / "links.png", links)
+        written.append("links.png")
+    print("wrote " + ", ".join(str(directory / name) for name in written))
 
 
 OF_POINT = {  # array of a point: long name, units

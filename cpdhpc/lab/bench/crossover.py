@@ -1,0 +1,117 @@
+"""What a method's local work costs, beside a copy, and below which speed of link it pays.
+
+An exchange takes a rank its local work, and then its bytes over the link: nothing overlaps. What an
+all-reduce encodes and adds while its messages travel is no local work, see bench codec.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from ..report.figures import Axis, Chart, Panel, Series, styles
+from ..train.gradients import Gradients
+
+LINKS_GBPS = np.logspace(-1, 2, 25)  # of the chart: from 0.1 to 100 Gb/s
+COPIES = 9
+LAYER = (1024, 1024)
+SHIFT = 64  # values from where a rank's gradient begins to where the next one's does
+ITERATIONS = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an exchange costs a rank: processor time outside of collectives, and bytes it sends."""
+
+    local_s: float
+    sent_bytes: float
+
+    def time_s(self, link_gbps: float) -> float:
+        """Return the time of an exchange over a link."""
+        return self.local_s + 8 * self.sent_bytes / (1e9 * link_gbps)
+
+    def wins_below_gbps(self, dense: Cost) -> float:
+        """Return below which speed of link this takes less time than another; inf: at any, 0: none.
+
+        dense: sends float32, and so more bytes
+        """
+        saved, more_s = dense.sent_bytes - self.sent_bytes, self.local_s - dense.local_s
+        if saved <= 0:
+            return 0.0
+        return 8 * saved / more_s / 1e9 if more_s > 0 else inf
+
+
+def copy_s(values: int) -> float:
+    """Return the processor time of a copy of so many float32, the median of some."""
+    source, target = np.ones(values, np.float32), np.zeros(values, np.float32)
+    found = []
+    for _ in range(COPIES):
+        start_s = time.thread_time()
+        np.copyto(target, source)
+        found.append(time.thread_time() - start_s)
+    return float(np.median(found))
+
+
+def table(costs: Mapping[str, Cost], values: int, copied_s: float) -> list[str]:
+    """Return lines: each method's local work, that in copies, and below which link it wins.
+
+    values: of a gradient; copied_s: of copy_s
+    """
+    dense, width = costs.get("none"), max(map(len, costs))
+    lines = [
+        f"# local work of a rank, in nanoseconds a value and in copies of a gradient: a copy takes "
+        f"{1e9 * copied_s / values:.3g} ns a value, and no method takes less",
+        "# wins below: the speed of link below which an exchange takes less time than that of none",
+        f"# {'method':<{width}} {'ns/value':>9} {'copies':>7} {'wins below Gb/s':>16}",
+    ]
+    for method, cost in costs.items():
+        wins = "-" if dense is None or method == "none" else f"{cost.wins_below_gbps(dense):.3g}"
+        share = f"{1e9 * cost.local_s / values:>9.3g} {cost.local_s / copied_s:>7.2f}"
+        lines.append(f"  {method:<{width}} {share} {wins:>16}")
+    return lines
+
+
+def chart(costs: Mapping[str, Cost], ranks: int) -> Chart:
+    """Return the time of an exchange by the speed of the link, a line for each method."""
+    looks = styles(costs)
+    series = [
+        Series(
+            method,
+            looks[method],
+            LINKS_GBPS,
+            [1e3 * cost.time_s(float(gbps)) for gbps in LINKS_GBPS],
+            every=(3 * number % 8, 8),
+        )
+        for number, (method, cost) in enumerate(costs.items())
+    ]
+    x, y = Axis("speed of a rank's link (Gb/s)", "log"), Axis("time of an exchange (ms)", "log")
+    note = "Local work, and then the bytes of the rank that sends most; nothing overlaps."
+    panel = Panel(f"{ranks} ranks", x, y, series)
+    return Chart("links", "Exchanges of gradients", [note], "", [panel], scale=(2.2, 2.0))
+
+
+def normal(values: int, ranks: int) -> Sequence[Gradients]:
+    """Return gradients of normal numbers, in layers of 1,024 x 1,024 and one of what is left.
+
+    Those of ranks are parts of one array, each some places behind the one before.
+    """
+    rng, found = np.random.default_rng(0), []
+    for iteration in range(ITERATIONS):
+        numbers = rng.standard_normal(values + SHIFT * ranks, np.float32) * np.float32(1e-3)
+        of_ranks = np.lib.stride_tricks.as_strided(
+            numbers, (ranks, values), (4 * SHIFT, 4), writeable=False
+        )
+        layers, size = {}, LAYER[0] * LAYER[1]
+        for at in range(0, values, size):
+            part = of_ranks[:, at : at + size]
+            is_whole = part.shape[1] == size
+            shape = LAYER if is_whole else (1, part.shape[1])
+            strides = (4 * SHIFT, 4 * shape[1], 4)
+            view = np.lib.stride_tricks.as_strided(part, (ranks, *shape), strides, writeable=False)
+            layers[f"layer{at // size}"] = view
+        found.append(Gradients(iteration, ranks, layers, "normal numbers"))
+    return found

@@ -1,0 +1,381 @@
+// What compression methods do to all values of a gradient, in one pass each; the rest of
+// cpu_loops.h, which includes it. ops/reference.py specifies each. The loops have no order but that
+// of the sums, so the compiler may take as many values at once as the processor can.
+
+namespace {
+
+CPD_FN int magnitude_of(float x) {
+    int bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits & CPD_MAGNITUDE;
+}
+
+// Values from those that are read to what is fetched: the time of some additions.
+const i64 SOON = 256;
+
+template <bool SCALED, bool TWICE>
+u32 accumulate_as(const float* x, const float* kept, float factor, const float* more, i64 n,
+                  float* sum, float* total) {
+    const F by = from_float(factor);
+    U largest = lanes(0);
+    i64 i = 0;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
+        expect(x + i + SOON), expect(kept + i + SOON);
+        F value = load(kept, i, n);
+        value = load(x, i, n) + (SCALED ? by * value : value);
+        store(sum, i, n, value);
+        if (TWICE) {
+            expect(more + i + SOON);
+            value += load(more, i, n);
+            store(total, i, n, value);
+        }
+        largest = larger(largest, bits_of(value) & CPD_MAGNITUDE);
+    }
+    int most = (int)largest_lane(largest);
+    for (; i < n; ++i) {
+        float value = x[i] + (SCALED ? factor * kept[i] : kept[i]);
+        sum[i] = value;
+        if (TWICE) total[i] = value = value + more[i];
+        const int magnitude = magnitude_of(value);
+        most = most < magnitude ? magnitude : most;
+    }
+    return (u32)most;
+}
+
+u32 accumulate(const float* x, const float* kept, float factor, const float* more, i64 n,
+               float* sum, float* total) {
+    if (more && factor != 1) return accumulate_as<true, true>(x, kept, factor, more, n, sum, total);
+    if (more) return accumulate_as<false, true>(x, kept, factor, more, n, sum, total);
+    return (factor != 1 ? accumulate_as<true, false>
+                        : accumulate_as<false, false>)(x, kept, factor, more, n, sum, total);
+}
+
+// x cut to +-limit and divided, or multiplied by by; returns the largest magnitude that comes out.
+template <bool DIVIDE, bool CUT>
+u32 scale_as(const float* x, float by, float limit, i64 n, float* out) {
+    const F number = from_float(by), high = from_float(limit), low = -high;
+    U largest = lanes(0);
+    i64 i = 0;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
+        expect(x + i + SOON);
+        F value = load(x, i, n);
+        if (CUT) value = value > high ? high : value < low ? low : value;
+        value = DIVIDE ? value / number : value * number;
+        store(out, i, n, value);
+        largest = larger(largest, bits_of(value) & CPD_MAGNITUDE);
+    }
+    int most = (int)largest_lane(largest);
+    for (; i < n; ++i) {
+        float value = x[i];
+        if (CUT) value = value > limit ? limit : value < -limit ? -limit : value;
+        out[i] = value = DIVIDE ? value / by : value * by;
+        const int magnitude = magnitude_of(value);
+        most = most < magnitude ? magnitude : most;
+    }
+    return (u32)most;
+}
+
+u32 scale(bool divide, const float* x, float by, float limit, i64 n, float* out) {
+    if (divide && limit < __builtin_inff()) return scale_as<true, true>(x, by, limit, n, out);
+    return (divide ? scale_as<true, false> : scale_as<false, false>)(x, by, limit, n, out);
+}
+
+u32 largest_of(const float* x, i64 n) {
+    int most = 0;
+    for (i64 i = 0; i < n; ++i) {
+        const int magnitude = magnitude_of(x[i]);
+        most = most < magnitude ? magnitude : most;
+    }
+    return (u32)most;
+}
+
+// Sums in NumPy's order: up to 128 values are eight sums side by side, more are halved.
+typedef float EightFloats CPD_VECTOR(32);
+typedef int EightInts CPD_VECTOR(32);
+typedef double EightSums CPD_VECTOR(64);
+typedef i64 EightBits CPD_VECTOR(64);
+const i64 LEAF = 128;
+
+CPD_FN EightSums wide_eight(const float* x) {
+#if CPD_REGISTER == 64
+    return (EightSums)_mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(x));
+#else
+    EightFloats floats;
+    memcpy(&floats, x, sizeof floats);
+    return __builtin_convertvector(floats, EightSums);
+#endif
+}
+
+template <int OF, class V>
+CPD_FN V term_of(V x, double center) {
+    if constexpr (OF == CPD_SQUARES) {
+        const V difference = x - center;
+        return difference * difference;
+    } else
+        return x;
+}
+
+template <int OF>
+CPD_FN EightSums eight_terms(const float* x, double center) {
+    EightSums wide = wide_eight(x);
+    if (OF == CPD_MAGNITUDES) return (EightSums)((EightBits)wide & (i64) ~((u64)1 << 63));
+    return term_of<OF>(wide, center);
+}
+
+template <int OF>
+CPD_FN double one_term(float x, double center) {
+    if (OF == CPD_MAGNITUDES) return __builtin_fabs((double)x);
+    return term_of<OF>((double)x, center);
+}
+
+CPD_FN double joined_sum(EightSums s) {
+    return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+}
+
+template <int OF>
+double sum_as(const float* x, i64 n, double center) {
+    if (n > LEAF) {
+        const i64 half = n / 2, first = half - half % 8;
+        const double sum = sum_as<OF>(x, first, center);
+        return sum + sum_as<OF>(x + first, n - first, center);
+    }
+    double sum = -0.0;
+    i64 i = 0;
+    if (n >= 8) {
+        EightSums side = eight_terms<OF>(x, center);
+        for (i = 8; i < n - n % 8; i += 8) side += eight_terms<OF>(x + i, center);
+        sum = joined_sum(side);
+    }
+    for (; i < n; ++i) sum += one_term<OF>(x[i], center);
+    return sum;
+}
+
+double sum_in_pairs(int of, const float* x, i64 n, double center) {
+    return (of == CPD_MAGNITUDES ? sum_as<CPD_MAGNITUDES>
+            : of == CPD_SQUARES  ? sum_as<CPD_SQUARES>
+                                 : sum_as<CPD_VALUES>)(x, n, center);
+}
+
+// The sums of the values below 0, and of the others, each with zeros in place of the rest.
+Parts parts_of(const float* x, i64 n) {
+    if (n > LEAF) {
+        const i64 half = n / 2, first = half - half % 8;
+        const Parts a = parts_of(x, first), b = parts_of(x + first, n - first);
+        return {a.below + b.below, a.above + b.above};
+    }
+    Parts sum = {-0.0, -0.0};
+    i64 i = 0;
+    if (n >= 8) {
+        EightSums below, above;
+        for (i = 0; i < n - n % 8; i += 8) {
+            const EightSums wide = wide_eight(x + i);
+            const EightBits minus = wide < EightSums{};
+            const EightSums under = (EightSums)((EightBits)wide & minus);
+            const EightSums over = (EightSums)((EightBits)wide & ~minus);
+            below = i ? below + under : under, above = i ? above + over : over;
+        }
+        sum.below = joined_sum(below), sum.above = joined_sum(above);
+    }
+    for (; i < n; ++i) {
+        const bool minus = x[i] < 0;
+        sum.below += minus ? (double)x[i] : 0.0, sum.above += minus ? 0.0 : (double)x[i];
+    }
+    return sum;
+}
+
+// rest = x less what stands for its sign.
+void take_signs(const float* x, float below, float above, i64 n, float* rest) {
+#pragma GCC ivdep
+    for (i64 i = 0; i < n; ++i) rest[i] = x[i] - (x[i] < 0 ? below : above);
+}
+
+// 64 bits, each byte's highest first, set where values are not below 0.
+CPD_FN u64 not_below(const float* x, i64 n) {
+    u64 below = 0;
+    i64 i = 0;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) below |= (u64)signs((I)(load(x, i, n) < F{})) << i;
+    for (; i < n; ++i) below |= (u64)(x[i] < 0) << i;
+    u64 bits = n < 64 ? ~below & (((u64)1 << n) - 1) : ~below;
+    bits = (bits >> 1 & 0x5555555555555555) | (bits & 0x5555555555555555) << 1;
+    bits = (bits >> 2 & 0x3333333333333333) | (bits & 0x3333333333333333) << 2;
+    return (bits >> 4 & 0x0f0f0f0f0f0f0f0f) | (bits & 0x0f0f0f0f0f0f0f0f) << 4;
+}
+
+// Writes a bit for each value from bit first of out on, the highest of a byte first, and returns
+// how many are set. The bits behind the last one, to the end of its byte, become 0.
+i64 pack_signs(const float* x, i64 n, i64 first, u8* out) {
+    out += first / 8;
+    const int shift = (int)(first % 8);
+    i64 count = 0;
+    for (i64 i = 0; i < n; i += 64) {
+        const i64 left = n - i;
+        u8 open = shift ? *out : 0;
+        u64 bits = not_below(x + i, left < 64 ? left : 64);
+        count += __builtin_popcountll(bits);
+        if (!shift && left >= 64) {
+            memcpy(out, &bits, sizeof bits), out += sizeof bits;
+            continue;
+        }
+        const i64 ends = shift + (left < 64 ? left : 64);
+        for (i64 done = 0; done < ends; done += 8, bits >>= 8) {
+            const u8 byte = (u8)bits;
+            *out = (u8)(open | byte >> shift);
+            open = (u8)(byte << (8 - shift));
+            if (done + 8 <= ends) ++out;
+        }
+    }
+    return count;
+}
+
+// x += what the bits from bit first of packed on stand for.
+void add_signs(const u8* packed, i64 first, float below, float above, i64 n, float* x) {
+    i64 i = 0;
+    for (; i < n && (first + i) % 8; ++i)
+        x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
+    const u8* bytes = packed + (first + i) / 8;
+#if CPD_REGISTER == 64
+    const F low = from_float(below), high = from_float(above);
+    for (; i + 16 <= n; i += 16, bytes += 2) {
+        u32 bits = bytes[0] | (u32)bytes[1] << 8;
+        bits = (bits >> 1 & 0x5555) | (bits & 0x5555) << 1;
+        bits = (bits >> 2 & 0x3333) | (bits & 0x3333) << 2;
+        bits = (bits >> 4 & 0x0f0f) | (bits & 0x0f0f) << 4;
+        const F chosen = _mm512_mask_blend_ps((__mmask16)bits, low, high);
+        store(x, i, n, load(x, i, n) + chosen);
+    }
+#endif
+    for (; i + 8 <= n; i += 8) {
+        const EightInts bit = {128, 64, 32, 16, 8, 4, 2, 1};
+        const EightInts chosen = ((EightInts{} + (int)*bytes++) & bit) == bit;
+        EightFloats value, low = EightFloats{} + below, high = EightFloats{} + above;
+        low = (EightFloats)(((EightInts)low & ~chosen) | ((EightInts)high & chosen));
+        memcpy(&value, x + i, sizeof value);
+        value += low;
+        memcpy(x + i, &value, sizeof value);
+    }
+    for (; i < n; ++i) x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
+}
+
+// Where x + more * rate reaches the largest x of a bin of n values, highest, but for zeros: from
+// first on, into places. Returns how many there are.
+i64 leaders_of(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
+               u32* places) {
+    const int most = (int)highest;
+    i64 count = 0, i = 0;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
+        const F value = load(x, i, n), reach = load(rate, i, n) * more + value;
+        const I reached = (I)(bits_of(reach) & CPD_MAGNITUDE) >= most;
+        u32 found = signs(reached & ((I)(bits_of(value) & CPD_MAGNITUDE) != 0));
+        for (; found; found &= found - 1)
+            places[count++] = first + (u32)i + (u32)__builtin_ctz(found);
+    }
+    for (; i < n; ++i)
+        if (magnitude_of(rate[i] * more + x[i]) >= most && magnitude_of(x[i]))
+            places[count++] = first + (u32)i;
+    return count;
+}
+
+// The first of a chunk's largest magnitudes.
+i64 leader_of(const float* x, i64 n) {
+    const int most = (int)largest_of(x, n);
+    i64 i = 0;
+    while (magnitude_of(x[i]) != most) ++i;
+    return i;
+}
+
+// The integers of whole tiles of codes, a sign before a magnitude of the other bits.
+void levels_of(int bits, const u32* words, i64 tiles, float* out) {
+    const U mask = lanes((1u << (bits - 1)) - 1);
+    for (i64 t = 0; t < tiles; ++t, words += CPD_LANES * bits, out += CPD_TILE)
+        for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP) {
+            Unpacker unpacker = make_unpacker(words, lane);
+            take_each(unpacker, bits, all_rows(lane), [&](int i, U code) {
+                const U minus = lanes(0) - (code >> (bits - 1) & 1);
+                store(out, i, CPD_TILE, to_float(((code & mask) ^ minus) - minus));
+            });
+        }
+}
+
+// Products as NumPy's einsum adds them: four sums side by side, of 16 products the last four first.
+typedef float Four CPD_VECTOR(16);
+
+CPD_FN Four four_of(const float* x, i64 n) {
+    Four value = {};
+    memcpy(&value, x, n < 4 ? (size_t)n * sizeof(float) : sizeof value);
+    return value;
+}
+
+// out[r * stride + k] = sums over columns of m[k][j] * rows[r][j], K rows of m, R of rows.
+template <int K, int R>
+CPD_FN void dot_rows(const float* m, i64 columns, const float* rows, float* out, i64 stride) {
+    Four side[K][R] = {};
+    auto add_four = [&](i64 j, i64 left) {
+        Four b[R];
+        for (int r = 0; r < R; ++r) b[r] = four_of(rows + r * columns + j, left);
+        for (int k = 0; k < K; ++k) {
+            const Four a = four_of(m + k * columns + j, left);
+            for (int r = 0; r < R; ++r) side[k][r] = a * b[r] + side[k][r];
+        }
+    };
+    i64 j = 0;
+    for (; j + 16 <= columns; j += 16)
+        for (int k = 12; k >= 0; k -= 4) add_four(j + k, 4);
+    for (; j + 4 <= columns; j += 4) add_four(j, 4);
+    if (j < columns) add_four(j, columns - j);
+    for (int k = 0; k < K; ++k)
+        for (int r = 0; r < R; ++r) {
+            const Four s = side[k][r];
+            out[r * stride + k] = ((s[0] + s[1]) + (s[2] + s[3])) + 0.0f;
+        }
+}
+
+template <int K>
+void dot_block(const float* m, i64 columns, const float* rows, i64 count, float* out, i64 stride) {
+    i64 r = 0;
+    for (; r + 2 <= count; r += 2)
+        dot_rows<K, 2>(m, columns, rows + r * columns, out + r * stride, stride);
+    if (r < count) dot_rows<K, 1>(m, columns, rows + r * columns, out + r * stride, stride);
+}
+
+void row_products(const float* m, i64 n, i64 columns, const float* rows, i64 count, float* out) {
+    i64 i = 0;
+    for (; i + 4 <= n; i += 4) dot_block<4>(m + i * columns, columns, rows, count, out + i, n);
+    for (; i < n; ++i) dot_block<1>(m + i * columns, columns, rows, count, out + i, n);
+}
+
+// out[j] += m[k][j] * row[k], in the order of k, of K rows.
+template <int K>
+CPD_FN void add_rows(const float* m, i64 columns, const float* row, float* out) {
+#pragma GCC ivdep
+    for (i64 j = 0; j < columns; ++j) {
+        float sum = out[j];
+        for (int k = 0; k < K; ++k) sum = m[k * columns + j] * row[k] + sum;
+        out[j] = sum;
+    }
+}
+
+void column_products(const float* m, i64 n, i64 columns, const float* rows, i64 count, float* out) {
+    memset(out, 0, (size_t)(count * columns) * sizeof(float));
+    for (i64 i = 0; i < n;) {
+        const i64 step = n - i >= 8 ? 8 : 1;
+        for (i64 r = 0; r < count; ++r)
+            (step == 8 ? add_rows<8> : add_rows<1>)(m + i * columns, columns, rows + r * n + i,
+                                                    out + r * columns);
+        i += step;
+    }
+}
+
+// out[j] = 0 + firsts[r * stride] * seconds[r][j], in the order of r; returns the largest
+// magnitude.
+u32 outer_row(const float* firsts, i64 stride, const float* seconds, i64 count, i64 columns,
+              float* out) {
+    memset(out, 0, (size_t)columns * sizeof(float));
+    for (i64 r = 0; r < count; ++r) {
+        const float first = firsts[r * stride], *second = seconds + r * columns;
+#pragma GCC ivdep
+        for (i64 j = 0; j < columns; ++j) out[j] = first * second[j] + out[j];
+    }
+    return largest_of(out, columns);
+}
+
+}  // namespace

@@ -1,0 +1,732 @@
+// The module's functions for passes over gradients; a part of cpu_module.cpp, which includes it.
+
+namespace {
+
+const i64 STEP =
+    4 * CPD_TILE;  // values that stay in a core's first cache from one loop to the next
+
+void raise_to(std::atomic<u32>& most, u32 found) {
+    u32 before = most;
+    while (before < found && !most.compare_exchange_weak(before, found)) {
+    }
+}
+
+bool as_long(const Buffer& x, const Buffer& other, const char* name) {
+    return !other.view.buf || has_length(other, name, x.view.len);
+}
+
+// Where loops write values: into an array; or, if that is more than a core's cache holds, into
+// memory of their own first, from where the values go past the caches: lines that are overwritten
+// as a whole need not be read.
+struct Written {
+    static const i64 LARGE = 1 << 19;
+    const bool streams;
+    float own[STEP];
+    explicit Written(i64 n) : streams(n >= LARGE) {}
+    ~Written() {
+        if (streams) end_stream();
+    }
+    float* at(float* out) { return streams ? own : out; }
+    void done(float* out, i64 n) {
+        if (streams) stream_on((u8*)out, (const u8*)own, n * (i64)sizeof(float));
+    }
+};
+
+// A tuple of buffers.
+struct Views {
+    std::vector<Py_buffer> all;
+    ~Views() {
+        for (Py_buffer& each : all) PyBuffer_Release(&each);
+    }
+    bool have_length(const char* name, i64 bytes) const {
+        for (const Py_buffer& each : all)
+            if (each.len != bytes)
+                return PyErr_Format(PyExc_ValueError, "%s: %zd bytes given, %lld needed", name,
+                                    each.len, (long long)bytes),
+                       false;
+        return true;
+    }
+    template <class T>
+    const T* at(i64 number, i64 index) const {
+        return static_cast<const T*>(all[(size_t)number].buf) + index;
+    }
+};
+
+int to_views(PyObject* given, void* target) {
+    std::vector<Py_buffer>& all = static_cast<Views*>(target)->all;
+    if (!PyTuple_Check(given)) return PyErr_SetString(PyExc_TypeError, "must be a tuple"), 0;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(PyTuple_GetItem(given, i), &view, PyBUF_SIMPLE)) return 0;
+        all.push_back(view);
+    }
+    return 1;
+}
+
+// accumulate(threads, x, kept, factor, more, sum, total, above): sum = x + factor * kept, and where
+// more and total are given total = sum + more. Returns the bits of the largest magnitude of the
+// last, and the indices and the values of it whose magnitude is above these bits, as bytearrays.
+PyObject* accumulate(PyObject*, PyObject* args) {
+    int threads;
+    float factor;
+    unsigned above;
+    Buffer x, kept, more, sum, total;
+    if (!PyArg_ParseTuple(args, "iy*y*fO&w*O&I", &threads, &x.view, &kept.view, &factor,
+                          to_optional, &more, &sum.view, to_optional, &total, &above) ||
+        !as_long(x, kept, "kept") || !as_long(x, more, "more") || !as_long(x, sum, "sum") ||
+        !as_long(x, total, "total"))
+        return nullptr;
+    if (!more.view.buf != !total.view.buf)
+        return PyErr_Format(PyExc_ValueError, "accumulate: more and total: must be given both");
+    const i64 n = floats_in(x);
+    std::vector<Above> parts((size_t)(n / (BLOCK_TILES * CPD_TILE) + 1));
+    std::atomic<u32> most{0};
+    std::atomic<bool> full{false};
+    PyObject* done = in_blocks(threads, n, [&](const Block& b) {
+        Above& part = parts[(size_t)(b.tile / BLOCK_TILES)];
+        u32 places[CPD_TILE + 2], largest = 0;
+        float values[CPD_TILE];
+        Written sums(n), totals(n);
+        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
+            const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
+            float *first = sums.at(sum.at<float>(i)), *second = totals.at(total.at<float>(i));
+            const u32 found = loops->accumulate(x.at<float>(i), kept.at<float>(i), factor,
+                                                more.at<float>(i), m, first, second);
+            largest = largest < found ? found : largest;
+            sums.done(sum.at<float>(i), m);
+            if (more.view.buf) totals.done(total.at<float>(i), m);
+            if (found <= above) continue;
+            try {
+                const float* last = more.view.buf ? second : first;
+                i64 count = loops->collect_tile(above, last, m, (u32)i, places, values);
+                part.places.insert(part.places.end(), places, places + count);
+                part.values.insert(part.values.end(), values, values + count);
+            } catch (const std::bad_alloc&) {
+                full = true;
+            }
+        }
+        raise_to(most, largest);
+    });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    if (full) return PyErr_NoMemory();
+    PyObject* places = joined(parts, &Above::places);
+    PyObject* values = places ? joined(parts, &Above::values) : nullptr;
+    PyObject* all = values ? Py_BuildValue("IOO", (unsigned)most, places, values) : nullptr;
+    Py_XDECREF(places);
+    Py_XDECREF(values);
+    return all;
+}
+
+// Runs of values, each with a number of its own: they end at ends, int64[runs], which ascend.
+struct Runs {
+    Buffer each, ends;
+    i64 count() const { return ends.view.len / (i64)sizeof(i64); }
+    // Whether the runs have all values before last, and there are as many numbers for each.
+    bool are_sound(i64 last, const Buffer& numbers, i64 times = 1) const {
+        const i64* end = ends.at<i64>(0);
+        bool wrong = count() ? end[count() - 1] < last : last > 0;
+        for (i64 i = 1; i < count(); ++i) wrong |= end[i - 1] > end[i];
+        if (wrong) PyErr_SetString(PyExc_ValueError, "runs: ends: must ascend to the last value");
+        return !wrong && has_length(numbers, "each", times * count() * (i64)sizeof(float));
+    }
+    i64 of(i64 i) const {  // the run that has value i
+        const i64* begin = ends.at<i64>(0);
+        return std::upper_bound(begin, begin + count(), i) - begin;
+    }
+};
+
+// Calls body(run, first, n) for the part of each run that lies in first .. first + n - 1.
+template <class Work>
+void each_run(const Runs& runs, i64 first, i64 n, const Work& body) {
+    for (i64 at = first, run = runs.of(first); at < first + n; ++run) {
+        const i64 end = *runs.ends.at<i64>(run), stop = end < first + n ? end : first + n;
+        if (at < stop) body(run, at, stop - at), at = stop;
+    }
+}
+
+// scale_runs(threads, divide, x, each, ends, start, limits, out): out = x over, or times, the
+// number of its run, and before cut to the limit of its run if limits are given; start: the place
+// of x in what the runs are of. Returns the bits of the largest magnitude of out.
+PyObject* scale_runs(PyObject*, PyObject* args) {
+    int threads, divide;
+    long long start;
+    Buffer x, limits, out;
+    Runs runs;
+    if (!PyArg_ParseTuple(args, "ipy*y*y*LO&w*", &threads, &divide, &x.view, &runs.each.view,
+                          &runs.ends.view, &start, to_optional, &limits, &out.view) ||
+        !as_long(x, out, "out") || !as_long(runs.each, limits, "limits") ||
+        !runs.are_sound(start + floats_in(x), runs.each))
+        return nullptr;
+    std::atomic<u32> most{0};
+    PyObject* done = in_blocks(threads, floats_in(x), [&](const Block& b) {
+        Written values(x.view.buf == out.view.buf ? 0 : floats_in(x));
+        u32 largest = 0;
+        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
+            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
+            float* to = values.at(out.at<float>(i));
+            each_run(runs, start + i, m, [&](i64 run, i64 at, i64 n) {
+                const float limit = limits.view.buf ? *limits.at<float>(run) : __builtin_inff();
+                const i64 first = at - start;
+                const u32 found = loops->scale(divide, x.at<float>(first),
+                                               *runs.each.at<float>(run), limit, n, to + first - i);
+                largest = largest < found ? found : largest;
+            });
+            values.done(out.at<float>(i), m);
+        }
+        raise_to(most, largest);
+    });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLong(most);
+}
+
+// run_maxima(x, ends, out): the bits of the largest magnitude of each run.
+PyObject* run_maxima(PyObject*, PyObject* args) {
+    Buffer x, out;
+    Runs runs;
+    if (!PyArg_ParseTuple(args, "y*y*w*", &x.view, &runs.ends.view, &out.view) ||
+        !has_length(out, "out", runs.count() * (i64)sizeof(u32)))
+        return nullptr;
+    i64 start = 0;
+    for (i64 run = 0; run < runs.count(); ++run) {
+        const i64 end = *runs.ends.at<i64>(run);
+        if (end < start || end > floats_in(x))
+            return PyErr_Format(PyExc_ValueError, "run_maxima: ends: must ascend, %lld at most",
+                                (long long)floats_in(x));
+        *out.at<u32>(run) = loops->largest_of(x.at<float>(start), end - start);
+        start = end;
+    }
+    Py_RETURN_NONE;
+}
+
+// What NumPy makes float64 at once, of a row; it adds those sums one after another.
+const i64 AT_ONCE = 8192;
+
+double sum_of_row(const float* x, i64 n) {
+    double sum = 0;
+    for (i64 i = 0; i < n; i += AT_ONCE)
+        sum += loops->sum_in_pairs(CPD_VALUES, x + i, n - i < AT_ONCE ? n - i : AT_ONCE, 0);
+    return sum;
+}
+
+Parts parts_of_row(const float* x, i64 n) {
+    Parts sum = {};
+    for (i64 i = 0; i < n; i += AT_ONCE) {
+        const Parts next = loops->parts_of(x + i, n - i < AT_ONCE ? n - i : AT_ONCE);
+        sum = {sum.below + next.below, sum.above + next.above};
+    }
+    return sum;
+}
+
+// row_sums(x, out): of as many rows as out, float64, has sums.
+PyObject* row_sums(PyObject*, PyObject* args) {
+    Buffer x, out;
+    if (!PyArg_ParseTuple(args, "y*w*", &x.view, &out.view)) return nullptr;
+    const i64 rows = out.view.len / (i64)sizeof(double), columns = rows ? floats_in(x) / rows : 0;
+    if (!has_length(x, "x", rows * columns * (i64)sizeof(float))) return nullptr;
+    {
+        Unlocked unlocked;
+        for (i64 i = 0; i < rows; ++i)
+            *out.at<double>(i) = sum_of_row(x.at<float>(i * columns), columns);
+    }
+    Py_RETURN_NONE;
+}
+
+// run_sums(of, x, starts, out): the first term of each run plus the sum of the others, as reduceat.
+PyObject* run_sums(PyObject*, PyObject* args) {
+    int of;
+    Buffer x, starts, out;
+    if (!PyArg_ParseTuple(args, "iy*y*w*", &of, &x.view, &starts.view, &out.view) ||
+        !has_length(out, "out", starts.view.len))
+        return nullptr;
+    const i64 runs = starts.view.len / (i64)sizeof(i64), n = floats_in(x);
+    const i64* start = starts.at<i64>(0);
+    for (i64 i = 0; i < runs; ++i)
+        if (start[i] < 0 || start[i] >= (i + 1 < runs ? start[i + 1] : n))
+            return PyErr_Format(PyExc_ValueError, "run_sums: starts: must ascend, below %lld",
+                                (long long)n);
+    {
+        Unlocked unlocked;
+        for (i64 i = 0; i < runs; ++i) {
+            const float* first = x.at<float>(start[i]);
+            const i64 size = (i + 1 < runs ? start[i + 1] : n) - start[i];
+            *out.at<double>(i) = loops->sum_in_pairs(of, first, 1, 0) +
+                                 loops->sum_in_pairs(of, first + 1, size - 1, 0);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+// square_sum(x, center): of x - center, halved as a whole.
+PyObject* square_sum(PyObject*, PyObject* args) {
+    double center, sum;
+    Buffer x;
+    if (!PyArg_ParseTuple(args, "y*d", &x.view, &center)) return nullptr;
+    {
+        Unlocked unlocked;
+        sum = loops->sum_in_pairs(CPD_SQUARES, x.at<float>(0), floats_in(x), center);
+    }
+    return PyFloat_FromDouble(sum);
+}
+
+// encode_signs(x, kept, rest, signs, pairs): of x + kept, in rows of one pair each, the signs, a
+// bit a value, and the means of the values below 0 and of the others; rest, if given, is what is
+// lost.
+PyObject* encode_signs(PyObject*, PyObject* args) {
+    Buffer x, kept, rest, signs, pairs;
+    if (!PyArg_ParseTuple(args, "y*y*O&w*w*", &x.view, &kept.view, to_optional, &rest, &signs.view,
+                          &pairs.view) ||
+        !as_long(x, kept, "kept") || !as_long(x, rest, "rest") ||
+        !has_length(signs, "signs", (floats_in(x) + 7) / 8))
+        return nullptr;
+    const i64 rows = floats_in(pairs) / 2, columns = rows ? floats_in(x) / rows : 0;
+    if (!has_length(x, "x", rows * columns * (i64)sizeof(float))) return nullptr;
+    std::vector<float> row;
+    try {
+        row.resize((size_t)columns);
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+    for (i64 i = 0; i < rows; ++i) {
+        const i64 first = i * columns;
+        loops->accumulate(x.at<float>(first), kept.at<float>(first), 1, nullptr, columns,
+                          row.data(), nullptr);
+        const Parts sum = parts_of_row(row.data(), columns);
+        const i64 count = loops->pack_signs(row.data(), columns, first, signs.at<u8>(0)),
+                  others = columns - count;
+        const float below = (float)(sum.below / (double)(others ? others : 1)),
+                    above = (float)(sum.above / (double)(count ? count : 1));
+        *pairs.at<float>(2 * i) = below, *pairs.at<float>(2 * i + 1) = above;
+        if (rest.view.buf)
+            loops->take_signs(row.data(), below, above, columns, rest.at<float>(first));
+    }
+    Py_RETURN_NONE;
+}
+
+// decode_signs(signs, pairs, rows, divisor, out): out is the sum over ranks of what their signs and
+// pairs, a tuple of each, stand for, over divisor. Returns the bits of the largest magnitude.
+PyObject* decode_signs(PyObject*, PyObject* args) {
+    float divisor;
+    long long rows;
+    Views signs, pairs;
+    Buffer out;
+    if (!PyArg_ParseTuple(args, "O&O&Lfw*", to_views, &signs, to_views, &pairs, &rows, &divisor,
+                          &out.view))
+        return nullptr;
+    const i64 n = floats_in(out), ranks = (i64)signs.all.size(), columns = rows > 0 ? n / rows : 0;
+    if (!signs.have_length("signs", (n + 7) / 8) || pairs.all.size() != signs.all.size() ||
+        !pairs.have_length("pairs", 2 * rows * (i64)sizeof(float)) ||
+        !has_length(out, "out", rows * columns * (i64)sizeof(float)))
+        return PyErr_Occurred() ? nullptr
+                                : PyErr_Format(PyExc_ValueError, "pairs: must be as many as signs");
+    u32 most = 0;
+    {
+        Unlocked unlocked;
+        Written values(n);
+        for (i64 row = 0; row < rows; ++row)
+            for (i64 j = 0; j < columns; j += STEP) {
+                const i64 first = row * columns + j, m = columns - j < STEP ? columns - j : STEP;
+                float* x = values.at(out.at<float>(first));
+                memset(x, 0, (size_t)m * sizeof(float));
+                for (i64 rank = 0; rank < ranks; ++rank) {
+                    const float* pair = pairs.at<float>(rank, 2 * row);
+                    loops->add_signs(signs.at<u8>(rank, 0), first, pair[0], pair[1], m, x);
+                }
+                const u32 found = loops->scale(true, x, divisor, __builtin_inff(), m, x);
+                most = most < found ? found : most;
+                values.done(out.at<float>(first), m);
+            }
+    }
+    return PyLong_FromUnsignedLong(most);
+}
+
+template <class T>
+PyObject* bytes_of(const std::vector<T>& found) {
+    return PyByteArray_FromStringAndSize((const char*)found.data(),
+                                         (Py_ssize_t)(found.size() * sizeof(T)));
+}
+
+// accumulate_leaders(x, kept, more, bin, sum, highest): sum = x + kept, and the places where sum +
+// more * x reaches the largest of its bin of so many values, as a bytearray; highest: the bits of
+// each bin's largest, of which they are written.
+PyObject* accumulate_leaders(PyObject*, PyObject* args) {
+    float more;
+    long long bin;
+    Buffer x, kept, sum, highest;
+    if (!PyArg_ParseTuple(args, "y*y*fLw*w*", &x.view, &kept.view, &more, &bin, &sum.view,
+                          &highest.view) ||
+        !as_long(x, kept, "kept") || !as_long(x, sum, "sum"))
+        return nullptr;
+    const i64 n = floats_in(x);
+    if (bin < 1 || !has_length(highest, "highest", (n + bin - 1) / bin * (i64)sizeof(u32)))
+        return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "bin: %lld", bin);
+    std::vector<u32> found, some;
+    std::vector<float> values_of;
+    bool full = false;
+    {
+        Unlocked unlocked;
+        try {
+            Written values(bin < STEP ? n : 0);
+            const i64 step = values.streams ? STEP / bin * bin : bin;
+            some.resize((size_t)bin);
+            for (i64 i = 0; i < n; i += bin) {
+                const i64 m = n - i < bin ? n - i : bin, in_step = i % step;
+                float* to = values.at(sum.at<float>(i - in_step)) + in_step;
+                const u32 largest = loops->accumulate(x.at<float>(i), kept.at<float>(i), 1, nullptr,
+                                                      m, to, nullptr);
+                *highest.at<u32>(i / bin) = largest;
+                const i64 count =
+                    loops->leaders_of(to, x.at<float>(i), more, largest, m, (u32)i, some.data());
+                found.insert(found.end(), some.begin(), some.begin() + count);
+                for (i64 k = 0; k < count; ++k) values_of.push_back(to[some[(size_t)k] - (u32)i]);
+                if (in_step + m == step || i + m == n)
+                    values.done(sum.at<float>(i - in_step), in_step + m);
+            }
+        } catch (const std::bad_alloc&) {
+            full = true;
+        }
+    }
+    if (full) return PyErr_NoMemory();
+    PyObject* places = bytes_of(found);
+    PyObject* numbers = places ? bytes_of(values_of) : nullptr;
+    PyObject* both = numbers ? PyTuple_Pack(2, places, numbers) : nullptr;
+    Py_XDECREF(places);
+    Py_XDECREF(numbers);
+    return both;
+}
+
+// How AdaComp's codes are laid out, of 8 bits or 16: see compress/adacomp.py.
+struct BinCodes {
+    int index_bits;
+    i64 bin;
+    static const i64 SKIPPED = 4;  // empty bins that one passes over, at most
+    u32 passing() const { return (1u << index_bits) - 1; }
+    u32 last() const { return 1u << (index_bits + 1); }
+
+    template <class Code>
+    void pack(const u32* indices, const float* values, i64 n, std::vector<Code>& codes) const {
+        for (i64 i = 0, before = -1; i < n; ++i) {
+            const i64 own = indices[i] / (u32)bin;
+            if (i && own != before) codes.back() |= (Code)last();
+            for (i64 empty = own - before - 1; empty > 0; empty -= SKIPPED) {
+                const u32 more = (u32)(empty < SKIPPED ? empty : SKIPPED) - 1;
+                codes.push_back((Code)(passing() | more << index_bits));
+            }
+            const u32 minus = values[i] < 0;
+            codes.push_back((Code)((u32)(indices[i] - own * bin) | minus << index_bits));
+            before = own;
+        }
+        if (n) codes.back() |= (Code)last();
+    }
+
+    // Writes indices and scale or -scale; returns how many there are. Both have room for n.
+    template <class Code>
+    i64 unpack(const Code* codes, i64 n, float scale, u32 first, u32* indices,
+               float* values) const {
+        i64 count = 0;
+        u32 start = first;
+        for (i64 i = 0; i < n; ++i) {
+            const u32 code = codes[i], index = code & passing(), upper = code >> index_bits;
+            if (index == passing()) {
+                start += (upper + 1) * (u32)bin;
+                continue;
+            }
+            indices[count] = start + index;
+            values[count++] = upper & 1 ? -scale : scale;
+            start += (upper >> 1) * (u32)bin;
+        }
+        return count;
+    }
+};
+
+bool is_bin(long long bin) {
+    if (1 <= bin && bin < 1 << 14) return true;
+    PyErr_Format(PyExc_ValueError, "bin: %lld: must be 1..%d", bin, (1 << 14) - 1);
+    return false;
+}
+
+// pack_bins(bin, indices, values): codes of indices, which ascend, and of the values' signs.
+PyObject* pack_bins(PyObject*, PyObject* args) {
+    long long bin;
+    Buffer indices, values;
+    if (!PyArg_ParseTuple(args, "Ly*y*", &bin, &indices.view, &values.view) || !is_bin(bin) ||
+        !has_length(values, "values", indices.view.len) ||
+        !ascends("pack_bins", indices, (i64)1 << 32))
+        return nullptr;
+    std::vector<u8> bytes;
+    std::vector<uint16_t> pairs;
+    const BinCodes how = {bin < 1 << 6 ? 6 : 14, bin};
+    try {
+        const i64 n = words_in(indices);
+        if (how.index_bits == 6)
+            how.pack(indices.at<u32>(0), values.at<float>(0), n, bytes);
+        else
+            how.pack(indices.at<u32>(0), values.at<float>(0), n, pairs);
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+    return how.index_bits == 6 ? bytes_of(bytes) : bytes_of(pairs);
+}
+
+// unpack_bins(bin, codes, scale, first, indices, values): the other way round; returns how many.
+PyObject* unpack_bins(PyObject*, PyObject* args) {
+    long long bin;
+    float scale;
+    unsigned first;
+    Buffer codes, indices, values;
+    if (!PyArg_ParseTuple(args, "Ly*fIw*w*", &bin, &codes.view, &scale, &first, &indices.view,
+                          &values.view) ||
+        !is_bin(bin))
+        return nullptr;
+    const BinCodes how = {bin < 1 << 6 ? 6 : 14, bin};
+    const i64 n = codes.view.len / (how.index_bits == 6 ? 1 : 2);
+    if (!has_length(indices, "indices", n * 4) || !has_length(values, "values", n * 4))
+        return nullptr;
+    u32* at = indices.at<u32>(0);
+    float* to = values.at<float>(0);
+    return PyLong_FromLongLong(how.index_bits == 6
+                                   ? how.unpack(codes.at<u8>(0), n, scale, first, at, to)
+                                   : how.unpack(codes.at<uint16_t>(0), n, scale, first, at, to));
+}
+
+// clear_all(threads, out): zeros, past the caches if there are many.
+PyObject* clear_all(PyObject*, PyObject* args) {
+    int threads;
+    Buffer out;
+    if (!PyArg_ParseTuple(args, "iw*", &threads, &out.view)) return nullptr;
+    const i64 n = floats_in(out);
+    return in_blocks(threads, n, [&](const Block& b) {
+        Written zeros(n);
+        if (zeros.streams) memset(zeros.own, 0, sizeof zeros.own);
+        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
+            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
+            if (!zeros.streams) memset(out.at<float>(i), 0, (size_t)m * sizeof(float));
+            zeros.done(out.at<float>(i), m);
+        }
+    });
+}
+
+// put(threads, out, indices, values): out[indices] = values.
+PyObject* put(PyObject*, PyObject* args) {
+    int threads;
+    Buffer out, indices, values;
+    if (!PyArg_ParseTuple(args, "iw*y*y*", &threads, &out.view, &indices.view, &values.view) ||
+        !has_length(values, "values", indices.view.len) || !ascends("put", indices, floats_in(out)))
+        return nullptr;
+    return in_blocks(threads, words_in(indices), [&](const Block& b) {
+        float* to = out.at<float>(0);
+        const u32* at = indices.at<u32>(b.first);
+        for (i64 i = 0; i < b.n; ++i) to[at[i]] = values.at<float>(b.first)[i];
+    });
+}
+
+// mark_drawn(draws, n, words): sets bit draw % n of words for each 64-bit draw; returns how many
+// were not set.
+PyObject* mark_drawn(PyObject*, PyObject* args) {
+    Buffer draws, words;
+    unsigned long long n;
+    if (!PyArg_ParseTuple(args, "y*Kw*", &draws.view, &n, &words.view) ||
+        !has_length(words, "words", (i64)((n + 31) / 32 * sizeof(u32))))
+        return nullptr;
+    i64 count = 0;
+    if (n) {
+        Unlocked unlocked;
+        for (i64 i = 0; i < draws.view.len / (i64)sizeof(u64); ++i) {
+            const u64 place = *draws.at<u64>(i) % n;
+            u32& word = *words.at<u32>((i64)(place / 32));
+            const u32 bit = 1u << place % 32;
+            count += !(word & bit);
+            word |= bit;
+        }
+    }
+    return PyLong_FromLongLong(count);
+}
+
+// chunk_leaders(x, chunk, out): where in each chunk of so many values the first of its largest is.
+PyObject* chunk_leaders(PyObject*, PyObject* args) {
+    long long chunk;
+    Buffer x, out;
+    if (!PyArg_ParseTuple(args, "y*Lw*", &x.view, &chunk, &out.view)) return nullptr;
+    const i64 n = floats_in(x);
+    if (chunk < 1 || !has_length(out, "out", (n + chunk - 1) / chunk * (i64)sizeof(i64)))
+        return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "chunk: %lld", chunk);
+    {
+        Unlocked unlocked;
+        for (i64 i = 0; i < n; i += chunk)
+            *out.at<i64>(i / chunk) =
+                loops->leader_of(x.at<float>(i), n - i < chunk ? n - i : chunk);
+    }
+    Py_RETURN_NONE;
+}
+
+// A matrix of n rows and as many columns as its size says, and count rows to multiply it by.
+struct Matrix {
+    i64 n, columns, count;
+    bool read(const Buffer& m, long long rows) {
+        n = rows, columns = rows > 0 ? floats_in(m) / rows : 0;
+        return has_length(m, "m", n * columns * (i64)sizeof(float));
+    }
+    // firsts: of so many values each; seconds: as many, of the other number of values each
+    bool goes_with(const Buffer& firsts, i64 a, const Buffer& seconds, i64 b) {
+        count = a ? floats_in(firsts) / a : 0;
+        return has_length(firsts, "rows", count * a * (i64)sizeof(float)) &&
+               has_length(seconds, "out", count * b * (i64)sizeof(float));
+    }
+};
+
+PyObject* row_products(PyObject*, PyObject* args) {
+    long long n;
+    Buffer m, rows, out;
+    Matrix is;
+    if (!PyArg_ParseTuple(args, "Ly*y*w*", &n, &m.view, &rows.view, &out.view) || !is.read(m, n) ||
+        !is.goes_with(rows, is.columns, out, n))
+        return nullptr;
+    {
+        Unlocked unlocked;
+        loops->row_products(m.at<float>(0), is.n, is.columns, rows.at<float>(0), is.count,
+                            out.at<float>(0));
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject* column_products(PyObject*, PyObject* args) {
+    long long n;
+    Buffer m, rows, out;
+    Matrix is;
+    if (!PyArg_ParseTuple(args, "Ly*y*w*", &n, &m.view, &rows.view, &out.view) || !is.read(m, n) ||
+        !is.goes_with(rows, n, out, is.columns))
+        return nullptr;
+    {
+        Unlocked unlocked;
+        loops->column_products(m.at<float>(0), is.n, is.columns, rows.at<float>(0), is.count,
+                               out.at<float>(0));
+    }
+    Py_RETURN_NONE;
+}
+
+// outer(n, firsts, seconds, out): the sum of products of columns and rows; see Loops.
+PyObject* outer(PyObject*, PyObject* args) {
+    long long n;
+    u32 most = 0;
+    Buffer out, firsts, seconds;
+    Matrix is;
+    if (!PyArg_ParseTuple(args, "Ly*y*w*", &n, &firsts.view, &seconds.view, &out.view) ||
+        !is.read(out, n) || !is.goes_with(firsts, n, seconds, is.columns))
+        return nullptr;
+    {
+        Unlocked unlocked;
+        Written row(is.columns <= STEP ? floats_in(out) : 0);
+        for (i64 i = 0; i < is.n; ++i) {
+            float* to = out.at<float>(i * is.columns);
+            const u32 found = loops->outer_row(firsts.at<float>(i), is.n, seconds.at<float>(0),
+                                               is.count, is.columns, row.at(to));
+            most = most < found ? found : most;
+            row.done(to, is.columns);
+        }
+    }
+    return PyLong_FromUnsignedLong(most);
+}
+
+// How integers of runs travel: codes of a cast in tiles, or five in a byte.
+struct Codes {
+    int bits, trits;
+    i64 tile_bytes() const { return trits ? CPD_TRIT_BYTES : CPD_TILE / 8 * bits; }
+    i64 bytes(i64 n) const { return tiles_of(n) * tile_bytes(); }
+    bool are_sound(const char* name) const {
+        if (2 <= bits && bits <= 16 && (bits == 2 || !trits)) return true;
+        PyErr_Format(PyExc_ValueError, "%s: %d bits: must be 2..16, of trits 2", name, bits);
+        return false;
+    }
+};
+
+const i64 TILES = STEP / CPD_TILE;
+
+// encode_runs(threads, cast, trits, key, offset, shift, x, each, ends, factor, payload): codes of
+// x over the number of its run, times factor, with one shift for all.
+PyObject* encode_runs(PyObject*, PyObject* args) {
+    Cast cast;
+    Codes codes;
+    Key key;
+    int threads, shift;
+    float factor;
+    unsigned long long offset;
+    Buffer x, payload;
+    Runs runs;
+    if (!PyArg_ParseTuple(args, "iO&pO&Kiy*y*y*fw*", &threads, to_cast, &cast, &codes.trits, to_key,
+                          &key, &offset, &shift, &x.view, &runs.each.view, &runs.ends.view, &factor,
+                          &payload.view) ||
+        !runs.are_sound(floats_in(x), runs.each))
+        return nullptr;
+    codes.bits = width_of(cast);
+    if (!codes.are_sound("encode_runs") ||
+        !has_length(payload, "payload", codes.bytes(floats_in(x))))
+        return nullptr;
+    return in_blocks(threads, floats_in(x), [&](const Block& b) {
+        float scaled[STEP];
+        u32 words[STEP / 2];
+        u8 shifts[TILES];
+        memset(shifts, shift, sizeof shifts);
+        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
+            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
+            each_run(runs, i, m, [&](i64 run, i64 first, i64 n) {
+                float* to = scaled + (first - i);
+                loops->scale(true, x.at<float>(first), *runs.each.at<float>(run), __builtin_inff(),
+                             n, to);
+                if (factor != 1) loops->scale(false, to, factor, 0, n, to);
+            });
+            u8* to = payload.at<u8>(i / CPD_TILE * codes.tile_bytes());
+            loops->encode_tiles(cast, 0, false, key, offset + i, scaled, m,
+                                codes.trits ? words : (u32*)to, shifts, nullptr);
+            if (codes.trits) loops->pack_trits(words, tiles_of(m), to);
+        }
+    });
+}
+
+// mean_runs(threads, bits, trits, payloads, each, ends, divisor, out): out is the sum over
+// payloads, one after another, of their codes times the numbers of their runs, of each, which has
+// those of all payloads, over divisor. Returns the bits of the largest magnitude.
+PyObject* mean_runs(PyObject*, PyObject* args) {
+    Codes codes;
+    int threads;
+    float divisor;
+    Views payloads;
+    Buffer out;
+    Runs runs;
+    if (!PyArg_ParseTuple(args, "iipO&y*y*fw*", &threads, &codes.bits, &codes.trits, to_views,
+                          &payloads, &runs.each.view, &runs.ends.view, &divisor, &out.view) ||
+        !codes.are_sound("mean_runs"))
+        return nullptr;
+    const i64 n = floats_in(out), count = (i64)payloads.all.size();
+    if (!payloads.have_length("payloads", codes.bytes(n)) || !runs.are_sound(n, runs.each, count))
+        return nullptr;
+    std::atomic<u32> most{0};
+    PyObject* done = in_blocks(threads, n, [&](const Block& b) {
+        float term[STEP];
+        u32 words[STEP / 16];
+        Written values(n);
+        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
+            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
+            float* sum = values.at(out.at<float>(i));
+            memset(sum, 0, (size_t)m * sizeof(float));
+            for (i64 rank = 0; rank < count; ++rank) {
+                const u8* came = payloads.at<u8>(rank, i / CPD_TILE * codes.tile_bytes());
+                if (codes.trits) loops->unpack_trits(came, tiles_of(m), words);
+                loops->levels_of(codes.bits, codes.trits ? words : (const u32*)came, tiles_of(m),
+                                 term);
+                each_run(runs, i, m, [&](i64 run, i64 first, i64 size) {
+                    float* to = sum + (first - i);
+                    const float by = *runs.each.at<float>(rank * runs.count() + run);
+                    loops->accumulate(to, term + (first - i), by, nullptr, size, to, nullptr);
+                });
+            }
+            raise_to(most, loops->scale(true, sum, divisor, __builtin_inff(), m, sum));
+            values.done(out.at<float>(i), m);
+        }
+    });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLong(most);
+}
+
+}  // namespace

@@ -1,0 +1,14 @@
+// What is added of each value, as ops/gpu.py numbers it, and what sums of the two signs give.
+#ifndef CPD_PASSES_H
+#define CPD_PASSES_H
+
+#include "cast.h"
+
+enum { CPD_VALUES, CPD_MAGNITUDES, CPD_SQUARES };
+
+// The sums of values below 0 and of the others.
+struct Parts {
+    double below, above;
+};
+
+#endif

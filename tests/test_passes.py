@@ -1,0 +1,199 @@
+"""Passes over gradients: each implementation, clone and number of threads against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated_cupy import simulated
+
+from cpdhpc import _cpu
+from cpdhpc.formats import INTEGERS, SHIFT_BIAS, Cast
+from cpdhpc.ops import cpu, reference, set_kernel_threads, to_host
+from cpdhpc.ops.payloads import Exact
+
+LARGE = (1 << 19) + 1234  # goes past the caches
+SIZES = (1, 7, 33, 1025, 9001)
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@pytest.fixture
+def clone(clone: str) -> Iterator[str]:
+    """As elsewhere, and one thread again at the end."""
+    yield clone
+    set_kernel_threads(1)
+
+
+def values(n: int, seed: int) -> Array:
+    """Of many magnitudes, so that another order or another rounding shows; zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 3, n)).astype(np.float32)
+    x[::11], x[5::17], x[3::19] = 0.0, -0.0, 1e-44
+    return x
+
+
+def results(ops: Any, n: int, there: Callable[[Array], Any], here: Callable[[Any], Array]) -> list:
+    """What all passes make of n values: arrays and numbers by name."""
+    x, kept, more = (there(values(n, seed)) for seed in range(3))
+    out, total, found = there(np.ones(n, np.float32)), there(np.ones(n, np.float32)), []
+
+    def note(name: str, *parts: Any) -> None:
+        found.append((name, *(here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)))
+
+    note("accumulate", ops.accumulate(x, kept, out), out)
+    note("factor", ops.accumulate(x, kept, out, factor=0.9), out)
+    bits = ops.accumulate(x, kept, out, factor=0.9, more=more, total=total)
+    note("more", bits, out, total)
+    for k in (0, 1, n // 100, n // 3, n):
+        note("largest", k, ops.accumulate_largest(x, kept, out, k), out)
+        options = {"factor": 0.5, "more": more, "total": total}
+        note("of more", k, ops.accumulate_largest(x, kept, out, k, **options), out, total)
+    for bin_values in (1, 50, 500, 5000):
+        leaders = ops.accumulate_leaders(x, kept, out, 1.5, bin_values)
+        note("leaders", bin_values, out, *leaders)
+        note("chunks", ops.chunk_leaders(x, bin_values))
+    ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
+    each = np.abs(values(ends.size, 5)) + np.float32(0.5)
+    limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
+    note("divide all", ops.divide_all(x, 3.0, out), out)
+    note("maxima", ops.run_maxima(x, ends))
+    note("multiply", ops.multiply_runs(x, each, ends, out), out)
+    ops.divide_runs(x, each, ends, out, limits=limits)
+    note("divide", out)
+    if n > 400:
+        part = out[: n - 333]
+        note("from a place on", ops.multiply_runs(x[333:], each, ends, part, 333), part)
+    for rows in (row for row in (1, 3, 7) if n >= 3 * row):
+        shape = (rows, n // rows)
+        m, r, rest = (each[: rows * shape[1]].reshape(shape) for each in (x, kept, out))
+        signs, pairs = ops.encode_signs(m, r, rest)
+        note("signs", signs, pairs, rest)
+        note("without rest", *ops.encode_signs(m, r))
+        note("mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0))
+        note("decoded", rest)
+        firsts, seconds = there(values(2 * rows, 8)), there(values(2 * shape[1], 9))
+        firsts, seconds = firsts.reshape(2, rows), seconds.reshape(2, shape[1])
+        note("outer", ops.outer(firsts, seconds, rest), rest)
+    for name in ("ternary", "int4", "int16"):
+        wire, mean = Exact(Cast(INTEGERS[name], "stochastic"), trits=name == "ternary"), out
+        shift, payloads = SHIFT_BIAS + int(np.log2(wire.cast.fmt.smallest)), []
+        for key in ((1, 2), (3, 4)):
+            payload = there(np.zeros(wire.size_bytes(n), np.uint8))
+            cut = np.where(np.isinf(limits), np.float32(9e9), each)
+            ops.encode_runs(x, cut, ends, 0.9, wire.cast, shift, payload, trits=wire.trits, key=key)
+            payloads.append(here(payload))
+        note("codes", *payloads)
+        fmt = wire.cast.fmt
+        both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, mean, trits=wire.trits)
+        note("mean of codes", both, mean)
+    indices = there(np.arange(0, n, 3, dtype=np.uint32))
+    ops.clear_all(out)
+    ops.put(out, indices, there(values(indices.size, 4)))
+    note("put", out)
+    return found
+
+
+def same(array: Array) -> Array:
+    return array
+
+
+@pytest.mark.parametrize("n", [*SIZES, LARGE])
+def test_clones_and_threads_do_as_the_reference(clone: str, n: int) -> None:
+    expected = results(reference, n, np.copy, same)
+    for threads in (1, 3) if n == LARGE else (1,):
+        set_kernel_threads(threads)
+        found = results(cpu, n, np.copy, same)
+        assert [a[0] for a, b in zip(found, expected, strict=True) if a != b] == []
+
+
+@pytest.mark.parametrize("where", ["simulated", pytest.param("GPU", marks=pytest.mark.gpu)])
+def test_the_gpu_does_as_the_reference(where: str) -> None:
+    with simulated() if where == "simulated" else nullcontext((0, import_module("cupy"))) as all_:
+        cupy, gpu = all_[1], import_module("cpdhpc.ops.gpu")
+        for n in SIZES:
+            found = results(gpu, n, lambda x: cupy.asarray(x.copy()), to_host)
+            expected = results(reference, n, np.copy, same)
+            assert [a[0] for a, b in zip(found, expected, strict=True) if a != b] == []
+
+
+def test_sums_are_numpys(clone: str) -> None:
+    """NumPy halves, sums 8 side by side, and makes 8,192 of a row float64 at once."""
+    for n in (1, 7, 8, 9, 127, 128, 129, 1000, 8193, 30001):
+        x = values(3 * n, n)
+        assert cpu.square_sum(x, 0.1) == np.square(x - np.float64(0.1)).sum()
+        rows, starts = x.reshape(3, n), np.array([0, n, 3 * n - 1])
+        assert cpu.row_sums(rows).tobytes() == rows.sum(axis=1, dtype=float).tobytes()
+        magnitudes = np.add.reduceat(np.abs(x), starts, dtype=float)
+        assert cpu.run_sums(x, starts, "magnitude").tobytes() == magnitudes.tobytes()
+        squares = np.add.reduceat(np.square(x, dtype=float), starts)
+        assert cpu.run_sums(x, starts, "square").tobytes() == squares.tobytes()
+    nothing = np.full((2, 9), -0.0, np.float32)
+    assert cpu.row_sums(nothing).tobytes() == nothing.sum(axis=1, dtype=float).tobytes()
+
+
+def test_products_are_einsums(clone: str) -> None:
+    for n, columns, rank in ((1, 1, 1), (5, 3, 2), (9, 16, 3), (18, 75, 4), (33, 129, 5)):
+        m, rows = values(n * columns, 0).reshape(n, columns), values(rank * columns, 1)
+        rows, other = rows.reshape(rank, columns), values(rank * n, 2).reshape(rank, n)
+        expected = np.einsum("ij,rj->ri", m, rows)
+        assert cpu.row_products(m, rows).tobytes() == expected.tobytes()
+        expected = np.einsum("ij,ri->rj", m, other)
+        assert cpu.column_products(m, other).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("ops", [reference, cpu])
+def test_what_is_not_a_number_is_the_largest(ops: Any) -> None:
+    x, kept, out = np.ones(40, np.float32), np.ones(40, np.float32), np.empty(40, np.float32)
+    x[39] = np.nan
+    with np.errstate(all="ignore"):
+        assert ops.accumulate(x, kept, out) > 0x7F800000
+        assert 39 in ops.accumulate_largest(x, kept, out, 1)
+        kept[3], x[39] = np.inf, 0
+        assert ops.accumulate(x, kept, out) == 0x7F800000
+        assert np.isinf(ops.run_maxima(out, np.array([20, 40]))[0])
+
+
+@pytest.mark.parametrize("ops", [reference, cpu])
+def test_draws_are_marked_once(ops: Any) -> None:
+    draws, words = np.array([5, 5, 2**63 + 7, 106], np.uint64), np.zeros(4, np.uint32)
+    places = {int(each) % 101 for each in draws.tolist()}
+    assert ops.mark_drawn(draws, 101, words) == len(places)
+    assert set(ops.unpack_bitmap(words).tolist()) == places
+    assert ops.mark_drawn(draws[:1], 101, words) == 0
+
+
+def test_wrong_lengths_are_errors_and_never_a_crash() -> None:
+    x, short, i = np.ones(64, np.float32), np.ones(63, np.float32), np.array([64])
+    wrong: list[Callable[[], object]] = [
+        lambda: _cpu.accumulate(1, x, short, 1.0, None, x, None, 0),
+        lambda: _cpu.accumulate(1, x, x, 1.0, x, x, None, 0),
+        lambda: _cpu.accumulate(1, x, x, 1.0, x, x, short, 0),
+        lambda: _cpu.scale_runs(1, True, x, x[:1], np.array([63]), 0, None, x),
+        lambda: _cpu.scale_runs(1, True, x, x[:2], i, 0, None, x),
+        lambda: _cpu.scale_runs(1, True, x, x[:2], np.array([64, 63]), 0, None, x),
+        lambda: _cpu.scale_runs(1, True, x, x[:1], i, 0, None, short),
+        lambda: _cpu.run_maxima(x, np.array([65]), np.empty(1, np.uint32)),
+        lambda: _cpu.row_sums(x, np.empty(3)),
+        lambda: _cpu.run_sums(1, x, np.array([0, 64]), np.empty(2)),
+        lambda: _cpu.encode_signs(x, x, None, np.empty(7, "u1"), np.empty(8, "f4")),
+        lambda: _cpu.encode_signs(x, x, short, np.empty(8, "u1"), np.empty(8, "f4")),
+        lambda: _cpu.decode_signs((np.empty(8, "u1"),), (), 4, 1.0, x),
+        lambda: _cpu.decode_signs((np.empty(7, "u1"),), (np.empty(8, "f4"),), 4, 1.0, x),
+        lambda: _cpu.accumulate_leaders(x, x, 1.0, 0, x, np.empty(1, "u4")),
+        lambda: _cpu.accumulate_leaders(x, x, 1.0, 50, x, np.empty(1, "u4")),
+        lambda: _cpu.chunk_leaders(x, 50, np.empty(1, "i8")),
+        lambda: _cpu.row_products(4, x, short[:15], x[:4]),
+        lambda: _cpu.column_products(4, x, x[:4], x[:15]),
+        lambda: _cpu.outer(4, x[:4], x[:15], x),
+        lambda: _cpu.put(1, x, np.array([64], "u4"), x[:1]),
+        lambda: _cpu.mark_drawn(np.zeros(1, "u8"), 33, np.zeros(1, "u4")),
+        lambda: _cpu.mean_runs(1, 1, False, (), x[:1], i, 1.0, x),
+        lambda: _cpu.mean_runs(1, 4, False, (np.zeros(511, "u1"),), x[:1], i, 1.0, x),
+    ]
+    for call in wrong:
+        with pytest.raises((ValueError, TypeError)):
+            call()
