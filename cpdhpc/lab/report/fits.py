@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ...config import value_of
+from ...config import keys_of, value_of
 from ..study_data import SHAPE, Array
 from ..study_data.study_file import StudyFile
+from ..train.losses import LOSSES, METRICS
 from . import units
 from .figures import BLACK, GREY, Axis, Chart, Panel, Series, Style, spread, styles
 from .points import (
@@ -564,7 +565,7 @@ def predicted(seeds: Sequence[Mapping[str, Array]]) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """A metric of trainings. unit: "%" of an accuracy, else ""; lower: whether less is better.
+    """A metric of trainings. unit: "%" of shares, else ""; lower: whether less is better.
 
     loss_unit: of the loss
     """
@@ -591,10 +592,16 @@ class Score:
     def _of(cls, toml: str, table: str) -> Score:
         keys = f"{table}.name", f"{table}.import", f"{table}.better", "loss.name", "loss.import"
         name, imported, better, loss, own_loss = (value_of(toml, key) for key in keys)
-        label = imported.partition(":")[2] if imported else name or "accuracy"
-        lower = better == "lower" if imported else label != "accuracy"
-        nat = "" if own_loss or (loss or "cross_entropy") != "cross_entropy" else "nat"
-        return cls(label, "%" if label == "accuracy" else "", lower, nat)
+        row = LOSSES.get(loss or "cross_entropy")  # None, here and below: not of this version
+        unit = "" if own_loss or row is None or row.units == "1" else row.units
+        if imported:
+            return cls(imported.partition(":")[2], "", better == "lower", unit)
+        metric = METRICS.get(name or "accuracy")
+        if metric is None:
+            return cls(name, "", True, unit)
+        given = {key.removeprefix(f"{table}."): value_of(toml, key) for key in keys_of(toml, table)}
+        built = metric.model_construct(**given)
+        return cls(built.label, "%" if built.percent else "", built.lower, unit)
 
     @property
     def column(self) -> str:
