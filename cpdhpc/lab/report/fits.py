@@ -19,7 +19,6 @@ import numpy as np
 from ...config import keys_of, value_of
 from ..study_data import SHAPE, Array
 from ..study_data.study_file import StudyFile
-from ..train.losses import LOSSES, METRICS
 from . import units
 from .figures import BLACK, GREY, Axis, Chart, Panel, Series, Style, spread, styles
 from .points import (
@@ -590,6 +589,8 @@ class Score:
 
     @classmethod
     def _of(cls, toml: str, table: str) -> Score:
+        from ..train.losses import LOSSES, METRICS
+
         keys = f"{table}.name", f"{table}.import", f"{table}.better", "loss.name", "loss.import"
         name, imported, better, loss, own_loss = (value_of(toml, key) for key in keys)
         row = LOSSES.get(loss or "cross_entropy")  # None, here and below: not of this version
