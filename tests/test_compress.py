@@ -60,6 +60,16 @@ def test_the_mean_of_small_integers_is_exact(name: str) -> None:
     assert world.bytes_sent.sum() > 0
 
 
+@every("name", [name for name in COMPRESSORS if COMPRESSORS[name].stateless])
+def test_methods_that_say_so_keep_nothing(name: str) -> None:
+    """Others are refused where a network is cut into stages."""
+    aggregator, state = COMPRESSORS[name](), State(range(RANKS), RANKS)
+    bucket, world = bucket_of(aggregator), Loopback(virtual_ranks=RANKS)
+    for iteration in range(2):
+        aggregator.aggregate(integers(bucket), bucket, Context(world, state, 0, iteration))
+    assert not [*state]
+
+
 @EVERY
 @every("value", [np.nan, np.inf])
 def test_what_is_not_finite_is_named(name: str, value: float) -> None:

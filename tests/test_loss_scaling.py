@@ -170,9 +170,14 @@ def test_scales_that_are_no_powers_of_two_are_refused(scale: float) -> None:
 
 
 def test_records_of_older_files_have_no_scales() -> None:
+    """Nor any other column that came later, which is unknown then."""
     record = Record(1, ["w"])
     record.step(0, 4, 2.0, 0.1, 8.0, np.zeros(4), np.zeros(1), {})
     groups = record.arrays()
-    del groups["steps"]["loss_scale"]
+    for name in ("loss_scale", "time_s", "samples"):
+        del groups["steps"][name]
     record.restore(groups)
-    assert record.arrays()["steps"]["loss_scale"].tolist() == [1.0]
+    steps = record.arrays()["steps"]
+    assert steps["loss_scale"].tolist() == [1.0]
+    assert steps["time_s"].shape == (1, 4) and np.isnan(steps["time_s"]).all()
+    assert steps["samples"].tolist() == [-1] and steps["loss"].tolist() == [2.0]

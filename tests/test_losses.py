@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ from every import every
 from training import SMALL, prepared, run_job, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.config import ConfigError, dump_toml, validate
+from cpdhpc.config import ConfigError, UserError, dump_toml, validate
 from cpdhpc.lab.report.figures import styles
 from cpdhpc.lab.report.fits import Score, Trained, score_charts
 from cpdhpc.lab.report.trainings import load_run, run_groups, table
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.train.job import Job, load
 from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.losses import LOSSES, METRICS, CrossEntropy
+from cpdhpc.lab.train.losses import LOSSES, METRICS, Accuracy, CrossEntropy
 from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
 from cpdhpc.lab.train.step import evaluate
@@ -89,8 +89,8 @@ def test_the_metric_is_that_of_the_loss_where_the_job_names_none() -> None:
     assert label(loss={"name": "mse"}, metric={"import": "a.b:close"}) == "close"
     with pytest.raises(ConfigError, match="did you mean mse"):
         label(loss={"name": "msE2"})
-    with pytest.raises(ConfigError, match="known are accuracy, loss, perplexity"):
-        label(metric={"name": "top5"})
+    with pytest.raises(ConfigError, match="known are " + ", ".join(sorted(METRICS))):
+        label(metric={"name": "zzzz"})
     with pytest.raises(ConfigError, match=r"metric.import='a.b:loss': should be called otherwise"):
         label(metric={"import": "a.b:loss"})
 
@@ -162,6 +162,43 @@ def test_further_metrics_are_recorded_and_reported(tmp_path: Path) -> None:
 def test_a_metric_is_told_once(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"metrics: '{names[-1]}': is told already"):
         small_job(metrics=[{"name": name} for name in names])
+
+
+class Missed(Accuracy):
+    """A row of METRICS that a user adds: in percent, and less is better."""
+
+    label = "missed"  # type: ignore[misc]
+    lower = True  # type: ignore[misc]
+    name: Literal["missed"] = "missed"  # type: ignore[assignment]
+
+    def score(self, mean: float) -> float:
+        return 1 - mean
+
+
+def test_reports_show_a_metric_as_its_row_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METRICS, "missed", Missed)
+    job = small_job(metric={"name": "missed"}, metrics=[{"name": "accuracy"}])
+    training = run_job(job, Loopback(2), tmp_path)
+    assert Score.of(job.toml()) == Score("missed", "%", lower=True, loss_unit="nat")
+    shown = table(run_groups([load_run(training.files.record)]))
+    epochs = store.read(training.files.record)[0]["epochs"]
+    assert epochs["test_missed"] == pytest.approx(1 - epochs["test_accuracy"], abs=1e-15)
+    assert [column.heading for column in shown.columns][2:4] == ["missed\n%", "accuracy\n%"]
+    assert shown.rows[0][2] == f"{100 * epochs['test_missed'][-1]:.2f}"
+    monkeypatch.delitem(METRICS, "missed")  # as where another version reads the record
+    assert Score.of(job.toml()) == Score("missed", "", lower=True, loss_unit="nat")
+
+
+def test_runs_of_other_metrics_or_losses_are_one_line(tmp_path: Path) -> None:
+    made = []
+    for i, metric in enumerate(("accuracy", "loss")):
+        job = small_job(name=f"run{i}", metric={"name": metric})
+        made.append(load_run(run_job(job, Loopback(1), tmp_path).files.record))
+    says = "run0 has test_accuracy, loss in nat and run1 test_loss, loss in nat: runs of one report"
+    with pytest.raises(UserError, match=says):
+        table(run_groups(made))
 
 
 def test_less_is_better_where_the_metric_says_so() -> None:

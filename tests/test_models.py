@@ -35,6 +35,7 @@ TINY: dict[str, dict[str, Any]] = {  # options of small networks
     "transformer": {"width": 16, "heads": 2, "layers": 1},
 }
 SEQUENCES = ("lstm", "transformer")
+ANY_SHAPE = ("mlp", "residual_mlp")  # take samples of any
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -146,7 +147,7 @@ def test_models_take_what_they_are_for_and_start_from_the_seed(name: str) -> Non
         assert any(not torch.equal(a, b) for a, b in others)
 
 
-@every("name", sorted({*MODELS} - {"mlp", "residual_mlp"}))
+@every("name", sorted({*MODELS} - {*ANY_SHAPE}))
 def test_models_refuse_samples_of_other_shapes(name: str) -> None:
     shape = (8, 8) if name in SEQUENCES else (64,)
     text = "x 8: must be sequences" if name in SEQUENCES else "64: must be images of at least"

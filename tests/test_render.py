@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from every import every
-from rendering import GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
+from rendering import FOLDER, GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
 
 from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.schedulers import SCHEDULERS
+from cpdhpc.lab.schedulers.base import Scheduler
 from cpdhpc.lab.schedulers.slurm import LAUNCHERS
 from cpdhpc.lab.study.cases import Batch
 from cpdhpc.lab.study.site import (
+    PROGRAMS,
     Site,
     array_script,
     arrays,
@@ -39,6 +42,19 @@ def test_scripts_are_the_golden_ones(name: str) -> None:
     assert (ROOT / name).read_text() == TEXTS[ROOT / name], (
         "python tests/helpers/rendering.py, and look"
     )
+
+
+@every("name", SCHEDULERS)
+def test_a_scheduler_has_what_the_rest_asks_for(name: str) -> None:
+    """And a template for each script that is made in its words."""
+    of = SCHEDULERS[name]
+    asked = {*Scheduler.__annotations__, *vars(Scheduler)}
+    assert all(hasattr(of, each) for each in asked if not each.startswith("_"))
+    site = Site(scheduler=name)
+    assert site.launcher in of.LAUNCHERS
+    assert {*scripts(site)} == {f"{program}{of.SUFFIX}" for program in PROGRAMS}
+    assert "-m cpdhpc batch results/demo" in array_of(site)
+    assert "-m cpdhpc study collect results/demo" in collect_script(site, "demo", FOLDER)
 
 
 def test_no_golden_file_is_left_over() -> None:

@@ -10,6 +10,7 @@ from every import every
 from training import ROOT
 
 from cpdhpc.config import ConfigError
+from cpdhpc.lab.schedulers.slurm import LAUNCHERS
 from cpdhpc.lab.study.site import Site, load_site
 
 pytestmark = pytest.mark.mpi_skip
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.mpi_skip
         ("partion = 'x'", "unknown key partion: did you mean partition"),
         ("scheduler = 'slrum'", "scheduler='slrum': did you mean slurm"),
         ("launcher = 'srun'", "launcher='srun': did you mean srun-pm"),
-        ("launcher = 'sbatch'", "known are mpiexec, mpirun, srun-cray, srun-pmi2, srun-pmix"),
+        ("launcher = 'sbatch'", "known are " + ", ".join(sorted(LAUNCHERS))),
         ("modules = 'gcc'", "modules='gcc': should be a list"),
         ('setup = ["a\\nb"]', "should be one line"),
         ("setup = ['']", "should be one line"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from studies import fill, no_numbers, small_study, some_result
 from synthetic_study import GRADIENTS, write_study
+from test_losses import Missed
 from training import run_job
 
 from cpdhpc.config import dump_toml
@@ -32,6 +33,7 @@ from cpdhpc.lab.study_data.study_file import (
     read_result,
     write_result,
 )
+from cpdhpc.lab.train.losses import METRICS
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
@@ -179,8 +181,9 @@ def test_what_collect_writes_is_read(tmp_path: Path) -> None:
     assert len(cells(folder.path / "study.h5", "Scaling")) == 5
 
 
-METRICS = """
+TRAININGS = """
 kind = "train"
+job.metric.name = "missed"
 job.metrics = [{ name = "perplexity" }]
 job.train = { epochs = 1, batch = 25, threads = 1 }
 [sweep]
@@ -189,20 +192,27 @@ seed = [0, 1]
 """
 
 
-def test_further_metrics_of_trainings_are_columns(tmp_path: Path) -> None:
-    (tmp_path / "s.toml").write_text(METRICS)
+def test_further_metrics_of_trainings_are_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the metric of the job, in percent where its row says so."""
+    monkeypatch.setitem(METRICS, "missed", Missed)
+    (tmp_path / "s.toml").write_text(TRAININGS)
     study, folder = load_study(tmp_path / "s.toml"), Folder(tmp_path / "results")
     folder.prepare(study)
-    found, place = [], SimpleNamespace(environment=dict)
+    found, missed, place = [], [], SimpleNamespace(environment=dict)
     for case in expand(study).cases:
         each = TRAIN.measure(study, case, tmp_path)  # type: ignore[call-arg, arg-type]
         each.training = run_job(each.job, Loopback(1), tmp_path)
         each.starts = [0]
         write_result(folder.case_file(case), case, each.result(place))
-        found.append(each.training.record.arrays()["epochs"]["test_perplexity"][-1])
+        epochs = each.training.record.arrays()["epochs"]
+        found.append(epochs["test_perplexity"][-1])
+        missed.append(100 * epochs["test_missed"][-1])
     collect(study, folder)
     (row,) = cells(folder.path / "study.h5", "Training")
     assert row["perplexity"] == f"{np.mean(found):.4g} ± {np.std(found, ddof=1):.2g}"
+    assert row["missed %"] == f"{np.mean(missed):.2f} ± {np.std(missed, ddof=1):.2f}"
     assert row["seeds"] == "2"  # a score is no factor
     assert "trainings" in row  # no key of [gradient] was swept
     caption = table(folder.path / "study.h5", "Training").caption

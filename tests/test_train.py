@@ -153,19 +153,23 @@ def test_a_pulse_carries_losses_times_and_signals() -> None:
     assert math.isnan(exchange(Loopback(1), [math.nan], [0], np.array([0]), 0).loss)
 
 
+FACTORS = {  # of a decay: at the middle of what follows the warm-up, and at the end
+    "constant": (1.0, 1.0),
+    "step": (0.5, 0.25),
+    "cosine": (0.5, 0.0),
+    "polynomial": (0.5, 0.0),
+    "exponential": (0.125, 2.0**-6),
+}
+
+
 @every("decay", DECAYS)
 def test_schedules_warm_up_then_fall(decay: str) -> None:
     schedule = Schedule(warmup_epochs=2.0, decay=decay, milestones=(4.0, 6.0), gamma=0.5)
     factors = [schedule.factor(epoch / 4, 8, (epoch + 1) / 4) for epoch in range(33)]
     assert factors[:9] == [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1]
     assert factors[8:] == sorted(factors[8:], reverse=True)
-    ends = {"constant": 1.0, "step": 0.25, "cosine": 0.0, "polynomial": 0.0, "exponential": 2.0**-6}
-    assert factors[-1] == pytest.approx(
-        ends[decay], abs=1e-15
-    )  # cos(pi) is off by less than a rounding
-    assert schedule.factor(5, 8, 5.25) == pytest.approx(
-        {"constant": 1, "step": 0.5, "cosine": 0.5, "polynomial": 0.5, "exponential": 0.125}[decay]
-    )
+    found = schedule.factor(5, 8, 5.25), factors[-1]
+    assert found == pytest.approx(FACTORS[decay], abs=1e-15)  # cos(pi) is off by a rounding
 
 
 EXACT = {"none", "lowbit", "onebit", "powersgd", "gradientflow"}  # of equal values

@@ -142,6 +142,7 @@ class Aggregator(metaclass=Checked):
 
     align: ClassVar[int] = 1  # layers start on multiples of this many values
     columns: ClassVar[Mapping[str, Column]] = {}  # what the record has of each layer
+    stateless: ClassVar[bool] = False  # keeps nothing by default: goes with stages of a network
     __pydantic_config__: ClassVar[Any] = {
         "extra": "forbid",
         "strict": True,

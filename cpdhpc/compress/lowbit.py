@@ -88,6 +88,7 @@ class LowBit(Aggregator):
 
     columns: ClassVar[Mapping[str, Column]] = LOSSES
     align: ClassVar[int] = TILE  # no tile holds values of two layers
+    stateless: ClassVar[bool] = True
 
     aggregator: Literal["lowbit"] = "lowbit"
     wire: str = "e4m3"

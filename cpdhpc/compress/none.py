@@ -31,6 +31,7 @@ class NoCompression(Aggregator):
     """
 
     columns: ClassVar[Mapping[str, Column]] = LOSSES  # none at all
+    stateless: ClassVar[bool] = True
 
     aggregator: Literal["none"] = "none"
     algorithm: str = USUAL

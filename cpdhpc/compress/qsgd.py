@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Qsgd(Aggregator):
     codes; every rank gets the values of all, and adds them in the order of ranks.
     Source: Alistarh et al.: QSGD, NIPS 2017, equations 3.1 to 3.3; section 4 (buckets).
     """
+
+    stateless: ClassVar[bool] = True
 
     aggregator: Literal["qsgd"] = "qsgd"
     levels: Annotated[int, Allowed(ge=1, lt=1 << 15)] = 4

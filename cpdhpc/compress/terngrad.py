@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class TernGrad(Aggregator):
     Source: Wen et al.: TernGrad, NIPS 2017: equations 1 to 3 (ternary values), section 3.2
     (sharing), section 3.3 (clipping, scalers by layer).
     """
+
+    stateless: ClassVar[bool] = True
 
     aggregator: Literal["terngrad"] = "terngrad"
     clip: Annotated[float, Allowed(ge=0, le=1e6)] = 6.0

@@ -310,18 +310,18 @@ COMMANDS: dict[str, Command | Group] = {
         "show versions, the MPI library, hosts, kernels, the GPU", "provenance", "info", True
     ),
     "study": Group(
-        "plan and run a sweep here or by Slurm, collect it; needs no MPI",
+        "plan and run a sweep here or as jobs, collect it; needs no MPI",
         actions(
             "commands.study",
             {
                 "plan": "show cases, ids, shapes, rank hours, and what is impossible and why",
-                "render": "print the Slurm scripts of all cases, and of the job that collects",
-                "submit": "submit to Slurm what is neither finished nor queued, and a job that "
+                "render": "print the job scripts of all cases, and of the one that collects",
+                "submit": "submit as jobs what is neither finished nor queued, and a job that "
                 "collects",
                 "run": "measure all cases on this machine with mpirun, then collect",
                 "status": "show which cases are finished, running, pending, failed or missing, and "
                 "why",
-                "resume": "measure what is not finished: on this machine, or by Slurm where it was "
+                "resume": "measure what is not finished: on this machine, or as jobs where it was "
                 "submitted",
                 "cancel": "take the study's jobs out of the queue",
                 "extend": "add levels to the study of a folder; what is finished stays and counts",
@@ -333,7 +333,7 @@ COMMANDS: dict[str, Command | Group] = {
         ),
     ),
     "scripts": Command(
-        "write the sbatch scripts of this package's examples; needs no MPI",
+        "write the job scripts of this package's examples; needs no MPI",
         "commands.study",
         "scripts",
     ),

@@ -129,8 +129,8 @@ OPTIONS = {  # option -> (its form, what it is)
     "shape": ("N,...", "cells of the domain along each axis, as 12,16"),
     "procs": ("N,...", "ranks along each axis, as 2,3"),
     "halo": ("N,...", "cells around each rank's box, as 1 or 1,0:2: below:above where they differ"),
-    "boundary": ("MODE,...", "for all axes, or for each: none (windows end with the domain), zero, "
-                 "constant:VALUE, wrap, reflect, symmetric, edge; default: zero"),
+    "boundary": ("MODE,...", "for all axes, or for each: none (windows end with the domain), "
+                 f"constant:VALUE, {', '.join(MODES)}; default: zero"),
     "trail": ("N,...", "further axes of the arrays, which are not split"),
     "dtype": ("NAME", "of the cells, as NumPy names it"),
     "wire": ("NAME", "raw, or a format in which float32 cells travel"),

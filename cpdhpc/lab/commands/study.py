@@ -188,7 +188,9 @@ def run_render(arguments: argparse.Namespace) -> int:
 def add_render(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of render."""
     add_study_and_site(parser)
-    options(parser)("--script NAME", "print this one alone, as sbatch takes it: 2x4 or collect")
+    options(parser)(
+        "--script NAME", "print this one alone, as its scheduler takes it: 2x4 or collect"
+    )
 
 
 def render(study: Study, folder: Folder, site: Site, only: str | None = None) -> str:

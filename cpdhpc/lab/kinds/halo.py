@@ -26,8 +26,8 @@ TRANSFERS = ("exchange", "accumulate")
 OURS = (HALO_OURS, HALO_COPIED)
 BY_MPI = (*HALO_MPI_TYPES, HALO_PACKED)
 SPLITS = ("rows", "columns", "grid")
-BOUNDARIES = ("none", "zero", "wrap", "reflect", "symmetric", "edge")
-BOUNDARIES_OF_MPI = ("none", "zero", "wrap")  # nothing is shown backwards or many times
+CUT = "none"  # windows end with the domain
+BOUNDARIES_OF_MPI = (CUT, "zero", "wrap")  # nothing is shown backwards or many times
 BYTES = {"float32": 4, "float64": 8, "float16": 2, "int8": 1, "int32": 4, "int64": 8}
 GUESS = 2e-9  # s per byte of a window, to prepare and to copy: a slow one
 
@@ -36,6 +36,12 @@ def _check_wire(wire: str) -> None:
     if wire in INTEGERS:
         raise ConfigError("integers are for sums: should be raw or a format")
     wire_format(wire)
+
+
+def _boundary(name: str) -> str:
+    from ...darray.windows import MODES
+
+    return among((CUT, *MODES))(name)
 
 
 def _used(given: Factors) -> dict[str, Value]:
@@ -175,7 +181,7 @@ HALO = Kind(
         "halo": positive("cells around the box of a rank, along the axes that are split", 1),
         "split": Factor("axes that are split", str, default="rows", check=among(SPLITS)),
         "boundary": Factor(
-            "what lies beyond the domain along them", str, default="none", check=among(BOUNDARIES)
+            "what lies beyond the domain along them", str, default=CUT, check=_boundary
         ),
         "dtype": Factor("numbers", str, default="float32", check=among(BYTES)),
         "wire": Factor("what travels: raw numbers or a format", str, "1", "raw", _check_wire),

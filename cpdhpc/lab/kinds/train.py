@@ -337,6 +337,11 @@ def _outcome(measure: Score) -> str:
     return measure.label if measure.label in ("accuracy", "loss") else "score"
 
 
+def _shown(measure: Score, found: Array) -> Array:
+    """Return outcomes or series in the score's unit: an accuracy is in percent already."""
+    return found if measure.label == "accuracy" else measure.factor * found
+
+
 def _trained(file: StudyFile, group: SeedGroup, layout: Layout, measure: Score) -> Trained:
     from ..report.fits import Trained
     from ..report.points import label
@@ -347,7 +352,7 @@ def _trained(file: StudyFile, group: SeedGroup, layout: Layout, measure: Score) 
         label(group.factors, ["ranks", *layout.panels]),
         line.name,
         line.style,
-        group.outcome(_outcome(measure)),
+        _shown(measure, group.outcome(_outcome(measure))),
         group.mean("wire_bytes") if group.ranks > 1 else 0.0,
         bit_bytes or nan,
         _times_s(file, group),
@@ -372,6 +377,7 @@ def _curves(file: StudyFile, group: SeedGroup, measure: Score) -> tuple[Array, A
         return np.empty(0), np.empty(0), np.empty(0)
     names = f"test_{_outcome(measure)}", "test_loss"
     score, loss = (file.training[name][_rows(group)] for name in names)
+    score = _shown(measure, score)
     ran = ~np.isnan(score).all(axis=0)
     means = score[:, ran].mean(axis=0), loss[:, ran].mean(axis=0)
     return file.training["epoch"][ran], *means
@@ -390,7 +396,10 @@ def _columns(
 
     job = _job(file.toml.get("job", {}), {}, "case").toml()
     further = [each for each in Score.further(job) if _known(groups, each.column)]
-    score = _outcome(measure)
+
+    def scores(group: SeedGroup) -> Array:
+        return _shown(measure, group.outcome(_outcome(measure)))
+
     none = [g for g in reversed(layout.every or groups) if g.factors.get(AGGREGATOR) == "none"]
     float32 = {but_for_gradient(group.factors): group for group in none}
 
@@ -398,7 +407,7 @@ def _columns(
         base = float32.get(but_for_gradient(group.factors))
         if base is None or base is group:
             return units.NONE
-        return measure.difference(group.mean(score) - base.mean(score))
+        return measure.difference(float(scores(group).mean() - scores(base).mean()))
 
     def bits(group: SeedGroup) -> str:
         least = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes")
@@ -413,7 +422,7 @@ def _columns(
         *of_factors([*file.weak, *layout.panels], groups),
         Column(lines, lambda g: layout.line([g]).name, numbers=False),
         Column("seeds", lambda g: str(len(g.points))),
-        Column(measure.heading, lambda g: measure.told(g.outcome(score))),
+        Column(measure.heading, lambda g: measure.told(scores(g))),
         *(Column(each.heading, partial(told, each)) for each in further),
         Column(f"to float32\n{measure.points}".strip(), beside),
         *step,

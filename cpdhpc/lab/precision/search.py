@@ -310,7 +310,7 @@ class Search:
     def _judged(self, jobs: list[Job], formats: tuple[str, ...], what: str, error: float) -> Trial:
         """Return a trial whose runs are complete, with its verdict."""
         column, scores, sent = f"test_{jobs[0].metric.label}", [], []
-        factor = 100 if jobs[0].metric.label == "accuracy" else 1
+        factor = 100 if jobs[0].metric.percent else 1
         for job in jobs:
             groups, _ = store.read(Files.of(self.directory / RUNS, job).record)
             scores.append(factor * float(groups["epochs"][column][-1]))

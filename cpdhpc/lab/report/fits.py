@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...config import value_of
+from ...config import keys_of, value_of
 from ..study_data import SHAPE, Array
 from ..study_data.study_file import StudyFile
 from . import units
@@ -564,7 +564,7 @@ def predicted(seeds: Sequence[Mapping[str, Array]]) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """A metric of trainings. unit: "%" of an accuracy, else ""; lower: whether less is better.
+    """A metric of trainings. unit: "%" of shares, else ""; lower: whether less is better.
 
     loss_unit: of the loss
     """
@@ -589,12 +589,20 @@ class Score:
 
     @classmethod
     def _of(cls, toml: str, table: str) -> Score:
+        from ..train.losses import LOSSES, METRICS
+
         keys = f"{table}.name", f"{table}.import", f"{table}.better", "loss.name", "loss.import"
         name, imported, better, loss, own_loss = (value_of(toml, key) for key in keys)
-        label = imported.partition(":")[2] if imported else name or "accuracy"
-        lower = better == "lower" if imported else label != "accuracy"
-        nat = "" if own_loss or (loss or "cross_entropy") != "cross_entropy" else "nat"
-        return cls(label, "%" if label == "accuracy" else "", lower, nat)
+        row = LOSSES.get(loss or "cross_entropy")  # None, here and below: not of this version
+        unit = "" if own_loss or row is None or row.units == "1" else row.units
+        if imported:
+            return cls(imported.partition(":")[2], "", better == "lower", unit)
+        metric = METRICS.get(name or "accuracy")
+        if metric is None:
+            return cls(name, "", True, unit)
+        given = {key.removeprefix(f"{table}."): value_of(toml, key) for key in keys_of(toml, table)}
+        built = metric.model_construct(**given)
+        return cls(built.label, "%" if built.percent else "", built.lower, unit)
 
     @property
     def column(self) -> str:

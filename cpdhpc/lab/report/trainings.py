@@ -263,6 +263,10 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     )
 
 
+def _scored(measure: Score) -> str:
+    return f"{measure.column}, loss in {measure.loss_unit or 'no unit'}"
+
+
 def _measure(groups: Sequence[RunGroup]) -> Score:
     """Return what tells how well all went. Raises ReportError where it is not the same."""
     found = {group.name: group.runs[0].measure for group in groups}
@@ -270,8 +274,8 @@ def _measure(groups: Sequence[RunGroup]) -> Score:
     for other, measure in others:
         if measure != first:
             raise ReportError(
-                f"{name} has {first.column} by {first.loss_unit or 'another'} loss and {other} "
-                f"{measure.column}: runs of one report must have one metric and loss"
+                f"{name} has {_scored(first)} and {other} {_scored(measure)}: "
+                "runs of one report must have one metric and loss"
             )
     return first
 
@@ -496,7 +500,7 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
     given = [g for g in groups if g.factors.get(WIRE) and BATCH in g.factors]
     sent = [g for g in given if but_for_gradient(g.factors) in float32]
     batches = sorted({int(g.factors[BATCH]) for g in sent})
-    if measure.unit != "%" or len(batches) < 2 or len({_width(g) for g in sent}) < 3:
+    if measure.label != "accuracy" or len(batches) < 2 or len({_width(g) for g in sent}) < 3:
         return []
     of = [g.factors for g in sent]
     names = [

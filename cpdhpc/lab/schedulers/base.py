@@ -86,7 +86,10 @@ class Scheduler(Protocol):
     """What a module of this room has: a row of SCHEDULERS, in whose terms the rest is written.
 
     TITLE: its name in messages; SUFFIX: of the names of scripts, and of their templates before .j2
-    LAUNCHERS: the ways to start ranks in its jobs
+    LAUNCHERS: the ways to start ranks in its jobs, "mpirun" among them, which profiles have unless
+        they name another
+    Templates are batch and collect, of studies, and those of study.site.PROGRAMS. An element of an
+    array writes its log to logs/NAME-JOB_INDEX.log in the study's folder.
     """
 
     TITLE: str

@@ -61,7 +61,7 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "loss": (float, "test loss at the end; NaN: no training", "nat"),
     "score": (float, "test score at the end by the job's metric; NaN: accuracy or loss", "1"),
     "data_share": (float, "share of the time of all steps that a rank waits for samples", "%"),
-    "job_id": (str, "job of Slurm; empty: none", "1"),
+    "job_id": (str, "job of the scheduler; empty: none", "1"),
     "restarts": (int, "starts of the batch before this one", "1"),
     "date": (str, "end of the case, ISO 8601, UTC", "1"),
 }

@@ -159,12 +159,13 @@ class ImportedAggregator(Imported):
     import: of a class derived from Aggregator, whose fields are the other keys of the table, or of
         any callable that returns an Aggregator
     import_from: directory that modules are looked for in first; the job file's where not given
-    has_momentum, holds_back: unknown before build
+    has_momentum, holds_back, stateless: unknown before build
     """
 
     of: ClassVar[str] = "gradient"
     has_momentum: ClassVar[bool] = False
     holds_back: ClassVar[bool] = False
+    stateless: ClassVar[bool] = False
     most_momentum: ClassVar[float] = 0.0
 
     @property

@@ -165,7 +165,6 @@ EPOCHS = "train.epochs"  # may be raised where a run is gone on with
 RATE = "train.learning_rate"
 OWN_MOMENTUM = "optimizer.momentum"  # in needs of update rules that have one of their own
 WITHOUT_MOMENTUM = "write momentum = 0.0 below [optimizer], or leave optimizer.momentum out"
-STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
 MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change bits
     "train.virtual_ranks",
     "train.checkpoint_every",
@@ -266,7 +265,6 @@ class Job(Section):
     def _goes_together(self) -> Job:
         train, gradient = self.train, self.gradient
         clip = getattr(self.optimizer, "clip_global_norm", 0)
-        stateless = type(gradient) in [COMPRESSORS[name] for name in STATELESS]
         usual = {  # key -> whether it has the value that goes with all, and that value
             "stages.count": (self.stages.count == 1, "1"),
             "train.image_grid": (train.image_grid == (1, 1), "[1, 1]"),
@@ -280,7 +278,10 @@ class Job(Section):
             "loader.workers": (not self.loader.workers, "0"),
             "controller": (isinstance(self.controller, BySchedule), '"schedule"'),
             "optimizer.clip_global_norm": (not clip, "0"),
-            "gradient.aggregator": (stateless, f"one of {', '.join(STATELESS)}"),
+            "gradient.aggregator": (
+                gradient.stateless,
+                "one that keeps nothing, as none or lowbit",
+            ),
             "gradient.error_feedback": (not getattr(gradient, "error_feedback", False), "false"),
             "gradient.layers": (not getattr(gradient, "layers", {}), "empty"),  # of other stages
         }

@@ -243,14 +243,27 @@ class Record:
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over rows that arrays returned; ranks that a run had before or has now send 0."""
+        """Take over rows that arrays returned; ranks that a run had before or has now send 0.
+
+        A column that an older version did not write is unknown: NaN, an integer -1.
+        """
         count, before = groups["steps"]["wire_bytes"].shape
         self.ranks = max(self.ranks, before)
         wire_bytes = np.pad(groups["steps"]["wire_bytes"], ((0, 0), (0, self.ranks - before)))
         steps = {"loss_scale": np.ones(count)} | {**groups["steps"], "wire_bytes": wire_bytes}
         groups = {**groups, "steps": steps}  # older files have no scales
         for group, table in self.tables.items():
-            self.rows[group] = list(zip(*(groups[group][name] for name in table), strict=True))
+            (first, *_), there = table, groups[group]
+            columns = (
+                there.get(name, self._unknown(group, name, len(there[first]))) for name in table
+            )
+            self.rows[group] = list(zip(*columns, strict=True))
+
+    def _unknown(self, group: str, name: str, rows: int) -> Array:
+        each, labels = self.tables[group][name], self._labels(group)
+        value = np.nan if each.dtype is np.float64 else -1
+        shape = rows, *(labels[axis].data.size for axis in each.axes)
+        return np.full(shape, value, each.dtype)
 
     def save(self, path: Path, attributes: Attributes) -> None:
         """Write a record that takes path's place when it is complete; attributes: of the run."""

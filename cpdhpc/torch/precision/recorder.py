@@ -250,7 +250,7 @@ class Recorder:
         """
         everyone = self.world.gather([_about(each) for each in parts], "Recorder.step")
         sizes = [(about[:2], about[4]) for each in everyone for about in each]
-        alone = [kind for kind in ("mean", "weights", "updates") if kind in self.settings.tensors]
+        alone = [kind for kind in self.settings.tensors if not KINDS[kind].of_ranks]
         shapes = [(n, tuple(p.shape) or (1,)) for n, p in self.parameters.items()]
         sizes = [each for each in sizes if each[0][0] not in alone]  # as not all are there yet
         sizes += [((kind, name), shape) for kind in alone for name, shape in shapes]
