@@ -406,7 +406,7 @@ def exchange(
                 negative = kernels.multiply(terms, np.float32(-1))
                 kernels.scatter_add(own, placed(indices, total), negative)
             sent.append(at)
-        most = _divide(total, sent, world.ranks)
+        most = _divide(total, sent, world.ranks) if sent else 0  # no layer is coded: all zeros
     return Sent(total, most, counts / (np.diff(borders) * world.ranks))
 
 
