@@ -1,8 +1,8 @@
 """Layers on parts of images: the table, and norms over all parts.
 
-Norms are torch's own kernels on each rank's part. Forward and backward have a message each, of a few
-numbers a channel, to each rank that shares the statistics. What comes is put together in float64,
-in the order of ranks: all have the same bits.
+Norms are torch's own kernels on each rank's part. Forward and backward have a message each, of a
+few numbers a channel, to each rank that shares the statistics. What comes is put together in
+float64, in the order of ranks: all have the same bits.
 """
 
 from __future__ import annotations
