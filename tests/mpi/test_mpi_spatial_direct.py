@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.windows import Constant
+from cpdhpc.errors import UserError
+from cpdhpc.lab.bench import split as bench
 from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
 
@@ -259,3 +262,17 @@ def test_autocast_gives_its_dtype_and_gradients_of_float32(world: World) -> None
     assert y.dtype == torch.bfloat16
     assert all(gradient(p).dtype == torch.float32 for p in net.parameters())
     assert (y.float() - want).abs().max() <= 2.0**-6 * want.abs().max()
+
+
+def test_the_benchmark_has_a_line_for_each_network(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    options = ["--sizes", "16", "--width", "2", "--repeats", "1", "--warmup", "0"]
+    bench.run(parser.parse_args(options), world)
+    lines = capsys.readouterr().out.splitlines()
+    found = [line.split()[0] for line in lines if "16 x 16" in line]
+    assert found == (list(bench.NETWORKS) if world.rank == 0 else [])
+    with pytest.raises(UserError, match="--grid 9x9: must be ROWSxCOLUMNS"):
+        bench.run(parser.parse_args(["--grid", "9x9"]), world)
