@@ -272,7 +272,7 @@ PyObject* square_sum(PyObject*, PyObject* args) {
 
 // encode_signs(x, kept, rest, signs, pairs): of x + kept, in rows of one pair each, the signs, a
 // bit a value, and the means of the values below 0 and of the others; rest, if given, is what is
-// lost.
+// lost. Returns the bits of the largest magnitude of x + kept.
 PyObject* encode_signs(PyObject*, PyObject* args) {
     Buffer x, kept, rest, signs, pairs;
     if (!PyArg_ParseTuple(args, "y*y*O&w*w*", &x.view, &kept.view, to_optional, &rest, &signs.view,
@@ -288,20 +288,30 @@ PyObject* encode_signs(PyObject*, PyObject* args) {
     } catch (const std::bad_alloc&) {
         return PyErr_NoMemory();
     }
-    for (i64 i = 0; i < rows; ++i) {
-        const i64 first = i * columns;
-        loops->accumulate(x.at<float>(first), kept.at<float>(first), 1, nullptr, columns,
-                          row.data(), nullptr);
-        const Parts sum = parts_of_row(row.data(), columns);
-        const i64 count = loops->pack_signs(row.data(), columns, first, signs.at<u8>(0)),
-                  others = columns - count;
-        const float below = (float)(sum.below / (double)(others ? others : 1)),
-                    above = (float)(sum.above / (double)(count ? count : 1));
-        *pairs.at<float>(2 * i) = below, *pairs.at<float>(2 * i + 1) = above;
-        if (rest.view.buf)
-            loops->take_signs(row.data(), below, above, columns, rest.at<float>(first));
+    u32 most = 0;
+    const bool streams = floats_in(x) >= Written::LARGE;
+    {
+        Unlocked unlocked;
+        for (i64 i = 0; i < rows; ++i) {
+            const i64 first = i * columns;
+            const u32 largest = loops->accumulate(x.at<float>(first), kept.at<float>(first), 1,
+                                                  nullptr, columns, row.data(), nullptr);
+            most = most < largest ? largest : most;
+            const Parts sum = parts_of_row(row.data(), columns);
+            const i64 count = loops->pack_signs(row.data(), columns, first, signs.at<u8>(0)),
+                      others = columns - count;
+            const float below = (float)(sum.below / (double)(others ? others : 1)),
+                        above = (float)(sum.above / (double)(count ? count : 1));
+            *pairs.at<float>(2 * i) = below, *pairs.at<float>(2 * i + 1) = above;
+            if (!rest.view.buf) continue;
+            float* to = streams ? row.data() : rest.at<float>(first);
+            loops->take_signs(row.data(), below, above, columns, to);
+            if (streams)
+                stream_on((u8*)rest.at<float>(first), (const u8*)to, columns * (i64)sizeof(float));
+        }
+        if (streams) end_stream();
     }
-    Py_RETURN_NONE;
+    return PyLong_FromUnsignedLong(most);
 }
 
 // decode_signs(signs, pairs, rows, divisor, out): out is the sum over ranks of what their signs and

@@ -70,8 +70,8 @@ def results(ops: Any, n: int, there: Callable[[Array], Any], here: Callable[[Any
     for rows in (row for row in (1, 3, 7) if n >= 3 * row):
         shape = (rows, n // rows)
         m, r, rest = (each[: rows * shape[1]].reshape(shape) for each in (x, kept, out))
-        signs, pairs = ops.encode_signs(m, r, rest)
-        note("signs", signs, pairs, rest)
+        signs, pairs, bits = ops.encode_signs(m, r, rest)
+        note("signs", signs, pairs, bits, rest)
         note("without rest", *ops.encode_signs(m, r))
         note("mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0))
         note("decoded", rest)

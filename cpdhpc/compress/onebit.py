@@ -9,26 +9,26 @@ from typing import Literal
 import numpy as np
 
 from ..collectives.allreduce import configured
-from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
+from ..collectives.checks import NONFINITE_BITS
 from ..collectives.method import Segment
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of
 from .base import (
-    HALF_ULP,
+    RESIDUAL,
     Aggregator,
     Array,
     Context,
     Mean,
-    amax,
+    as_float,
+    bits_of_largest,
     check_place,
     checked_mean,
     mean_in_float32,
-    raise_unless_finite,
     shared_largest,
 )
 from .bucket import Bucket
-from .memory import empty_mean
+from .memory import empty_mean, give_spare, keep, take_spare
 from .sparse import Epochs
 
 
@@ -63,53 +63,66 @@ class OneBit(Aggregator):
         check_place(self, world, gradients)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
         coded = [] if context.epoch < self.dense_epochs else coded
-        messages: list[tuple[list[Array], list[Array]]] = [([], []) for _ in gradients]
-        memory = {
-            segment: context.state.own(segment.name, "residual", (size,), like=flat)
-            for segment in (bucket.segments[i] for i in coded)
-            for size in (segment.stop - segment.start,)
-        }
-        before = None
-        if shared_largest(world, gradients, bucket, amax(gradients))[0] >= HALF_ULP:
-            raise_unless_finite(world, _waiting(gradients, memory), bucket)
-            before = context.state.copy()
-        for i, (segment, residuals) in zip(coded, memory.items(), strict=True):
-            _, start, stop = segment
-            for (signs, pairs), gradient, residual in zip(
-                messages, gradients, residuals, strict=True
-            ):
-                rows = bucket.shapes[i][0]
-                kept = residual.reshape(rows, -1)
-                sign, pair = backend_of(gradient).encode_signs(
-                    gradient[start:stop].reshape(rows, -1),
-                    kept,
-                    kept if self.error_feedback else None,
-                )
-                signs.append(sign)
-                pairs.append(pair.reshape(-1))
-        signs_of_all = allgather(world, [_joined(signs, np.uint8) for signs, _ in messages])
-        pairs_of_all = allgather(world, [_joined(pairs, np.float32) for _, pairs in messages])
+        rests = take_spare(context, RESIDUAL, bucket.size, gradients) if coded else []
+        own_signs, own_pairs = self._encoded(gradients, rests, coded, bucket, context)
+        signs, pairs = allgather(world, own_signs), allgather(world, own_pairs)
         most, sign_at, pair_at = 0, 0, 0
         for i in coded:
             _, start, stop = bucket.segments[i]
             rows, size_bytes = bucket.shapes[i][0], -(-(stop - start) // 8)
             bits = backend_of(flat).decode_signs(
-                [sign[sign_at : sign_at + size_bytes] for sign in signs_of_all],
-                [pair[pair_at : pair_at + 2 * rows].reshape(-1, 2) for pair in pairs_of_all],
+                [sign[sign_at : sign_at + size_bytes] for sign in signs],
+                [pair[pair_at : pair_at + 2 * rows].reshape(-1, 2) for pair in pairs],
                 flat[start:stop].reshape(rows, -1),
                 float(world.ranks),
             )
             most, sign_at, pair_at = max(most, bits), sign_at + size_bytes, pair_at + 2 * rows
+        if most >= NONFINITE_BITS:  # alike on all ranks
+            checked_mean(world, _coded_alone(flat, coded, bucket), gradients, bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in coded]
-        try:
-            if most >= NONFINITE_BITS:  # alike on all ranks
-                checked_mean(world, _coded_alone(flat, coded, bucket), gradients, bucket)
-            mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
-        except NonFiniteGradient:
-            for key, entry in before or ():
-                context.state.put(key, entry)
-            raise
+        mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
+        if self.error_feedback and coded:
+            keep(context, bucket, RESIDUAL, rests, [bucket.names[i] for i in coded])
+        elif coded:
+            give_spare(context, RESIDUAL, rests)
         return Mean.finite(flat)
+
+    def _encoded(
+        self,
+        gradients: Sequence[Array],
+        rests: Sequence[Array],
+        coded: Sequence[int],
+        bucket: Bucket,
+        context: Context,
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the signs and pairs of each hosted rank, and write what is lost. Collective.
+
+        rests: float32[bucket.size] of each hosted rank, written where layers are coded
+        Raises NonFiniteGradient where a gradient, or its sum with what waits, is not finite.
+        """
+        signs, pairs = [list[Array]() for _ in gradients], [list[Array]() for _ in gradients]
+        memory, found = dict[Segment, list[Array]](), [0]
+        for i, segment in enumerate(bucket.segments):
+            name, start, stop = segment
+            if i not in coded:
+                found.append(bits_of_largest([x[start:stop] for x in gradients]))
+                continue
+            memory[segment] = context.state.own(name, RESIDUAL, (stop - start,), like=gradients[0])
+            shape = bucket.shapes[i][0], -1
+            for row, (x, kept) in enumerate(zip(gradients, memory[segment], strict=True)):
+                rest = rests[row][start:stop].reshape(shape) if self.error_feedback else None
+                sign, pair, bits = backend_of(x).encode_signs(
+                    x[start:stop].reshape(shape), kept.reshape(shape), rest
+                )
+                signs[row].append(sign)
+                pairs[row].append(pair.reshape(-1))
+                found.append(bits)
+        most = max(found)
+        sums = _waiting(gradients, memory) if most >= NONFINITE_BITS else gradients
+        shared_largest(context.world, sums, bucket, as_float(most))
+        return [_joined(each, np.uint8) for each in signs], [
+            _joined(each, np.float32) for each in pairs
+        ]
 
 
 Memory = Mapping[Segment, list[Array]]  # what waits of a layer, of each hosted rank

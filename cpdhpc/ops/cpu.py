@@ -516,13 +516,12 @@ def mark_drawn(draws: Array, n: int, words: Array) -> int:
     return int(_cpu.mark_drawn(draws, n, words))
 
 
-def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array]:
-    """Return the signs of x + kept, uint8[bytes], and rows' two means; see ops.reference."""
+def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array, int]:
+    """Return the signs of x + kept, rows' two means, and its largest bits; see ops.reference."""
     for name, array in (("x", x), ("kept", kept), ("rest", x if rest is None else rest)):
         _check(name, array, np.float32)
     signs, pairs = np.empty(-(-x.size // 8), np.uint8), np.empty((len(x), 2), np.float32)
-    _cpu.encode_signs(x, kept, rest, signs, pairs)
-    return signs, pairs
+    return signs, pairs, int(_cpu.encode_signs(x, kept, rest, signs, pairs))
 
 
 def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, divisor: float) -> int:

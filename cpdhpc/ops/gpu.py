@@ -639,8 +639,10 @@ def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
     return np.asarray(to_host(bits.reshape(-1, chunk_values).argmax(axis=1)), np.int64)
 
 
-def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[HostArray, HostArray]:
-    """Return the signs of x + kept, NumPy's uint8[bytes], and rows' two means."""
+def encode_signs(
+    x: Array, kept: Array, rest: Array | None = None
+) -> tuple[HostArray, HostArray, int]:
+    """Return the signs of x + kept, rows' two means, NumPy's, and its largest bits."""
     total = add(x, kept)
     bits = total.view(np.int32)
     positive = (bits >= 0) | (bits == np.int32(-(1 << 31)))  # -0.0; subnormal numbers are not 0
@@ -652,7 +654,7 @@ def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Host
     pairs = np.stack(means, axis=1).astype(np.float32)
     if rest is not None:
         subtract(total, _by_sign(mask, pairs), rest)
-    return to_host(cupy.packbits(positive)), pairs
+    return to_host(cupy.packbits(positive)), pairs, _largest(total)
 
 
 def _by_sign(mask: Array, pairs: HostArray) -> Array:

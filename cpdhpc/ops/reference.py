@@ -548,12 +548,13 @@ def _largest_bits(x: Array) -> int:
     return int((x.view(np.uint32) & MAGNITUDE).max(initial=0))
 
 
-def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array]:
-    """Return the signs of x + kept as bits, and the two means of each row.
+def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array, int]:
+    """Return the signs of x + kept as bits, the two means of each row, and its largest bits.
 
     x, kept: float32[rows, columns]; rest: what x + kept is more than the means, written if given
     Returns uint8[bytes], a bit for each value, set where it is not below 0, the first one the
-    highest of its byte; and float32[rows, 2]: the means of the values below 0 and of the others.
+    highest of its byte; float32[rows, 2]: the means of the values below 0 and of the others; and
+    the float32 bits of the largest magnitude of x + kept.
     """
     total = x + kept
     positive = total >= 0
@@ -564,7 +565,7 @@ def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Arra
     pairs = np.stack(means, axis=1).astype(np.float32)
     if rest is not None:
         np.subtract(total, np.where(positive, pairs[:, 1:], pairs[:, :1]), out=rest)
-    return np.packbits(positive), pairs
+    return np.packbits(positive), pairs, _largest_bits(total.reshape(-1))
 
 
 def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, divisor: float) -> int:
