@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from weakref import finalize
@@ -343,11 +343,6 @@ class Allreduce(Method):
                 warnings.warn(line, stacklevel=2)
         return parts
 
-    @cached_property
-    def choices(self) -> dict[str, object]:
-        """All choices by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def _run_programs(
         self,
         world: Ranks,
@@ -360,7 +355,7 @@ class Allreduce(Method):
         """Sum into totals, of the first hosted ranks or of all; count what is not finite."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
-        pieces = plan.pieces(flat[0].size)
+        pieces = plan.pieces()
 
         def start(piece: int, take: Take) -> list[Program[int]]:
             return [

@@ -21,9 +21,10 @@ from ..formats import SHARED, TILE, tiles
 from ..methods import GROW, USUAL
 from ..ops.payloads import Array, Packed
 from ..randomness import random_key
+from .blocks import Piece
 from .engine import Exchange, Program, ScheduleError
 from .method import AUTO, Machine, Method, Segment, Sums, as_machine
-from .rank_program import Piece, Plan, program
+from .rank_program import Plan, program
 from .recorded import parts_of
 from .schedules import SCHEDULES, Layout, Schedule
 
@@ -405,7 +406,7 @@ def _simulation(
         machine = replace(
             machine, beta_s=machine.beta_s * wire.size_bytes(n) / wire.size_bytes(TILE)
         )
-    pieces = parts_of(plan, padded, len(set(nodes)) == 1)
+    pieces = parts_of(plan, len(set(nodes)) == 1)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
     first = pieces[: max(PIECES, most)]
     kernels = Kernels(machine, x, out)
