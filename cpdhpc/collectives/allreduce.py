@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import finalize
 
 import numpy as np
@@ -48,6 +48,14 @@ from .schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from .graphs import Graphed
+
+
+def refuse_freed(world: Ranks) -> NoReturn:
+    """Raise RuntimeError, of a prepared call that is freed, or end the job; see Ranks.refuse."""
+    told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
+    if not by_all:
+        world.abort("Prepared.run: is freed, and on other ranks it is not")
+    raise told
 
 
 class Prepared:
@@ -116,10 +124,7 @@ class Prepared:
         """
         world = self._world
         if self._freed:
-            told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
-            if not by_all:
-                world.abort("Prepared.run: is freed, and on other ranks it is not")
-            raise told
+            refuse_freed(world)
         if world.lent_by is not None:
             world.check_thread()
         if type(iteration) is not int and not self._compares:

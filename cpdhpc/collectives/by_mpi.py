@@ -13,12 +13,15 @@ from .blocks import Blocks
 MOST_BYTES = (1 << 31) - 1  # that MPI counts in one call
 
 
-def is_known_to_mpi(world: Any, blocks: Blocks) -> bool:
-    """Whether MPI has a datatype for values that are to be added; others travel as bytes."""
-    if not isinstance(world, World):
+def takes(world: Any, blocks: Blocks) -> bool:
+    """Whether MPI's own collective can be used: a function of what all ranks know."""
+    if not isinstance(world, World) or world.virtual_ranks > 1:
         return False
     mpi, _ = world.plain_mpi()
-    return not blocks.share.sums or np.dtype(blocks.dtype).char in mpi._typedict
+    dtype = np.dtype(blocks.dtype)
+    if blocks.share.sums and dtype.char not in mpi._typedict:
+        return False
+    return sum(blocks.counts) * dtype.itemsize <= MOST_BYTES
 
 
 def move_by_mpi(world: World, blocks: Blocks, x: Array, out: Array) -> None:

@@ -6,11 +6,13 @@ lists and checks of arguments. blocks.py says which rounds each has, and where v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
+from weakref import finalize
 
 import numpy as np
 
@@ -20,9 +22,9 @@ from ..ops.payloads import Array
 from ..partition import split
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .allreduce import named
+from .allreduce import named, refuse_freed
 from .blocks import SHARES, Blocks, Share
-from .by_mpi import move_by_mpi
+from .by_mpi import move_by_mpi, takes
 from .checks import (
     NONFINITE_BITS,
     NonFiniteGradient,
@@ -39,7 +41,7 @@ from .checks import (
 from .engine import Program, Take, run
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift
 from .rank_program import program
-from .recorded import recording_of
+from .recorded import Recording, Recordings, keep, recording_of, with_iteration
 
 Shape = tuple[int, ...]
 KNOWN = tuple(name for name, share in SHARES.items() if share.algorithms)
@@ -69,6 +71,33 @@ class Call(NamedTuple):
     dtype: Any
     gpu: bool
     shapes: tuple[Shape | None, ...]
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call.
+
+    xs, outs: of the hosted ranks, as programs see them: values, or bytes, in a row; a rank whose
+        array is not read gives an empty one, and has None for what it does not write
+    results: what the call returns; written: what they are copied from afterwards, or themselves
+    """
+
+    xs: Sequence[Array]
+    outs: Sequence[Array | None]
+    results: list[Array | None]
+    written: Sequence[Array | None]
+
+    @property
+    def flat(self) -> tuple[Array, Array]:
+        """x and out of the one rank of this process, each empty if there is none."""
+        x, out = self.xs[0], self.outs[0]
+        return x, x[:0] if out is None else out
+
+    def copied(self) -> list[Array | None]:
+        """Return the results, once what they are copied from is written."""
+        for result, each in zip(self.results, self.written, strict=True):
+            if result is not None and each is not result:
+                result[...] = each
+        return self.results
 
 
 @dataclass(frozen=True)
@@ -152,10 +181,17 @@ class Collective(Method):
         return ("hier" if len(set(nodes)) < len(nodes) else "rhd") if several else "direct"
 
     def chosen(self, world: Ranks, call: Call) -> Collective:
-        """Return this with the algorithm that "usual" stands for."""
+        """Return this with the algorithm that "usual" stands for.
+
+        MPI's own where nothing is rounded and values only move, or are summed on a root: it copies
+        once what node memory copies twice. A function of what all ranks know.
+        """
         if self.algorithm != USUAL:
             return self
-        return named(self, self.usual(world.nodes))
+        is_ours = self.fmt is not None or self.collective == "reduce_scatter"
+        if is_ours or call.gpu or not takes(world, call.blocks):
+            return named(self, self.usual(world.nodes))
+        return named(self, MPI_ALLREDUCE)
 
     def check(
         self,
@@ -378,6 +414,7 @@ class Collective(Method):
         recv_counts: Any = None,
         iteration: int = 0,
         error: Exception | None = None,
+        known_by: Hashable = None,
     ) -> list[Array | None]:
         """Do it for the arrays of the hosted ranks; return their results. Collective.
 
@@ -386,11 +423,16 @@ class Collective(Method):
         counts, recv_counts, iteration: as the function; with virtual ranks those of all_to_all are
             a list for each hosted rank
         error: of this process, known before the call: raised on all
+        known_by: what stands for all other arguments but arrays, if run_known may know calls by it
         Returns as many as outs has; None for a rank that has none.
         """
         ranks = as_world(world, self.call)
         call = self.check(ranks, xs, outs, counts, recv_counts, iteration, error)
-        return self.move(ranks, xs, outs, call, iteration)
+        method = self.chosen(ranks, call)
+        found = method.move(ranks, xs, outs, call, iteration)
+        if known_by is not None and ranks.virtual_ranks == 1:
+            know(ranks, known_by, method, xs[0], call)
+        return found
 
     def move(
         self,
@@ -401,27 +443,43 @@ class Collective(Method):
         iteration: int,
     ) -> list[Array | None]:
         """Do what run does with arguments that check has seen. Collective."""
+        arrays = self._arrays(world, xs, outs, call)
+        recording = self._recording(world, arrays, call)
+        self._into(world, arrays, call, iteration, recording)
+        return arrays.copied()
+
+    def _arrays(
+        self, world: Ranks, xs: Sequence[Any], outs: Sequence[Any] | None, call: Call
+    ) -> Arrays:
+        """Return the arrays of a call."""
         results = self._results(xs, outs, call)
         sizes = [call.blocks.sizes(rank, world.ranks) for rank in world.hosted]
         taken = [self._taken(x, call)[:size] for x, (size, _) in zip(xs, sizes, strict=True)]
         keeps = call.blocks.keeps and world.hosts(self.root)
-        shared = [r for r in results if r is not None and not keeps and overlaps(r, taken)]
-        written = [r if r is None or not shared else np.empty_like(r) for r in results]
-        flat = [None if w is None or keeps else self._flat(w) for w in written]
-        totals = [*flat, *[None] * (len(taken) - len(flat))]
-        method = self.chosen(world, call)
-        with np.errstate(over="ignore", invalid="ignore"):
-            method._into(world, taken, totals, call, iteration)
-            divisor = method.divisor(world.ranks)
-            for total in [] if divisor is None else [each for each in totals if each is not None]:
-                divide = backend_of(total).divide if call.dtype == np.float32 else np.divide
-                divide(total, divisor if call.dtype == np.float32 else world.ranks, total)
         if keeps:  # the root has it already, in the same process
-            written = [xs[self.root - world.rank]]
-        for result, each in zip(results, written, strict=True):
-            if result is not None and each is not result:
-                result[...] = each
-        return results
+            written: list[Array | None] = [xs[self.root - world.rank]]
+        else:
+            shares = any(each is not None and overlaps(each, taken) for each in results)
+            written = [r if r is None or not shares else np.empty_like(r) for r in results]
+        flat = [None if w is None or keeps else self._flat(w) for w in written]
+        return Arrays(taken, [*flat, *[None] * (len(taken) - len(flat))], results, written)
+
+    def prepare(
+        self,
+        world: Any,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None = None,
+        *,
+        counts: Any = None,
+        recv_counts: Any = None,
+    ) -> PreparedCollective:
+        """Return what does it for these very arrays, any number of times. Collective.
+
+        The arguments, compared over the ranks here and not again, and errors: as run.
+        """
+        ranks = as_world(world, self.call)
+        call = self.check(ranks, xs, outs, counts, recv_counts)
+        return PreparedCollective(self.chosen(ranks, call), ranks, xs, outs, call)
 
     def _results(self, xs: Sequence[Any], outs: Any, call: Call) -> list[Array | None]:
         """Return the arrays that results are to lie in."""
@@ -444,28 +502,53 @@ class Collective(Method):
         """Return what a hosted rank gives, as programs see it."""
         return self._flat(np.empty(0, call.dtype) if x is None else x)
 
+    def _recording(self, world: Ranks, arrays: Arrays, call: Call) -> Recording | None:
+        """Return the call list of calls like this, from the second one on. Collective."""
+        if not self._is_listed(call):
+            return None
+        x, out = arrays.flat
+        shifts = self.first_shifts(WHOLE)
+        return recording_of(world, self, x, WHOLE, shifts, out, call.blocks)
+
+    def _is_listed(self, call: Call) -> bool:
+        """Whether compiled code adds or copies the values."""
+        return self.algorithm != MPI_ALLREDUCE and call.blocks.dtype in ("float32", "uint8")
+
     def _into(
         self,
         world: Ranks,
-        xs: Sequence[Array],
-        outs: Sequence[Array | None],
+        arrays: Arrays,
         call: Call,
         iteration: int,
+        recording: Recording | None,
     ) -> None:
-        """Do it, from flat arrays into flat arrays. Raises NonFiniteGradient on all ranks alike."""
-        blocks, shifts = call.blocks, self._shifts(world, xs)
+        """Do it, by a call list if there is one. Collective.
+
+        Raises NonFiniteGradient on all ranks alike.
+        """
+        shifts = self._shifts(world, arrays.xs) if self.shares_shifts else self.first_shifts(WHOLE)
         if self.algorithm == MPI_ALLREDUCE:
-            out = xs[0][:0] if outs[0] is None else outs[0]
-            move_by_mpi(world, blocks, xs[0], out)
-            return
-        recording = None
-        if self.fmt is not None or call.blocks.dtype in RECORDED:
-            out = xs[0][:0] if outs[0] is None else outs[0]
-            recording = recording_of(world, self, xs[0], WHOLE, shifts, out, blocks)
-        if recording is not None:
-            bad = recording.run(xs[0], out, iteration)
+            move_by_mpi(world, call.blocks, *arrays.flat)
+        elif recording is None:
+            bad = self._run_programs(world, arrays, call.blocks, shifts, iteration)
+            self._agree(world, bad, arrays.xs)
         else:
-            bad = self._run_programs(world, xs, outs, blocks, shifts, iteration)
+            if self.shares_shifts:
+                recording.adapt(WHOLE, shifts)
+            self._agree(world, recording.run(*arrays.flat, iteration), arrays.xs)
+            return
+        self._divide(world, arrays.outs)
+
+    def _divide(self, world: Ranks, outs: Sequence[Array | None]) -> None:
+        """Divide sums by the number of ranks, where their mean is wanted."""
+        divisor = self.divisor(world.ranks)
+        for out in [] if divisor is None else [each for each in outs if each is not None]:
+            is_float32 = out.dtype == np.float32
+            divide = backend_of(out).divide if is_float32 else np.divide
+            divide(out, divisor if is_float32 else world.ranks, out)
+
+    def _agree(self, world: Ranks, bad: int, xs: Sequence[Array]) -> None:
+        """Raise NonFiniteGradient where any rank has found what is not finite. Collective."""
         if self.fmt is None:
             return
         if not self.share.alike:
@@ -477,13 +560,13 @@ class Collective(Method):
     def _run_programs(
         self,
         world: Ranks,
-        xs: Sequence[Array],
-        outs: Sequence[Array | None],
+        arrays: Arrays,
         blocks: Blocks,
         shifts: Shifts,
         iteration: int,
     ) -> int:
         """Run the programs of the hosted ranks; count what is not finite in what they write."""
+        xs, outs = arrays.xs, arrays.outs
         plan = self.plan(world.nodes, xs[0], WHOLE, shifts, iteration, blocks)
         pieces = plan.pieces()
 
@@ -494,16 +577,18 @@ class Collective(Method):
             ]
 
         what, window = f"{self.call} {self.algorithm}", plan.schedule.window(world.ranks)
-        found = run(world, start, len(pieces), xs[0], what, window)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = run(world, start, len(pieces), xs[0], what, window)
         if self.result_unseen:
             return int(not all(is_finite(out) for out in outs if out is not None))
         bad = (each for piece in found for each in piece)  # on a GPU: an array
         return sum(int(to_host(each) if hasattr(each, "get") else each) for each in bad)
 
     def _shifts(self, world: Ranks, xs: Sequence[Array]) -> Shifts:
-        """Return the shift of all values, for contributions, and for sums and results."""
-        if not self.shares_shifts:
-            return self.first_shifts(WHOLE)
+        """Return the shift of all values, for contributions, and for sums and results. Collective.
+
+        Raises NonFiniteGradient.
+        """
         assert self.fmt is not None, "else none are shared"
         own = np.array([max(amax_of(x) for x in xs)], np.int64)
         (bits,) = world.max(own, f"{self.call} {self.algorithm}: exponents").tolist()
@@ -529,7 +614,170 @@ class Collective(Method):
         raise NonFiniteGradient(["x"], sorted(ranks), call=self.call)
 
 
-RECORDED = ("float32", "uint8")  # as values are seen by programs: compiled code adds or copies them
+class KnownCall(NamedTuple):
+    """What a call comes to that is known by its arguments.
+
+    nodes: of the world; digest: of the call, the same on all processes
+    is_read, is_written: whether the rank's x is read, and its out written
+    """
+
+    nodes: tuple[int, ...]
+    digest: int
+    method: Collective
+    call: Call
+    recording: Recording | None
+    is_read: bool
+    is_written: bool
+
+
+def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) -> None:
+    """Let a call with these arguments be run at once from now on, if nothing depends on values.
+
+    key: all arguments but arrays; method: as chosen; x: of this rank
+    """
+    if world.board is None or world.virtual_ranks > 1 or call.gpu:
+        return
+    if method.shares_shifts or method.hides_nonfinite:
+        return
+    recordings = world.cache.get(Recordings, Recordings)
+    recording = None
+    if method.algorithm != MPI_ALLREDUCE:
+        entry = recordings.get((method, call.blocks))
+        if entry is None or entry.recording is None:
+            return
+        recording = entry.recording
+    digest = recordings.digest(method, call.blocks, world.nodes)
+    is_read, is_written = (size > 0 for size in call.blocks.sizes(world.rank, world.ranks))
+    found = KnownCall(world.nodes, digest, method, call, recording, is_read, is_written)
+    with suppress(TypeError):  # counts may be arrays, which cannot be hashed
+        keep(world.board.known, (key, *kind_of(x)), found)
+
+
+def kind_of(x: Array | None) -> tuple[Any, ...]:
+    """Return shape and dtype, by which calls are known."""
+    return (None,) if x is None else (x.shape, x.dtype)
+
+
+def run_known(
+    world: Ranks, key: Hashable, x: Any, out: Any, iteration: object
+) -> list[Array | None] | None:
+    """Run a call whose arguments were seen before, without more than a look at them. Collective.
+
+    key: as of know; iteration: compared over the ranks, if nothing else
+    Returns None, with nothing done, where it is not known here or elsewhere, or others are about
+    to do something else. Raises NonFiniteGradient, as run.
+    """
+    board = world.board
+    if board is None or board.has_failed or world.account is not None or world.lent_by is not None:
+        return None
+    if type(iteration) is not int or iteration >> 62 or not is_plain(x):
+        return None
+    try:
+        known = board.known[(key, *kind_of(x))]
+    except (KeyError, TypeError):  # whatever is wrong with the arguments is said later
+        return None
+    nodes, digest, method, call, recording, is_read, is_written = known
+    (shape,) = call.shapes
+    if nodes is not world.nodes or (recording is not None and recording.freed):
+        return None
+    if out is not None:
+        if not (is_plain(out) and (out.shape, out.dtype) == (shape, call.dtype)):
+            return None
+        if not out.flags.writeable or (is_read and is_written and np.may_share_memory(x, out)):
+            return None
+    elif shape is not None:
+        out = np.empty(shape, call.dtype)
+    if not board.agrees(with_iteration(digest, iteration), method.collective, first=True):
+        return None
+    given = x if is_read else EMPTY, out if is_written else EMPTY
+    if recording is None:
+        move_by_mpi(world, call.blocks, *map(method._flat, given))
+        method._divide(world, given[1:])
+    else:
+        bad = recording.run(*given, iteration)
+        if method.fmt is not None:
+            method._agree(world, bad, [given[0].reshape(-1)])
+    if call.blocks.keeps and is_read and out is not x:
+        out[...] = x
+    return [out]
+
+
+def is_plain(x: object) -> bool:
+    """Whether this is a NumPy array whose values lie one after another, or None."""
+    return x is None or (type(x) is np.ndarray and x.flags.c_contiguous)
+
+
+class PreparedCollective:
+    """A collective of arrays that stay where they are; made by Collective.prepare. Collective.
+
+    is_fast: whether run is a call list, without the interpreter, or MPI's own: with one rank a
+        process and NumPy arrays. Else it does what Collective.run does, but for comparing the
+        arguments. A small collective comes first, or last, where something depends on all values.
+    """
+
+    def __init__(
+        self,
+        method: Collective,
+        world: Ranks,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None,
+        call: Call,
+    ) -> None:
+        self._method, self._world, self._call = method, world, call
+        self._arrays = method._arrays(world, xs, outs, call)
+        self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
+        self._recording: Recording | None = None
+        self._freed = False
+        x, out = self._arrays.flat
+        is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
+        if is_list and method._is_listed(call):
+            shifts = method.first_shifts(WHOLE)
+            given = world, method, x, out, WHOLE, shifts
+            self._recording = Recording(*given, moves=False, blocks=call.blocks)
+            finalize(self, self._recording.drop)
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether run is a call list, or MPI's own."""
+        return self._recording is not None or self._method.algorithm == MPI_ALLREDUCE
+
+    def run(self, *, iteration: int = 0) -> list[Array | None]:
+        """Do it for what the arrays hold now; return what Collective.run returns. Collective.
+
+        iteration: as in the function, where rounding is "stochastic"; else its value does not count
+        The results lie in the same arrays every time.
+        Raises on all ranks alike NonFiniteGradient as the function, TypeError for a wrong
+        iteration; RankFailure. After free RuntimeError, or the end of the job if others have not
+        freed it.
+        """
+        world, method = self._world, self._method
+        if self._freed:
+            refuse_freed(world)
+        if world.lent_by is not None:
+            world.check_thread()
+        if self._compares:
+            error = iteration_error(iteration, "Prepared.run")
+            suspect = method.hides_nonfinite and not all(map(is_finite, self._arrays.xs))
+            what = f"{method.call} {method.algorithm}: iteration"
+            if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
+                method._raise_nonfinite(world, self._arrays.xs)
+        method._into(world, self._arrays, self._call, iteration, self._recording)
+        return self._arrays.copied()
+
+    def free(self) -> None:
+        """Free the requests; after that only run is an error. Of this process: not collective."""
+        self._freed = True
+        if self._recording is not None:
+            self._recording.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+
+EMPTY = np.empty(0, np.uint8)
 WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, which have one shift
 
 

@@ -335,7 +335,7 @@ class Recording:
         if not self._followed or places == self._places:
             return
         assert self._of_mpi is not None, "requests are MPI's"
-        memory = x.view(np.uint8), out.view(np.uint8)
+        memory = x.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
         for each in self._followed:
             made = each.make(memory[each.of][each.start : each.stop], each.stream)
             for request, new in zip(each.requests, made, strict=True):
@@ -469,7 +469,7 @@ class Recording:
 
     def _bad_values(self, out: Array) -> int:
         """Return 1 where the result is not finite, which the kernels do not see."""
-        return int(not is_finite(out))
+        return int(not is_finite(out.reshape(-1)))
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""
@@ -530,6 +530,11 @@ class Entry:
             self.recording.free()
 
 
+def with_iteration(digest: int, iteration: int) -> int:
+    """Return the digest of a call of a recording, of one of 62 bits."""
+    return (digest + ITERATION * iteration) & MASK | 1 if iteration else digest
+
+
 @dataclass(slots=True)
 class Known:
     """What a call of an all-reduce comes to that is known by its arguments."""
@@ -564,6 +569,15 @@ class Recordings(dict[tuple[Method, int | Blocks], Entry]):
         if len(self) > KEPT:
             self.pop(next(iter(self))).free()
         return entry
+
+    def digest(self, method: Method, data: int | Blocks, nodes: tuple[int, ...]) -> int:
+        """Return the digest of calls of a method and a size; the same on all processes.
+
+        Of those that are not recorded, too.
+        """
+        entry = self.entry(method, data, nodes)
+        entry.digest = entry.digest or self.next_digest()
+        return entry.digest
 
     def next_digest(self) -> int:
         """Return the digest of one more recording, the same on all processes."""
@@ -697,7 +711,7 @@ def run_known(
     if iteration:
         if iteration >> 62:  # more than digests tell
             return None
-        number = (number + ITERATION * iteration) & MASK | 1
+        number = with_iteration(number, iteration)
     totals = (empty(x.shape, float32),) if outs is None else outs
     bad = recording.run_agreed(number, xs, totals, iteration)
     if bad == OVERLAPS:
