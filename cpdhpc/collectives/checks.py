@@ -18,6 +18,7 @@ from ..methods import MAX_SUM_BITS, check_bool, check_integer, said_by
 from ..ops import backend_of, misread, on_gpu, to_host, type_name
 from ..randomness import check_key
 from ..world.ranks import Ranks
+from .blocks import SHARES
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, tile_span
 
 Array = npt.NDArray[Any]
@@ -357,6 +358,9 @@ SHOWN = 120  # characters of a value that differs
 NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
 
 
+SUMS = tuple(name for name, share in SHARES.items() if share.sums)
+
+
 class NonFiniteGradient(ArithmeticError):
     """NaN or infinity in what was to be summed, or in the sum; raised on all ranks alike.
 
@@ -381,7 +385,9 @@ class NonFiniteGradient(ArithmeticError):
             return f"{self.call}: NaN or infinity in {tensors} on rank {_names(self.ranks)}"
         if self.dtype:
             return f"{self.call}: the mean is beyond {self.dtype} in {tensors}"
-        return f"{self.call}: the sum of finite values is not finite in {tensors}"
+        if self.call in SUMS:
+            return f"{self.call}: the sum of finite values is not finite in {tensors}"
+        return f"{self.call}: finite values are beyond the wire in {tensors}"
 
 
 def is_finite(x: Array) -> bool:

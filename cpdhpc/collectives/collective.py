@@ -24,7 +24,7 @@ from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from .allreduce import named, refuse_freed
 from .blocks import SHARES, Blocks, Share
-from .by_mpi import move_by_mpi, takes
+from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
     NONFINITE_BITS,
     NonFiniteGradient,
@@ -117,6 +117,7 @@ class Collective(Method):
             said = suggest(self.collective, KNOWN)
             raise ValueError(f"Collective: collective={self.collective!r}: {said}")
         try:
+            self._check_added()
             super().__post_init__()
             self._check_own()
         except (TypeError, ValueError) as error:
@@ -129,6 +130,8 @@ class Collective(Method):
         if self.algorithm not in known:
             said = suggest(self.algorithm, known)
             raise ValueError(f"allreduce: algorithm={self.algorithm!r}: {said}")
+
+    def _check_added(self) -> None:
         for name, usual in (("accumulate", None), ("op", "sum")):
             given = getattr(self, name)
             if not self.share.sums and given != usual:
@@ -183,15 +186,12 @@ class Collective(Method):
     def chosen(self, world: Ranks, call: Call) -> Collective:
         """Return this with the algorithm that "usual" stands for.
 
-        MPI's own where nothing is rounded and values only move, or are summed on a root: it copies
-        once what node memory copies twice. A function of what all ranks know.
+        A schedule, or MPI's own where is_faster says so.
         """
         if self.algorithm != USUAL:
             return self
-        is_ours = self.fmt is not None or self.collective == "reduce_scatter"
-        if is_ours or call.gpu or not takes(world, call.blocks):
-            return named(self, self.usual(world.nodes))
-        return named(self, MPI_ALLREDUCE)
+        by_mpi = self.fmt is None and not call.gpu and is_faster(world, call.blocks)
+        return named(self, MPI_ALLREDUCE if by_mpi else self.usual(world.nodes))
 
     def check(
         self,
@@ -247,7 +247,7 @@ class Collective(Method):
         check_count(world, "x", xs)
         if self.root >= world.ranks:
             raise ValueError(f"allreduce: root={self.root}: must be below {world.ranks}")
-        if self.exact or self.algorithm == MPI_ALLREDUCE:
+        if self.exact:
             check_world(self, world)
         given = []
         for rank, x in zip(world.hosted, xs, strict=True):
@@ -268,8 +268,6 @@ class Collective(Method):
         else:
             shares = self._counts(world, x.shape, counts)
             self._check_rows(world, xs, shares)
-        if self.algorithm == MPI_ALLREDUCE and on_gpu(x):
-            raise ValueError("allreduce: algorithm='mpi': x is on a GPU: must be on the CPU")
         return Sketch(x.shape, x.dtype, on_gpu(x), shares)
 
     def _check_like(self, rank: int, x: Array, first: Array, counts: Any) -> None:
@@ -366,6 +364,11 @@ class Collective(Method):
         in_values = tuple(each * rows for rows in counts) or (prod(shape),)
         keeps = name == "broadcast" and self.fmt is None
         blocks = blocks_of(name, in_values, self.root, keeps, np.dtype(dtype).str, self.fmt is None)
+        if self.algorithm == MPI_ALLREDUCE and (gpu or not takes(world, blocks)):
+            raise ValueError(
+                "allreduce: algorithm='mpi': must be on the CPU, in a World of one rank a process, "
+                f"at most {MOST_BYTES} bytes in all, and to be added of a dtype that MPI knows"
+            )
         shapes: list[Shape | None] = []
         for rank in world.hosted:
             found: Shape | None = shape
@@ -528,7 +531,8 @@ class Collective(Method):
         """
         shifts = self._shifts(world, arrays.xs) if self.shares_shifts else self.first_shifts(WHOLE)
         if self.algorithm == MPI_ALLREDUCE:
-            move_by_mpi(world, call.blocks, *arrays.flat)
+            mover(world, call.blocks)(*arrays.flat)
+            count(world, *arrays.flat)
         elif recording is None:
             bad = self._run_programs(world, arrays, call.blocks, shifts, iteration)
             self._agree(world, bad, arrays.xs)
@@ -618,6 +622,7 @@ class KnownCall(NamedTuple):
     """What a call comes to that is known by its arguments.
 
     nodes: of the world; digest: of the call, the same on all processes
+    recording, move: what does it, one of them
     is_read, is_written: whether the rank's x is read, and its out written
     """
 
@@ -626,6 +631,7 @@ class KnownCall(NamedTuple):
     method: Collective
     call: Call
     recording: Recording | None
+    move: Move | None
     is_read: bool
     is_written: bool
 
@@ -640,15 +646,17 @@ def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) ->
     if method.shares_shifts or method.hides_nonfinite:
         return
     recordings = world.cache.get(Recordings, Recordings)
-    recording = None
-    if method.algorithm != MPI_ALLREDUCE:
+    recording, move = None, None
+    if method.algorithm == MPI_ALLREDUCE:
+        move = mover(world, call.blocks)
+    else:
         entry = recordings.get((method, call.blocks))
         if entry is None or entry.recording is None:
             return
         recording = entry.recording
     digest = recordings.digest(method, call.blocks, world.nodes)
     is_read, is_written = (size > 0 for size in call.blocks.sizes(world.rank, world.ranks))
-    found = KnownCall(world.nodes, digest, method, call, recording, is_read, is_written)
+    found = KnownCall(world.nodes, digest, method, call, recording, move, is_read, is_written)
     with suppress(TypeError):  # counts may be arrays, which cannot be hashed
         keep(world.board.known, (key, *kind_of(x)), found)
 
@@ -676,7 +684,7 @@ def run_known(
         known = board.known[(key, *kind_of(x))]
     except (KeyError, TypeError):  # whatever is wrong with the arguments is said later
         return None
-    nodes, digest, method, call, recording, is_read, is_written = known
+    nodes, digest, method, call, recording, move, is_read, is_written = known
     (shape,) = call.shapes
     if nodes is not world.nodes or (recording is not None and recording.freed):
         return None
@@ -690,10 +698,11 @@ def run_known(
     if not board.agrees(with_iteration(digest, iteration), method.collective, first=True):
         return None
     given = x if is_read else EMPTY, out if is_written else EMPTY
-    if recording is None:
-        move_by_mpi(world, call.blocks, *map(method._flat, given))
+    if move is not None:
+        move(*map(method._flat, given))
+        count(world, *given)
         method._divide(world, given[1:])
-    else:
+    elif recording is not None:
         bad = recording.run(*given, iteration)
         if method.fmt is not None:
             method._agree(world, bad, [given[0].reshape(-1)])
@@ -779,6 +788,11 @@ class PreparedCollective:
 
 EMPTY = np.empty(0, np.uint8)
 WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, which have one shift
+
+
+def count(world: Any, x: Array, out: Array) -> None:
+    """Count what this process has handed to MPI's own collective."""
+    world.count_collective(max(x.nbytes, out.nbytes))
 
 
 def even(rows: int, ranks: int) -> tuple[int, ...]:
