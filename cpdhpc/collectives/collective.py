@@ -457,7 +457,8 @@ class Collective(Method):
         """Return the arrays of a call."""
         results = self._results(xs, outs, call)
         sizes = [call.blocks.sizes(rank, world.ranks) for rank in world.hosted]
-        taken = [self._taken(x, call)[:size] for x, (size, _) in zip(xs, sizes, strict=True)]
+        given = [self._nothing(results, call) if x is None else x for x in xs]
+        taken = [self._flat(x)[:size] for x, (size, _) in zip(given, sizes, strict=True)]
         keeps = call.blocks.keeps and world.hosts(self.root)
         if keeps:  # the root has it already, in the same process
             written: list[Array | None] = [xs[self.root - world.rank]]
@@ -501,9 +502,10 @@ class Collective(Method):
         flat = x.reshape(-1)
         return flat.view(np.uint8) if self.fmt is None and not self.share.sums else flat
 
-    def _taken(self, x: Any, call: Call) -> Array:
-        """Return what a hosted rank gives, as programs see it."""
-        return self._flat(np.empty(0, call.dtype) if x is None else x)
+    def _nothing(self, results: Sequence[Array | None], call: Call) -> Array:
+        """Return an empty array of the kind of the results, for a rank that gives none."""
+        like = next((each for each in results if each is not None), np.empty(0))
+        return np.empty_like(like, shape=(0,), dtype=call.dtype)
 
     def _recording(self, world: Ranks, arrays: Arrays, call: Call) -> Recording | None:
         """Return the call list of calls like this, from the second one on. Collective."""
