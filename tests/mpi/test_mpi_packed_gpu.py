@@ -88,7 +88,7 @@ def test_errors(gpu):
     x = gpu.cupy.zeros(8 * world.ranks, np.float32)
     with pytest.raises(ValueError, match="algorithm='mpi': must be on the CPU"):
         cpdhpc.all_gather(world, x, algorithm="mpi")
-    x[3] = np.nan
+    x[3:4] = np.nan
     with pytest.raises(NonFiniteGradient):
         cpdhpc.reduce_scatter(world, x, "e4m3")
     if world.ranks > 1:
