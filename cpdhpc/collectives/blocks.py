@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..formats import TILE, tiles
 from ..partition import chunk
-from .schedules import Layout, Schedule, Step
+from .schedules import Layout, Schedule, Step, ring
 
 
 class Place(NamedTuple):
@@ -87,15 +87,55 @@ def _from_root(
     return turned
 
 
-def _broadcast(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
-    """Yield the way down a tree; or along a chain, where the schedule has a chunk for each rank."""
-    if schedule.owners is None:
-        yield from _all_gather(schedule, rank, layout, root)
-        return
+def _chain(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+    """Yield what comes from the rank before, and goes to the next one."""
     if rank:
         yield Step("copy", recv_from=rank - 1, recv_chunks=(0,), recv_terms=(1,))
     if rank + 1 < layout.ranks:
         yield Step("copy", rank + 1, (0,), (1,))
+
+
+_down_tree, _down_chain = _from_root(_all_gather), _from_root(_chain)
+
+
+def _broadcast(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+    """Yield the way down a tree, or a chain for ring; or to owners, and from them to all.
+
+    Source of the last: Barnett et al.: Interprocessor collective communication library (InterCom),
+    SHPCC 1994, where a long broadcast is a scatter and an all-gather.
+    """
+    if schedule.owners is None or is_chain(schedule):
+        way = _down_chain if is_chain(schedule) else _down_tree
+        yield from way(schedule, rank, layout, root)
+        return
+    for other, own in _by_owner(schedule, layout, root):
+        terms = (1,) * len(own)
+        if rank == root:
+            yield Step("copy", other, own, terms)
+        elif rank == other:
+            yield Step("copy", recv_from=root, recv_chunks=own, recv_terms=terms)
+    for step in _all_gather(schedule, rank, layout, root):  # the root has all of it
+        if rank == root:
+            step = step._replace(recv_from=None, recv_chunks=(), recv_terms=())
+        elif step.send_to == root:
+            step = step._replace(send_to=None, send_chunks=(), send_terms=())
+        if step.send_to is not None or step.recv_from is not None:
+            yield step
+
+
+def is_chain(schedule: Schedule) -> bool:
+    """Whether a broadcast by a schedule is a chain."""
+    return schedule.steps is ring
+
+
+def _by_owner(schedule: Schedule, layout: Layout, root: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the ranks after the root, and the chunks that each owns."""
+    assert schedule.owners is not None, "else there is one chunk"
+    own: list[list[int]] = [[] for _ in range(layout.ranks)]
+    for index, owner in enumerate(schedule.owners(layout)):
+        own[owner].append(index)
+    for i in range(1, layout.ranks):
+        yield (root + i) % layout.ranks, own[(root + i) % layout.ranks]
 
 
 _up_tree = _from_root(_reduce_scatter)
@@ -107,16 +147,12 @@ def _reduce(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterato
         yield from _up_tree(schedule, rank, layout, root)
         return
     yield from _reduce_scatter(schedule, rank, layout, root)
-    own: list[list[int]] = [[] for _ in range(layout.ranks)]
-    for index, owner in enumerate(schedule.owners(layout)):
-        own[owner].append(index)
-    terms = [(layout.ranks,) * len(each) for each in own]
-    if rank != root:
-        yield Step("copy", root, own[rank], terms[rank])
-        return
-    for i in range(1, layout.ranks):
-        other = (root + i) % layout.ranks
-        yield Step("copy", recv_from=other, recv_chunks=own[other], recv_terms=terms[other])
+    for other, own in _by_owner(schedule, layout, root):
+        terms = (layout.ranks,) * len(own)
+        if rank == root:
+            yield Step("copy", recv_from=other, recv_chunks=own, recv_terms=terms)
+        elif rank == other:
+            yield Step("copy", root, own, terms)
 
 
 def _gather(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
@@ -155,7 +191,7 @@ SHARES: dict[str, Share] = {
     "reduce_scatter": Share(_reduce_scatter, False, True, False, False, OWNED),
     "all_gather": Share(_all_gather, False, False, False, True, OWNED),
     "all_to_all": Share(_all_to_all, False, False, False, False, ("direct",)),
-    "broadcast": Share(_from_root(_broadcast), True, False, True, True, ("tree", "ring")),
+    "broadcast": Share(_broadcast, True, False, True, True, ("tree", *OWNED)),
     "reduce": Share(_reduce, True, True, True, False, ("tree", *OWNED)),
     "gather": Share(_gather, False, False, True, False, ("direct",)),
     "scatter": Share(_scatter, False, False, True, False, ("direct",)),
@@ -221,7 +257,8 @@ class Blocks:
 
     def chunks(self, schedule: Schedule, layout: Layout) -> int:
         """Return the number of chunks of a piece, where the whole is one block."""
-        return 1 if self.name == "broadcast" else schedule.chunks(layout)
+        is_one = self.name == "broadcast" and is_chain(schedule)
+        return 1 if is_one else schedule.chunks(layout)
 
     def pieces(
         self, schedule: Schedule, nodes: tuple[int, ...], least: int, most: int

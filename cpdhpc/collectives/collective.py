@@ -44,6 +44,7 @@ from .rank_program import program
 from .recorded import Recording, Recordings, keep, recording_of, with_iteration
 
 Shape = tuple[int, ...]
+SHORT = 1 << 14  # values of a broadcast whose time is that of its rounds
 KNOWN = tuple(name for name, share in SHARES.items() if share.algorithms)
 
 
@@ -157,6 +158,13 @@ class Collective(Method):
         """Whether the result is rounded to the wire: not where a reduce-scatter leaves it."""
         return self.exact or self.collective != "reduce_scatter"
 
+    def blocks_of(self, n: int, ranks: int) -> Blocks:
+        """Return even blocks of n float32 values in all; of all_to_all, per rank."""
+        counts = (n,) if self.share.whole else even(n, ranks)
+        if self.collective == "all_to_all":
+            counts *= ranks
+        return Blocks(self.collective, counts, self.root)
+
     @property
     def takes_dtypes(self) -> str:
         """Which dtypes it takes, of checks.DTYPES."""
@@ -166,19 +174,19 @@ class Collective(Method):
             return "floats"
         return "numbers" if self.share.sums else "any"
 
-    def usual(self, nodes: tuple[int, ...]) -> str:
+    def usual(self, nodes: tuple[int, ...], n: int = SHORT + 1) -> str:
         """Return the schedule of "usual".
 
-        nodes: the node of each rank
+        nodes: the node of each rank; n: values, or bytes, of all blocks
         Sums of a packed wire go as in the all-reduce. Else it is hier if ranks share nodes and
         there are several; direct on one node, where a payload is read where it lies; rhd on nodes
-        of one rank each. Broadcasts go down a tree on one node, else along a chain.
+        of one rank each. Broadcasts go down a tree on one node, and where they are short.
         """
         several = len(set(nodes)) > 1
         if len(self.share.algorithms) == 1:
             return self.share.algorithms[0]
-        if self.collective == "broadcast":
-            return "ring" if several else "tree"
+        if self.collective == "broadcast" and not (several and n > SHORT):
+            return "tree"
         if self.share.sums and self.fmt is not None:
             return super().usual(nodes)
         return ("hier" if len(set(nodes)) < len(nodes) else "rhd") if several else "direct"
@@ -191,7 +199,7 @@ class Collective(Method):
         if self.algorithm != USUAL:
             return self
         by_mpi = self.fmt is None and not call.gpu and is_faster(world, call.blocks)
-        return named(self, MPI_ALLREDUCE if by_mpi else self.usual(world.nodes))
+        return named(self, MPI_ALLREDUCE if by_mpi else self.usual(world.nodes, call.blocks.size))
 
     def check(
         self,

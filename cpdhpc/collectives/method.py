@@ -443,6 +443,10 @@ class Method:
         """The collective, as messages name it."""
         return ALLREDUCE
 
+    def blocks_of(self, n: int, ranks: int) -> Blocks:
+        """Return the blocks of n values: of an all-reduce one."""
+        return Blocks(ALLREDUCE, (n,))
+
     @cached_property
     def choices(self) -> dict[str, object]:
         """All choices by name."""

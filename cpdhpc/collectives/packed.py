@@ -89,9 +89,9 @@ def all_gather(
         one for each. float32; with wire "raw" any dtype without Python objects, of torch too
     counts: rows, along the first axis, of each rank's x, the same list everywhere; may hold zeros.
         Default: those of x, which then are the same on all ranks
-    algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier": but for rounding "stochastic"
-        no bit depends on it; or "mpi" (MPI_Allgather, wire "raw"). "usual" is direct on one node,
-        hier on several, or rhd where ranks share none
+    algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier", or "mpi" (MPI_Allgather, wire
+        "raw"): no bit depends on it. "usual" is direct on one node, hier on several, or rhd where
+        ranks share none; for wire "raw" mpi, but for a few values on one node
     scaling: as allreduce; "aps" has one shift for all values
     out: for the result, [sum(counts), ...], and returned. Where it shares memory with x, one more
         copy is made
@@ -164,9 +164,11 @@ def broadcast(
     A value is encoded once, by the root, which also gets what all others get: the decoded one.
     world: World, Loopback or an mpi4py communicator
     x: of one shape and dtype everywhere, else as all_gather; read on the root alone
-    algorithm: "tree" (binomial), "ring" (a chain from the root on, whose ranks each send the data
-        once, a piece at a time) or "mpi" (MPI_Bcast, wire "raw"): no bit depends on it. "usual" is
-        tree on one node, ring on several
+    algorithm: "tree" (binomial); "ring" (a chain from the root on, whose ranks each send the data
+        once, a piece at a time); "biring", "torus", "rhd", "direct" or "hier" (to the owners of
+        chunks, then the all-gather); or "mpi" (MPI_Bcast, wire "raw"): no bit depends on it.
+        "usual" is tree on one node and for 64 KiB of float32 at most, else hier, or rhd where ranks
+        share no node; for wire "raw" mpi, but for a few values on one node
     out: for the result, like x, and returned; may be x itself. Default: a new array
     wire, scaling, rounding, overflow, random_bits, seed, iteration, and what is raised: as
     all_gather

@@ -151,8 +151,9 @@ class Plan:
         """Return the random stream of a rank and a phase.
 
         Phase 0 is what a rank sends first, 1 the result, 2 and up the roundings in between, in
-        the order in which they happen. Results, and the sums of all contributions that every rank
-        forms by itself, take the number of the chunk for the rank: all get the same.
+        the order in which they happen. What is not summed is a result of the rank that encodes it.
+        Results of sums, and the sums of all contributions that every rank forms by itself, take the
+        number of the chunk for the rank: all get the same.
         """
         if self.stream is None:
             return NO_KEY
@@ -343,8 +344,9 @@ class Chunk:
         than to decode the payload afterwards.
         """
         if self.final is None:
-            key = self.plan.key(self.index, FINAL)
-            if self.is_raw and not self.plan.blocks.share.sums:  # others need not wait for a copy
+            sums = self.plan.blocks.share.sums
+            key = self.plan.key(self.index if sums else self.rank, FINAL)
+            if self.is_raw and not sums:  # others need not wait for a copy
                 self.final = self.partial.view(np.uint8)
                 return self.final
             at_once = self.place is None and self.pending is not None and not self.held
