@@ -10,17 +10,19 @@ from every import every
 
 import cpdhpc
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.blocks import OWNED, SHARES, Blocks, rounds
+from cpdhpc.collectives.blocks import SHARES, Blocks, rounds
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.collective import Collective
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.collectives.predict import predict
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
 from cpdhpc.formats import Cast, parse_format
+from cpdhpc.methods import COLLECTIVES
 from cpdhpc.ops import reference
 from cpdhpc.randomness import random_key
 from cpdhpc.world.ranks import Loopback, numbered
 
+OWNED = COLLECTIVES["all_gather"]
 RANKS = [1, 2, 3, 4, 6]
 WIRES = [
     ("raw", None),
@@ -286,7 +288,7 @@ def test_pieces_change_no_bit(name, monkeypatch):
     xs = [values(i, 4 * 5000) for i in range(ranks)]
     if name == "scatter":
         xs[1:] = [None] * 3
-    algorithms = SHARES[name].algorithms
+    algorithms = COLLECTIVES[name]
     call = [(a, w) for a in algorithms for w in ("raw", "e4m3")]
     options = {"rounding": "stochastic"}
     if name == "reduce":
@@ -334,7 +336,7 @@ def test_every_block_arrives_once(name):
         each = 1 if share.whole else ranks * ranks if name == "all_to_all" else ranks
         counts = tuple((rng.integers(0, 2, each) * rng.integers(0, 4000, each)).tolist())
         blocks = Blocks(name, counts, root=ranks - 1)
-        for algorithm in share.algorithms or ("ring",):
+        for algorithm in COLLECTIVES.get(name, ("ring",)):
             schedule = SCHEDULES[algorithm]
             covered = [np.zeros(blocks.sizes(rank, ranks)[1], int) for rank in range(ranks)]
             sends, comes = [], []
@@ -480,7 +482,7 @@ def test_the_object_form():
 def test_a_prediction_runs_the_same_programs(name):
     """Its bytes are those of the simulation; where one rank stands for all, of whole tiles."""
     for algorithm, nodes, wire in product(
-        SHARES[name].algorithms, ((0,) * 4, (0, 0, 1, 1, 2), tuple(range(12))), ("raw", "e4m3")
+        COLLECTIVES[name], ((0,) * 4, (0, 0, 1, 1, 2), tuple(range(12))), ("raw", "e4m3")
     ):
         ranks = len(nodes)
         n = 2048 * ranks

@@ -43,16 +43,14 @@ class Share(NamedTuple):
 
     whole: whether the data are one block, cut into pieces first, and these into chunks
     sums: whether contributions are added; else a value is encoded once
-    rooted: whether it has a root; alike: whether all ranks get the same result
-    algorithms: the names of schedules that have it
+    rooted: whether it has a root; same: whether all ranks get the same result
     """
 
     steps: Callable[[Schedule, int, Layout, int], Iterator[Step]]
     whole: bool
     sums: bool
     rooted: bool
-    alike: bool
-    algorithms: tuple[str, ...]
+    same: bool
 
 
 def _allreduce(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
@@ -184,17 +182,16 @@ def _all_to_all(schedule: Schedule, rank: int, layout: Layout, root: int) -> Ite
         yield Step("copy", to, out, (1,), source, into, (1,))
 
 
-OWNED = "ring", "biring", "torus", "rhd", "direct", "hier"  # whose chunks have owners
 ALLREDUCE = "allreduce"
-SHARES: dict[str, Share] = {
-    ALLREDUCE: Share(_allreduce, True, True, False, True, ()),
-    "reduce_scatter": Share(_reduce_scatter, False, True, False, False, OWNED),
-    "all_gather": Share(_all_gather, False, False, False, True, OWNED),
-    "all_to_all": Share(_all_to_all, False, False, False, False, ("direct",)),
-    "broadcast": Share(_broadcast, True, False, True, True, ("tree", *OWNED)),
-    "reduce": Share(_reduce, True, True, True, False, ("tree", *OWNED)),
-    "gather": Share(_gather, False, False, True, False, ("direct",)),
-    "scatter": Share(_scatter, False, False, True, False, ("direct",)),
+SHARES: dict[str, Share] = {  # steps, whole, sums, rooted, same
+    ALLREDUCE: Share(_allreduce, True, True, False, True),
+    "reduce_scatter": Share(_reduce_scatter, False, True, False, False),
+    "all_gather": Share(_all_gather, False, False, False, True),
+    "all_to_all": Share(_all_to_all, False, False, False, False),
+    "broadcast": Share(_broadcast, True, False, True, True),
+    "reduce": Share(_reduce, True, True, True, False),
+    "gather": Share(_gather, False, False, True, False),
+    "scatter": Share(_scatter, False, False, True, False),
 }
 
 

@@ -16,7 +16,7 @@ from weakref import finalize
 
 import numpy as np
 
-from ..methods import USUAL, check_whole, said_by, suggest
+from ..methods import COLLECTIVES, USUAL, check_whole, said_by, suggest
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
 from ..partition import split
@@ -45,7 +45,6 @@ from .recorded import Recording, Recordings, keep, recording_of, with_iteration
 
 Shape = tuple[int, ...]
 SHORT = 1 << 14  # values of a broadcast whose time is that of its rounds
-KNOWN = tuple(name for name, share in SHARES.items() if share.algorithms)
 
 
 class Sketch(NamedTuple):
@@ -114,8 +113,8 @@ class Collective(Method):
     root: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.collective not in KNOWN:
-            said = suggest(self.collective, KNOWN)
+        if self.collective not in COLLECTIVES:
+            said = suggest(self.collective, COLLECTIVES)
             raise ValueError(f"Collective: collective={self.collective!r}: {said}")
         try:
             self._check_added()
@@ -127,7 +126,7 @@ class Collective(Method):
     def _check_own(self) -> None:
         check_whole("allreduce: root", self.root, 0)
         object.__setattr__(self, "root", int(self.root))
-        known = (*self.share.algorithms, MPI_ALLREDUCE, USUAL)
+        known = (*COLLECTIVES[self.collective], MPI_ALLREDUCE, USUAL)
         if self.algorithm not in known:
             said = suggest(self.algorithm, known)
             raise ValueError(f"allreduce: algorithm={self.algorithm!r}: {said}")
@@ -183,8 +182,8 @@ class Collective(Method):
         of one rank each. Broadcasts go down a tree on one node, and where they are short.
         """
         several = len(set(nodes)) > 1
-        if len(self.share.algorithms) == 1:
-            return self.share.algorithms[0]
+        if len(COLLECTIVES[self.collective]) == 1:
+            return COLLECTIVES[self.collective][0]
         if self.collective == "broadcast" and not (several and n > SHORT):
             return "tree"
         if self.share.sums and self.fmt is not None:
@@ -390,7 +389,7 @@ class Collective(Method):
             if name in ("reduce", "gather") and rank != self.root:
                 found = None
             shapes.append(found)
-        call = Call(blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.alike else shapes))
+        call = Call(blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes))
         if outs is not None:
             self._check_outs(call, outs)
         return call
@@ -565,7 +564,7 @@ class Collective(Method):
         """Raise NonFiniteGradient where any rank has found what is not finite. Collective."""
         if self.fmt is None:
             return
-        if not self.share.alike:
+        if not self.share.same:
             what = f"{self.call} {self.algorithm}: results"
             (bad,) = check_alike(world, None, {}, [bad > 0], what)
         if bad:

@@ -308,8 +308,8 @@ def _run(
     given = x if several and isinstance(x, Sequence) else [x]
     if several and x is None:
         given = [None] * ranks.virtual_ranks
-    rooted = share.rooted and not share.alike and name != "scatter"
-    is_one = not several or share.alike or rooted  # out, and what is returned
+    rooted = share.rooted and not share.same and name != "scatter"
+    is_one = not several or share.same or rooted  # out, and what is returned
     xs: list[Any] = []
     outs: list[Any] | None = None
     try:

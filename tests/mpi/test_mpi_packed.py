@@ -10,13 +10,14 @@ from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.blocks import SHARES
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.collective import Collective
+from cpdhpc.methods import COLLECTIVES
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi
 
-NAMES = [name for name, share in SHARES.items() if share.algorithms]
-WAYS = [(name, each) for name in NAMES for each in SHARES[name].algorithms]
+NAMES = list(COLLECTIVES)
+WAYS = [(name, each) for name in NAMES for each in COLLECTIVES[name]]
 WIRES = [("raw", None), ("e4m3", "tile"), ("e2m1fn", "aps"), ("int8", None), ("e5m2", "none")]
 PER_RANK = "reduce_scatter", "all_to_all", "scatter"
 ONE_RANK = "reduce", "gather"
@@ -105,7 +106,7 @@ def test_usual_and_mpi(world, name):
               for r in range(world.ranks)]  # fmt: skip
         if name == "scatter":
             xs = [x if rank == root["root"] else None for rank, x in enumerate(xs)]
-        algorithm = SHARES[name].algorithms[0]
+        algorithm = COLLECTIVES[name][0]
         rights, _ = simulated(name, world, xs, None, "raw", algorithm, **root)
         for algorithm in ("usual", "mpi"):
             for _ in range(3):
@@ -124,7 +125,7 @@ def test_virtual_ranks_are_real_ranks(world, name):
     options = {"root": root} if SHARES[name].rooted else {}
     for uneven, wire in ((False, "raw"), (True, "raw"), (True, "e4m3")):
         xs, counts = arguments(name, ranks, uneven, root)
-        algorithm = SHARES[name].algorithms[-1]
+        algorithm = COLLECTIVES[name][-1]
         rights, _ = simulated(name, with_virtual, xs, counts, wire, algorithm, **options)
         hosted = slice(with_virtual.rank, with_virtual.rank + each)
         own = {} if counts is None else {

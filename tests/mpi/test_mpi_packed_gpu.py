@@ -8,11 +8,12 @@ import cpdhpc
 from cpdhpc.collectives.blocks import SHARES
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.collective import Collective
+from cpdhpc.methods import COLLECTIVES
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi
 
-WAYS = [(name, each) for name, share in SHARES.items() for each in share.algorithms]
+WAYS = [(name, each) for name, row in COLLECTIVES.items() for each in row]
 PER_RANK = "reduce_scatter", "all_to_all", "scatter"
 
 
@@ -61,7 +62,7 @@ def test_bits_are_those_of_the_cpu(gpu, name, algorithm):
         )
         if name in PER_RANK and not alone:
             right = right[rank]
-        if SHARES[name].rooted and not SHARES[name].alike and name != "scatter" and rank:
+        if SHARES[name].rooted and not SHARES[name].same and name != "scatter" and rank:
             right = None
         own = {} if counts is None else {
             "counts": counts[rank] if name == "all_to_all" else counts
