@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -41,7 +41,18 @@ from .checks import (
     shared_shifts,
 )
 from .engine import Program, Take, run, sum_by_mpi
-from .method import CHOSEN, MPI_ALLREDUCE, Machine, Method, Op, Reduced, Segment, Shifts, as_machine
+from .method import (
+    CHOSEN,
+    MPI_ALLREDUCE,
+    Machine,
+    Method,
+    Op,
+    Reduced,
+    Segment,
+    Shifts,
+    as_machine,
+    named_as,
+)
 from .rank_program import program
 from .recorded import Recording, are_plain, know, know_as, recording_of, run_known
 from .schedules import SCHEDULES
@@ -284,7 +295,7 @@ class Allreduce(Method):
         if self.algorithm == USUAL:
             name = self.usual(world.nodes)
             world.chosen.add(name)
-            return named(self, name)
+            return named_as(self, name)
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
         from .predict import choose
 
@@ -378,12 +389,6 @@ class Allreduce(Method):
         if not self.shares_shifts:
             return self.first_shifts(parts)
         return shared_shifts(self, world, flat, parts)
-
-
-@lru_cache(maxsize=256)
-def named(method: Allreduce, algorithm: str) -> Allreduce:
-    """Return a method with another algorithm."""
-    return replace(method, algorithm=algorithm)
 
 
 def configured(**choices: Any) -> Allreduce:

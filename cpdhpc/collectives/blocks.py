@@ -272,7 +272,7 @@ class Blocks:
     def longest(self, schedule: Schedule, nodes: tuple[int, ...], piece: Piece) -> int:
         """Return the most values that a chunk of a piece has, the same on all ranks."""
         chunks = self.chunks(schedule, Layout(nodes)) if self.share.whole else 1
-        first, last = chunk(max(self.counts, default=0), piece.count, piece.number)
+        first, last = chunk(max(self.counts, default=0), piece.pieces, piece.number)
         return max(b - a for a, b in (chunk(last - first, chunks, i) for i in range(chunks)))
 
     def places(self, schedule: Schedule, rank: int, piece: Piece, layout: Layout) -> Places:
@@ -283,12 +283,12 @@ class Blocks:
             n = self.counts[0]
             has_x, has_out = (size > 0 for size in self.sizes(rank, layout.ranks))
             whole = Place(0, n, 0 if has_x else None, 0 if has_out else None)
-            part, chunks = whole.part(piece.count, piece.number), self.chunks(schedule, layout)
+            part, chunks = whole.part(piece.pieces, piece.number), self.chunks(schedule, layout)
             found = {i: part.part(chunks, i) for i in range(chunks)}
         else:
             found = dict(enumerate(self._of_owners(schedule, rank, layout)))
         if not self.share.whole:
-            found = {i: each.part(piece.count, piece.number) for i, each in found.items()}
+            found = {i: each.part(piece.pieces, piece.number) for i, each in found.items()}
         return {i: each.part(piece.parts, piece.part) for i, each in found.items()}
 
     def _of_owners(self, schedule: Schedule, rank: int, layout: Layout) -> Iterator[Place]:
@@ -334,7 +334,7 @@ class Piece(NamedTuple):
     """
 
     number: int
-    count: int
+    pieces: int
     part: int = 0
     parts: int = 1
 

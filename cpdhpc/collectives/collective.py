@@ -22,7 +22,7 @@ from ..ops.payloads import Array
 from ..partition import split
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .allreduce import named, refuse_freed
+from .allreduce import refuse_freed
 from .blocks import SHARES, Blocks, Share
 from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
@@ -39,7 +39,7 @@ from .checks import (
     name_of_x,
 )
 from .engine import Program, Take, run
-from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift
+from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, named_as
 from .rank_program import program
 from .recorded import Recording, Recordings, keep, recording_of, with_iteration
 
@@ -198,7 +198,9 @@ class Collective(Method):
         if self.algorithm != USUAL:
             return self
         by_mpi = self.fmt is None and not call.gpu and is_faster(world, call.blocks)
-        return named(self, MPI_ALLREDUCE if by_mpi else self.usual(world.nodes, call.blocks.size))
+        return named_as(
+            self, MPI_ALLREDUCE if by_mpi else self.usual(world.nodes, call.blocks.size)
+        )
 
     def check(
         self,
@@ -555,10 +557,13 @@ class Collective(Method):
     def _divide(self, world: Ranks, outs: Sequence[Array | None]) -> None:
         """Divide sums by the number of ranks, where their mean is wanted."""
         divisor = self.divisor(world.ranks)
-        for out in [] if divisor is None else [each for each in outs if each is not None]:
-            is_float32 = out.dtype == np.float32
-            divide = backend_of(out).divide if is_float32 else np.divide
-            divide(out, divisor if is_float32 else world.ranks, out)
+        if divisor is None:
+            return
+        for out in (each for each in outs if each is not None):
+            if out.dtype == np.float32:
+                backend_of(out).divide(out, divisor, out)
+            else:
+                np.divide(out, out.dtype.type(world.ranks), out)
 
     def _agree(self, world: Ranks, bad: int, xs: Sequence[Array]) -> None:
         """Raise NonFiniteGradient where any rank has found what is not finite. Collective."""

@@ -9,9 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -599,3 +599,18 @@ class Method:
             return Exact(cast, trits=self.wire == "ternary")
         kind = self.parsed_scaling.kind
         return Packed(cast, fit=kind in SHARED, shared=SHARED.get(kind, TILE))
+
+
+Chosen = TypeVar("Chosen", bound=Method)
+
+
+def named_as(method: Chosen, algorithm: str) -> Chosen:
+    """Return a method with another algorithm; the same one every time."""
+    found = _named_as(method, algorithm)
+    assert isinstance(found, type(method)), "replace keeps the class"
+    return found
+
+
+@lru_cache(maxsize=256)
+def _named_as(method: Method, algorithm: str) -> Method:
+    return replace(method, algorithm=algorithm)

@@ -355,8 +355,8 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
     schedule = SCHEDULES[method.algorithm]
-    share = method.blocks_of(n, len(nodes)).share
-    near = _all_alike(schedule, share, nodes) if len(nodes) > ALL_RANKS else None
+    collective = method.blocks_of(n, len(nodes)).share
+    near = _all_alike(schedule, collective, nodes) if len(nodes) > ALL_RANKS else None
     simulation, pieces, share = _simulation(machine, method, nodes, n, near)
     ends_s = simulation.run()
     time_s = max(ends_s)

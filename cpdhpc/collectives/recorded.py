@@ -614,9 +614,10 @@ def recording_of(
     entry.calls += 1
     if entry.calls == 2:
         taken = recordings.arrays(x.nbytes, x.nbytes if out is None else out.nbytes)
-        arrays = [each.view(x.dtype) for each in taken]
-        given = segments, shifts
-        entry.recording = Recording(world, method, *arrays, *given, moves=True, blocks=blocks)
+        a, b = (each.view(x.dtype) for each in taken)
+        entry.recording = Recording(
+            world, method, a, b, segments, shifts, moves=True, blocks=blocks
+        )
         entry.digest = recordings.next_digest()
     elif entry.recording is not None and method.shares_shifts:
         entry.recording.adapt(segments, shifts)
@@ -675,7 +676,7 @@ def know_as(world: Ranks, what: Hashable, other: Hashable, x: Array) -> None:
         keep(world.board.known, (what, x.shape, None), world.board.known[other, x.shape, None])
 
 
-def keep(calls: dict[Hashable, Known], key: Hashable, known: Known) -> None:
+def keep(calls: dict[Hashable, Any], key: Hashable, known: object) -> None:
     """Keep what is known of a call; forget all where it is too much."""
     if len(calls) >= KEPT:
         calls.clear()

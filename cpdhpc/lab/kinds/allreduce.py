@@ -303,8 +303,11 @@ def _bounded(point: Point) -> frozenset[Any]:
 
 
 def _share(group: SeedGroup) -> float:
+    return share(_collective(group), group.ranks)
+
+
+def share(name: str, ranks: int) -> float:
     """Return the least share of the data that leaves a rank that sends; as in nccl-tests."""
-    ranks, name = group.ranks, _collective(group)
     if name in ("broadcast", "reduce"):
         return float(ranks > 1)
     return (1 + (name == ALL_REDUCE)) * (ranks - 1) / ranks
@@ -323,9 +326,9 @@ CAPTION = (
     "study, at the same size and ranks; in brackets the interval, which takes in both medians'. "
     "Times as fast: the ratio of the medians; bench allreduce prints the median of the ratios of "
     "single calls. Bound, of all-reduces: the longer of a copy of the data by all ranks at once "
-    "(memcpy) and of 2 (N - 1) / N of the bytes on the wire over the link of each of N nodes; of the "
-    "copy each case takes the least time, and the table the median over the cases of a place. Error: "
-    "in the Euclidean norm."
+    "(memcpy) and of 2 (N - 1) / N of the bytes on the wire over the link of each of N nodes; of "
+    "the copy each case takes the least time, and the table the median over the cases of a place. "
+    "Error: in the Euclidean norm."
 )
 BOUNDED = (
     "Bound: the longer of a copy of the data by all ranks at once and of 2 (N - 1) / N of the "

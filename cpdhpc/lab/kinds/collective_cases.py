@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,8 @@ def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
     each = n // ranks
     n, block = each * ranks, slice(rank * each, rank * each + each)
     windows = [numbers[i * APART : i * APART + n] for i in range(ranks)]
-    x, result = windows[rank].copy(), None
+    x: Any = windows[rank].copy()
+    result: Any = None
     if name in SUMMING:
         total = np.zeros(n)
         for window in windows:
@@ -143,3 +145,21 @@ def memcpy_case(n: int, device: str) -> TimedCase:
 
     data = Data(x, np.zeros(n))
     return TimedCase(MEMCPY, "raw", "-", "-", data, out, whole(run, out), is_sum=False)
+
+
+CALLS = ("plain", "prepared")
+
+
+def cases_of_size(
+    world: Ranks, size_bytes: int, methods: Sequence[Collective], calls: Sequence[str], device: str
+) -> list[TimedCase]:
+    """Return the checked cases of a size, MPI's own and a copy first. Collective."""
+    name, n = methods[0].collective, size_bytes // 4
+    data = {exact: given(name, n, world, exact) for exact in (True, False)}
+    base = Collective(algorithm=MPI, collective=name)
+    cases = [collective_case(world, base, data[True], "cpu"), memcpy_case(n, device)]
+    for call, method in product(calls, methods):
+        cases.append(collective_case(world, method, data[method.fmt is None], device, call))
+    for case in cases:
+        case.check(world)
+    return cases
