@@ -44,11 +44,10 @@ u32 accumulate_as(const float* x, const float* kept, float factor, const float* 
 
 u32 accumulate(const float* x, const float* kept, float factor, const float* more, i64 n,
                float* sum, float* total) {
-    if (more && factor != 1)
-        return accumulate_as<true, true>(x, kept, factor, more, n, sum, total);
+    if (more && factor != 1) return accumulate_as<true, true>(x, kept, factor, more, n, sum, total);
     if (more) return accumulate_as<false, true>(x, kept, factor, more, n, sum, total);
-    return (factor != 1 ? accumulate_as<true, false> : accumulate_as<false, false>)(
-        x, kept, factor, more, n, sum, total);
+    return (factor != 1 ? accumulate_as<true, false>
+                        : accumulate_as<false, false>)(x, kept, factor, more, n, sum, total);
 }
 
 // x cut to +-limit and divided, or multiplied by by; returns the largest magnitude that comes out.
@@ -119,7 +118,7 @@ CPD_FN V term_of(V x, double center) {
 template <int OF>
 CPD_FN EightSums eight_terms(const float* x, double center) {
     EightSums wide = wide_eight(x);
-    if (OF == CPD_MAGNITUDES) return (EightSums)((EightBits)wide & (i64)~((u64)1 << 63));
+    if (OF == CPD_MAGNITUDES) return (EightSums)((EightBits)wide & (i64) ~((u64)1 << 63));
     return term_of<OF>(wide, center);
 }
 
@@ -194,8 +193,7 @@ void take_signs(const float* x, float below, float above, i64 n, float* rest) {
 CPD_FN u64 not_below(const float* x, i64 n) {
     u64 below = 0;
     i64 i = 0;
-    for (; i + CPD_GROUP <= n; i += CPD_GROUP)
-        below |= (u64)signs((I)(load(x, i, n) < F{})) << i;
+    for (; i + CPD_GROUP <= n; i += CPD_GROUP) below |= (u64)signs((I)(load(x, i, n) < F{})) << i;
     for (; i < n; ++i) below |= (u64)(x[i] < 0) << i;
     u64 bits = n < 64 ? ~below & (((u64)1 << n) - 1) : ~below;
     bits = (bits >> 1 & 0x5555555555555555) | (bits & 0x5555555555555555) << 1;
@@ -203,8 +201,8 @@ CPD_FN u64 not_below(const float* x, i64 n) {
     return (bits >> 4 & 0x0f0f0f0f0f0f0f0f) | (bits & 0x0f0f0f0f0f0f0f0f) << 4;
 }
 
-// Writes a bit for each value from bit first of out on, the highest of a byte first, and returns how
-// many are set. The bits behind the last one, to the end of its byte, become 0.
+// Writes a bit for each value from bit first of out on, the highest of a byte first, and returns
+// how many are set. The bits behind the last one, to the end of its byte, become 0.
 i64 pack_signs(const float* x, i64 n, i64 first, u8* out) {
     out += first / 8;
     const int shift = (int)(first % 8);
@@ -255,12 +253,11 @@ void add_signs(const u8* packed, i64 first, float below, float above, i64 n, flo
         value += low;
         memcpy(x + i, &value, sizeof value);
     }
-    for (; i < n; ++i)
-        x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
+    for (; i < n; ++i) x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
 }
 
-// Where x + more * rate reaches the largest x of a bin of n values, highest, but for zeros: from first on,
-// into places. Returns how many there are.
+// Where x + more * rate reaches the largest x of a bin of n values, highest, but for zeros: from
+// first on, into places. Returns how many there are.
 i64 leaders_of(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
                u32* places) {
     const int most = (int)highest;
@@ -368,7 +365,8 @@ void column_products(const float* m, i64 n, i64 columns, const float* rows, i64 
     }
 }
 
-// out[j] = 0 + firsts[r * stride] * seconds[r][j], in the order of r; returns the largest magnitude.
+// out[j] = 0 + firsts[r * stride] * seconds[r][j], in the order of r; returns the largest
+// magnitude.
 u32 outer_row(const float* firsts, i64 stride, const float* seconds, i64 count, i64 columns,
               float* out) {
     memset(out, 0, (size_t)columns * sizeof(float));

@@ -2,7 +2,8 @@
 
 namespace {
 
-const i64 STEP = 4 * CPD_TILE;  // values that stay in a core's first cache from one loop to the next
+const i64 STEP =
+    4 * CPD_TILE;  // values that stay in a core's first cache from one loop to the next
 
 void raise_to(std::atomic<u32>& most, u32 found) {
     u32 before = most;
@@ -269,9 +270,9 @@ PyObject* square_sum(PyObject*, PyObject* args) {
     return PyFloat_FromDouble(sum);
 }
 
-// encode_signs(x, kept, rest, signs, pairs): of x + kept, in rows of one pair each, the signs, a bit
-// a value, and the means of the values below 0 and of the others; rest, if given, is what is lost.
-// Returns the bits of the largest magnitude of x + kept.
+// encode_signs(x, kept, rest, signs, pairs): of x + kept, in rows of one pair each, the signs, a
+// bit a value, and the means of the values below 0 and of the others; rest, if given, is what is
+// lost. Returns the bits of the largest magnitude of x + kept.
 PyObject* encode_signs(PyObject*, PyObject* args) {
     Buffer x, kept, rest, signs, pairs;
     if (!PyArg_ParseTuple(args, "y*y*O&w*w*", &x.view, &kept.view, to_optional, &rest, &signs.view,
@@ -327,9 +328,8 @@ PyObject* decode_signs(PyObject*, PyObject* args) {
     if (!signs.have_length("signs", (n + 7) / 8) || pairs.all.size() != signs.all.size() ||
         !pairs.have_length("pairs", 2 * rows * (i64)sizeof(float)) ||
         !has_length(out, "out", rows * columns * (i64)sizeof(float)))
-        return PyErr_Occurred()
-                   ? nullptr
-                   : PyErr_Format(PyExc_ValueError, "pairs: must be as many as signs");
+        return PyErr_Occurred() ? nullptr
+                                : PyErr_Format(PyExc_ValueError, "pairs: must be as many as signs");
     u32 most = 0;
     {
         Unlocked unlocked;
@@ -386,8 +386,8 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
                 const u32 largest = loops->accumulate(x.at<float>(i), kept.at<float>(i), 1, nullptr,
                                                       m, to, nullptr);
                 *highest.at<u32>(i / bin) = largest;
-                const i64 count = loops->leaders_of(to, x.at<float>(i), more, largest, m, (u32)i,
-                                                    some.data());
+                const i64 count =
+                    loops->leaders_of(to, x.at<float>(i), more, largest, m, (u32)i, some.data());
                 found.insert(found.end(), some.begin(), some.begin() + count);
                 for (i64 k = 0; k < count; ++k) values_of.push_back(to[some[(size_t)k] - (u32)i]);
                 if (in_step + m == step || i + m == n)
@@ -432,7 +432,8 @@ struct BinCodes {
 
     // Writes indices and scale or -scale; returns how many there are. Both have room for n.
     template <class Code>
-    i64 unpack(const Code* codes, i64 n, float scale, u32 first, u32* indices, float* values) const {
+    i64 unpack(const Code* codes, i64 n, float scale, u32 first, u32* indices,
+               float* values) const {
         i64 count = 0;
         u32 start = first;
         for (i64 i = 0; i < n; ++i) {
@@ -521,8 +522,7 @@ PyObject* put(PyObject*, PyObject* args) {
     int threads;
     Buffer out, indices, values;
     if (!PyArg_ParseTuple(args, "iw*y*y*", &threads, &out.view, &indices.view, &values.view) ||
-        !has_length(values, "values", indices.view.len) ||
-        !ascends("put", indices, floats_in(out)))
+        !has_length(values, "values", indices.view.len) || !ascends("put", indices, floats_in(out)))
         return nullptr;
     return in_blocks(threads, words_in(indices), [&](const Block& b) {
         float* to = out.at<float>(0);
@@ -564,7 +564,8 @@ PyObject* chunk_leaders(PyObject*, PyObject* args) {
     {
         Unlocked unlocked;
         for (i64 i = 0; i < n; i += chunk)
-            *out.at<i64>(i / chunk) = loops->leader_of(x.at<float>(i), n - i < chunk ? n - i : chunk);
+            *out.at<i64>(i / chunk) =
+                loops->leader_of(x.at<float>(i), n - i < chunk ? n - i : chunk);
     }
     Py_RETURN_NONE;
 }
@@ -662,13 +663,14 @@ PyObject* encode_runs(PyObject*, PyObject* args) {
     unsigned long long offset;
     Buffer x, payload;
     Runs runs;
-    if (!PyArg_ParseTuple(args, "iO&pO&Kiy*y*y*fw*", &threads, to_cast, &cast, &codes.trits,
-                          to_key, &key, &offset, &shift, &x.view, &runs.each.view,
-                          &runs.ends.view, &factor, &payload.view) ||
+    if (!PyArg_ParseTuple(args, "iO&pO&Kiy*y*y*fw*", &threads, to_cast, &cast, &codes.trits, to_key,
+                          &key, &offset, &shift, &x.view, &runs.each.view, &runs.ends.view, &factor,
+                          &payload.view) ||
         !runs.are_sound(floats_in(x), runs.each))
         return nullptr;
     codes.bits = width_of(cast);
-    if (!codes.are_sound("encode_runs") || !has_length(payload, "payload", codes.bytes(floats_in(x))))
+    if (!codes.are_sound("encode_runs") ||
+        !has_length(payload, "payload", codes.bytes(floats_in(x))))
         return nullptr;
     return in_blocks(threads, floats_in(x), [&](const Block& b) {
         float scaled[STEP];
@@ -720,8 +722,8 @@ PyObject* mean_runs(PyObject*, PyObject* args) {
             for (i64 rank = 0; rank < count; ++rank) {
                 const u8* came = payloads.at<u8>(rank, i / CPD_TILE * codes.tile_bytes());
                 if (codes.trits) loops->unpack_trits(came, tiles_of(m), words);
-                loops->levels_of(codes.bits, codes.trits ? words : (const u32*)came,
-                                 tiles_of(m), term);
+                loops->levels_of(codes.bits, codes.trits ? words : (const u32*)came, tiles_of(m),
+                                 term);
                 each_run(runs, i, m, [&](i64 run, i64 first, i64 size) {
                     float* to = sum + (first - i);
                     const float by = *runs.each.at<float>(rank * runs.count() + run);
