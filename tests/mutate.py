@@ -69,6 +69,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
         METHODS,
     ),
     "compress/base.py": [*METHODS, "config", "parts", "bucket", "training_oracle", "train"],
+    "compress/memory.py": [*SPARSE, *METHODS, "checkpoint"],
     "compress/onebit.py": [*METHODS, "checkpoint", "train"],
     "compress/sparse.py": [*SPARSE, "checkpoint"],
     "compress/scalecom.py": ["scalecom", *SPARSE, "config"],

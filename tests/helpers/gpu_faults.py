@@ -26,6 +26,7 @@ TESTS = [
         "ops",
         "blocks",
         "selection",
+        "passes",
         "gpu_methods",
         "products",
         "integers",
@@ -102,6 +103,14 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "sum = a + b; if (sum < 1.17549435e-38f && sum > -1.17549435e-38f) sum = 0.0f;",
     ),
     "the lanes before this one include it": ("return sum - value;", "return sum;"),
+    "the largest of a sum is that of its first two terms": (
+        "most = larger(most, bits_of(value) & 0x7fffffffu);",
+        "most = larger(most, bits_of(sum[i]) & 0x7fffffffu);",
+    ),
+    "what is cut loses its sign": (
+        "from_bits(smaller(bits & 0x7fffffffu, limit) | (bits & ~0x7fffffffu))",
+        "from_bits(smaller(bits & 0x7fffffffu, limit))",
+    ),
 }
 FAULTS_OF_MOVES = {  # of the kernel that moves windows
     "the first unit of a box is taken for the last of the one before": (

@@ -64,7 +64,7 @@ def table(costs: Mapping[str, Cost], values: int, copied_s: float) -> list[str]:
     dense, width = costs.get("none"), max(map(len, costs))
     lines = [
         f"# local work of a rank, in nanoseconds a value and in copies of a gradient: a copy takes "
-        f"{1e9 * copied_s / values:.3g} ns a value, and no method takes less",
+        f"{1e9 * copied_s / values:.3g} ns a value, as little as to read values and write means",
         "# wins below: the speed of link below which an exchange takes less time than that of none",
         f"# {'method':<{width}} {'ns/value':>9} {'copies':>7} {'wins below Gb/s':>16}",
     ]
@@ -89,9 +89,12 @@ def chart(costs: Mapping[str, Cost], ranks: int) -> Chart:
         for number, (method, cost) in enumerate(costs.items())
     ]
     x, y = Axis("speed of a rank's link (Gb/s)", "log"), Axis("time of an exchange (ms)", "log")
-    note = "Local work, and then the bytes of the rank that sends most; nothing overlaps."
+    notes = [
+        "Local work, and then the bytes of the rank that sends most; nothing overlaps.",
+        "What an all-reduce encodes while it travels is not in it.",
+    ]
     panel = Panel(f"{ranks} ranks", x, y, series)
-    return Chart("links", "Exchanges of gradients", [note], "", [panel], scale=(2.2, 2.0))
+    return Chart("links", "Exchanges of gradients", notes, "", [panel], scale=(2.2, 2.0))
 
 
 def normal(values: int, ranks: int) -> Sequence[Gradients]:
