@@ -5,6 +5,9 @@ Gradients:
     ddp_hook            the same in DistributedDataParallel; fsdp_hook in FullyShardedDataParallel
     LossScaler          multiplies losses for gradients of few bits
 
+A backend of torch.distributed over MPI: init_process_group("cpdhpc", init_method="mpi://").
+    Importing this makes it known where torch is loaded, its one effect; torch does so, too.
+
 Optimisers whose steps follow each layer's norm: Lars, Larc, Lamb, NovoGrad, AdamP
 
 Modules, loaded when they are first used:
@@ -16,6 +19,7 @@ Modules, loaded when they are first used:
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,6 +50,11 @@ else:
             "fsdp_hook": "fsdp",
         },
     )
+
+if not TYPE_CHECKING and "torch" in sys.modules:
+    from .backend import register as _register
+
+    _register()
 
 __all__ = [
     "AdamP",

@@ -1,0 +1,209 @@
+"""The communicator of a process group, and the messages of one of its calls."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...world.mpi import MESSAGE_BYTES, running_mpi
+from .progress import Step
+
+Memory = Any  # of mpi4py: bytes at an address
+Waits = Generator[Step, None, Any]
+
+NEAR = 8  # ranks: up to here each sends each other one its call, else the calls are compared by MPI
+TEXT_BYTES = 256  # of a call in a message: its words, cut, and a digest of all of them
+DIGEST_BYTES = 16
+INLINE_BYTES = 3584  # of values that travel with the words, in one message that MPI sends at once
+REFUSED = "refused: "
+
+
+class Mismatch(RuntimeError):
+    """Ranks of a process group that made different calls, or one that refused its own."""
+
+
+class Channel:
+    """A communicator of a group's own. Collective over its members.
+
+    members: the processes of MPI's world, in the order of the group's ranks
+    tag: of the messages that make it; the same on all members
+    """
+
+    def __init__(self, members: Sequence[int], tag: int) -> None:
+        self.mpi = running_mpi()
+        world = self.mpi.COMM_WORLD
+        every = world.Get_group()
+        group = every.Incl(list(members))
+        self.comm = world.Create_group(group, tag)
+        group.Free()
+        every.Free()
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.most_tag = (world.Get_attr(self.mpi.TAG_UB) - 1) // 2
+        self._byte = self.mpi.BYTE
+        self._isend, self._irecv = self.comm.Isend, self.comm.Irecv
+        self._address = self.mpi.memory.fromaddress
+        self._calls = 0
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self.comm.Free()
+
+    def memory(self, tensor: torch.Tensor) -> Memory:
+        """Return the memory of a contiguous tensor, which must be kept."""
+        return self._address(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def test_all(self, requests: list[Any]) -> bool:
+        """Whether all requests are complete."""
+        if len(requests) == 1:
+            return bool(requests[0].Test())
+        return bool(self.mpi.Request.Testall(requests))
+
+    def send(self, memory: Memory, to: int, tag: int) -> list[Any]:
+        """Start to send to a rank; return the requests."""
+        if len(memory) <= MESSAGE_BYTES:
+            return [self._isend([memory, self._byte], to, tag)]
+        return [self._isend([each, self._byte], to, tag) for each in cut(memory)]
+
+    def receive(self, memory: Memory, source: int, tag: int) -> list[Any]:
+        """Start to receive from a rank; return the requests."""
+        if len(memory) <= MESSAGE_BYTES:
+            return [self._irecv([memory, self._byte], source, tag)]
+        return [self._irecv([each, self._byte], source, tag) for each in cut(memory)]
+
+    def next_call(self) -> Link:
+        """Return the messages of the next collective call; all members make them in one order."""
+        self._calls += 1
+        return Link(self, self._calls)
+
+
+def cut(memory: Memory) -> list[Memory]:
+    """Return memory in pieces that one message can hold."""
+    return [memory[i : i + MESSAGE_BYTES] for i in range(0, len(memory), MESSAGE_BYTES)]
+
+
+class Link:
+    """The messages of one collective call; number: how many calls of the group came before."""
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self.channel, self.number = channel, number
+        self.rank, self.size = channel.rank, channel.size
+        self.memory = channel.memory
+        self._tag = 2 * (number % channel.most_tag)
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all send to the same one at a time."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def step(self) -> Moves:
+        """Return an empty list of messages that are to be under way together."""
+        return Moves(self)
+
+    def agree(
+        self, text: str, inline: Sequence[Memory] | Memory | None = None
+    ) -> Generator[Step, None, list[memoryview] | None]:
+        """Compare the words of a call over the ranks, and return what travelled with them.
+
+        inline: this rank's values, up to INLINE_BYTES, one for all or one for each rank
+        Returns the values of each rank, this one's too, or None where there are too many ranks:
+        the values then travel by messages of their own.
+        Raises Mismatch on all ranks alike where words differ or begin with REFUSED.
+        """
+        words = packed(text)
+        if self.size == 1:
+            return self._alone(text, inline)
+        if self.size > NEAR:
+            yield from self._agree_by_mpi(words)
+            return None
+        each = isinstance(inline, list)
+        moves = self.step()
+        found: list[Any] = [None] * self.size
+        for rank in self.others:
+            found[rank] = np.empty(TEXT_BYTES + INLINE_BYTES, np.uint8)
+            moves.receive(found[rank], rank)
+        common = None if each else words + bytes(inline or b"")
+        for rank in self.others:
+            moves.send(common or words + bytes(inline[rank]), rank)
+        yield moves
+        mine = (inline[self.rank] if each else inline) or b""
+        if any(bytes(found[rank][:TEXT_BYTES]) != words for rank in self.others):
+            texts = [words if f is None else bytes(f[:TEXT_BYTES]) for f in found]
+            raise Mismatch(difference(texts, self.number))
+        if text.startswith(REFUSED):
+            raise Mismatch(difference([words] * self.size, self.number))
+        return [memoryview(mine) if f is None else f[TEXT_BYTES:].data for f in found]
+
+    def _alone(self, text: str, inline: Any) -> list[memoryview]:
+        if text.startswith(REFUSED):
+            raise Mismatch(difference([packed(text)], self.number))
+        return [memoryview(inline[0] if isinstance(inline, list) else inline or b"")]
+
+    def _agree_by_mpi(self, words: bytes) -> Waits:
+        """Compare words by the largest and the smallest digest; then gather them if they differ."""
+        comm, mpi = self.channel.comm, self.channel.mpi
+        digest = int.from_bytes(words[-DIGEST_BYTES:][:7], "little")
+        refused = words.startswith(REFUSED.encode())
+        mine, most = np.array([digest, -digest, refused], np.int64), np.empty(3, np.int64)
+        yield Step([comm.Iallreduce(mine, most, mpi.MAX)], [-1])
+        if most[0] == -most[1] and not most[2]:
+            return
+        texts = np.empty((self.size, TEXT_BYTES), np.uint8)
+        yield Step([comm.Iallgather(np.frombuffer(words, np.uint8), texts)], [-1])
+        raise Mismatch(difference([bytes(each) for each in texts], self.number))
+
+
+class Moves(Step):
+    """Messages of a call that are under way together: a step of its program."""
+
+    link: Link
+
+    def __new__(cls, link: Link) -> Moves:
+        """Return none yet."""
+        self = super().__new__(cls, [], [])
+        self.link = link
+        return self
+
+    def send(self, memory: Memory, to: int) -> None:
+        """Start to send memory, none if it is empty."""
+        self._add(self.link.channel.send, memory, to)
+
+    def receive(self, memory: Memory, source: int) -> None:
+        """Start to receive into memory, none if it is empty."""
+        self._add(self.link.channel.receive, memory, source)
+
+    def _add(self, start: Callable[..., list[Any]], memory: Memory, rank: int) -> None:
+        if len(memory):
+            requests = start(memory, rank, self.link._tag)
+            self.requests.extend(requests)
+            self.ranks.extend([rank] * len(requests))
+
+
+@lru_cache(4096)
+def packed(text: str) -> bytes:
+    """Return the words of a call as TEXT_BYTES bytes, which differ if the words do."""
+    data = text.encode()
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return data[: TEXT_BYTES - DIGEST_BYTES].ljust(TEXT_BYTES - DIGEST_BYTES, b"\0") + digest
+
+
+def unpacked(data: bytes) -> str:
+    """Return the words, maybe cut."""
+    return data[:-DIGEST_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+def difference(texts: Sequence[bytes], number: int) -> str:
+    """Return what is said of calls by rank that differ, or of which one was refused."""
+    words = [unpacked(each) for each in texts]
+    for rank, each in enumerate(words):
+        if each.startswith(REFUSED):
+            return f"rank {rank} | {each.removeprefix(REFUSED)}"
+    other = next(i for i, each in enumerate(texts) if each != texts[0])
+    return (
+        f"call {number} of the process group differs: {words[0]} on rank 0, "
+        f"{words[other]} on rank {other}"
+    )
