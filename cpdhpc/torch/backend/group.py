@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 from . import NAME, programs
 from .channel import REFUSED, Channel, Link, Mismatch
 from .host import Hosted
-from .progress import Operation, Step, engine
 from .programs import Tensor, Waits
+from .progress import Operation, Step, engine
 from .reductions import Op, name_of, premultiplied, reduction_of
 
 BARE = "_record_function_with_args_enter", "_record_function_with_args_exit"  # of torch.autograd
@@ -60,17 +60,40 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
     supports_coalescing = False
 
     def __init__(
-        self, store: Any, rank: int, size: int, channel: Channel, members: list[int], timeout_s: float
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        channel: Channel,
+        members: list[int],
+        timeout_s: float,
     ) -> None:
         super().__init__(rank, size)
         self.store, self.channel, self.members = store, channel, members
         self.timeout_s = timeout_s
         self._engine = engine()
+        self._name = self._description = ""
         self._others: dict[str, Any] = {}
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+    def getBackendName(self) -> str:  # torch's name
         """Return "cpdhpc"."""
         return NAME
+
+    def getGroupName(self) -> str:
+        """Return the name that torch gave."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description that torch gave."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the description that torch gives."""
+        self._description = description
 
     def _get_backend(self, _: Any) -> MpiGroup:
         """Return this group, which is its own backend."""
@@ -119,7 +142,12 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         timeout_s = timeout.total_seconds() if timeout is not None else 0.0
         test = self.channel.test_all
         operation = Operation(
-            self._engine, program, call, result, timeout_s if timeout_s > 0 else self.timeout_s, test
+            self._engine,
+            program,
+            call,
+            result,
+            timeout_s if timeout_s > 0 else self.timeout_s,
+            test,
         )
         if torch.autograd._profiler_enabled():
             handle = ENTER(f"{NAME}:{title}", *tensors)

@@ -48,7 +48,9 @@ def barrier(link: Link, text: str) -> Waits:
     yield from link.agree(text)
 
 
-def all_reduce(link: Link, text: str, xs: Sequence[Tensor], reductions: Sequence[Reduction]) -> Waits:
+def all_reduce(
+    link: Link, text: str, xs: Sequence[Tensor], reductions: Sequence[Reduction]
+) -> Waits:
     """Reduce flat tensors in place."""
     if len(xs) == 1 and inlined(xs[0].nbytes, link):
         (x,), (reduction,) = xs, reductions
@@ -101,7 +103,8 @@ def _reduce_chunks(
     start, stop = bounds[rank]
     into = x[start:stop] if own is None else own
     scratch = [
-        {other: x.new_empty(each) for other in link.others} for _ in range(min(2, -(-longest // each)))
+        {other: x.new_empty(each) for other in link.others}
+        for _ in range(min(2, -(-longest // each)))
     ]
 
     def piece(of: int, number: int) -> slice:
@@ -149,7 +152,11 @@ def _reduce_chunks(
 
 
 def reduce_scatter(
-    link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tensor], reductions: Sequence[Reduction]
+    link: Link,
+    text: str,
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    reductions: Sequence[Reduction],
 ) -> Waits:
     """Reduce flat tensors; each rank has its equal share of the result."""
     if len(outs) == 1 and inlined(outs[0].nbytes, link):
@@ -405,7 +412,7 @@ class Received:
         self._request, self._byte = request, channel.mpi.BYTE
         self._status = channel.mpi.Status()
 
-    def Test(self) -> bool:  # noqa: N802  # as MPI's
+    def Test(self) -> bool:  # as MPI's
         """Whether the message has come."""
         return bool(self._request.Test(self._status))
 

@@ -17,6 +17,7 @@ from torch.distributed import Work
 
 from ...ops.common import take_short_slices
 
+POLLS = 50  # before a wait gives up the core for the first time
 SPIN_S = 0.002  # for which a wait only gives up the core between two looks; then it sleeps
 PAUSE_S = 5e-5
 LONG_S = 0.5  # of waiting, from which on it sleeps longer
@@ -109,7 +110,9 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
             if rank >= 0 and not request.Test()
         }
         who = ", ".join(map(str, sorted(absent))) or "unknown"
-        return RuntimeError(f"{self.call}: waited {self._timeout_s:.1f} s for rank {who}")
+        return RuntimeError(
+            f"{self.call}: timeout after {self._timeout_s:.1f} s of waiting for rank {who}"
+        )
 
     def _finish(self, error: BaseException | None) -> None:
         if error is not None and self._step.requests:
@@ -205,9 +208,7 @@ class Engine:
             self.forget(operation)
             return
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="cpdhpc-torch", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, name="cpdhpc-torch", daemon=True)
             self._thread.start()
         if self._asleep:
             with self._wake:
@@ -232,6 +233,9 @@ class Engine:
 
         timeout_s: 0: only the operation's own time-out ends it
         """
+        for _ in range(POLLS):
+            if operation.move():
+                return
         begun_s = time.monotonic()
         self._driving += 1
         try:

@@ -40,7 +40,9 @@ def mpi_with(ranks: int) -> Any:
     mpi = running_mpi()
     there = mpi.COMM_WORLD.Get_size()
     if there < ranks:
-        raise UserError(f"{NAME}: {ranks} ranks, but MPI has {there} process{'es' * (there > 1)}: {START}")
+        raise UserError(
+            f"{NAME}: {ranks} ranks, but MPI has {there} process{'es' * (there > 1)}: {START}"
+        )
     if thread_level(mpi) != "multiple":
         raise UserError(
             f"{NAME}: MPI gives the thread level {thread_level(mpi)!r}: must be 'multiple', "
@@ -49,7 +51,9 @@ def mpi_with(ranks: int) -> Any:
     return mpi
 
 
-def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> tuple[Any, int, int]:
+def rendezvous(
+    url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
+) -> tuple[Any, int, int]:
     """Return a store that all processes of MPI reach, the rank and their number. Collective.
 
     url: "mpi://", which torch may have given rank and world_size
