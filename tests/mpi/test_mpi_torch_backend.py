@@ -416,7 +416,7 @@ def test_groups_that_come_and_go_leave_nothing() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     some(200)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
-    assert not engine()._under_way
+    assert not engine().under_way
     alive = [each for each in gc.get_objects() if type(each).__name__ == "Channel"]
     assert len(alive) <= 3 + len(dist.distributed_c10d._world.pg_map)
 

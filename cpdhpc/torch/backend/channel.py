@@ -20,6 +20,7 @@ NEAR = 8  # ranks: up to here each sends each other one its call, else the calls
 TEXT_BYTES = 256  # of a call in a message: its words, cut, and a digest of all of them
 DIGEST_BYTES = 16
 INLINE_BYTES = 3584  # of values that travel with the words, in one message that MPI sends at once
+ROOM_BYTES = TEXT_BYTES + INLINE_BYTES
 REFUSED = "refused: "
 
 
@@ -47,6 +48,8 @@ class Channel:
         self._byte = self.mpi.BYTE
         self._isend, self._irecv = self.comm.Isend, self.comm.Irecv
         self._address = self.mpi.memory.fromaddress
+        # The next one first, so that not all send to the same one at a time.
+        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._calls = 0
 
     def free(self) -> None:
@@ -93,55 +96,40 @@ class Link:
         self.channel, self.number = channel, number
         self.rank, self.size = channel.rank, channel.size
         self.memory = channel.memory
-        self._tag = 2 * (number % channel.most_tag)
-
-    @property
-    def others(self) -> list[int]:
-        """The other ranks, the next one first, so that not all send to the same one at a time."""
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.others = channel.others
+        self.tag = 2 * (number % channel.most_tag)
 
     def step(self) -> Moves:
         """Return an empty list of messages that are to be under way together."""
         return Moves(self)
 
     def agree(
-        self, text: str, inline: Sequence[Memory] | Memory | None = None
-    ) -> Generator[Step, None, list[memoryview] | None]:
+        self, text: str, inline: list[bytes] | Memory | None = None
+    ) -> Generator[Step, None, list[bytearray]]:
         """Compare the words of a call over the ranks, and return what travelled with them.
 
         inline: this rank's values, up to INLINE_BYTES, one for all or one for each rank
-        Returns the values of each rank, this one's too, or None where there are too many ranks:
-        the values then travel by messages of their own.
+        Returns what has come from each rank, this one's own too, with the values from TEXT_BYTES
+        on; nothing where there are too many ranks: values then travel by messages of their own.
         Raises Mismatch on all ranks alike where words differ or begin with REFUSED.
         """
         words = packed(text)
-        if self.size == 1:
-            return self._alone(text, inline)
+        each = isinstance(inline, list)
         if self.size > NEAR:
             yield from self._agree_by_mpi(words)
-            return None
-        each = isinstance(inline, list)
-        moves = self.step()
-        found: list[Any] = [None] * self.size
+            return []
+        moves, found = self.step(), [bytearray(ROOM_BYTES) for _ in range(self.size)]
         for rank in self.others:
-            found[rank] = np.empty(TEXT_BYTES + INLINE_BYTES, np.uint8)
             moves.receive(found[rank], rank)
-        common = None if each else words + bytes(inline or b"")
+        given = words if inline is None or each else words + bytes(inline)
         for rank in self.others:
-            moves.send(common or words + bytes(inline[rank]), rank)
+            moves.send(words + inline[rank] if each else given, rank)
+        mine = inline[self.rank] if each else inline or b""
+        found[self.rank] = words + bytes(mine)
         yield moves
-        mine = (inline[self.rank] if each else inline) or b""
-        if any(bytes(found[rank][:TEXT_BYTES]) != words for rank in self.others):
-            texts = [words if f is None else bytes(f[:TEXT_BYTES]) for f in found]
-            raise Mismatch(difference(texts, self.number))
-        if text.startswith(REFUSED):
-            raise Mismatch(difference([words] * self.size, self.number))
-        return [memoryview(mine) if f is None else f[TEXT_BYTES:].data for f in found]
-
-    def _alone(self, text: str, inline: Any) -> list[memoryview]:
-        if text.startswith(REFUSED):
-            raise Mismatch(difference([packed(text)], self.number))
-        return [memoryview(inline[0] if isinstance(inline, list) else inline or b"")]
+        if text.startswith(REFUSED) or not all([data.startswith(words) for data in found]):
+            raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.number))
+        return found
 
     def _agree_by_mpi(self, words: bytes) -> Waits:
         """Compare words by the largest and the smallest digest; then gather them if they differ."""
@@ -160,27 +148,25 @@ class Link:
 class Moves(Step):
     """Messages of a call that are under way together: a step of its program."""
 
-    link: Link
+    __slots__ = ("_link",)
 
-    def __new__(cls, link: Link) -> Moves:
-        """Return none yet."""
-        self = super().__new__(cls, [], [])
-        self.link = link
-        return self
+    def __init__(self, link: Link) -> None:
+        super().__init__([], [])
+        self._link = link
 
     def send(self, memory: Memory, to: int) -> None:
         """Start to send memory, none if it is empty."""
-        self._add(self.link.channel.send, memory, to)
+        self._add(self._link.channel.send, memory, to)
 
     def receive(self, memory: Memory, source: int) -> None:
         """Start to receive into memory, none if it is empty."""
-        self._add(self.link.channel.receive, memory, source)
+        self._add(self._link.channel.receive, memory, source)
 
     def _add(self, start: Callable[..., list[Any]], memory: Memory, rank: int) -> None:
         if len(memory):
-            requests = start(memory, rank, self.link._tag)
-            self.requests.extend(requests)
-            self.ranks.extend([rank] * len(requests))
+            requests = start(memory, rank, self._link.tag)
+            self.requests += requests
+            self.ranks += [rank] * len(requests)
 
 
 @lru_cache(4096)

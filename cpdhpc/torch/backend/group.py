@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -16,20 +16,28 @@ from .channel import REFUSED, Channel, Link, Mismatch
 from .host import Hosted
 from .programs import Tensor, Waits
 from .progress import Operation, Step, engine
-from .reductions import Op, name_of, premultiplied, reduction_of
+from .reductions import premultiplied, reduction_of
 
 BARE = "_record_function_with_args_enter", "_record_function_with_args_exit"  # of torch.autograd
 ENTER, EXIT = (getattr(torch.autograd, name) for name in BARE)
 
 
-def described(tensor: Tensor) -> str:
-    """Return dtype and shape of a tensor in words."""
-    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+@lru_cache(4096)
+def worded(call: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    """Return a call with a tensor of a dtype and shape, in words."""
+    return f"{call}{str(dtype)[6:]}{list(shape)}"
 
 
-def listed(tensors: Sequence[Tensor]) -> str:
-    """Return dtypes and shapes of tensors in words."""
-    return ", ".join(map(described, tensors))
+def described(tensor: Tensor, call: str = "") -> str:
+    """Return a call with a tensor in words."""
+    return worded(call, tensor.dtype, tensor.shape)
+
+
+def listed(tensors: Sequence[Tensor], call: str = "") -> str:
+    """Return a call with tensors in words."""
+    if len(tensors) == 1:
+        return described(tensors[0], call)
+    return call + ", ".join(map(described, tensors))
 
 
 def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,9 +46,9 @@ def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(group: MpiGroup, *arguments: Any, **options: Any) -> Any:
         first = arguments[0]
-        while isinstance(first, list | tuple) and first:
+        while type(first) is list and first:
             first = first[0]
-        if isinstance(first, Tensor) and not first.is_cpu:
+        if not getattr(first, "is_cpu", True):
             other = group.other(first.device)
             if other is not None:
                 return getattr(other, method.__name__)(*arguments, **options)
@@ -191,14 +199,16 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
     def _all_reduce(
         self, link: Link, hosted: Hosted, tensors: list[Tensor], op: ReduceOp
     ) -> tuple[str, Waits]:
-        call = f"all_reduce {name_of(op)} {listed(tensors)}"
-        reductions = [reduction_of(op.op, each.dtype, link.size) for each in tensors]
+        kind = op.op
+        reductions = [reduction_of(kind, each.dtype, link.size) for each in tensors]
+        name = reductions[0].name
+        call = listed(tensors, f"all_reduce {name} ")
         if tensors[0].is_sparse:
-            if op.op != Op.SUM:
-                raise ValueError(f"{name_of(op)} of a sparse tensor: must be SUM")
+            if name != "SUM":
+                raise ValueError(f"{name} of a sparse tensor: must be SUM")
             (x,) = tensors
             return call, programs.all_reduce_sparse(link, call, x)
-        if op.op == Op.PREMUL_SUM:
+        if name == "PREMUL_SUM":
             for each in tensors:
                 each.copy_(premultiplied(op, each))
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
@@ -209,8 +219,8 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             (x,), op, root = tensors, opts.reduceOp, opts.rootRank
-            call = f"reduce {name_of(op)} to rank {root} {described(x)}"
             reduction = reduction_of(op.op, x.dtype, link.size)
+            call = described(x, f"reduce {reduction.name} to rank {root} ")
             given = hosted.input(premultiplied(op, x))
             out = hosted.both(x) if link.rank == root else given
             return call, programs.reduce(link, call, given, root, reduction, out)
@@ -222,9 +232,9 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         """Give the root's tensors to all."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
-            call = f"broadcast from rank {opts.rootRank} {listed(tensors)}"
-            xs = [hosted.both(x) for x in tensors]
-            return call, programs.broadcast(link, call, xs, opts.rootRank)
+            root = opts.rootRank
+            call = listed(tensors, f"broadcast from rank {root} ")
+            return call, programs.broadcast(link, call, [hosted.both(x) for x in tensors], root)
 
         return self._collective("broadcast", make, tensors, tensors, opts)
 
@@ -261,7 +271,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         """Give each rank's tensors to all, one behind the other."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
-            call = f"all_gather_into_tensor {listed(outputs)} of {listed(inputs)}"
+            call = listed(outputs, listed(inputs, "all_gather_into_tensor ") + " to ")
             outs = []
             for out, x in zip(outputs, inputs, strict=True):
                 self._check_parts("input_tensor", x, "output_tensor", out)
@@ -289,10 +299,10 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             op = opts.reduceOp
-            call = f"reduce_scatter_tensor {name_of(op)} {listed(outputs)} of {listed(inputs)}"
+            reductions = [reduction_of(op.op, x.dtype, link.size) for x in inputs]
+            call = listed(inputs, f"reduce_scatter_tensor {reductions[0].name} ")
             for out, x in zip(outputs, inputs, strict=True):
                 self._check_parts("output", out, "input", x)
-            reductions = [reduction_of(op.op, x.dtype, link.size) for x in inputs]
             outs = [hosted.output(out) for out in outputs]
             ins = [hosted.input(premultiplied(op, x)) for x in inputs]
             return call, programs.reduce_scatter(link, call, outs, ins, reductions)
@@ -317,11 +327,11 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             (out,), (ins,), op = output_tensors, input_tensors, opts.reduceOp
-            call = f"reduce_scatter {name_of(op)} {listed(ins)}"
+            reduction = reduction_of(op.op, out.dtype, link.size)
+            call = listed(ins, f"reduce_scatter {reduction.name} ")
             self._check_list("input_list", ins)
             self._check_like("output", out, ins[link.rank])
             whole = hosted.input(premultiplied(op, torch.cat([each.reshape(-1) for each in ins])))
-            reduction = reduction_of(op.op, out.dtype, link.size)
             counts = [each.numel() for each in ins]
             given = link, call, hosted.output(out), whole, counts, reduction
             return call, programs.reduce_scatter_uneven(*given)

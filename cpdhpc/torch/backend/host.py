@@ -10,6 +10,16 @@ import torch
 from .programs import Tensor, Waits
 
 
+def plain(tensor: Tensor) -> bool:
+    """Whether messages can read and write a tensor where it is."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj()
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a plain tensor as one axis."""
+    return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+
+
 class Hosted:
     """The tensors of one call in the memory of the host, and what goes back at its end."""
 
@@ -18,29 +28,30 @@ class Hosted:
 
     def input(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, flat; its own memory where that is possible."""
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj():
-            return tensor.detach().view(-1)
+        if plain(tensor):
+            return flat(tensor)
         if not tensor.is_cpu:
             say_staged(tensor.device.type)
         return tensor.detach().cpu().resolve_conj().contiguous().view(-1)
 
     def both(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, flat, which it gets back."""
-        flat = self.input(tensor)
-        if flat.data_ptr() != tensor.data_ptr():
-            self._back.append((tensor.detach(), flat))
-        return flat
+        if plain(tensor):
+            return flat(tensor)
+        values = self.input(tensor)
+        self._back.append((tensor.detach(), values))
+        return values
 
     def output(self, tensor: Tensor) -> Tensor:
         """Return flat memory whose values a tensor gets."""
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj():
-            return tensor.detach().view(-1)
+        if plain(tensor):
+            return flat(tensor)
         if not tensor.is_cpu:  # what still reads it comes first
             say_staged(tensor.device.type)
             torch.accelerator.current_stream(tensor.device).synchronize()
-        flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        self._back.append((tensor.detach(), flat))
-        return flat
+        values = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        self._back.append((tensor.detach(), values))
+        return values
 
     def around(self, program: Waits) -> Waits:
         """Return a program at whose end tensors get back what they are to have."""
@@ -48,8 +59,8 @@ class Hosted:
 
     def _then_back(self, program: Waits) -> Waits:
         yield from program
-        for tensor, flat in self._back:
-            tensor.copy_(flat.view(tensor.shape))
+        for tensor, values in self._back:
+            tensor.copy_(values.view(tensor.shape))
 
 
 @cache

@@ -6,13 +6,14 @@ made by one of them, so that all have the same bits; folds go in the order of ra
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from .channel import INLINE_BYTES, NEAR, Channel, Link, Memory, Mismatch, cut
+from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, cut
 from .progress import Step
 from .reductions import Reduction
 
@@ -20,10 +21,35 @@ Tensor = torch.Tensor
 Waits = Generator[Step, None, Any]
 
 PIECE_BYTES = 1 << 19  # of a chunk that is folded at a time, while it is in the cache
-WHOLE_BYTES = 1 << 15  # up to here each rank folds all values by itself
+WHOLE_BYTES = 1 << 17  # that come from others: up to here each rank folds all values by itself
+MOST_KEPT = 16  # pieces
 ALIGN = 64  # elements that chunks begin at multiples of
 SPREAD_BYTES = 1 << 18  # from here on a broadcast goes in chunks that ranks hand on
 TREE = 3  # ranks from which on that is so
+
+
+class Scratch:
+    """Memory that calls use one after another, as the system clears each page of new memory.
+
+    What a call that failed has used is not used again: a late message may still write there.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, size_bytes: int) -> Tensor:
+        """Return at least so many bytes."""
+        if size_bytes <= PIECE_BYTES:
+            return self._free.pop() if self._free else torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def give(self, held: Sequence[Tensor]) -> None:
+        """Take memory back."""
+        room = MOST_KEPT - len(self._free)
+        self._free += [each for each in held if len(each) == PIECE_BYTES][: max(0, room)]
+
+
+SCRATCH = Scratch()
 
 
 def chunks(count: int, ranks: int) -> list[tuple[int, int]]:
@@ -38,9 +64,16 @@ def inlined(size_bytes: int, link: Link) -> bool:
     return size_bytes <= INLINE_BYTES and link.size <= NEAR
 
 
-def tensor_of(data: Any, like: Tensor, count: int) -> Tensor:
-    """Return the first count elements of data as a tensor."""
-    return torch.frombuffer(data, dtype=like.dtype, count=count)
+def inline_tensor(data: bytearray, like: Tensor, count: int) -> Tensor:
+    """Return count elements that came with the words of a call."""
+    return torch.frombuffer(data, dtype=like.dtype, count=count, offset=TEXT_BYTES)
+
+
+def take_inline(data: bytearray, out: Tensor, link: Link, skip: int = 0) -> None:
+    """Set out to what came with the words of a call, behind skip bytes."""
+    if out.numel():
+        start = TEXT_BYTES + skip
+        link.memory(out)[:] = memoryview(data)[start : start + out.nbytes]
 
 
 def barrier(link: Link, text: str) -> Waits:
@@ -57,14 +90,14 @@ def all_reduce(
         found = yield from link.agree(text, link.memory(x))
         if x.numel():
             operands = [
-                x if rank == link.rank else tensor_of(each, x, x.numel())
+                x if rank == link.rank else inline_tensor(each, x, x.numel())
                 for rank, each in enumerate(found)
             ]
             reduction.fold(operands, x)
         return
     yield from link.agree(text)
     for x, reduction in zip(xs, reductions, strict=True):
-        if x.nbytes <= WHOLE_BYTES:
+        if x.nbytes * (link.size - 1) <= WHOLE_BYTES:
             yield from _reduce_whole(link, x, reduction)
         else:
             yield from _reduce_chunks(link, x, chunks(x.numel(), link.size), reduction, x)
@@ -72,7 +105,9 @@ def all_reduce(
 
 def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
     """Reduce a tensor in place, by every rank's own folds of all values."""
-    operands = [x if rank == link.rank else torch.empty_like(x) for rank in range(link.size)]
+    held = [SCRATCH.take(x.nbytes) for _ in link.others]
+    operands = [each.view(x.dtype)[: x.numel()] for each in held]
+    operands.insert(link.rank, x)
     moves = link.step()
     for rank in link.others:
         moves.receive(link.memory(operands[rank]), rank)
@@ -81,6 +116,7 @@ def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
         moves.send(given, rank)
     yield moves
     reduction.fold(operands, x)
+    SCRATCH.give(held)
 
 
 def _reduce_chunks(
@@ -102,9 +138,14 @@ def _reduce_chunks(
     each = max(1, min(longest, PIECE_BYTES // item))
     start, stop = bounds[rank]
     into = x[start:stop] if own is None else own
+    count = -(-longest // each)
+    held = [SCRATCH.take(each * item) for _ in range(min(2, count) * (size - 1))]
     scratch = [
-        {other: x.new_empty(each) for other in link.others}
-        for _ in range(min(2, -(-longest // each)))
+        {
+            other: held[turn * (size - 1) + i].view(x.dtype)[:each]
+            for i, other in enumerate(link.others)
+        }
+        for turn in range(min(2, count))
     ]
 
     def piece(of: int, number: int) -> slice:
@@ -126,7 +167,6 @@ def _reduce_chunks(
             moves.send(given[bytes_of(piece(other, number))], other)
         return moves
 
-    count = -(-longest // each)
     handed: list[Step] = []
     coming = exchange(0) if count else link.step()
     for number in range(count):
@@ -149,6 +189,7 @@ def _reduce_chunks(
     for moves in handed:
         if moves.requests:
             yield moves
+    SCRATCH.give(held)
 
 
 def reduce_scatter(
@@ -162,12 +203,12 @@ def reduce_scatter(
     if len(outs) == 1 and inlined(outs[0].nbytes, link):
         (out,), (x,), (reduction,) = outs, ins, reductions
         count, given = out.numel(), link.memory(x)
-        parts = [given[r * out.nbytes : (r + 1) * out.nbytes] for r in range(link.size)]
+        parts = [bytes(given[r * out.nbytes : (r + 1) * out.nbytes]) for r in range(link.size)]
         found = yield from link.agree(text, parts)
         if count:
             mine = x[link.rank * count : (link.rank + 1) * count]
             operands = [
-                mine.clone() if rank == link.rank else tensor_of(each, x, count)
+                mine.clone() if rank == link.rank else inline_tensor(each, x, count)
                 for rank, each in enumerate(found)
             ]
             reduction.fold(operands, out)
@@ -221,8 +262,7 @@ def all_gather(
     if len(ins) == 1 and inlined(max(each.nbytes for each in outs[0]), link):
         found = yield from link.agree(text, link.memory(ins[0]))
         for out, each in zip(outs[0], found, strict=True):
-            if out.numel():
-                link.memory(out)[:] = each[: out.nbytes]
+            take_inline(each, out, link)
         return
     yield from link.agree(text)
     moves = link.step()
@@ -242,8 +282,8 @@ def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
     if len(xs) == 1 and inlined(xs[0].nbytes, link):
         x = xs[0]
         found = yield from link.agree(text, link.memory(x) if link.rank == root else None)
-        if link.rank != root and x.numel():
-            link.memory(x)[:] = found[root][: x.nbytes]
+        if link.rank != root:
+            take_inline(found[root], x, link)
         return
     yield from link.agree(text)
     for x in xs:
@@ -293,12 +333,11 @@ def _spread(link: Link, x: Tensor, root: int) -> Waits:
 def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
     """Reduce a flat tensor of all ranks into out on the root; others leave both as they are."""
     if inlined(x.nbytes, link):
-        nothing: Memory = b""
-        given = [link.memory(x) if rank == root else nothing for rank in range(link.size)]
+        given = [bytes(link.memory(x)) if rank == root else b"" for rank in range(link.size)]
         found = yield from link.agree(text, given)
         if link.rank == root and x.numel():
             operands = [
-                x.clone() if rank == root else tensor_of(each, x, x.numel())
+                x.clone() if rank == root else inline_tensor(each, x, x.numel())
                 for rank, each in enumerate(found)
             ]
             reduction.fold(operands, out)
@@ -348,26 +387,38 @@ def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tens
 
     Raises Mismatch on all ranks where one sends not what another expects.
     """
-    sizes = torch.tensor([[each.nbytes for each in ins], [each.nbytes for each in outs]])
-    ours = link.memory(sizes)
-    if link.size <= NEAR:
-        found = yield from link.agree(text, ours)
-        every = torch.stack([tensor_of(each, sizes, 2 * link.size) for each in found])
+    size, rank = link.size, link.rank
+    row = array("q", [each.nbytes for each in (*ins, *outs)])
+    sizes = memoryview(row).cast("B")
+    small = [len(sizes) + max(row[j], row[size + j]) <= INLINE_BYTES for j in range(size)]
+    if size <= NEAR:
+        given = [
+            b"".join((sizes, link.memory(each))) if fits else bytes(sizes)
+            for each, fits in zip(ins, small, strict=True)
+        ]
+        found = yield from link.agree(text, given)
+        ends = TEXT_BYTES + len(sizes)
+        every = [memoryview(each)[TEXT_BYTES:ends].cast("q").tolist() for each in found]
     else:
+        small = [False] * size
         yield from link.agree(text)
-        every = sizes.new_empty(link.size, 2 * link.size)
-        yield from all_gather(link, text, [list(every)], [sizes.reshape(-1)])
-    every = every.reshape(link.size, 2, link.size)
-    wrong = (every[:, 0] != every[:, 1].T).nonzero()
-    if len(wrong):
-        source, to = wrong[0].tolist()
-        raise differing(text, source, to, int(every[source, 0, to]), int(every[to, 1, source]))
+        rows = torch.empty(size, 2 * size, dtype=torch.int64)
+        yield from all_gather(link, text, [list(rows)], [torch.frombuffer(row, dtype=torch.int64)])
+        every = rows.tolist()
+    for source, sent in enumerate(every):
+        for to, expected in enumerate(every):
+            if sent[to] != expected[size + source]:
+                raise differing(text, source, to, sent[to], expected[size + source])
     moves = link.step()
-    for rank in link.others:
-        moves.receive(link.memory(outs[rank]), rank)
-    for rank in link.others:
-        moves.send(link.memory(ins[rank]), rank)
-    outs[link.rank].copy_(ins[link.rank])
+    for other in link.others:
+        if not small[other]:
+            moves.receive(link.memory(outs[other]), other)
+    for other in link.others:
+        if not small[other]:
+            moves.send(link.memory(ins[other]), other)
+        else:
+            take_inline(found[other], outs[other], link, len(sizes))
+    outs[rank].copy_(ins[rank])
     yield moves
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import Work
@@ -26,13 +26,16 @@ CALLBACKS = 64  # threads at most that run callbacks of futures, some of which w
 NO_TIMEOUT = timedelta(0)
 
 
-class Step(NamedTuple):
+class Step:
     """Requests that an operation waits for, and the rank at the other end of each."""
 
-    requests: list[Any]
-    ranks: list[int]
+    __slots__ = ("ranks", "requests")
+
+    def __init__(self, requests: list[Any], ranks: list[int]) -> None:
+        self.requests, self.ranks = requests, ranks
 
 
+NOTHING = Step([], [])
 Program = Generator[Step, None, None]
 
 
@@ -70,7 +73,7 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
         self._result = result
         self._begun_s = time.monotonic()
         self._timeout_s = timeout_s
-        self._step = Step([], [])
+        self._step = NOTHING
         self._lock = threading.Lock()  # of the thread that moves it on
         self._future: Any = None
 
@@ -98,7 +101,7 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
         try:
             return self._test_all(self._step.requests)
         except Exception as error:
-            self._step = Step([], [])
+            self._step = NOTHING
             self._step = self._program.throw(error)
             return False
 
@@ -106,7 +109,7 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
         """Return the error of a time-out, which names the ranks that have not come."""
         absent = {
             rank
-            for request, rank in zip(*self._step, strict=True)
+            for request, rank in zip(self._step.requests, self._step.ranks, strict=True)
             if rank >= 0 and not request.Test()
         }
         who = ", ".join(map(str, sorted(absent))) or "unknown"
@@ -117,12 +120,13 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
     def _finish(self, error: BaseException | None) -> None:
         if error is not None and self._step.requests:
             self._engine.abandon(self._step.requests, (self._program, self._result))
+            self._program.close()
         self.error = error
-        self._program.close()
-        self._step = Step([], [])
+        self._step = NOTHING
         if self.at_end is not None:
             self._engine.elsewhere(self.at_end).result()
-        self._engine.forget(self)
+        if self._engine.under_way:
+            self._engine.forget(self)
         with self._engine.futures:
             self.finished = True
             future = self._future
@@ -191,7 +195,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.futures = threading.Lock()
-        self._under_way: dict[Operation, None] = {}
+        self.under_way: dict[Operation, None] = {}
         self._abandoned: list[Any] = []
         self._wake = threading.Condition()
         self._asleep = False
@@ -203,7 +207,7 @@ class Engine:
 
     def proceed(self, operation: Operation) -> None:
         """Let an operation go on while nobody waits for it."""
-        self._under_way[operation] = None
+        self.under_way[operation] = None
         if operation.finished:
             self.forget(operation)
             return
@@ -216,7 +220,7 @@ class Engine:
 
     def forget(self, operation: Operation) -> None:
         """Let go of an operation that has finished."""
-        self._under_way.pop(operation, None)
+        self.under_way.pop(operation, None)
 
     def abandon(self, requests: Sequence[Any], memory: Any) -> None:
         """Keep what messages that nobody waits for any more may still read and write."""
@@ -240,7 +244,7 @@ class Engine:
         self._driving += 1
         try:
             while not operation.move():
-                for other in list(self._under_way) if self._under_way else ():
+                for other in list(self.under_way) if self.under_way else ():
                     other.move()
                 waited_s = time.monotonic() - begun_s
                 if 0 < timeout_s < waited_s:
@@ -254,14 +258,14 @@ class Engine:
         take_short_slices()
         begun_s = time.monotonic()
         while not self._ended:
-            if not self._under_way:
+            if not self.under_way:
                 with self._wake:
                     self._asleep = True
-                    while not self._under_way and not self._ended:
+                    while not self.under_way and not self._ended:
                         self._wake.wait()
                     self._asleep = False
                 begun_s = time.monotonic()
-            for operation in list(self._under_way):
+            for operation in list(self.under_way):
                 if operation.move():
                     begun_s = time.monotonic()
             if self._driving:
@@ -278,7 +282,7 @@ class Engine:
             self._wake.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._under_way.clear()
+        self.under_way.clear()
 
 
 @cache

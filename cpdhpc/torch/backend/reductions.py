@@ -40,7 +40,8 @@ class Reduction:
     """
 
     def __init__(self, op: Any, dtype: torch.dtype, ranks: int) -> None:
-        self.op, self.ranks, self.dtype = op, ranks, dtype
+        self.op, self.ranks, self.name = op, ranks, str(op.name)
+        self._mean = op == Op.AVG
         kind = "MIN and MAX" if op in OF_ORDER else op.name
         exact = not (dtype.is_floating_point or dtype.is_complex)
         if (op in OF_BITS and not exact) or (op in OF_ORDER and dtype.is_complex):
@@ -77,11 +78,12 @@ class Reduction:
             for each in operands[1:-1]:
                 fold(total, each, out=total)
             fold(total, operands[-1], out=out)
-        self._scaled(out)
+        if self._mean:
+            self._scaled(out)
 
     def _scaled(self, total: torch.Tensor) -> torch.Tensor:
-        """Divide the sum for a mean, in place."""
-        if self.op == Op.AVG:
+        """Divide the sum for a mean, in place; return it."""
+        if self._mean:
             exact = not (total.is_floating_point() or total.is_complex())
             total.div_(self.ranks, rounding_mode="trunc" if exact else None)
         return total
@@ -93,11 +95,6 @@ def reduction_of(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     return Reduction(op, dtype, ranks)
 
 
-def name_of(op: Any) -> str:
-    """Return the name of a ReduceOp."""
-    return str(op.op.name)
-
-
 def premultiplied(op: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank gives to a reduction: its tensor, times a factor in PREMUL_SUM."""
-    return tensor * op.__getstate__()[1] if op.op == Op.PREMUL_SUM else tensor
+    return tensor * op.__getstate__()[1] if op == ReduceOp.PREMUL_SUM else tensor
