@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 import torch
 
 from ...world.mpi import MESSAGE_BYTES, running_mpi
-from .progress import Step
+from .progress import CALLS, Step
 
 Memory = Any  # of mpi4py: bytes at an address
 Waits = Generator[Step, None, Any]
 
 NEAR = 8  # ranks: up to here each sends each other one its call, else the calls are compared by MPI
+LEAST_TAGS = 32768  # that every MPI has
 TEXT_BYTES = 256  # of a call in a message: its words, cut, and a digest of all of them
 DIGEST_BYTES = 16
 INLINE_BYTES = 3584  # of values that travel with the words, in one message that MPI sends at once
@@ -32,15 +34,16 @@ class Channel:
     """A communicator of a group's own. Collective over its members.
 
     members: the processes of MPI's world, in the order of the group's ranks
-    tag: of the messages that make it; the same on all members
+    name: the same on all members
     """
 
-    def __init__(self, members: Sequence[int], tag: int) -> None:
+    def __init__(self, members: Sequence[int], name: str) -> None:
+        self.name = name
         self.mpi = running_mpi()
         world = self.mpi.COMM_WORLD
         every = world.Get_group()
         group = every.Incl(list(members))
-        self.comm = world.Create_group(group, tag)
+        self.comm = world.Create_group(group, zlib.crc32(name.encode()) % LEAST_TAGS)
         group.Free()
         every.Free()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
@@ -79,9 +82,17 @@ class Channel:
         return [self._irecv([each, self._byte], source, tag) for each in cut(memory)]
 
     def next_call(self) -> Link:
-        """Return the messages of the next collective call; all members make them in one order."""
+        """Return the messages of the next collective call.
+
+        All members make them in one order, but for those in callbacks, which go by their path.
+        """
+        half = self.most_tag // 2
+        if CALLS.path:
+            CALLS.made += 1
+            path = f"{CALLS.path}.{CALLS.made}"
+            return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half)
         self._calls += 1
-        return Link(self, self._calls)
+        return Link(self, f"{self.name}:{self._calls}", self._calls % half)
 
 
 def cut(memory: Memory) -> list[Memory]:
@@ -90,14 +101,14 @@ def cut(memory: Memory) -> list[Memory]:
 
 
 class Link:
-    """The messages of one collective call; number: how many calls of the group came before."""
+    """The messages of one collective call; path: tells calls of all groups apart."""
 
-    def __init__(self, channel: Channel, number: int) -> None:
-        self.channel, self.number = channel, number
+    def __init__(self, channel: Channel, path: str, tag: int) -> None:
+        self.channel, self.path = channel, path
         self.rank, self.size = channel.rank, channel.size
         self.memory = channel.memory
         self.others = channel.others
-        self.tag = 2 * (number % channel.most_tag)
+        self.tag = 2 * tag
 
     def step(self) -> Moves:
         """Return an empty list of messages that are to be under way together."""
@@ -116,7 +127,7 @@ class Link:
         words = packed(text)
         each = isinstance(inline, list)
         if self.size > NEAR:
-            yield from self._agree_by_mpi(words)
+            yield from self._agree_in_rounds(words)
             return []
         moves, found = self.step(), [bytearray(ROOM_BYTES) for _ in range(self.size)]
         for rank in self.others:
@@ -128,21 +139,33 @@ class Link:
         found[self.rank] = words + bytes(mine)
         yield moves
         if text.startswith(REFUSED) or not all([data.startswith(words) for data in found]):
-            raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.number))
+            raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.path))
         return found
 
-    def _agree_by_mpi(self, words: bytes) -> Waits:
-        """Compare words by the largest and the smallest digest; then gather them if they differ."""
-        comm, mpi = self.channel.comm, self.channel.mpi
+    def _agree_in_rounds(self, words: bytes) -> Waits:
+        """Compare words by the largest and the smallest digest, over twice as many ranks a round.
+
+        Source: Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988.
+        """
         digest = int.from_bytes(words[-DIGEST_BYTES:][:7], "little")
-        refused = words.startswith(REFUSED.encode())
-        mine, most = np.array([digest, -digest, refused], np.int64), np.empty(3, np.int64)
-        yield Step([comm.Iallreduce(mine, most, mpi.MAX)], [-1])
-        if most[0] == -most[1] and not most[2]:
+        mine = np.array([digest, -digest, words.startswith(REFUSED.encode())], np.int64)
+        span = 1
+        while span < self.size:
+            moves, other = self.step(), np.empty_like(mine)
+            moves.receive(other.data.cast("B"), (self.rank - span) % self.size)
+            moves.send(mine.tobytes(), (self.rank + span) % self.size)
+            yield moves
+            mine = np.maximum(mine, other)
+            span *= 2
+        if mine[0] == -mine[1] and not mine[2]:
             return
-        texts = np.empty((self.size, TEXT_BYTES), np.uint8)
-        yield Step([comm.Iallgather(np.frombuffer(words, np.uint8), texts)], [-1])
-        raise Mismatch(difference([bytes(each) for each in texts], self.number))
+        texts = [bytearray(TEXT_BYTES) for _ in range(self.size)]
+        texts[self.rank], moves = bytearray(words), self.step()
+        for rank in self.others:
+            moves.receive(texts[rank], rank)
+            moves.send(words, rank)
+        yield moves
+        raise Mismatch(difference(list(map(bytes, texts)), self.path))
 
 
 class Moves(Step):
@@ -182,7 +205,7 @@ def unpacked(data: bytes) -> str:
     return data[:-DIGEST_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
-def difference(texts: Sequence[bytes], number: int) -> str:
+def difference(texts: Sequence[bytes], path: str) -> str:
     """Return what is said of calls by rank that differ, or of which one was refused."""
     words = [unpacked(each) for each in texts]
     for rank, each in enumerate(words):
@@ -190,6 +213,6 @@ def difference(texts: Sequence[bytes], number: int) -> str:
             return f"rank {rank} | {each.removeprefix(REFUSED)}"
     other = next(i for i, each in enumerate(texts) if each != texts[0])
     return (
-        f"call {number} of the process group differs: {words[0]} on rank 0, "
+        f"call {path} of the process group differs: {words[0]} on rank 0, "
         f"{words[other]} on rank {other}"
     )

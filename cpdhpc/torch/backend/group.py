@@ -15,7 +15,7 @@ from . import NAME, programs
 from .channel import REFUSED, Channel, Link, Mismatch
 from .host import Hosted
 from .programs import Tensor, Waits
-from .progress import Operation, Step, engine
+from .progress import Operation, Step, engine, untraced
 from .reductions import premultiplied, reduction_of
 
 BARE = "_record_function_with_args_enter", "_record_function_with_args_exit"  # of torch.autograd
@@ -43,6 +43,7 @@ def listed(tensors: Sequence[Tensor], call: str = "") -> str:
 def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let another backend do a method where it is the one of the tensors' device."""
 
+    @untraced
     @wraps(method)
     def call(group: MpiGroup, *arguments: Any, **options: Any) -> Any:
         first = arguments[0]
@@ -144,6 +145,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         tensors: Sequence[Tensor],
         result: Any,
         opts: Any = None,
+        path: str = "",
     ) -> Operation:
         """Begin an operation; it goes on while nobody waits unless opts say that one will."""
         timeout = getattr(opts, "timeout", None)
@@ -153,6 +155,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
             self._engine,
             program,
             call,
+            path,
             result,
             timeout_s if timeout_s > 0 else self.timeout_s,
             test,
@@ -179,7 +182,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         except (TypeError, ValueError) as error:  # all ranks are to raise it
             call = f"{title}: {error}"
             program = link.agree(REFUSED + call)
-        return self._start(title, call, hosted.around(program), tensors, result, opts)
+        return self._start(title, call, hosted.around(program), tensors, result, opts, link.path)
 
     @by_device
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation:
@@ -419,6 +422,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
 
     alltoall_base = all_to_all_single
 
+    @untraced
     def barrier(self, opts: Any = None) -> Operation:
         """Wait for all ranks."""
 

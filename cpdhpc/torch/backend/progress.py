@@ -6,17 +6,19 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import Work
 
 from ...ops.common import take_short_slices
 
+F = TypeVar("F", bound=Callable[..., Any])
 POLLS = 50  # before a wait gives up the core for the first time
 SPIN_S = 0.002  # for which a wait only gives up the core between two looks; then it sleeps
 PAUSE_S = 5e-5
@@ -47,10 +49,81 @@ def pause(waited_s: float) -> None:
         time.sleep(PAUSE_S if waited_s < LONG_S else LONG_PAUSE_S)
 
 
+class Calls(threading.local):
+    """In which callback of which call a thread is, and how many calls it has made there.
+
+    Threads of different ranks run callbacks at different times, so that calls are told apart by
+    this path and not by their order. The path of a call of the program itself is empty.
+    """
+
+    path = ""
+    made = 0
+
+    @contextmanager
+    def within(self, path: str) -> Iterator[None]:
+        """Run a block as the callback of that path."""
+        before = self.path, self.made
+        self.path, self.made = path, 0
+        try:
+            yield
+        finally:
+            self.path, self.made = before
+
+
+CALLS = Calls()
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """A future of a call, whose callbacks may make calls: these match on all ranks."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path, self._callbacks = path, 0
+
+    def _next(self) -> str:
+        self._callbacks += 1
+        return f"{self._path}>{self._callbacks}"
+
+    def then(self, callback: Callable[[Any], Any]) -> CallFuture:
+        """Return the future of what a callback returns for this one."""
+        path = self._next()
+        result = CallFuture(path)
+
+        def done(_: Any) -> None:
+            try:
+                with CALLS.within(path):
+                    value = callback(self)
+            except Exception as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+        super().add_done_callback(done)
+        return result
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call back once there is a result or an error."""
+        path = self._next()
+
+        def done(_: Any) -> None:
+            with CALLS.within(path):
+                callback(self)
+
+        super().add_done_callback(done)
+
+
+def untraced(function: F) -> F:
+    """Keep torch.compile from tracing a function and what it calls; they run as they are."""
+    tracer = torch._C._dynamo.eval_frame
+    skip = tracer._FrameAction.SKIP
+    tracer.set_code_exec_strategy(function.__code__, tracer._FrameExecStrategy(skip, skip))
+    return function
+
+
 class Operation(Work):  # type: ignore[misc]  # torch has no types for it
     """One call of a process group: a program of messages and sums, and how it ended.
 
-    program: yields what it waits for; call: its words in errors
+    program: yields what it waits for; call: its words in errors; path: see Calls
     result: the tensors that are its future's value; timeout_s: the longest that it may take
     """
 
@@ -59,12 +132,13 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
         engine: Engine,
         program: Program,
         call: str,
+        path: str,
         result: Any,
         timeout_s: float,
         test_all: Callable[[list[Any]], bool],
     ) -> None:
         super().__init__()
-        self.call = call
+        self.call, self._path = call, path
         self.sources: list[int] = []  # of a receive: where the rank goes that sent
         self.finished = False
         self.error: BaseException | None = None
@@ -139,6 +213,7 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
         else:
             future.set_exception(self.error)
 
+    @untraced
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True once the operation has finished; raise its error."""
         if not self.finished:
@@ -173,15 +248,16 @@ class Operation(Work):  # type: ignore[misc]  # torch has no types for it
 
     _source_rank = source_rank
 
+    @untraced
     def get_future(self) -> Any:
         """Return a future of the tensors; its callbacks run in a thread of their own."""
         with self._engine.futures:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future()
+            self._future = CallFuture(self._path)
             finished = self.finished
         if finished:
-            self._set(self._future)
+            self._engine.elsewhere(self._set, self._future)
         else:
             self._engine.proceed(self)
         return self._future

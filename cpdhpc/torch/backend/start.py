@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-import zlib
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -104,8 +103,8 @@ def create(options: Any) -> MpiGroup:
         members = None
     process = mpi.COMM_WORLD.Get_rank()
     members = meet(store, rank, size, process, members, timeout_s)
-    tag = zlib.crc32(str(options.group_id).encode()) % 32768
-    return MpiGroup(store, rank, size, Channel(members, tag), members, timeout_s)
+    channel = Channel(members, str(options.group_id))
+    return MpiGroup(store, rank, size, channel, members, timeout_s)
 
 
 def meet(
