@@ -7,6 +7,7 @@ Gradients:
 
 A backend of torch.distributed over MPI: init_process_group("cpdhpc", init_method="mpi://").
     Importing this makes it known where torch is loaded, its one effect; torch does so, too.
+    set_wires           lets the sums of a process group travel in few bits
 
 Optimisers whose steps follow each layer's norm: Lars, Larc, Lamb, NovoGrad, AdamP
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from . import precision as precision
     from . import quantized as quantized
     from . import split_images as split_images
+    from .backend.wires import set_wires as set_wires
     from .ddp import ddp_hook as ddp_hook
     from .fsdp import fsdp_hook as fsdp_hook
     from .loss_scaling import LossScaler as LossScaler
@@ -48,6 +50,7 @@ else:
             "LossScaler": "loss_scaling",
             "ddp_hook": "ddp",
             "fsdp_hook": "fsdp",
+            "set_wires": "backend.wires",
         },
     )
 
@@ -69,5 +72,6 @@ __all__ = [
     "fsdp_hook",
     "precision",
     "quantized",
+    "set_wires",
     "split_images",
 ]

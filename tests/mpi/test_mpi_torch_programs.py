@@ -310,3 +310,64 @@ def test_two_models_at_a_time() -> None:
         return [*values(models[0]), *xs]
 
     assert_as_gloo(program)
+
+
+def test_sums_of_few_bits_inside_ddp() -> None:
+    """The parameters are those of gradients that are rounded and summed by cpdhpc.allreduce."""
+
+    def rounded() -> list[torch.Tensor]:
+        cpdhpc.torch.set_wires(all_reduce="e4m3", from_bytes=256)
+        return values(trained(DistributedDataParallel(network())))
+
+    def by_hand() -> list[torch.Tensor]:
+        world, model = cpdhpc.World(), network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        order: list[nn.Parameter] = list(model.parameters())
+        for step in range(STEPS):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            grouped = order if step == 0 else order[::-1]  # DDP makes its bucket anew
+            flat = torch.cat([p.grad.reshape(-1) / world.size for p in grouped])
+            total = torch.from_numpy(cpdhpc.allreduce(world, flat.numpy(), wire="e4m3"))
+            for p, each in zip(grouped, total.split([p.numel() for p in grouped]), strict=True):
+                p.grad.copy_(each.reshape(p.shape))
+            optimizer.step()
+        world.free()
+        return [p.detach() for p in model.parameters()]
+
+    ours, wanted = over("cpdhpc", rounded), over("cpdhpc", by_hand)
+    exact = over("cpdhpc", lambda: values(trained(DistributedDataParallel(network()))))
+    assert not all(map(torch.equal, ours, exact)), "rounded"
+    for one, other in zip(ours, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_many_floating_point_values_are_rounded() -> None:
+    def program() -> list[torch.Tensor]:
+        cpdhpc.torch.set_wires(all_reduce={"wire": "e2m1fn", "accumulate": "exact"})
+        small, whole = torch.full((100,), 1.03), torch.arange(100_000)
+        most, many = torch.full((100_000,), 1.03), torch.full((100_000,), 1.03)
+        works = [
+            dist.all_reduce(small, async_op=True),
+            dist.all_reduce(whole, async_op=True),
+            dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True),
+            dist.all_reduce(many, dist.ReduceOp.AVG, async_op=True),
+        ]
+        for work in works[::-1]:
+            work.wait()
+        ranks = dist.get_world_size()
+        assert torch.equal(whole, torch.arange(100_000) * ranks)
+        assert (most == torch.tensor(1.03)).all() and (many == 1).all()
+        assert torch.allclose(small, torch.full((100,), 1.03 * ranks))
+        low = torch.full((100_000,), 1.03, dtype=torch.bfloat16)
+        dist.all_reduce(low)
+        assert (low == ranks).all()
+        with pytest.raises(ValueError, match="set_wires: all_reduce: "):
+            cpdhpc.torch.set_wires(all_reduce="e9m9x")
+        cpdhpc.torch.set_wires()
+        dist.all_reduce(many := torch.full((100_000,), 1.03))
+        assert torch.allclose(many, torch.full((100_000,), 1.03 * ranks))
+        return []
+
+    over("cpdhpc", program)

@@ -81,6 +81,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         self.store, self.channel, self.members = store, channel, members
         self.timeout_s = timeout_s
         self._engine = engine()
+        self.wires: Any = None  # of set_wires
         self._name = self._description = ""
         self._others: dict[str, Any] = {}
 
@@ -119,6 +120,8 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         for other in self._others.values():
             if other is not None:
                 other.shutdown()
+        if self.wires is not None:
+            self.wires.free()
         self.channel.free()
 
     def abort(self) -> None:
@@ -214,6 +217,11 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         if name == "PREMUL_SUM":
             for each in tensors:
                 each.copy_(premultiplied(op, each))
+        if self.wires is not None and all(
+            self.wires.takes("all_reduce", each, name) for each in tensors
+        ):
+            given = [self.wires.all_reduce(link, call, hosted.both(x), name) for x in tensors]
+            return call, programs.one_by_one(given)
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
 
     @by_device

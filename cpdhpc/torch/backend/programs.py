@@ -76,6 +76,12 @@ def take_inline(data: bytearray, out: Tensor, link: Link, skip: int = 0) -> None
         link.memory(out)[:] = memoryview(data)[start : start + out.nbytes]
 
 
+def one_by_one(given: Sequence[Waits]) -> Waits:
+    """Do what programs do, one after another."""
+    for program in given:
+        yield from program
+
+
 def barrier(link: Link, text: str) -> Waits:
     """Wait for all ranks."""
     yield from link.agree(text)
