@@ -54,8 +54,8 @@ else:
         },
     )
 
-if not TYPE_CHECKING and "torch" in sys.modules:
-    from .backend import register as _register
+if not TYPE_CHECKING and sys.modules.get("torch") is not None:
+    from .backend.registration import register as _register
 
     _register()
 

@@ -51,20 +51,19 @@ def over(backend: str, program: Program) -> Any:
         dist.destroy_process_group()
 
 
-def assert_as_gloo(program: Program) -> None:
+def assert_as_gloo(program: Program, ulp: float = 2**-23) -> None:
     """The same values over both; of two ranks the same bits, as two numbers' sum has no order.
 
-    More are added in another order: each of n - 1 sums rounds by half an ulp, 2**-24 of float32,
-    and a few steps of training let that grow.
+    Of more ranks sums are rounded n - 1 times in another order, each by half an ulp of the dtype in
+    which they are added. STEPS steps of rate 0.1 and momentum 0.9 add up 0.1 * (1 + 1.9 + 2.71)
+    times the error of a gradient, here less than 4; the factor 8 is for what then grows.
     """
     ours, theirs = over("cpdhpc", program), over("gloo", program)
+    bound = 0 if dist_size() == 2 else 8 * 0.561 * 4 * (dist_size() - 1) * ulp / 2
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == other.dtype and torch.isfinite(one).all()
-        if dist_size() == 2:
-            assert torch.equal(one, other)
-        else:
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
 
 
 def dist_size() -> int:
@@ -132,7 +131,7 @@ HOOKS: dict[str, Program] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_distributed_data_parallel(name: str) -> None:
-    assert_as_gloo(HOOKS[name])
+    assert_as_gloo(HOOKS[name], 2**-10 if name == "fp16" else 2**-23)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

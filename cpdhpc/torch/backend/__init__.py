@@ -1,39 +1,7 @@
 """A backend of torch.distributed over MPI, named "cpdhpc", and the store of init_method="mpi://".
 
-register is what torch calls as it is imported, by the entry point torch.backends; importing
-cpdhpc.torch calls it, too, where torch is loaded. Nothing else of this package is loaded before a
-process group is made.
+registration makes it known; start finds the members of a group; group has torch's methods; programs
+says what each rank sends, receives and adds; channel has the messages; progress moves calls on.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 NAME = "cpdhpc"
-DEVICES = ["cpu", "cuda"]
-
-
-def register() -> None:
-    """Make the backend and mpi:// known to torch.distributed; once is enough."""
-    from torch import distributed
-    from torch.distributed.rendezvous import register_rendezvous_handler
-
-    if not distributed.is_available() or NAME in distributed.Backend.backend_list:
-        return
-    distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
-    register_rendezvous_handler("mpi", _rendezvous)
-
-
-def _create(options: Any, _: Any = None) -> Any:
-    """Return a process group, as torch asks a backend for it. Collective over its members."""
-    from .start import create
-
-    return create(options)
-
-
-def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, the rank and the number of ranks, as torch asks for. Collective."""
-    from .start import rendezvous
-
-    yield rendezvous(url, **options)

@@ -115,28 +115,27 @@ class Link:
         return Moves(self)
 
     def agree(
-        self, text: str, inline: list[bytes] | Memory | None = None
+        self, text: str, inline: Memory = b"", parts: Sequence[bytes] | None = None
     ) -> Generator[Step, None, list[bytearray]]:
         """Compare the words of a call over the ranks, and return what travelled with them.
 
-        inline: this rank's values, up to INLINE_BYTES, one for all or one for each rank
+        inline, parts: this rank's values, up to INLINE_BYTES, for all, or for each rank
         Returns what has come from each rank, this one's own too, with the values from TEXT_BYTES
         on; nothing where there are too many ranks: values then travel by messages of their own.
         Raises Mismatch on all ranks alike where words differ or begin with REFUSED.
         """
         words = packed(text)
-        each = isinstance(inline, list)
         if self.size > NEAR:
             yield from self._agree_in_rounds(words)
             return []
         moves, found = self.step(), [bytearray(ROOM_BYTES) for _ in range(self.size)]
         for rank in self.others:
             moves.receive(found[rank], rank)
-        given = words if inline is None or each else words + bytes(inline)
+        same = words + bytes(inline)
+        given = [same] * self.size if parts is None else [words + part for part in parts]
         for rank in self.others:
-            moves.send(words + inline[rank] if each else given, rank)
-        mine = inline[self.rank] if each else inline or b""
-        found[self.rank] = words + bytes(mine)
+            moves.send(given[rank], rank)
+        found[self.rank] = bytearray(given[self.rank])
         yield moves
         if text.startswith(REFUSED) or not all([data.startswith(words) for data in found]):
             raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.path))

@@ -9,17 +9,24 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import ProcessGroup, ReduceOp
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
 
+from ...errors import UserError
 from . import NAME, programs
-from .channel import REFUSED, Channel, Link, Mismatch
+from .channel import REFUSED, Channel, Link
 from .host import Hosted
 from .programs import Tensor, Waits
 from .progress import Operation, Step, engine, untraced
 from .reductions import premultiplied, reduction_of
 
-BARE = "_record_function_with_args_enter", "_record_function_with_args_exit"  # of torch.autograd
-ENTER, EXIT = (getattr(torch.autograd, name) for name in BARE)
+PROFILER = (
+    "_profiler_enabled",
+    "_record_function_with_args_enter",
+    "_record_function_with_args_exit",
+)
+PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
 
 
 @lru_cache(4096)
@@ -40,6 +47,28 @@ def listed(tensors: Sequence[Tensor], call: str = "") -> str:
     return call + ", ".join(map(described, tensors))
 
 
+def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torch.device) -> Any:
+    """Return a group of the backend that torch was asked for on a device; None if it is ours."""
+    config = distributed.distributed_c10d._world.pg_backend_config.get(group, "")
+    asked = distributed.distributed_c10d.BackendConfig(distributed.Backend(config))
+    name = asked.get_device_backend_map().get(device.type, NAME)
+    if name == NAME:
+        return None
+    if name != "nccl":
+        raise UserError(f"{NAME}: backend {name!r} for {device.type}: must be 'nccl' or {NAME!r}")
+    rank, size = group.rank(), group.size()
+    store = PrefixStore(f"{device.type}/", store)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    backend = distributed.ProcessGroupNCCL(store, rank, size, options)
+    beside = distributed.ProcessGroup(store, rank, size)
+    kind = distributed.ProcessGroup.BackendType.NCCL
+    beside._set_default_backend(kind)
+    beside._register_backend(device, kind, backend)
+    beside._set_group_name(GroupName(f"{group.group_name}/{name}"))
+    return beside
+
+
 def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let another backend do a method where it is the one of the tensors' device."""
 
@@ -58,7 +87,7 @@ def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
+class MpiGroup(ProcessGroup):
     """A process group whose messages travel by MPI; made by torch.distributed.
 
     store, rank, size: torch's; channel: the communicator; members: MPI's processes, by rank
@@ -77,7 +106,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         members: list[int],
         timeout_s: float,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's other constructor
         self.store, self.channel, self.members = store, channel, members
         self.timeout_s = timeout_s
         self._engine = engine()
@@ -105,7 +134,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         """Take the description that torch gives."""
         self._description = description
 
-    def _get_backend(self, _: Any) -> MpiGroup:
+    def _get_backend(self, _: Any) -> Any:
         """Return this group, which is its own backend."""
         return self
 
@@ -133,9 +162,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         So "cpu:cpdhpc,cuda:nccl" goes beside NCCL: torch makes the first group alone.
         """
         if device.type not in self._others:
-            from .start import group_beside
-
-            self._others[device.type] = group_beside(self, device)
+            self._others[device.type] = group_beside(self, self.timeout_s, self.store, device)
         return self._others[device.type]
 
     # Operations
@@ -163,7 +190,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
             timeout_s if timeout_s > 0 else self.timeout_s,
             test,
         )
-        if torch.autograd._profiler_enabled():
+        if PROFILING():
             handle = ENTER(f"{NAME}:{title}", *tensors)
             operation.at_end = lambda: EXIT(handle)
         if not operation.move() and getattr(opts, "asyncOp", True):
@@ -203,7 +230,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
     allreduce_coalesced = allreduce
 
     def _all_reduce(
-        self, link: Link, hosted: Hosted, tensors: list[Tensor], op: ReduceOp
+        self, link: Link, hosted: Hosted, tensors: list[Tensor], op: Any
     ) -> tuple[str, Waits]:
         kind = op.op
         reductions = [reduction_of(kind, each.dtype, link.size) for each in tensors]
@@ -260,9 +287,9 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
             for outs, x in zip(output_tensors, input_tensors, strict=True):
                 self._check_list("tensor_list", outs)
                 self._check_like("tensor", x, outs[link.rank])
-            outs = [[hosted.output(each) for each in outs] for outs in output_tensors]
+            to = [[hosted.output(each) for each in outs] for outs in output_tensors]
             ins = [hosted.input(x) for x in input_tensors]
-            return call, programs.all_gather(link, call, outs, ins)
+            return call, programs.all_gather(link, call, to, ins)
 
         return self._collective("all_gather", make, input_tensors, output_tensors, opts)
 
@@ -327,7 +354,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
         title = "_reduce_scatter_base"
         return self.reduce_scatter_single_coalesced([output], [input], opts, title)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
 
     @by_device
     def reduce_scatter(
@@ -522,6 +549,3 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]  # torch has no types for it
             )
         each = flat.numel() // rows if rows else 0
         return list(torch.split(flat, [count * each for count in splits]))
-
-
-__all__ = ["Mismatch", "MpiGroup"]

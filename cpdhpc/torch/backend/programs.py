@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, cut
+from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, Moves, cut
 from .progress import Step
 from .reductions import Reduction
 
@@ -129,7 +129,7 @@ def _reduce_chunks(
     link: Link,
     x: Tensor,
     bounds: Sequence[tuple[int, int]],
-    reduction: Reduction,
+    reduction: Reduction | Unchanged,
     target: Tensor | None,
     own: Tensor | None = None,
 ) -> Waits:
@@ -162,7 +162,7 @@ def _reduce_chunks(
     def bytes_of(part: slice) -> slice:
         return slice(part.start * item, part.stop * item)
 
-    def exchange(number: int) -> Step:
+    def exchange(number: int) -> Moves:
         """Start to give the pieces of others away, and to get this rank's."""
         moves, here = link.step(), piece(rank, number)
         count = here.stop - here.start
@@ -173,7 +173,7 @@ def _reduce_chunks(
             moves.send(given[bytes_of(piece(other, number))], other)
         return moves
 
-    handed: list[Step] = []
+    handed: list[Moves] = []
     coming = exchange(0) if count else link.step()
     for number in range(count):
         yield coming
@@ -210,7 +210,7 @@ def reduce_scatter(
         (out,), (x,), (reduction,) = outs, ins, reductions
         count, given = out.numel(), link.memory(x)
         parts = [bytes(given[r * out.nbytes : (r + 1) * out.nbytes]) for r in range(link.size)]
-        found = yield from link.agree(text, parts)
+        found = yield from link.agree(text, parts=parts)
         if count:
             mine = x[link.rank * count : (link.rank + 1) * count]
             operands = [
@@ -267,8 +267,8 @@ def all_gather(
     """Give each rank's tensor to all: outs[i][rank] is ins[i] of that rank."""
     if len(ins) == 1 and inlined(max(each.nbytes for each in outs[0]), link):
         found = yield from link.agree(text, link.memory(ins[0]))
-        for out, each in zip(outs[0], found, strict=True):
-            take_inline(each, out, link)
+        for each, came in zip(outs[0], found, strict=True):
+            take_inline(came, each, link)
         return
     yield from link.agree(text)
     moves = link.step()
@@ -287,7 +287,7 @@ def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
     """Give the root's tensors to all."""
     if len(xs) == 1 and inlined(xs[0].nbytes, link):
         x = xs[0]
-        found = yield from link.agree(text, link.memory(x) if link.rank == root else None)
+        found = yield from link.agree(text, link.memory(x) if link.rank == root else b"")
         if link.rank != root:
             take_inline(found[root], x, link)
         return
@@ -340,7 +340,7 @@ def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, ou
     """Reduce a flat tensor of all ranks into out on the root; others leave both as they are."""
     if inlined(x.nbytes, link):
         given = [bytes(link.memory(x)) if rank == root else b"" for rank in range(link.size)]
-        found = yield from link.agree(text, given)
+        found = yield from link.agree(text, parts=given)
         if link.rank == root and x.numel():
             operands = [
                 x.clone() if rank == root else inline_tensor(each, x, x.numel())
@@ -402,7 +402,7 @@ def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tens
             b"".join((sizes, link.memory(each))) if fits else bytes(sizes)
             for each, fits in zip(ins, small, strict=True)
         ]
-        found = yield from link.agree(text, given)
+        found = yield from link.agree(text, parts=given)
         ends = TEXT_BYTES + len(sizes)
         every = [memoryview(each)[TEXT_BYTES:ends].cast("q").tolist() for each in found]
     else:

@@ -120,7 +120,7 @@ def untraced(function: F) -> F:
     return function
 
 
-class Operation(Work):  # type: ignore[misc]  # torch has no types for it
+class Operation(Work):
     """One call of a process group: a program of messages and sums, and how it ended.
 
     program: yields what it waits for; call: its words in errors; path: see Calls

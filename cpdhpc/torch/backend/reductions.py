@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 Fold = Callable[..., torch.Tensor]
-Op = ReduceOp.RedOpType
+Op: Any = ReduceOp.RedOpType  # torch's types do not know all of them
 
 NARROW = (torch.float16, torch.bfloat16)  # and those of 8 bits or less: folded in float32
 UNSIGNED = {  # dtype that torch does not calculate with -> one with the same sums and bits

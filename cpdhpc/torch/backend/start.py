@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlparse
 import numpy as np
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import TCPStore
 
 from ...errors import UserError
 from ...world.mpi import running_mpi, thread_level
@@ -69,9 +70,7 @@ def rendezvous(
     address = np.zeros(ADDRESS_BYTES, np.uint8)
     store = None
     if rank == 0:
-        store = distributed.TCPStore(
-            "localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         data = f"{socket.gethostname()} {store.port}".encode()
         address[: len(data)] = np.frombuffer(data, np.uint8)
     here = world.Split_type(mpi.COMM_TYPE_SHARED)
@@ -85,7 +84,7 @@ def rendezvous(
         pause(waited_s)
     if store is None:
         host, port = address.tobytes().rstrip(b"\0").decode().split()
-        store = distributed.TCPStore("localhost" if near else host, int(port), timeout=timeout)
+        store = TCPStore("localhost" if near else host, int(port), timeout=timeout)
     return store, rank, size
 
 
@@ -130,25 +129,3 @@ def meet(
     if members is None:
         members = [int(store.get(f"process/{r}")) for r in range(size)]
     return members
-
-
-def group_beside(group: MpiGroup, device: torch.device) -> Any:
-    """Return a group of the backend that torch was asked for on a device; None if it is ours."""
-    config = distributed.distributed_c10d._world.pg_backend_config.get(group, "")
-    asked = distributed.distributed_c10d.BackendConfig(distributed.Backend(config))
-    name = asked.get_device_backend_map().get(device.type, NAME)
-    if name == NAME:
-        return None
-    if name != "nccl":
-        raise UserError(f"{NAME}: backend {name!r} for {device.type}: must be 'nccl' or {NAME!r}")
-    rank, size = group.rank(), group.size()
-    store = distributed.PrefixStore(f"{device.type}/", group.store)
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=group.timeout_s)
-    backend = distributed.ProcessGroupNCCL(store, rank, size, options)
-    beside = distributed.ProcessGroup(store, rank, size)
-    kind = distributed.ProcessGroup.BackendType.NCCL
-    beside._set_default_backend(kind)
-    beside._register_backend(device, kind, backend)
-    beside._set_group_name(f"{group.group_name}/{name}")
-    return beside
