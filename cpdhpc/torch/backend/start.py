@@ -6,13 +6,14 @@ import os
 import socket
 import time
 from datetime import timedelta
+from itertools import count
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ...errors import UserError
 from ...world.mpi import running_mpi, thread_level
@@ -23,6 +24,8 @@ from .progress import pause
 
 OLDEST = (2, 13)  # of torch, whose groups may be written in Python as this one is
 ADDRESS_BYTES = 256
+STORES: list[TCPStore] = []  # one at most, so that no rank loses it while others start
+STARTS = count()  # of all processes together, each with keys of its own in one store
 START = "start the program by mpirun -n RANKS python ... or srun --mpi=pmix python ..."
 
 
@@ -67,15 +70,23 @@ def rendezvous(
     for name, value in (("rank", rank), ("world_size", size)):
         if asked.get(name, -1) not in (-1, value):
             raise UserError(f"{NAME}: {name}={asked[name]}: is {value} in MPI: leave it out")
+    if not STORES:
+        STORES.append(shared_store(world, timeout))
+    store = PrefixStore(f"start {next(STARTS)}/", STORES[0])
+    return store, rank, size
+
+
+def shared_store(world: Any, timeout: timedelta) -> TCPStore:
+    """Return the store of all processes, which rank 0 keeps. Collective over MPI's world.
+
+    Raises RuntimeError where rank 0 does not come in time.
+    """
     address = np.zeros(ADDRESS_BYTES, np.uint8)
     store = None
-    if rank == 0:
+    if world.Get_rank() == 0:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         data = f"{socket.gethostname()} {store.port}".encode()
         address[: len(data)] = np.frombuffer(data, np.uint8)
-    here = world.Split_type(mpi.COMM_TYPE_SHARED)
-    near = here.Get_size() == size
-    here.Free()
     request, begun_s = world.Ibcast(address, 0), time.monotonic()
     while not request.Test():
         waited_s = time.monotonic() - begun_s
@@ -84,8 +95,9 @@ def rendezvous(
         pause(waited_s)
     if store is None:
         host, port = address.tobytes().rstrip(b"\0").decode().split()
+        near = host == socket.gethostname()
         store = TCPStore("localhost" if near else host, int(port), timeout=timeout)
-    return store, rank, size
+    return store
 
 
 def create(options: Any) -> MpiGroup:
