@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...world.mpi import MESSAGE_BYTES, running_mpi
-from .progress import CALLS, Step
+from .progress import CALLS, Broken, Step
 
 Memory = Any  # of mpi4py: bytes at an address
 Waits = Generator[Step, None, Any]
@@ -64,10 +64,14 @@ class Channel:
         return self._address(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def test_all(self, requests: list[Any]) -> bool:
-        """Whether all requests are complete."""
-        if len(requests) == 1:
-            return bool(requests[0].Test())
-        return bool(self.mpi.Request.Testall(requests))
+        """Whether all requests are complete. Raises Broken."""
+        try:
+            if len(requests) == 1:
+                return bool(requests[0].Test())
+            return bool(self.mpi.Request.Testall(requests))
+        except self.mpi.Exception as error:
+            too_long = error.Get_error_class() == self.mpi.ERR_TRUNCATE
+            raise Broken(str(error), too_long) from None
 
     def send(self, memory: Memory, to: int, tag: int) -> list[Any]:
         """Start to send to a rank; return the requests."""

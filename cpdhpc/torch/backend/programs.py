@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, Moves, cut
-from .progress import Step
+from .progress import Broken, Step
 from .reductions import Reduction
 
 Tensor = torch.Tensor
 Waits = Generator[Step, None, Any]
 
-PIECE_BYTES = 1 << 19  # of a chunk that is folded at a time, while it is in the cache
-WHOLE_BYTES = 1 << 17  # that come from others: up to here each rank folds all values by itself
+PIECE_BYTES = 1 << 21  # of a chunk that is folded at a time, while it is in the cache
+WHOLE_BYTES = 1 << 18  # that come from others: up to here each rank folds all values by itself
 MOST_KEPT = 16  # pieces
 ALIGN = 64  # elements that chunks begin at multiples of
 SPREAD_BYTES = 1 << 18  # from here on a broadcast goes in chunks that ranks hand on
@@ -494,7 +494,9 @@ def receive(
         message = Received(channel, request)
         try:
             yield Step([message], [source])
-        except channel.mpi.Exception:
+        except Broken as error:
+            if not error.too_long:
+                raise
             raise Mismatch(f"{call}: the message is longer than {len(each)} bytes") from None
         source = message.source
         if message.size_bytes != len(each):

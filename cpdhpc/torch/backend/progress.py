@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +26,14 @@ LONG_S = 0.5  # of waiting, from which on it sleeps longer
 LONG_PAUSE_S = 1e-3
 CALLBACKS = 64  # threads at most that run callbacks of futures, some of which wait for others
 NO_TIMEOUT = timedelta(0)
+
+
+class Broken(RuntimeError):
+    """MPI's error of a message: too_long, or another, as of a rank that has died."""
+
+    def __init__(self, words: str, too_long: bool) -> None:
+        self.too_long = too_long
+        super().__init__(words)
 
 
 class Step:
@@ -164,6 +172,8 @@ class Operation(Work):
                 self._step = next(self._program)
         except StopIteration:
             self._finish(None)
+        except Broken as error:
+            self._finish(RuntimeError(f"{self.call}: {error}{self._waiting(self._step.ranks)}"))
         except BaseException as error:
             self._finish(error)
         finally:
@@ -175,21 +185,20 @@ class Operation(Work):
         try:
             return self._test_all(self._step.requests)
         except Exception as error:
-            self._step = NOTHING
             self._step = self._program.throw(error)
             return False
 
     def _late(self) -> Exception:
         """Return the error of a time-out, which names the ranks that have not come."""
-        absent = {
-            rank
-            for request, rank in zip(self._step.requests, self._step.ranks, strict=True)
-            if rank >= 0 and not request.Test()
-        }
-        who = ", ".join(map(str, sorted(absent))) or "unknown"
-        return RuntimeError(
-            f"{self.call}: timeout after {self._timeout_s:.1f} s of waiting for rank {who}"
-        )
+        each = zip(self._step.requests, self._step.ranks, strict=True)
+        absent = [rank for request, rank in each if not request.Test()]
+        words = f"{self.call}: timeout after {self._timeout_s:.1f} s"
+        return RuntimeError(words + self._waiting(absent))
+
+    def _waiting(self, ranks: Iterable[int]) -> str:
+        """Return what is said of waiting for ranks."""
+        who = ", ".join(map(str, sorted({rank for rank in ranks if rank >= 0})))
+        return f" of waiting for rank {who or 'unknown'}"
 
     def _finish(self, error: BaseException | None) -> None:
         if error is not None and self._step.requests:
