@@ -109,8 +109,15 @@ REDUCTIONS = {
     "BAND": lambda xs: _folded(torch.bitwise_and, xs),
     "BOR": lambda xs: _folded(torch.bitwise_or, xs),
     "BXOR": lambda xs: _folded(torch.bitwise_xor, xs),
-    "AVG": lambda xs: sum(xs[1:], xs[0]) / len(xs),
+    "AVG": lambda xs: _mean(sum(xs[1:], xs[0]), len(xs)),
 }
+
+
+def _mean(total: torch.Tensor, count: int) -> torch.Tensor:
+    """Of complex numbers, both parts rounded once."""
+    if total.is_complex():
+        return torch.view_as_complex(torch.view_as_real(total) / count)
+    return total / count
 
 
 def _folded(function: Callable[..., torch.Tensor], xs: list[torch.Tensor]) -> torch.Tensor:

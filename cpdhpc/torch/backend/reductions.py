@@ -84,8 +84,8 @@ class Reduction:
     def _scaled(self, total: torch.Tensor) -> torch.Tensor:
         """Divide the sum for a mean, in place; return it."""
         if self._mean:
-            exact = not (total.is_floating_point() or total.is_complex())
-            total.div_(self.ranks, rounding_mode="trunc" if exact else None)
+            parts = torch.view_as_real(total) if total.is_complex() else total
+            parts.div_(self.ranks, rounding_mode=None if parts.is_floating_point() else "trunc")
         return total
 
 
