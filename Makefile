@@ -4,6 +4,7 @@
 # make test-gpu     operations and all-reduces bit for bit against the CPU, on this machine's GPUs,
 #                   and kernels under compute-sanitizer
 # make test-gpu-emulated   the CUDA kernels themselves on the CPU, bit for bit; needs no GPU
+# make test-torch   the tests that torch ships for its backends, over MPI, on 4 ranks
 # make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
 # make test-install the wheel alone and with each extra, in clean environments
 # make lint         formatting, style, types
@@ -55,7 +56,7 @@ SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited install_extras
     $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-gpu-emulated test-install \
+.PHONY: quickstart test test-serial test-mpi test-slow test-torch test-gpu test-gpu-emulated test-install \
     test-slurm lint bench-codec soak kill-study install clean
 
 quickstart: install
@@ -78,6 +79,9 @@ test-mpi: $(VENV)/.installed-test
 test-slow: $(VENV)/.installed-test
 	$(SERIAL_TESTS) -m slow
 	$(LIMITED_MPIRUN) 2 $(MPI_TESTS) tests/mpi -m slow
+
+test-torch: $(VENV)/.installed-test
+	$(LIMITED_MPIRUN) 4 $(MPI_TESTS) -m "slow or not slow" tests/mpi/test_mpi_torch_suite.py
 
 # Kernels by compute-sanitizer: those of the codec and of sparse methods.
 SANITIZED = $(patsubst %,tests/test_%.py,cuda_codec blocks selection products integers packing)

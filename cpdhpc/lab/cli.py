@@ -288,6 +288,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.step",
                 on_ranks=True,
             ),
+            "torch": Command(
+                "collectives of torch.distributed over MPI, beside gloo; under mpirun",
+                "bench.torch_calls",
+                on_ranks=True,
+            ),
             "halo": Command(
                 "halo exchanges beside MPI's datatypes and neighbour collectives; under mpirun",
                 "bench.halo",

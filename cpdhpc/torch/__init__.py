@@ -5,6 +5,10 @@ Gradients:
     ddp_hook            the same in DistributedDataParallel; fsdp_hook in FullyShardedDataParallel
     LossScaler          multiplies losses for gradients of few bits
 
+A backend of torch.distributed over MPI: init_process_group("cpdhpc", init_method="mpi://").
+    Importing this makes it known where torch is loaded, its one effect; torch does so, too.
+    set_wires           lets the sums of a process group travel in few bits
+
 Optimisers whose steps follow each layer's norm: Lars, Larc, Lamb, NovoGrad, AdamP
 
 Modules, loaded when they are first used:
@@ -16,6 +20,7 @@ Modules, loaded when they are first used:
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from . import precision as precision
     from . import quantized as quantized
     from . import split_images as split_images
+    from .backend.wires import set_wires as set_wires
     from .ddp import ddp_hook as ddp_hook
     from .fsdp import fsdp_hook as fsdp_hook
     from .loss_scaling import LossScaler as LossScaler
@@ -44,8 +50,14 @@ else:
             "LossScaler": "loss_scaling",
             "ddp_hook": "ddp",
             "fsdp_hook": "fsdp",
+            "set_wires": "backend.wires",
         },
     )
+
+if not TYPE_CHECKING and sys.modules.get("torch") is not None:
+    from .backend.registration import register as _register
+
+    _register()
 
 __all__ = [
     "AdamP",
@@ -60,5 +72,6 @@ __all__ = [
     "fsdp_hook",
     "precision",
     "quantized",
+    "set_wires",
     "split_images",
 ]

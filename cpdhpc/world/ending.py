@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -139,6 +140,9 @@ class EndsJob:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         self._show(kind, error, trace)
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed would show it later
+            sys.stderr = sys.__stderr__
         abort_job(f"{self._who}ends the job: {kind.__name__}: {error}")
 
 

@@ -1,0 +1,221 @@
+"""The communicator of a process group, and the messages of one of its calls."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...world.mpi import MESSAGE_BYTES, running_mpi
+from .progress import CALLS, Broken, Step
+
+Memory = Any  # of mpi4py: bytes at an address
+Waits = Generator[Step, None, Any]
+
+NEAR = 8  # ranks: up to here each sends each other one its call, else the calls are compared by MPI
+LEAST_TAGS = 32768  # that every MPI has
+TEXT_BYTES = 256  # of a call in a message: its words, cut, and a digest of all of them
+DIGEST_BYTES = 16
+INLINE_BYTES = 3584  # of values that travel with the words, in one message that MPI sends at once
+ROOM_BYTES = TEXT_BYTES + INLINE_BYTES
+REFUSED = "refused: "
+
+
+class Mismatch(RuntimeError):
+    """Ranks of a process group that made different calls, or one that refused its own."""
+
+
+class Channel:
+    """A communicator of a group's own. Collective over its members.
+
+    members: the processes of MPI's world, in the order of the group's ranks
+    name: the same on all members
+    """
+
+    def __init__(self, members: Sequence[int], name: str) -> None:
+        self.name = name
+        self.mpi = running_mpi()
+        world = self.mpi.COMM_WORLD
+        every = world.Get_group()
+        group = every.Incl(list(members))
+        self.comm = world.Create_group(group, zlib.crc32(name.encode()) % LEAST_TAGS)
+        group.Free()
+        every.Free()
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.most_tag = (world.Get_attr(self.mpi.TAG_UB) - 1) // 2
+        self._byte = self.mpi.BYTE
+        self._isend, self._irecv = self.comm.Isend, self.comm.Irecv
+        self._address = self.mpi.memory.fromaddress
+        # The next one first, so that not all send to the same one at a time.
+        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self._calls = 0
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self.comm.Free()
+
+    def memory(self, tensor: torch.Tensor) -> Memory:
+        """Return the memory of a contiguous tensor, which must be kept."""
+        return self._address(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def test_all(self, requests: list[Any]) -> bool:
+        """Whether all requests are complete. Raises Broken."""
+        try:
+            if len(requests) == 1:
+                return bool(requests[0].Test())
+            return bool(self.mpi.Request.Testall(requests))
+        except self.mpi.Exception as error:
+            too_long = error.Get_error_class() == self.mpi.ERR_TRUNCATE
+            raise Broken(str(error), too_long) from None
+
+    def send(self, memory: Memory, to: int, tag: int) -> list[Any]:
+        """Start to send to a rank; return the requests."""
+        if len(memory) <= MESSAGE_BYTES:
+            return [self._isend([memory, self._byte], to, tag)]
+        return [self._isend([each, self._byte], to, tag) for each in cut(memory)]
+
+    def receive(self, memory: Memory, source: int, tag: int) -> list[Any]:
+        """Start to receive from a rank; return the requests."""
+        if len(memory) <= MESSAGE_BYTES:
+            return [self._irecv([memory, self._byte], source, tag)]
+        return [self._irecv([each, self._byte], source, tag) for each in cut(memory)]
+
+    def next_call(self) -> Link:
+        """Return the messages of the next collective call.
+
+        All members make them in one order, but for those in callbacks, which go by their path.
+        """
+        half = self.most_tag // 2
+        if CALLS.path:
+            CALLS.made += 1
+            path = f"{CALLS.path}.{CALLS.made}"
+            return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half)
+        self._calls += 1
+        return Link(self, f"{self.name}:{self._calls}", self._calls % half)
+
+
+def cut(memory: Memory) -> list[Memory]:
+    """Return memory in pieces that one message can hold."""
+    return [memory[i : i + MESSAGE_BYTES] for i in range(0, len(memory), MESSAGE_BYTES)]
+
+
+class Link:
+    """The messages of one collective call; path: tells calls of all groups apart."""
+
+    def __init__(self, channel: Channel, path: str, tag: int) -> None:
+        self.channel, self.path = channel, path
+        self.rank, self.size = channel.rank, channel.size
+        self.memory = channel.memory
+        self.others = channel.others
+        self.tag = 2 * tag
+
+    def step(self) -> Moves:
+        """Return an empty list of messages that are to be under way together."""
+        return Moves(self)
+
+    def agree(
+        self, text: str, inline: Memory = b"", parts: Sequence[bytes] | None = None
+    ) -> Generator[Step, None, list[bytearray]]:
+        """Compare the words of a call over the ranks, and return what travelled with them.
+
+        inline, parts: this rank's values, up to INLINE_BYTES, for all, or for each rank
+        Returns what has come from each rank, this one's own too, with the values from TEXT_BYTES
+        on; nothing where there are too many ranks: values then travel by messages of their own.
+        Raises Mismatch on all ranks alike where words differ or begin with REFUSED.
+        """
+        words = packed(text)
+        if self.size > NEAR:
+            yield from self._agree_in_rounds(words)
+            return []
+        moves, found = self.step(), [bytearray(ROOM_BYTES) for _ in range(self.size)]
+        for rank in self.others:
+            moves.receive(found[rank], rank)
+        same = words + bytes(inline)
+        given = [same] * self.size if parts is None else [words + part for part in parts]
+        for rank in self.others:
+            moves.send(given[rank], rank)
+        found[self.rank] = bytearray(given[self.rank])
+        yield moves
+        if text.startswith(REFUSED) or not all([data.startswith(words) for data in found]):
+            raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.path))
+        return found
+
+    def _agree_in_rounds(self, words: bytes) -> Waits:
+        """Compare words by the largest and the smallest digest, over twice as many ranks a round.
+
+        Source: Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988.
+        """
+        digest = int.from_bytes(words[-DIGEST_BYTES:][:7], "little")
+        mine = np.array([digest, -digest, words.startswith(REFUSED.encode())], np.int64)
+        span = 1
+        while span < self.size:
+            moves, other = self.step(), np.empty_like(mine)
+            moves.receive(other.data.cast("B"), (self.rank - span) % self.size)
+            moves.send(mine.tobytes(), (self.rank + span) % self.size)
+            yield moves
+            mine = np.maximum(mine, other)
+            span *= 2
+        if mine[0] == -mine[1] and not mine[2]:
+            return
+        texts = [bytearray(TEXT_BYTES) for _ in range(self.size)]
+        texts[self.rank], moves = bytearray(words), self.step()
+        for rank in self.others:
+            moves.receive(texts[rank], rank)
+            moves.send(words, rank)
+        yield moves
+        raise Mismatch(difference(list(map(bytes, texts)), self.path))
+
+
+class Moves(Step):
+    """Messages of a call that are under way together: a step of its program."""
+
+    __slots__ = ("_link",)
+
+    def __init__(self, link: Link) -> None:
+        super().__init__([], [])
+        self._link = link
+
+    def send(self, memory: Memory, to: int) -> None:
+        """Start to send memory, none if it is empty."""
+        self._add(self._link.channel.send, memory, to)
+
+    def receive(self, memory: Memory, source: int) -> None:
+        """Start to receive into memory, none if it is empty."""
+        self._add(self._link.channel.receive, memory, source)
+
+    def _add(self, start: Callable[..., list[Any]], memory: Memory, rank: int) -> None:
+        if len(memory):
+            requests = start(memory, rank, self._link.tag)
+            self.requests += requests
+            self.ranks += [rank] * len(requests)
+
+
+@lru_cache(4096)
+def packed(text: str) -> bytes:
+    """Return the words of a call as TEXT_BYTES bytes, which differ if the words do."""
+    data = text.encode()
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return data[: TEXT_BYTES - DIGEST_BYTES].ljust(TEXT_BYTES - DIGEST_BYTES, b"\0") + digest
+
+
+def unpacked(data: bytes) -> str:
+    """Return the words, maybe cut."""
+    return data[:-DIGEST_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+def difference(texts: Sequence[bytes], path: str) -> str:
+    """Return what is said of calls by rank that differ, or of which one was refused."""
+    words = [unpacked(each) for each in texts]
+    for rank, each in enumerate(words):
+        if each.startswith(REFUSED):
+            return f"rank {rank} | {each.removeprefix(REFUSED)}"
+    other = next(i for i, each in enumerate(texts) if each != texts[0])
+    return (
+        f"call {path} of the process group differs: {words[0]} on rank 0, "
+        f"{words[other]} on rank {other}"
+    )

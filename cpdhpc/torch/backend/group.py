@@ -1,0 +1,551 @@
+"""The process group that torch.distributed calls: its methods, by torch's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
+
+from ...errors import UserError
+from . import NAME, programs
+from .channel import REFUSED, Channel, Link
+from .host import Hosted
+from .programs import Tensor, Waits
+from .progress import Operation, Step, engine, untraced
+from .reductions import premultiplied, reduction_of
+
+PROFILER = (
+    "_profiler_enabled",
+    "_record_function_with_args_enter",
+    "_record_function_with_args_exit",
+)
+PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
+
+
+@lru_cache(4096)
+def worded(call: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    """Return a call with a tensor of a dtype and shape, in words."""
+    return f"{call}{str(dtype)[6:]}{list(shape)}"
+
+
+def described(tensor: Tensor, call: str = "") -> str:
+    """Return a call with a tensor in words."""
+    return worded(call, tensor.dtype, tensor.shape)
+
+
+def listed(tensors: Sequence[Tensor], call: str = "") -> str:
+    """Return a call with tensors in words."""
+    if len(tensors) == 1:
+        return described(tensors[0], call)
+    return call + ", ".join(map(described, tensors))
+
+
+def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torch.device) -> Any:
+    """Return a group of the backend that torch was asked for on a device; None if it is ours."""
+    config = distributed.distributed_c10d._world.pg_backend_config.get(group, "")
+    asked = distributed.distributed_c10d.BackendConfig(distributed.Backend(config))
+    name = asked.get_device_backend_map().get(device.type, NAME)
+    if name == NAME:
+        return None
+    if name != "nccl":
+        raise UserError(f"{NAME}: backend {name!r} for {device.type}: must be 'nccl' or {NAME!r}")
+    rank, size = group.rank(), group.size()
+    store = PrefixStore(f"{device.type}/", store)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    backend = distributed.ProcessGroupNCCL(store, rank, size, options)
+    beside = distributed.ProcessGroup(store, rank, size)
+    kind = distributed.ProcessGroup.BackendType.NCCL
+    beside._set_default_backend(kind)
+    beside._register_backend(device, kind, backend)
+    beside._set_group_name(GroupName(f"{group.group_name}/{name}"))
+    return beside
+
+
+def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let another backend do a method where it is the one of the tensors' device."""
+
+    @untraced
+    @wraps(method)
+    def call(group: MpiGroup, *arguments: Any, **options: Any) -> Any:
+        first = arguments[0]
+        while type(first) is list and first:
+            first = first[0]
+        if not getattr(first, "is_cpu", True):
+            other = group.other(first.device)
+            if other is not None:
+                return getattr(other, method.__name__)(*arguments, **options)
+        return method(group, *arguments, **options)
+
+    return call
+
+
+class MpiGroup(ProcessGroup):
+    """A process group whose messages travel by MPI; made by torch.distributed.
+
+    store, rank, size: torch's; channel: the communicator; members: MPI's processes, by rank
+    timeout_s: of calls that have none of their own
+    """
+
+    supports_splitting = False  # torch asks what _get_backend returns
+    supports_coalescing = False
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        channel: Channel,
+        members: list[int],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's other constructor
+        self.store, self.channel, self.members = store, channel, members
+        self.timeout_s = timeout_s
+        self._engine = engine()
+        self.wires: Any = None  # of set_wires
+        self._name = self._description = ""
+        self._others: dict[str, Any] = {}
+
+    def getBackendName(self) -> str:  # torch's name
+        """Return "cpdhpc"."""
+        return NAME
+
+    def getGroupName(self) -> str:
+        """Return the name that torch gave."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description that torch gave."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the description that torch gives."""
+        self._description = description
+
+    def _get_backend(self, _: Any) -> Any:
+        """Return this group, which is its own backend."""
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of later calls."""
+        self.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Free the communicator, as destroy_process_group does."""
+        for other in self._others.values():
+            if other is not None:
+                other.shutdown()
+        if self.wires is not None:
+            self.wires.free()
+        self.channel.free()
+
+    def abort(self) -> None:
+        """Do nothing: calls that are under way end by their time-outs."""
+
+    def other(self, device: torch.device) -> Any:
+        """Return the group of another backend that torch was asked to use on a device, or None.
+
+        So "cpu:cpdhpc,cuda:nccl" goes beside NCCL: torch makes the first group alone.
+        """
+        if device.type not in self._others:
+            self._others[device.type] = group_beside(self, self.timeout_s, self.store, device)
+        return self._others[device.type]
+
+    # Operations
+
+    def _start(
+        self,
+        title: str,
+        call: str,
+        program: Waits,
+        tensors: Sequence[Tensor],
+        result: Any,
+        opts: Any = None,
+        path: str = "",
+    ) -> Operation:
+        """Begin an operation; it goes on while nobody waits unless opts say that one will."""
+        timeout = getattr(opts, "timeout", None)
+        timeout_s = timeout.total_seconds() if timeout is not None else 0.0
+        test = self.channel.test_all
+        operation = Operation(
+            self._engine,
+            program,
+            call,
+            path,
+            result,
+            timeout_s if timeout_s > 0 else self.timeout_s,
+            test,
+        )
+        if PROFILING():
+            handle = ENTER(f"{NAME}:{title}", *tensors)
+            operation.at_end = lambda: EXIT(handle)
+        if not operation.move() and getattr(opts, "asyncOp", True):
+            self._engine.proceed(operation)
+        return operation
+
+    def _collective(
+        self,
+        title: str,
+        make: Callable[[Link, Hosted], tuple[str, Waits]],
+        tensors: Sequence[Tensor],
+        result: Any,
+        opts: Any,
+    ) -> Operation:
+        """Begin a collective call: make returns its words and its program, or raises."""
+        link, hosted = self.channel.next_call(), Hosted()
+        try:
+            call, program = make(link, hosted)
+        except (TypeError, ValueError) as error:  # all ranks are to raise it
+            call = f"{title}: {error}"
+            program = link.agree(REFUSED + call)
+        return self._start(title, call, hosted.around(program), tensors, result, opts, link.path)
+
+    @by_device
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation:
+        """Reduce tensors in place."""
+        opts = opts or distributed.AllreduceOptions()
+        sparse = tensors[0].is_sparse
+        return self._collective(
+            "sparse_all_reduce" if sparse else "all_reduce",
+            lambda link, hosted: self._all_reduce(link, hosted, tensors, opts.reduceOp),
+            tensors,
+            tensors,
+            opts,
+        )
+
+    allreduce_coalesced = allreduce
+
+    def _all_reduce(
+        self, link: Link, hosted: Hosted, tensors: list[Tensor], op: Any
+    ) -> tuple[str, Waits]:
+        kind = op.op
+        reductions = [reduction_of(kind, each.dtype, link.size) for each in tensors]
+        name = reductions[0].name
+        call = listed(tensors, f"all_reduce {name} ")
+        if tensors[0].is_sparse:
+            if name != "SUM":
+                raise ValueError(f"{name} of a sparse tensor: must be SUM")
+            (x,) = tensors
+            return call, programs.all_reduce_sparse(link, call, x)
+        if name == "PREMUL_SUM":
+            for each in tensors:
+                each.copy_(premultiplied(op, each))
+        if self.wires is not None and all(
+            self.wires.takes("all_reduce", each, name) for each in tensors
+        ):
+            given = [self.wires.all_reduce(link, call, hosted.both(x), name) for x in tensors]
+            return call, programs.one_by_one(given)
+        return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
+
+    @by_device
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
+        """Reduce a tensor into the root's."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            (x,), op, root = tensors, opts.reduceOp, opts.rootRank
+            reduction = reduction_of(op.op, x.dtype, link.size)
+            call = described(x, f"reduce {reduction.name} to rank {root} ")
+            given = hosted.input(premultiplied(op, x))
+            out = hosted.both(x) if link.rank == root else given
+            return call, programs.reduce(link, call, given, root, reduction, out)
+
+        return self._collective("reduce", make, tensors, tensors, opts)
+
+    @by_device
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation:
+        """Give the root's tensors to all."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            root = opts.rootRank
+            call = listed(tensors, f"broadcast from rank {root} ")
+            return call, programs.broadcast(link, call, [hosted.both(x) for x in tensors], root)
+
+        return self._collective("broadcast", make, tensors, tensors, opts)
+
+    @by_device
+    def allgather(
+        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
+    ) -> Operation:
+        """Give each rank's tensors to all, as lists."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            call = "all_gather " + "; ".join(map(listed, output_tensors))
+            for outs, x in zip(output_tensors, input_tensors, strict=True):
+                self._check_list("tensor_list", outs)
+                self._check_like("tensor", x, outs[link.rank])
+            to = [[hosted.output(each) for each in outs] for outs in output_tensors]
+            ins = [hosted.input(x) for x in input_tensors]
+            return call, programs.all_gather(link, call, to, ins)
+
+        return self._collective("all_gather", make, input_tensors, output_tensors, opts)
+
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> Operation:
+        """Give each rank's tensors to all: output_lists has a list for each rank."""
+        by_input = [list(outs) for outs in zip(*output_lists, strict=True)]
+        if len(output_lists) == len(input_list) and len(output_lists[0]) == self.channel.size:
+            by_input = output_lists
+        return self.allgather(by_input, input_list, opts)
+
+    @by_device
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
+    ) -> Operation:
+        """Give each rank's tensors to all, one behind the other."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            call = listed(outputs, listed(inputs, "all_gather_into_tensor ") + " to ")
+            outs = []
+            for out, x in zip(outputs, inputs, strict=True):
+                self._check_parts("input_tensor", x, "output_tensor", out)
+                whole = hosted.output(out)
+                outs.append([whole[r * x.numel() : (r + 1) * x.numel()] for r in range(link.size)])
+            return call, programs.all_gather(link, call, outs, [hosted.input(x) for x in inputs])
+
+        return self._collective(title or "all_gather", make, inputs, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+        """Give each rank's tensor to all, one behind the other."""
+        title = "_all_gather_base"
+        return self.all_gather_single_coalesced([output], [input], opts, title)
+
+    _allgather_base = all_gather_single
+
+    @by_device
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
+    ) -> Operation:
+        """Reduce tensors, of which each rank has its equal share."""
+        opts = opts or distributed.ReduceScatterOptions()
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            op = opts.reduceOp
+            reductions = [reduction_of(op.op, x.dtype, link.size) for x in inputs]
+            call = listed(inputs, f"reduce_scatter_tensor {reductions[0].name} ")
+            for out, x in zip(outputs, inputs, strict=True):
+                self._check_parts("output", out, "input", x)
+            outs = [hosted.output(out) for out in outputs]
+            ins = [hosted.input(premultiplied(op, x)) for x in inputs]
+            return call, programs.reduce_scatter(link, call, outs, ins, reductions)
+
+        return self._collective(title or "reduce_scatter", make, inputs, outputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+        """Reduce a tensor, of which each rank has its equal share."""
+        title = "_reduce_scatter_base"
+        return self.reduce_scatter_single_coalesced([output], [input], opts, title)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
+
+    @by_device
+    def reduce_scatter(
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
+    ) -> Operation:
+        """Reduce lists of tensors, of which each rank has its own."""
+        opts = opts or distributed.ReduceScatterOptions()
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            (out,), (ins,), op = output_tensors, input_tensors, opts.reduceOp
+            reduction = reduction_of(op.op, out.dtype, link.size)
+            call = listed(ins, f"reduce_scatter {reduction.name} ")
+            self._check_list("input_list", ins)
+            self._check_like("output", out, ins[link.rank])
+            whole = hosted.input(premultiplied(op, torch.cat([each.reshape(-1) for each in ins])))
+            counts = [each.numel() for each in ins]
+            given = link, call, hosted.output(out), whole, counts, reduction
+            return call, programs.reduce_scatter_uneven(*given)
+
+        return self._collective("reduce_scatter", make, input_tensors[0], output_tensors, opts)
+
+    @by_device
+    def gather(
+        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
+    ) -> Operation:
+        """Give all ranks' tensors to the root."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            (x,), root = input_tensors, opts.rootRank
+            call = f"gather to rank {root} {described(x)}"
+            outs: list[Tensor] = []
+            if link.rank == root:
+                self._check_list("gather_list", output_tensors[0])
+                for each in output_tensors[0]:
+                    self._check_like("tensor", x, each)
+                outs = [hosted.output(each) for each in output_tensors[0]]
+            return call, programs.gather(link, call, outs, hosted.input(x), root)
+
+        return self._collective("gather", make, input_tensors, output_tensors, opts)
+
+    @by_device
+    def scatter(
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
+    ) -> Operation:
+        """Give each rank one of the root's tensors."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            (out,), root = output_tensors, opts.rootRank
+            call = f"scatter from rank {root} {described(out)}"
+            ins: list[Tensor] = []
+            if link.rank == root:
+                self._check_list("scatter_list", input_tensors[0])
+                for each in input_tensors[0]:
+                    self._check_like("tensor", out, each)
+                ins = [hosted.input(each) for each in input_tensors[0]]
+            return call, programs.scatter(link, call, hosted.output(out), ins, root)
+
+        return self._collective("scatter", make, output_tensors, output_tensors, opts)
+
+    @by_device
+    def alltoall(
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
+    ) -> Operation:
+        """Give each rank a tensor of its own, as lists."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            for name, each in (("output", output_tensors), ("input", input_tensors)):
+                self._check_list(f"{name}_tensor_list", each)
+            dtypes = {each.dtype for each in (*output_tensors, *input_tensors)}
+            if len(dtypes) > 1:
+                raise TypeError(f"tensors are of {dtypes}: must be of one dtype")
+            call = f"all_to_all {str(dtypes.pop())[6:]}"
+            outs = [hosted.output(each) for each in output_tensors]
+            return call, programs.all_to_all(
+                link, call, outs, [hosted.input(each) for each in input_tensors]
+            )
+
+        return self._collective("all_to_all", make, input_tensors, output_tensors, opts)
+
+    @by_device
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> Operation:
+        """Give each rank its rows of a tensor."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            if output.dtype != input.dtype:
+                raise TypeError(f"output is {output.dtype}: must be {input.dtype}, as the input")
+            call = f"all_to_all_single {str(input.dtype)[6:]}"
+            outs = self._rows("output", output, hosted.output(output), output_split_sizes)
+            ins = self._rows("input", input, hosted.input(input), input_split_sizes)
+            return call, programs.all_to_all(link, call, outs, ins)
+
+        return self._collective("all_to_all", make, [input], [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    @untraced
+    def barrier(self, opts: Any = None) -> Operation:
+        """Wait for all ranks."""
+
+        def make(link: Link, _: Hosted) -> tuple[str, Waits]:
+            return "barrier", programs.barrier(link, "barrier")
+
+        return self._collective("barrier", make, [], [], opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks; an error names those that have not come."""
+        opts = distributed.BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        self.barrier(opts).wait()
+
+    # Messages between two ranks
+
+    @by_device
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation:
+        """Send a tensor to a rank."""
+        call = f"send to rank {dst_rank} {listed(tensors)}"
+        channel, mine = self.channel, 2 * self._checked(tag) + 1
+        (x,) = (Hosted().input(each) for each in tensors)
+
+        def program() -> Generator[Step, None, None]:
+            requests = channel.send(channel.memory(x), dst_rank, mine)
+            yield Step(requests, [dst_rank] * len(requests))
+
+        return self._start("send", call, program(), tensors, tensors)
+
+    @by_device
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation:
+        """Receive a tensor from a rank."""
+        return self._receive("recv", tensors, src_rank, tag)
+
+    @by_device
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation:
+        """Receive a tensor from whichever rank sends one."""
+        return self._receive("recvAnySource", tensors, self.channel.mpi.ANY_SOURCE, tag)
+
+    def _receive(self, title: str, tensors: list[Tensor], source: int, tag: int) -> Operation:
+        who = f"rank {source}" if source >= 0 else "any rank"
+        call = f"recv from {who} {listed(tensors)}"
+        hosted, mine = Hosted(), 2 * self._checked(tag) + 1
+        (x,) = (hosted.output(each) for each in tensors)
+        arrived: list[int] = []
+        program = hosted.around(programs.receive(self.channel, call, x, source, mine, arrived))
+        operation = self._start(title, call, program, tensors, tensors)
+        operation.sources = arrived
+        return operation
+
+    def _checked(self, tag: int) -> int:
+        if not 0 <= tag < self.channel.most_tag:
+            raise ValueError(f"{NAME}: tag={tag}: must be 0..{self.channel.most_tag - 1}")
+        return tag
+
+    # Arguments
+
+    def _check_list(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self.channel.size:
+            raise ValueError(
+                f"{name} has {len(tensors)} tensors: must have {self.channel.size}, one a rank"
+            )
+
+    def _check_like(self, name: str, tensor: Tensor, other: Tensor) -> None:
+        if tensor.dtype != other.dtype or tensor.numel() != other.numel():
+            raise ValueError(f"{name} is {described(tensor)}: must be like {described(other)}")
+
+    def _check_parts(self, name: str, part: Tensor, whole_name: str, whole: Tensor) -> None:
+        size = self.channel.size
+        if part.dtype != whole.dtype or part.numel() * size != whole.numel():
+            raise ValueError(
+                f"{whole_name} is {described(whole)}: must have the dtype and {size} times the "
+                f"elements of {name}, {described(part)}"
+            )
+
+    def _rows(self, name: str, tensor: Tensor, flat: Tensor, splits: list[int]) -> list[Tensor]:
+        """Return each rank's rows of a tensor."""
+        size, rows = self.channel.size, tensor.shape[0] if tensor.dim() else 0
+        if not splits:
+            if rows % size:
+                raise ValueError(f"{name} has {rows} rows: must be a multiple of {size}")
+            splits = [rows // size] * size
+        if len(splits) != size or sum(splits) != rows:
+            raise ValueError(
+                f"{name}_split_sizes={splits}: must be {size} numbers with the sum {rows}"
+            )
+        each = flat.numel() // rows if rows else 0
+        return list(torch.split(flat, [count * each for count in splits]))

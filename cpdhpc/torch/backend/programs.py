@@ -1,0 +1,507 @@
+"""The collectives, as programs of messages: what each rank sends, receives and folds in turn.
+
+All tensors are contiguous and lie in the memory of the host. A value that ends on several ranks is
+made by one of them, so that all have the same bits; folds go in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, Moves, cut
+from .progress import Broken, Step
+from .reductions import Reduction
+
+Tensor = torch.Tensor
+Waits = Generator[Step, None, Any]
+
+PIECE_BYTES = 1 << 21  # of a chunk that is folded at a time, while it is in the cache
+WHOLE_BYTES = 1 << 18  # that come from others: up to here each rank folds all values by itself
+MOST_KEPT = 16  # pieces
+ALIGN = 64  # elements that chunks begin at multiples of
+SPREAD_BYTES = 1 << 18  # from here on a broadcast goes in chunks that ranks hand on
+TREE = 3  # ranks from which on that is so
+
+
+class Scratch:
+    """Memory that calls use one after another, as the system clears each page of new memory.
+
+    What a call that failed has used is not used again: a late message may still write there.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, size_bytes: int) -> Tensor:
+        """Return at least so many bytes."""
+        if size_bytes <= PIECE_BYTES:
+            return self._free.pop() if self._free else torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def give(self, held: Sequence[Tensor]) -> None:
+        """Take memory back."""
+        room = MOST_KEPT - len(self._free)
+        self._free += [each for each in held if len(each) == PIECE_BYTES][: max(0, room)]
+
+
+SCRATCH = Scratch()
+
+
+def chunks(count: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the bounds of each rank's share of count elements."""
+    each = -(-count // ranks)
+    each = -(-each // ALIGN) * ALIGN
+    return [(min(i * each, count), min((i + 1) * each, count)) for i in range(ranks)]
+
+
+def inlined(size_bytes: int, link: Link) -> bool:
+    """Whether values travel with the words of their call."""
+    return size_bytes <= INLINE_BYTES and link.size <= NEAR
+
+
+def inline_tensor(data: bytearray, like: Tensor, count: int) -> Tensor:
+    """Return count elements that came with the words of a call."""
+    return torch.frombuffer(data, dtype=like.dtype, count=count, offset=TEXT_BYTES)
+
+
+def take_inline(data: bytearray, out: Tensor, link: Link, skip: int = 0) -> None:
+    """Set out to what came with the words of a call, behind skip bytes."""
+    if out.numel():
+        start = TEXT_BYTES + skip
+        link.memory(out)[:] = memoryview(data)[start : start + out.nbytes]
+
+
+def one_by_one(given: Sequence[Waits]) -> Waits:
+    """Do what programs do, one after another."""
+    for program in given:
+        yield from program
+
+
+def barrier(link: Link, text: str) -> Waits:
+    """Wait for all ranks."""
+    yield from link.agree(text)
+
+
+def all_reduce(
+    link: Link, text: str, xs: Sequence[Tensor], reductions: Sequence[Reduction]
+) -> Waits:
+    """Reduce flat tensors in place."""
+    if len(xs) == 1 and inlined(xs[0].nbytes, link):
+        (x,), (reduction,) = xs, reductions
+        found = yield from link.agree(text, link.memory(x))
+        if x.numel():
+            operands = [
+                x if rank == link.rank else inline_tensor(each, x, x.numel())
+                for rank, each in enumerate(found)
+            ]
+            reduction.fold(operands, x)
+        return
+    yield from link.agree(text)
+    for x, reduction in zip(xs, reductions, strict=True):
+        if x.nbytes * (link.size - 1) <= WHOLE_BYTES:
+            yield from _reduce_whole(link, x, reduction)
+        else:
+            yield from _reduce_chunks(link, x, chunks(x.numel(), link.size), reduction, x)
+
+
+def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
+    """Reduce a tensor in place, by every rank's own folds of all values."""
+    held = [SCRATCH.take(x.nbytes) for _ in link.others]
+    operands = [each.view(x.dtype)[: x.numel()] for each in held]
+    operands.insert(link.rank, x)
+    moves = link.step()
+    for rank in link.others:
+        moves.receive(link.memory(operands[rank]), rank)
+    given = link.memory(x)
+    for rank in link.others:
+        moves.send(given, rank)
+    yield moves
+    reduction.fold(operands, x)
+    SCRATCH.give(held)
+
+
+def _reduce_chunks(
+    link: Link,
+    x: Tensor,
+    bounds: Sequence[tuple[int, int]],
+    reduction: Reduction | Unchanged,
+    target: Tensor | None,
+    own: Tensor | None = None,
+) -> Waits:
+    """Reduce this rank's chunk of x, in pieces, into own; and hand pieces on into the target.
+
+    target: x itself, where all ranks are to have all chunks; None: only this rank has its own
+    own: where this rank's chunk goes; None: into x
+    """
+    size, rank, item = link.size, link.rank, x.element_size()
+    given = link.memory(x)
+    longest = max(stop - start for start, stop in bounds)
+    each = max(1, min(longest, PIECE_BYTES // item))
+    start, stop = bounds[rank]
+    into = x[start:stop] if own is None else own
+    count = -(-longest // each)
+    held = [SCRATCH.take(each * item) for _ in range(min(2, count) * (size - 1))]
+    scratch = [
+        {
+            other: held[turn * (size - 1) + i].view(x.dtype)[:each]
+            for i, other in enumerate(link.others)
+        }
+        for turn in range(min(2, count))
+    ]
+
+    def piece(of: int, number: int) -> slice:
+        """The elements of a chunk's piece."""
+        first, last = bounds[of]
+        return slice(min(first + number * each, last), min(first + (number + 1) * each, last))
+
+    def bytes_of(part: slice) -> slice:
+        return slice(part.start * item, part.stop * item)
+
+    def exchange(number: int) -> Moves:
+        """Start to give the pieces of others away, and to get this rank's."""
+        moves, here = link.step(), piece(rank, number)
+        count = here.stop - here.start
+        if count:
+            for other in link.others:
+                moves.receive(link.memory(scratch[number % 2][other][:count]), other)
+        for other in link.others:
+            moves.send(given[bytes_of(piece(other, number))], other)
+        return moves
+
+    handed: list[Moves] = []
+    coming = exchange(0) if count else link.step()
+    for number in range(count):
+        yield coming
+        if number + 1 < count:
+            coming = exchange(number + 1)
+        here = piece(rank, number)
+        if here.start < here.stop:
+            mine = x[here]
+            got = scratch[number % 2]
+            operands = [mine if r == rank else got[r][: len(mine)] for r in range(size)]
+            reduction.fold(operands, into[here.start - start : here.stop - start])
+        if target is not None:
+            moves, done = link.step(), given[bytes_of(here)]
+            for other in link.others:
+                moves.receive(given[bytes_of(piece(other, number))], other)
+            for other in link.others:
+                moves.send(done, other)
+            handed.append(moves)
+    for moves in handed:
+        if moves.requests:
+            yield moves
+    SCRATCH.give(held)
+
+
+def reduce_scatter(
+    link: Link,
+    text: str,
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    reductions: Sequence[Reduction],
+) -> Waits:
+    """Reduce flat tensors; each rank has its equal share of the result."""
+    if len(outs) == 1 and inlined(outs[0].nbytes, link):
+        (out,), (x,), (reduction,) = outs, ins, reductions
+        count, given = out.numel(), link.memory(x)
+        parts = [bytes(given[r * out.nbytes : (r + 1) * out.nbytes]) for r in range(link.size)]
+        found = yield from link.agree(text, parts=parts)
+        if count:
+            mine = x[link.rank * count : (link.rank + 1) * count]
+            operands = [
+                mine.clone() if rank == link.rank else inline_tensor(each, x, count)
+                for rank, each in enumerate(found)
+            ]
+            reduction.fold(operands, out)
+        return
+    yield from link.agree(text)
+    for out, x, reduction in zip(outs, ins, reductions, strict=True):
+        count = out.numel()
+        bounds = [(rank * count, (rank + 1) * count) for rank in range(link.size)]
+        yield from _scatter_sums(link, x, bounds, reduction, out)
+
+
+def _scatter_sums(
+    link: Link, x: Tensor, bounds: Sequence[tuple[int, int]], reduction: Reduction, out: Tensor
+) -> Waits:
+    """Reduce into out this rank's chunk of x, which stays as it is."""
+    yield from _reduce_chunks(link, x, bounds, Unchanged(reduction, link.rank), None, out)
+
+
+class Unchanged:
+    """A reduction that overwrites no operand of this rank."""
+
+    def __init__(self, reduction: Reduction, rank: int) -> None:
+        self._reduction, self._rank = reduction, rank
+
+    def fold(self, operands: Sequence[Tensor], out: Tensor) -> None:
+        """Set out to the reduction."""
+        given = list(operands)
+        if self._rank == 0 and len(given) > 2:
+            out.copy_(given[0])
+            given[0] = out
+        self._reduction.fold(given, out)
+
+
+def reduce_scatter_uneven(
+    link: Link, text: str, out: Tensor, x: Tensor, counts: Sequence[int], reduction: Reduction
+) -> Waits:
+    """Reduce a flat tensor; each rank has as many elements of the result as counts say."""
+    if len(set(counts)) == 1:
+        yield from reduce_scatter(link, text, [out], [x], [reduction])
+        return
+    yield from link.agree(text)
+    ends = list(accumulate(counts))
+    bounds = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    yield from _scatter_sums(link, x, bounds, reduction, out)
+
+
+def all_gather(
+    link: Link, text: str, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor]
+) -> Waits:
+    """Give each rank's tensor to all: outs[i][rank] is ins[i] of that rank."""
+    if len(ins) == 1 and inlined(max(each.nbytes for each in outs[0]), link):
+        found = yield from link.agree(text, link.memory(ins[0]))
+        for each, came in zip(outs[0], found, strict=True):
+            take_inline(came, each, link)
+        return
+    yield from link.agree(text)
+    moves = link.step()
+    for out, x in zip(outs, ins, strict=True):
+        for rank in link.others:
+            moves.receive(link.memory(out[rank]), rank)
+        given = link.memory(x)
+        for rank in link.others:
+            moves.send(given, rank)
+        if out[link.rank].data_ptr() != x.data_ptr():
+            out[link.rank].copy_(x)
+    yield moves
+
+
+def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
+    """Give the root's tensors to all."""
+    if len(xs) == 1 and inlined(xs[0].nbytes, link):
+        x = xs[0]
+        found = yield from link.agree(text, link.memory(x) if link.rank == root else b"")
+        if link.rank != root:
+            take_inline(found[root], x, link)
+        return
+    yield from link.agree(text)
+    for x in xs:
+        if link.size >= TREE and x.nbytes >= SPREAD_BYTES:
+            yield from _spread(link, x, root)
+        else:
+            yield from _down_a_tree(link, x, root)
+
+
+def _down_a_tree(link: Link, x: Tensor, root: int) -> Waits:
+    """Give the root's tensor to all, by those that have it."""
+    place = (link.rank - root) % link.size
+    memory, span = link.memory(x), 1
+    while span < link.size:
+        moves = link.step()
+        if place < span and place + span < link.size:
+            moves.send(memory, (link.rank + span) % link.size)
+        elif span <= place < 2 * span:
+            moves.receive(memory, (link.rank - span) % link.size)
+        yield moves
+        span *= 2
+
+
+def _spread(link: Link, x: Tensor, root: int) -> Waits:
+    """Give the root's tensor to all: a chunk to each, which hand them on to one another."""
+    bounds = [(a * x.element_size(), b * x.element_size()) for a, b in chunks(x.numel(), link.size)]
+    memory, moves = link.memory(x), link.step()
+    parts = [memory[start:stop] for start, stop in bounds]
+    if link.rank == root:
+        for rank in link.others:
+            moves.send(parts[rank], rank)
+        for rank in link.others:
+            moves.send(parts[root], rank)
+        yield moves
+        return
+    moves.receive(parts[link.rank], root)
+    yield moves
+    moves = link.step()
+    moves.receive(parts[root], root)
+    for rank in link.others:
+        if rank != root:
+            moves.receive(parts[rank], rank)
+            moves.send(parts[link.rank], rank)
+    yield moves
+
+
+def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
+    """Reduce a flat tensor of all ranks into out on the root; others leave both as they are."""
+    if inlined(x.nbytes, link):
+        given = [bytes(link.memory(x)) if rank == root else b"" for rank in range(link.size)]
+        found = yield from link.agree(text, parts=given)
+        if link.rank == root and x.numel():
+            operands = [
+                x.clone() if rank == root else inline_tensor(each, x, x.numel())
+                for rank, each in enumerate(found)
+            ]
+            reduction.fold(operands, out)
+        return
+    yield from link.agree(text)
+    bounds = chunks(x.numel(), link.size)
+    start, stop = bounds[link.rank]
+    mine = out[start:stop] if link.rank == root else x.new_empty(stop - start)
+    yield from _scatter_sums(link, x, bounds, reduction, mine)
+    moves = link.step()
+    if link.rank == root:
+        for rank in link.others:
+            moves.receive(link.memory(out[slice(*bounds[rank])]), rank)
+    else:
+        moves.send(link.memory(mine), root)
+    yield moves
+
+
+def gather(link: Link, text: str, outs: Sequence[Tensor], x: Tensor, root: int) -> Waits:
+    """Give all ranks' tensors to the root; outs: there, one for each rank."""
+    yield from link.agree(text)
+    moves = link.step()
+    if link.rank == root:
+        for rank in link.others:
+            moves.receive(link.memory(outs[rank]), rank)
+        outs[root].copy_(x)
+    else:
+        moves.send(link.memory(x), root)
+    yield moves
+
+
+def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int) -> Waits:
+    """Give each rank one of the root's tensors; xs: there, one for each rank."""
+    yield from link.agree(text)
+    moves = link.step()
+    if link.rank == root:
+        for rank in link.others:
+            moves.send(link.memory(xs[rank]), rank)
+        out.copy_(xs[root])
+    else:
+        moves.receive(link.memory(out), root)
+    yield moves
+
+
+def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> Waits:
+    """Give ins[rank] to each rank, which has it in its outs of this one.
+
+    Raises Mismatch on all ranks where one sends not what another expects.
+    """
+    size, rank = link.size, link.rank
+    row = array("q", [each.nbytes for each in (*ins, *outs)])
+    sizes = memoryview(row).cast("B")
+    small = [len(sizes) + max(row[j], row[size + j]) <= INLINE_BYTES for j in range(size)]
+    if size <= NEAR:
+        given = [
+            b"".join((sizes, link.memory(each))) if fits else bytes(sizes)
+            for each, fits in zip(ins, small, strict=True)
+        ]
+        found = yield from link.agree(text, parts=given)
+        ends = TEXT_BYTES + len(sizes)
+        every = [memoryview(each)[TEXT_BYTES:ends].cast("q").tolist() for each in found]
+    else:
+        small = [False] * size
+        yield from link.agree(text)
+        rows = torch.empty(size, 2 * size, dtype=torch.int64)
+        yield from all_gather(link, text, [list(rows)], [torch.frombuffer(row, dtype=torch.int64)])
+        every = rows.tolist()
+    for source, sent in enumerate(every):
+        for to, expected in enumerate(every):
+            if sent[to] != expected[size + source]:
+                raise differing(text, source, to, sent[to], expected[size + source])
+    moves = link.step()
+    for other in link.others:
+        if not small[other]:
+            moves.receive(link.memory(outs[other]), other)
+    for other in link.others:
+        if not small[other]:
+            moves.send(link.memory(ins[other]), other)
+        else:
+            take_inline(found[other], outs[other], link, len(sizes))
+    outs[rank].copy_(ins[rank])
+    yield moves
+
+
+def differing(text: str, source: int, to: int, sent: int, expected: int) -> Exception:
+    """Return the error of ranks that do not agree on the length of what one sends to another."""
+    return Mismatch(
+        f"{text}: rank {source} sends {sent} bytes to rank {to}, which expects {expected}"
+    )
+
+
+def all_reduce_sparse(link: Link, text: str, x: Tensor) -> Waits:
+    """Sum sparse tensors in place; each rank's values are added in the order of ranks."""
+    yield from link.agree(text)
+    own = x.coalesce()
+    count = torch.tensor([own._nnz()])
+    counts = [torch.empty_like(count) for _ in range(link.size)]
+    yield from _to_all(link, counts, count)
+    dense = own.values().shape[1:]
+    indices = [own.indices().new_empty(own.sparse_dim(), int(n)) for n in counts]
+    values = [own.values().new_empty(int(n), *dense) for n in counts]
+    yield from _to_all(link, indices, own.indices().contiguous())
+    yield from _to_all(link, values, own.values().contiguous())
+    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), x.shape).coalesce()
+    x.copy_(total)
+
+
+def _to_all(link: Link, outs: Sequence[Tensor], x: Tensor) -> Waits:
+    """Give a tensor, whose length may differ by rank, to all."""
+    moves = link.step()
+    for rank in link.others:
+        moves.receive(link.memory(outs[rank]), rank)
+    for rank in link.others:
+        moves.send(link.memory(x), rank)
+    outs[link.rank].copy_(x)
+    yield moves
+
+
+class Received:
+    """The request of a receive, which remembers from where and how much has come."""
+
+    def __init__(self, channel: Channel, request: Any) -> None:
+        self._request, self._byte = request, channel.mpi.BYTE
+        self._status = channel.mpi.Status()
+
+    def Test(self) -> bool:  # as MPI's
+        """Whether the message has come."""
+        return bool(self._request.Test(self._status))
+
+    @property
+    def source(self) -> int:
+        """The rank that sent it."""
+        return int(self._status.Get_source())
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the message."""
+        return int(self._status.Get_count(self._byte))
+
+
+def receive(
+    channel: Channel, call: str, x: Tensor, source: int, tag: int, arrived: list[int]
+) -> Waits:
+    """Receive a flat tensor; arrived: where the rank goes that sent it."""
+    memory = channel.memory(x)
+    for each in cut(memory) if len(memory) else [memory]:
+        (request,) = channel.receive(each, source, tag)
+        message = Received(channel, request)
+        try:
+            yield Step([message], [source])
+        except Broken as error:
+            if not error.too_long:
+                raise
+            raise Mismatch(f"{call}: the message is longer than {len(each)} bytes") from None
+        source = message.source
+        if message.size_bytes != len(each):
+            raise Mismatch(
+                f"{call}: the message of rank {source} has {message.size_bytes} bytes: "
+                f"must have {len(each)}"
+            )
+    arrived.append(source)

@@ -1,0 +1,100 @@
+"""Sums and other reductions of tensors of all ranks, in the order of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+Fold = Callable[..., torch.Tensor]
+Op: Any = ReduceOp.RedOpType  # torch's types do not know all of them
+
+NARROW = (torch.float16, torch.bfloat16)  # and those of 8 bits or less: folded in float32
+UNSIGNED = {  # dtype that torch does not calculate with -> one with the same sums and bits
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+}  # fmt: skip
+FOLDS: dict[Any, Fold] = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,
+    Op.PREMUL_SUM: torch.add,
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+OF_BITS = (Op.BAND, Op.BOR, Op.BXOR)
+OF_ORDER = (Op.MIN, Op.MAX)
+SCALED = (Op.AVG, Op.PREMUL_SUM)
+
+
+class Reduction:
+    """A reduction of one dtype over a number of ranks.
+
+    Values narrower than float32 are folded in it and rounded once, at the end.
+    Raises TypeError where the dtype has no such reduction.
+    """
+
+    def __init__(self, op: Any, dtype: torch.dtype, ranks: int) -> None:
+        self.op, self.ranks, self.name = op, ranks, str(op.name)
+        self._mean = op == Op.AVG
+        kind = "MIN and MAX" if op in OF_ORDER else op.name
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        if (op in OF_BITS and not exact) or (op in OF_ORDER and dtype.is_complex):
+            raise TypeError(f"{kind} of {dtype}: must be another reduction, or another dtype")
+        if op in SCALED and (dtype == torch.bool or (op == Op.PREMUL_SUM and exact)):
+            raise TypeError(f"{kind} of {dtype}: must be a sum, or another dtype")
+        if dtype in UNSIGNED and op in (*OF_ORDER, Op.AVG):
+            raise TypeError(f"{kind} of {dtype}: torch does not order it: must be another dtype")
+        self._fold = FOLDS[op]
+        if dtype == torch.bool and self._fold in (torch.add, torch.mul):
+            self._fold = torch.logical_or if self._fold is torch.add else torch.logical_and
+        self._narrow = dtype in NARROW or (dtype.is_floating_point and dtype.itemsize == 1)
+        self._view = UNSIGNED.get(dtype)
+
+    def fold(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Set out, which may be one of the operands, to their reduction in their order.
+
+        Other operands may be overwritten.
+        """
+        if self._view is not None:
+            out, operands = out.view(self._view), [each.view(self._view) for each in operands]
+        fold = self._fold
+        if self._narrow:
+            total = operands[0].float()
+            for each in operands[1:]:
+                fold(total, each.float(), out=total)
+            out.copy_(self._scaled(total))
+            return
+        if len(operands) == 1:
+            if operands[0] is not out:
+                out.copy_(operands[0])
+        else:
+            total = operands[0]
+            for each in operands[1:-1]:
+                fold(total, each, out=total)
+            fold(total, operands[-1], out=out)
+        if self._mean:
+            self._scaled(out)
+
+    def _scaled(self, total: torch.Tensor) -> torch.Tensor:
+        """Divide the sum for a mean, in place; return it."""
+        if self._mean:
+            parts = torch.view_as_real(total) if total.is_complex() else total
+            parts.div_(self.ranks, rounding_mode=None if parts.is_floating_point() else "trunc")
+        return total
+
+
+@lru_cache(256)
+def reduction_of(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
+    """Return a reduction; op: of ReduceOp.RedOpType."""
+    return Reduction(op, dtype, ranks)
+
+
+def premultiplied(op: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank gives to a reduction: its tensor, times a factor in PREMUL_SUM."""
+    return tensor * op.__getstate__()[1] if op == ReduceOp.PREMUL_SUM else tensor

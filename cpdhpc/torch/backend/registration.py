@@ -1,0 +1,40 @@
+"""How torch comes to know the backend.
+
+torch calls register as it is imported, by the entry point torch.backends. Importing cpdhpc.torch
+calls it, too, where torch is loaded. Nothing else is loaded before a process group is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from . import NAME
+
+DEVICES = ["cpu", "cuda"]
+
+
+def register() -> None:
+    """Make the backend and mpi:// known to torch.distributed; once is enough."""
+    from torch import distributed
+
+    if not distributed.is_available() or NAME in distributed.Backend.backend_list:
+        return
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
+    register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]
+
+
+def _create(options: Any, _: Any = None) -> Any:
+    """Return a process group, as torch asks a backend for it. Collective over its members."""
+    from .start import create
+
+    return create(options)
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield a store, the rank and the number of ranks, as torch asks for. Collective."""
+    from .start import rendezvous
+
+    yield rendezvous(url, **options)

@@ -1,0 +1,151 @@
+"""Collectives of few bits inside torch programs: what a process group sends as other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ...collectives.allreduce import Allreduce
+from ...collectives.checks import check_alike
+from ...methods import check_whole, said_by
+from ...world.mpi import World
+from .channel import Link
+from .group import MpiGroup
+from .programs import Tensor, Waits
+from .progress import Step
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ADDED = ("SUM", "AVG")
+FROM_BYTES = 1 << 16
+Choice = str | Mapping[str, Any] | None
+
+
+class Awaited:
+    """A request of what a thread does."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def Test(self) -> bool:
+        """Whether it is done; raises its error."""
+        return self._future.done() and self._future.result() is None
+
+
+class Turn:
+    """A request of the turn of a call: calls begin in the order in which they were issued."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires, self._number = wires, wires.issued
+        wires.issued += 1
+
+    def Test(self) -> bool:
+        """Whether all calls before have begun."""
+        return self._wires.begun == self._number
+
+
+class Wires:
+    """The wires of a process group: the calls that travel in few bits, by a world of its own.
+
+    methods: the name of a call -> how it travels; from_bytes: for tensors of so many bytes or more
+    """
+
+    def __init__(self, world: World, methods: Mapping[str, Allreduce], from_bytes: int) -> None:
+        self.world, self.methods, self.from_bytes = world, dict(methods), from_bytes
+        self.issued = self.begun = 0
+        self._thread = ThreadPoolExecutor(1, "cpdhpc-torch-wires")
+
+    def takes(self, name: str, tensor: Tensor, op: str) -> bool:
+        """Whether a call goes by a wire: with sums or means of many floating-point values."""
+        return (
+            name in self.methods
+            and op in ADDED
+            and tensor.dtype in FLOATS
+            and tensor.nbytes >= self.from_bytes
+        )
+
+    def all_reduce(self, link: Link, call: str, x: Tensor, op: str) -> Waits:
+        """Reduce a flat tensor in place."""
+        method = self.methods["all_reduce"]
+        if op == "AVG":
+            method = replace(method, op="mean")
+
+        def run() -> None:
+            values = x if x.dtype == torch.float32 else x.float()
+            array = values.numpy()
+            method.run(self.world, [array], [array])
+            if values is not x:
+                x.copy_(values)
+
+        return self._in_turn(link, f"{call} as {method.wire}", run, Turn(self))
+
+    def _in_turn(self, link: Link, call: str, run: Callable[[], None], turn: Turn) -> Waits:
+        """Compare a call, and run it in the thread, behind those that were issued before."""
+        try:
+            yield from link.agree(call)
+        finally:
+            yield Step([turn], [-1])
+            self.begun += 1
+        yield Step([Awaited(self._thread.submit(run))], [-1])
+
+    def free(self) -> None:
+        """End the thread and free the world. Collective."""
+        self._thread.shutdown()
+        self.world.free()
+
+
+def method_of(name: str, choice: Choice) -> Allreduce:
+    """Return how a call travels: a wire, or the arguments of cpdhpc.allreduce by name."""
+    options = {"wire": choice} if isinstance(choice, str) else dict(choice or {})
+    try:
+        return Allreduce(**options)
+    except (TypeError, ValueError) as error:
+        raise said_by(f"set_wires: {name}", error) from None
+
+
+def set_wires(
+    group: distributed.ProcessGroup | None = None,
+    *,
+    all_reduce: Choice = None,
+    from_bytes: int = FROM_BYTES,
+) -> None:
+    """Let a process group's collectives travel in few bits from now on. Collective over it.
+
+        cpdhpc.torch.set_wires(all_reduce="e4m3")
+
+    group: of the backend "cpdhpc"; None for the default one
+    all_reduce: a wire, or the arguments of cpdhpc.allreduce as a mapping, for example
+        {"wire": "e2m1fn", "accumulate": "exact"}; None: no rounding, what torch asks for
+    from_bytes: smaller tensors travel as they are
+    Sums and means of float32, bfloat16 and float16 tensors alone are rounded: never integers, and
+    nothing small, as flags and norms are. All ranks get the same bits. NaN and infinity are
+    NonFiniteGradient on all ranks, raised by wait.
+    Raises on all ranks alike TypeError and ValueError for what is wrong on any, or differs.
+    """
+    found = distributed.group.WORLD if group is None else group
+    if not isinstance(found, MpiGroup):
+        raise TypeError(f"set_wires: group={found!r}: must be a process group of 'cpdhpc'")
+    world = World(found.channel.comm, timeout_s=found.timeout_s)
+    methods: dict[str, Allreduce] = {}
+    error: Exception | None = None
+    try:
+        check_whole("set_wires: from_bytes", from_bytes, 0)
+        if all_reduce is not None:
+            methods["all_reduce"] = method_of("all_reduce", all_reduce)
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    arguments = {"all_reduce": methods.get("all_reduce"), "from_bytes": from_bytes}
+    try:
+        check_alike(world, error, arguments, [0], "set_wires: arguments")
+    except Exception:
+        world.free()
+        raise
+    if found.wires is not None:
+        found.wires.free()
+    found.wires = Wires(world, methods, from_bytes) if methods else None
+    if found.wires is None:
+        world.free()
