@@ -234,7 +234,7 @@ def test_gradients_may_be_differentiated_again(world: World) -> None:
         net.zero_grad()
         x = x.clone().requires_grad_()
         (found,) = torch.autograd.grad((net(x) * slope).sum(), x, create_graph=True)
-        found.square().sum().backward()
+        found.square().sum().backward()  # type: ignore[no-untyped-call]
         return [gradient(x), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
 
     of_x, *want = penalised(model, whole, slope)
@@ -267,12 +267,13 @@ def test_autocast_gives_its_dtype_and_gradients_of_float32(world: World) -> None
 def test_the_benchmark_has_a_line_for_each_network(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
+    parser, size = argparse.ArgumentParser(), 8 * world.size
     bench.add_arguments(parser)
-    options = ["--sizes", "16", "--width", "2", "--repeats", "1", "--warmup", "0"]
+    options = ["--sizes", str(size), "--width", "2", "--repeats", "1", "--warmup", "0"]
     bench.run(parser.parse_args(options), world)
     lines = capsys.readouterr().out.splitlines()
-    found = [line.split()[0] for line in lines if "16 x 16" in line]
+    found = [line.split()[0] for line in lines if f"{size} x {size}" in line]
     assert found == (list(bench.NETWORKS) if world.rank == 0 else [])
-    with pytest.raises(UserError, match="--grid 9x9: must be ROWSxCOLUMNS"):
-        bench.run(parser.parse_args(["--grid", "9x9"]), world)
+    for wrong, words in (("--grid", "9x9: must be ROWSx"), ("--sizes", "6: parts must have")):
+        with pytest.raises(UserError, match=f"{wrong} {words}"):
+            bench.run(parser.parse_args([wrong, words.partition(":")[0]]), world)

@@ -106,7 +106,11 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     names = parse_names("--networks", arguments.networks, _known)
     sizes = parse_counts("--sizes", arguments.sizes)
     torch.set_num_threads(1)
-    grid = ImageGrid(world, _procs(arguments.grid, world.size))
+    procs = _procs(arguments.grid, world.size)
+    for size in sizes:
+        if any(size % (4 * n) for n in procs):
+            raise UserError(f"--sizes {size}: parts must have a multiple of 4 pixels each way")
+    grid = ImageGrid(world, procs)
     lines = [
         f"bench split: {machine_line(world)}, torch {torch.__version__}, a thread a rank",
         f"{arguments.images} images of {arguments.width} channels over {grid.procs[0]} x "
