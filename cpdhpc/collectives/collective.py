@@ -750,6 +750,7 @@ class PreparedCollective:
         self._arrays = method._arrays(world, xs, outs, call)
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._recording: Recording | None = None
+        self._move = mover(world, call.blocks) if method.algorithm == MPI_ALLREDUCE else None
         self._freed = False
         x, out = self._arrays.flat
         is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
@@ -762,7 +763,7 @@ class PreparedCollective:
     @property
     def is_fast(self) -> bool:
         """Whether run is a call list, or MPI's own."""
-        return self._recording is not None or self._method.algorithm == MPI_ALLREDUCE
+        return self._recording is not None or self._move is not None
 
     def run(self, *, iteration: int = 0) -> list[Array | None]:
         """Do it for what the arrays hold now; return what Collective.run returns. Collective.
@@ -784,7 +785,12 @@ class PreparedCollective:
             what = f"{method.call} {method.algorithm}: iteration"
             if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
                 method._raise_nonfinite(world, self._arrays.xs)
-        method._into(world, self._arrays, self._call, iteration, self._recording)
+        if self._move is not None:
+            self._move(*self._arrays.flat)
+            count(world, *self._arrays.flat)
+            method._divide(world, self._arrays.outs)
+        else:
+            method._into(world, self._arrays, self._call, iteration, self._recording)
         return self._arrays.copied()
 
     def free(self) -> None:
