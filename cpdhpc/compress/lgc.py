@@ -26,7 +26,6 @@ from .base import (
     Mean,
     check_known,
     mean_in_float32,
-    zeros,
 )
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -113,8 +112,8 @@ class Lgc(DenseMessages):
         values = [to_host(backend_of(x).gather(x, places)) for x in waiting]
         training = context.iteration < self.dense_steps + self.training_steps
         found = (self._trained if training else self._decoded)(values, chosen, context)
-        mean = zeros(waiting[0].size, waiting[0])
-        mean[places] = placed(found.values, mean)
+        mean = layers.cleared(context, waiting[0])
+        mean[layers.in_bucket(places, chosen.counts)] = placed(found.values, mean)
         for x in waiting:
             backend_of(x).clear(x, places)
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)

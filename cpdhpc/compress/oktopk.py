@@ -79,12 +79,12 @@ class OkTopk(SparseMessages):
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         mean, none = layers.cleared(context, waiting[0]), np.empty(0, np.uint32)
-        indices, values = none, none.view(np.float32)
+        indices, values = none, np.empty(0, np.float32)
         borders = [*(start for _, start, _ in coded.segments), coded.size]
         if coded.size:
             k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)
             indices, sums = self._summed(waiting, k, coded.names[0], context)
-            values = sums / np.float32(context.world.ranks)
+            values = np.divide(sums, np.float32(context.world.ranks), dtype=np.float32)
         counts = np.diff(np.searchsorted(indices, borders))
         at = placed(layers.in_bucket(indices, counts), mean)
         backend_of(mean).put(mean, at, placed(values, mean))

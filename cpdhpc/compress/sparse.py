@@ -416,6 +416,8 @@ def _divide(total: Array, sent: Sequence[Array], ranks: int) -> int:
     sent: where the terms of each rank are, uint32[m]; what no rank sends, 0, is left as it is
     """
     kernels, n = backend_of(total), total.size
+    if not any(indices.size for indices in sent):
+        return 0
     if FEW * sum(indices.size for indices in sent) >= n:
         return kernels.divide_all(total, float(ranks), total)
     marks = reduce(np.bitwise_or, (kernels.pack_bitmap(indices, n) for indices in sent))

@@ -425,10 +425,9 @@ def accumulate_largest(
     if k == 0 or x.size <= FEW:
         accumulate(x, kept, out, factor=factor, more=more, total=total)
         return select_magnitude(last, k)
-    lines = [None if each is None else _lines(each) for each in (x, kept, more)]
-    sums = np.empty_like(lines[0])
-    sums_of_more = None if more is None else sums
-    accumulate(lines[0], lines[1], sums, factor=factor, more=lines[2], total=sums_of_more)
+    sums, own = _lines(x), _lines(kept)  # new arrays
+    also = (None, None) if more is None else (_lines(more), sums)
+    accumulate(sums, own, sums, factor=factor, more=also[0], total=also[1])
     low = _low_of(sums, k, x.size)
     _, found, values = _accumulated(x, kept, out, factor, more, total, low - 1)
     if found.size < k:

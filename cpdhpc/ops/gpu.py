@@ -586,10 +586,10 @@ def accumulate(
     for name, array in given:
         if array is not None:
             check(name, array, np.float32, x.size)
-    amax, null = cupy.empty(tiles(x.size), np.uint32), NULL
-    arrays = (null if more is None else more, np.int64(x.size), out)
-    arrays = (x, kept, np.float32(factor), *arrays, null if total is None else total, amax)
-    launch("accumulate", tile_blocks(x.size), *arrays)
+    amax = cupy.empty(tiles(x.size), np.uint32)
+    terms = (x, kept, np.float32(factor), NULL if more is None else more, np.int64(x.size))
+    sums = (out, NULL if total is None else total, amax)
+    launch("accumulate", tile_blocks(x.size), *terms, *sums)
     return int(to_host(amax).max(initial=0))
 
 
