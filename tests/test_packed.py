@@ -498,3 +498,11 @@ def test_a_prediction_runs_the_same_programs(name):
         slack = 0 if found.simulated == ranks else 0.15  # ranks may send unlike amounts
         assert abs(found.wire_bytes - mean) <= 1 + slack * mean, (algorithm, nodes, wire)
         assert 0 < found.time_s < 1
+
+
+def test_sums_whose_error_grows_are_a_warning():
+    xs = [values(i, 40 * 8) for i in range(40)]
+    with pytest.warns(
+        UserWarning, match="reduce_scatter: algorithm='ring', accumulate='requantise'"
+    ):
+        cpdhpc.reduce_scatter(Loopback(40), xs, "e4m3", "ring", None, "requantise")

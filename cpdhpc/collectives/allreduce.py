@@ -69,6 +69,16 @@ class Unagreed(Exception):
     """
 
 
+def warn_of_error(method: Method, world: Ranks) -> None:
+    """Warn on rank 0 where the error of sums is expected to be large."""
+    if method.algorithm in SCHEDULES and method.rounded_sums(world.nodes) is not None:
+        from .predict import stagnation
+
+        line = stagnation(method, world.nodes)
+        if line and world.rank == 0:
+            warnings.warn(line, stacklevel=3)
+
+
 def refuse_freed(world: Ranks) -> NoReturn:
     """Raise RuntimeError, of a prepared call that is freed, or end the job; see Ranks.refuse."""
     told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
@@ -366,12 +376,7 @@ class Allreduce(Method):
         what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
-        if self.algorithm in SCHEDULES and self.rounded_sums(world.nodes) is not None:
-            from .predict import stagnation
-
-            line = stagnation(self, world.nodes)
-            if line and world.rank == 0:
-                warnings.warn(line, stacklevel=2)
+        warn_of_error(self, world)
         return parts
 
     def _run_programs(

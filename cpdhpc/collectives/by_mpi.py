@@ -56,7 +56,7 @@ def mover(world: Any, blocks: Blocks) -> Move:
         return lambda x, out: comm.Reduce(x, out if is_root else None, mpi.SUM, root)
     if blocks.name == "broadcast":
         return lambda x, out: comm.Bcast(x if is_root else out, root)
-    is_even = len(set(counts)) == 1  # some libraries are faster where all blocks are alike
+    is_even = len(set(counts)) == 1  # some libraries are faster if all blocks have one size
     if blocks.name == "all_gather":
         if is_even:
             return lambda x, out: comm.Allgather(x, out)

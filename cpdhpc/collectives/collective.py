@@ -22,7 +22,7 @@ from ..ops.payloads import Array
 from ..partition import split
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .allreduce import refuse_freed
+from .allreduce import refuse_freed, warn_of_error
 from .blocks import SHARES, Blocks, Share
 from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
@@ -212,7 +212,7 @@ class Collective(Method):
         iteration: int = 0,
         error: Exception | None = None,
     ) -> Call:
-        """Return what the call is; raise on all ranks alike what is wrong on any. Collective."""
+        """Return what the call is; raise on all ranks what is wrong on any. Collective."""
         error = error or iteration_error(iteration, self.call)
         sketch, call = Sketch((), "", False, counts), None
         is_scatter, is_uneven = self.collective == "scatter", self._has_pairs and counts is not None
@@ -441,6 +441,8 @@ class Collective(Method):
         ranks = as_world(world, self.call)
         call = self.check(ranks, xs, outs, counts, recv_counts, iteration, error)
         method = self.chosen(ranks, call)
+        if self.share.sums:
+            warn_of_error(method, ranks)
         found = method.move(ranks, xs, outs, call, iteration)
         if known_by is not None and ranks.virtual_ranks == 1:
             know(ranks, known_by, method, xs[0], call)
@@ -492,7 +494,10 @@ class Collective(Method):
         """
         ranks = as_world(world, self.call)
         call = self.check(ranks, xs, outs, counts, recv_counts)
-        return PreparedCollective(self.chosen(ranks, call), ranks, xs, outs, call)
+        method = self.chosen(ranks, call)
+        if self.share.sums:
+            warn_of_error(method, ranks)
+        return PreparedCollective(method, ranks, xs, outs, call)
 
     def _results(self, xs: Sequence[Any], outs: Any, call: Call) -> list[Array | None]:
         """Return the arrays that results are to lie in."""
@@ -538,7 +543,7 @@ class Collective(Method):
     ) -> None:
         """Do it, by a call list if there is one. Collective.
 
-        Raises NonFiniteGradient on all ranks alike.
+        Raises NonFiniteGradient on all ranks.
         """
         shifts = self._shifts(world, arrays.xs) if self.shares_shifts else self.first_shifts(WHOLE)
         if self.algorithm == MPI_ALLREDUCE:
@@ -770,7 +775,7 @@ class PreparedCollective:
 
         iteration: as in the function, where rounding is "stochastic"; else its value does not count
         The results lie in the same arrays every time.
-        Raises on all ranks alike NonFiniteGradient as the function, TypeError for a wrong
+        Raises on all ranks NonFiniteGradient as the function, TypeError for a wrong
         iteration; RankFailure. After free RuntimeError, or the end of the job if others have not
         freed it.
         """

@@ -534,8 +534,8 @@ def stagnation(method: Method, nodes: tuple[int, ...]) -> str | None:
         return None
     assert method.fmt is not None, "it is packed"
     return (
-        f"allreduce: algorithm={method.algorithm!r}, accumulate={method.accumulating!r}: the sum "
-        f"of {len(nodes)} ranks in {method.fmt.name}, {kind}, is expected to have a relative "
+        f"{method.call}: algorithm={method.algorithm!r}, accumulate={method.accumulating!r}: the "
+        f"sum of {len(nodes)} ranks in {method.fmt.name}, {kind}, is expected to have a relative "
         f"error of {whole:.2g}, one rounding {once:.2g}: algorithm='usual' avoids that"
     )
 
