@@ -8,6 +8,9 @@ All-reduces of float32 arrays, in any format, with the same bits on all ranks:
     allreduce   the sum or mean of all ranks' arrays; Allreduce is one whose choices are made once
     simulate    what allreduce gives for the arrays of many ranks, in one process without MPI
     empty_shared    an array in memory of the node, which all-reduces need not copy
+    Collective  one of the following whose choices are made once; run and prepare
+    reduce_scatter, all_gather, all_to_all, broadcast, reduce, gather, scatter
+                the other collectives, with the same wires; of any dtype where nothing is rounded
     NonFiniteGradient   raised on all ranks where a gradient holds NaN or infinity
 
 Number formats, on CPU and GPU:
@@ -44,6 +47,14 @@ if TYPE_CHECKING:
     from .collectives.allreduce import allreduce as allreduce
     from .collectives.allreduce import simulate as simulate
     from .collectives.checks import NonFiniteGradient as NonFiniteGradient
+    from .collectives.collective import Collective as Collective
+    from .collectives.packed import all_gather as all_gather
+    from .collectives.packed import all_to_all as all_to_all
+    from .collectives.packed import broadcast as broadcast
+    from .collectives.packed import gather as gather
+    from .collectives.packed import reduce as reduce
+    from .collectives.packed import reduce_scatter as reduce_scatter
+    from .collectives.packed import scatter as scatter
     from .collectives.recorded import empty_shared as empty_shared
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat
@@ -62,12 +73,25 @@ else:
         {
             "Allreduce": "collectives.allreduce",
             "Cast": "formats",
+            "Collective": "collectives.collective",
             "FloatFormat": "formats",
             "Loopback": "world.ranks",
             "NonFiniteGradient": "collectives.checks",
             "RankFailure": "world.ranks",
             "World": "world.mpi",
             "allreduce": "collectives.allreduce",
+            **dict.fromkeys(
+                (
+                    "all_gather",
+                    "all_to_all",
+                    "broadcast",
+                    "gather",
+                    "reduce",
+                    "reduce_scatter",
+                    "scatter",
+                ),
+                "collectives.packed",
+            ),
             "compress": "",
             "darray": "",
             "decode": "arrays",
@@ -92,22 +116,30 @@ else:
 __all__ = [
     "Allreduce",
     "Cast",
+    "Collective",
     "FloatFormat",
     "Loopback",
     "NonFiniteGradient",
     "RankFailure",
     "World",
+    "all_gather",
+    "all_to_all",
     "allreduce",
+    "broadcast",
     "compress",
     "darray",
     "decode",
     "empty_shared",
     "encode",
     "formats",
+    "gather",
     "kernel_threads",
     "pack",
     "parse_format",
     "quantize",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
     "set_kernel_threads",
     "simulate",
     "torch",

@@ -44,6 +44,18 @@ ALGORITHMS = {  # of the all-reduce; collectives.schedules has their rounds
     "gather": Accumulation(_HELD, "requantise", "requantise"),
 }
 
+_OWNED = "ring", "biring", "torus", "rhd", "direct", "hier"  # whose chunks have owners
+COLLECTIVES = {  # beside the all-reduce: the algorithms of each
+    "reduce_scatter": _OWNED,
+    "all_gather": _OWNED,
+    "all_to_all": ("direct",),
+    "broadcast": ("tree", *_OWNED),
+    "reduce": ("tree", *_OWNED),
+    "gather": ("direct",),
+    "scatter": ("direct",),
+}
+SUMMING = "reduce_scatter", "reduce"  # the ones that add
+
 BASELINES = {  # all-reduces of other libraries: the wires they know, and how they sum in them
     "mpi": {"raw": "float32"},
     "gloo": {"raw": "float32", "bf16": "requantise"},

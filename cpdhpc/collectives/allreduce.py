@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import finalize
 
 import numpy as np
@@ -41,13 +41,32 @@ from .checks import (
     shared_shifts,
 )
 from .engine import Program, Take, run, sum_by_mpi
-from .method import CHOSEN, MPI_ALLREDUCE, Machine, Method, Op, Reduced, Segment, Shifts, as_machine
+from .method import (
+    CHOSEN,
+    MPI_ALLREDUCE,
+    Machine,
+    Method,
+    Op,
+    Reduced,
+    Segment,
+    Shifts,
+    as_machine,
+    named_as,
+)
 from .rank_program import program
 from .recorded import Recording, are_plain, know, know_as, recording_of, run_known
 from .schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from .graphs import Graphed
+
+
+def refuse_freed(world: Ranks) -> NoReturn:
+    """Raise RuntimeError, of a prepared call that is freed, or end the job; see Ranks.refuse."""
+    told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
+    if not by_all:
+        world.abort("Prepared.run: is freed, and on other ranks it is not")
+    raise told
 
 
 class Prepared:
@@ -116,10 +135,7 @@ class Prepared:
         """
         world = self._world
         if self._freed:
-            told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
-            if not by_all:
-                world.abort("Prepared.run: is freed, and on other ranks it is not")
-            raise told
+            refuse_freed(world)
         if world.lent_by is not None:
             world.check_thread()
         if type(iteration) is not int and not self._compares:
@@ -279,7 +295,7 @@ class Allreduce(Method):
         if self.algorithm == USUAL:
             name = self.usual(world.nodes)
             world.chosen.add(name)
-            return named(self, name)
+            return named_as(self, name)
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
         from .predict import choose
 
@@ -343,11 +359,6 @@ class Allreduce(Method):
                 warnings.warn(line, stacklevel=2)
         return parts
 
-    @cached_property
-    def choices(self) -> dict[str, object]:
-        """All choices by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def _run_programs(
         self,
         world: Ranks,
@@ -360,7 +371,7 @@ class Allreduce(Method):
         """Sum into totals, of the first hosted ranks or of all; count what is not finite."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
-        pieces = plan.pieces(flat[0].size)
+        pieces = plan.pieces()
 
         def start(piece: int, take: Take) -> list[Program[int]]:
             return [
@@ -378,12 +389,6 @@ class Allreduce(Method):
         if not self.shares_shifts:
             return self.first_shifts(parts)
         return shared_shifts(self, world, flat, parts)
-
-
-@lru_cache(maxsize=256)
-def named(method: Allreduce, algorithm: str) -> Allreduce:
-    """Return a method with another algorithm."""
-    return replace(method, algorithm=algorithm)
 
 
 def configured(**choices: Any) -> Allreduce:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from ..methods import MAX_SUM_BITS, check_bool, check_integer, said_by
 from ..ops import backend_of, misread, on_gpu, to_host, type_name
 from ..randomness import check_key
 from ..world.ranks import Ranks
+from .blocks import SHARES
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, tile_span
 
 Array = npt.NDArray[Any]
@@ -34,7 +35,25 @@ def of_prepare(error: Exception) -> Exception:
     return said_by("Allreduce.prepare", error, text)
 
 
-def _check_array(name: str, x: Any) -> None:
+DTYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # what is taken -> its words, a test
+    "float32": ("must be float32", lambda dtype: bool(dtype == np.float32)),
+    "numbers": (
+        "must be integers, floats or complex numbers",
+        lambda dtype: dtype.kind in "iufc" and dtype.isnative,
+    ),
+    "floats": (
+        "must be floats or complex numbers",
+        lambda dtype: dtype.kind in "fc" and dtype.isnative,
+    ),
+    "any": ("must hold no Python objects", lambda dtype: not dtype.hasobject),
+}
+
+
+def check_array(name: str, x: Any, takes_dtypes: str = "float32") -> None:
+    """Raise TypeError or ValueError unless x is an array that an all-reduce takes.
+
+    takes_dtypes: of DTYPES
+    """
     try:
         backend_of(x)
     except TypeError:
@@ -44,8 +63,9 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(f"allreduce: {name} is {type_name(x)}: must be {takes}") from None
     if advice := misread(x):
         raise TypeError(f"allreduce: {name} is {type_name(x)}: {advice}")
-    if x.dtype != np.float32:
-        raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
+    words, fits = DTYPES[takes_dtypes]
+    if not fits(x.dtype):
+        raise TypeError(f"allreduce: {name} has dtype {x.dtype}: {words}")
     if not x.flags.c_contiguous:
         raise TypeError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
     if on_gpu(x):
@@ -95,7 +115,7 @@ def _check_device(name: str, x: Any) -> None:
         )
 
 
-def _check_place(name: str, x: Array, other: Array) -> None:
+def check_place(name: str, x: Array, other: Array) -> None:
     if on_gpu(x) != on_gpu(other):
         here, there = ("GPU" if on_gpu(each) else "CPU" for each in (x, other))
         raise TypeError(f"allreduce: {name} is on the {here}: must be on the {there}, as the first")
@@ -158,14 +178,14 @@ def check_arrays(
     """
     check_count(world, "xs", xs)
     for rank, x in zip(world.hosted, xs, strict=True):
-        _check_array(name_of_x(world, rank), x)
+        check_array(name_of_x(world, rank), x)
         if x.shape != xs[0].shape:
             raise ValueError(
                 f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
                 f"{xs[0].shape}: must be the same"
             )
         if x is not xs[0]:
-            _check_place(f"x of rank {rank}", x, xs[0])
+            check_place(f"x of rank {rank}", x, xs[0])
     if not segments:
         return (Segment("x", 0, xs[0].size),)
     try:
@@ -203,10 +223,10 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
     if len(outs) != count:
         raise ValueError(f"allreduce: outs: {len(outs)} arrays: must be {count}")
     for out in outs:
-        _check_array("out", out)
+        check_array("out", out)
         if out.shape != xs[0].shape:
             raise ValueError(f"allreduce: out has shape {out.shape}: must be {xs[0].shape}")
-        _check_place("out", out, xs[0])
+        check_place("out", out, xs[0])
         if not getattr(out.flags, "writeable", True):
             raise ValueError("allreduce: out is read-only")
 
@@ -338,34 +358,51 @@ SHOWN = 120  # characters of a value that differs
 NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
 
 
+SUMS = tuple(name for name, share in SHARES.items() if share.sums)
+
+
 class NonFiniteGradient(ArithmeticError):
     """NaN or infinity in what was to be summed, or in the sum; raised on all ranks alike.
 
     segments: names of the tensors; ranks: where they are, empty where only the sum is not finite
-    dtype: of the tensors, where it is their mean that is beyond it
+    dtype: of the tensors, where it is their mean that is beyond it; call: the collective
     """
 
-    def __init__(self, segments: Iterable[str], ranks: Iterable[int], dtype: str = "") -> None:
+    def __init__(
+        self,
+        segments: Iterable[str],
+        ranks: Iterable[int],
+        dtype: str = "",
+        call: str = "allreduce",
+    ) -> None:
         self.segments, self.ranks, self.dtype = tuple(segments), tuple(ranks), dtype
-        super().__init__(self.segments, self.ranks, dtype)
+        self.call = call
+        super().__init__(self.segments, self.ranks, dtype, call)
 
     def __str__(self) -> str:
         tensors = ", ".join(map(repr, self.segments))
         if self.ranks:
-            return f"allreduce: NaN or infinity in {tensors} on rank {_names(self.ranks)}"
+            return f"{self.call}: NaN or infinity in {tensors} on rank {_names(self.ranks)}"
         if self.dtype:
-            return f"allreduce: the mean is beyond {self.dtype} in {tensors}"
-        return f"allreduce: the sum of finite values is not finite in {tensors}"
+            return f"{self.call}: the mean is beyond {self.dtype} in {tensors}"
+        if self.call in SUMS:
+            return f"{self.call}: the sum of finite values is not finite in {tensors}"
+        return f"{self.call}: finite values are beyond the wire in {tensors}"
 
 
 def is_finite(x: Array) -> bool:
     """Whether all values of x, float32[n], are finite."""
-    return x.size == 0 or int(to_host(backend_of(x).amax_tiles(x)).max()) < NONFINITE_BITS
+    return amax_of(x) < NONFINITE_BITS
 
 
 def _names(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def amax_of(x: Array) -> int:
+    """Return the float32 bits of max|x| of x, float32[n]."""
+    return int(to_host(backend_of(x).amax_tiles(x)).max()) if x.size else 0
 
 
 def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:

@@ -14,10 +14,11 @@ from ..ops import backend_of, on_gpu
 from ..ops.payloads import Array
 from ..world.gpu_messages import Carrier, Direct, Staged
 from ..world.ranks import Ranks
+from .blocks import Piece
 from .checks import is_finite
 from .engine import BufferPool, Exchange, Program, Take, carrier_of, fresh, give_up, run
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, shift_bytes
-from .rank_program import Piece, program
+from .rank_program import program
 
 if TYPE_CHECKING:
     from ..ops.gpu_runtime import Graphs
@@ -105,7 +106,7 @@ class Graphed:
         self._carrier = Direct(world, self._streams) if self._staged else carrier
         self._divisor, self._unseen = method.divisor(world.ranks), method.result_unseen
         self.plan = method.plan(world.nodes, x, segments, shifts, 0)
-        self._pieces = self.plan.pieces(x.size)
+        self._pieces = self.plan.pieces()
         self._kernels = _Asked(backend_of(x))
         self._counted = False  # whether pieces tell how many values are not finite
         try:

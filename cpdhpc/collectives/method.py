@@ -9,9 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from ..ops import placed
 from ..ops.common import fitting_shift
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..randomness import check_key
+from .blocks import ALLREDUCE, Blocks
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES, Layout, group_size
 
@@ -437,6 +438,20 @@ class Method:
         rounds = way in ("requantise", GROW) and self.algorithm in chains
         return Sums(chains[self.algorithm]) if rounds else None
 
+    @property
+    def call(self) -> str:
+        """The collective, as messages name it."""
+        return ALLREDUCE
+
+    def blocks_of(self, n: int, ranks: int) -> Blocks:
+        """Return the blocks of n values: of an all-reduce one."""
+        return Blocks(ALLREDUCE, (n,))
+
+    @cached_property
+    def choices(self) -> dict[str, object]:
+        """All choices by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @cached_property
     def description(self) -> str:
         """All choices in words."""
@@ -530,20 +545,25 @@ class Method:
         segments: Sequence[Segment],
         shifts: Shifts,
         iteration: int,
+        blocks: Blocks | None = None,
     ) -> Plan:
         """Return what the programs of all ranks share.
 
         nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
-        and for partial sums and the result
+        and for partial sums and the result; blocks: of an all-reduce of arrays like x, unless given
         """
+        blocks = blocks or Blocks(ALLREDUCE, (x.size,))
         schedule, wire = SCHEDULES[self.algorithm], self.payloads
+        if isinstance(wire, Raw):
+            wire = Raw(np.dtype(blocks.dtype))
         if isinstance(wire, Packed) and self.accumulating == GROW:
             wire = replace(wire, growth=schedule.growth(Layout(nodes)))
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
-        sent = shift_bytes(shifts[0], segments, x.size, x) if outside else None
-        result = shift_bytes(shifts[1], segments, x.size, x) if outside else None
+        sent = shift_bytes(shifts[0], segments, blocks.size, x) if outside else None
+        result = shift_bytes(shifts[1], segments, blocks.size, x) if outside else None
         return Plan(
             schedule=schedule,
+            blocks=blocks,
             accumulate=None if self.exact else ACCUMULATES[self.accumulating],
             wire=wire,
             sent_shifts=sent,
@@ -579,3 +599,18 @@ class Method:
             return Exact(cast, trits=self.wire == "ternary")
         kind = self.parsed_scaling.kind
         return Packed(cast, fit=kind in SHARED, shared=SHARED.get(kind, TILE))
+
+
+Chosen = TypeVar("Chosen", bound=Method)
+
+
+def named_as(method: Chosen, algorithm: str) -> Chosen:
+    """Return a method with another algorithm; the same one every time."""
+    found = _named_as(method, algorithm)
+    assert isinstance(found, type(method)), "replace keeps the class"
+    return found
+
+
+@lru_cache(maxsize=256)
+def _named_as(method: Method, algorithm: str) -> Method:
+    return replace(method, algorithm=algorithm)

@@ -21,9 +21,10 @@ from ..formats import SHARED, TILE, tiles
 from ..methods import GROW, USUAL
 from ..ops.payloads import Array, Packed
 from ..randomness import random_key
+from .blocks import Piece, Share
 from .engine import Exchange, Program, ScheduleError
 from .method import AUTO, Machine, Method, Segment, Sums, as_machine
-from .rank_program import Piece, Plan, program
+from .rank_program import Plan, program
 from .recorded import parts_of
 from .schedules import SCHEDULES, Layout, Schedule
 
@@ -181,7 +182,7 @@ class Simulation:
     ) -> None:
         self.machine, self.plan, self.kernels, self.pieces = machine, plan, kernels, pieces
         self.near, self.share = near, share
-        self.bytes = np.zeros(tiles(kernels.x.size + 1) * 5 * TILE, np.uint8)  # any payload
+        self.bytes = np.zeros(tiles(plan.blocks.size + 1) * 5 * TILE, np.uint8)  # any payload
         self.ranks = [_Rank() for _ in range(len(plan.nodes) if near is None else 1)]
         self.ends_s = [0.0] * len(pieces)
         self.ended = 0
@@ -340,6 +341,8 @@ class Prediction(NamedTuple):
 def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) -> Prediction:
     """Return the predicted time of method's all-reduce of n values per rank.
 
+    Or of another collective: of n values in all, in even blocks; of all_to_all, per rank.
+
     nodes: the node of each rank, numbered in the order of first ranks: hier's steps depend on it
     Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, simulated
     step by step, as a call list. Not in it: contention of links, ranks that share a processor,
@@ -352,7 +355,8 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
     schedule = SCHEDULES[method.algorithm]
-    near = _all_alike(schedule, nodes) if len(nodes) > ALL_RANKS else None
+    collective = method.blocks_of(n, len(nodes)).share
+    near = _all_alike(schedule, collective, nodes) if len(nodes) > ALL_RANKS else None
     simulation, pieces, share = _simulation(machine, method, nodes, n, near)
     ends_s = simulation.run()
     time_s = max(ends_s)
@@ -392,20 +396,25 @@ def _simulation(
 
     Where one rank stands for all, every chunk is as large as the largest: in whole tiles.
     """
-    one = near is not None
+    one, ranks = near is not None, len(nodes)
     chunks = SCHEDULES[method.algorithm].chunks(Layout(nodes))
+    if not method.blocks_of(n, ranks).share.whole:
+        chunks = len(method.blocks_of(n, ranks).counts)
     padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
-    x, out = np.zeros((2, padded), np.float32)  # never touched: a promise of memory, no more
+    blocks = method.blocks_of(padded, ranks)
+    sizes = [blocks.sizes(rank, ranks) for rank in (range(1) if one else range(ranks))]
+    # Never touched: a promise of memory, no more.
+    x, out = (np.zeros(max(each), np.float32) for each in zip(*sizes, strict=True))
     shifts = [] if method.fmt is None or method.parsed_scaling.kind in SHARED else [0]
     segments = [Segment("x", 0, padded)][: len(shifts)]
-    plan = method.plan(nodes, x, segments, (shifts, shifts), 0)
+    plan = method.plan(nodes, x, segments, (shifts, shifts), 0, blocks)
     wire = plan.wire
     share = wire.size_bytes(n) / max(1, wire.size_bytes(padded))
     if padded > n and n < TILE:  # then a message is no tile either
         machine = replace(
             machine, beta_s=machine.beta_s * wire.size_bytes(n) / wire.size_bytes(TILE)
         )
-    pieces = parts_of(plan, padded, len(set(nodes)) == 1)
+    pieces = parts_of(plan, len(set(nodes)) == 1)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
     first = pieces[: max(PIECES, most)]
     kernels = Kernels(machine, x, out)
@@ -415,7 +424,7 @@ def _simulation(
 
 
 @lru_cache(maxsize=64)
-def _all_alike(schedule: Schedule, nodes: tuple[int, ...]) -> Sequence[bool] | None:
+def _all_alike(schedule: Schedule, share: Share, nodes: tuple[int, ...]) -> Sequence[bool] | None:
     """Return for each step whether its messages stay in their nodes, if all ranks do the same.
 
     That is, if every rank sends and receives in every step, of the same kinds and numbers. Then all
@@ -426,7 +435,7 @@ def _all_alike(schedule: Schedule, nodes: tuple[int, ...]) -> Sequence[bool] | N
     first: list[Any] | None = None
     near: list[bool] = []
     for rank in looked_at:
-        steps = list(schedule.steps(rank, Layout(nodes)))
+        steps = list(share.steps(schedule, rank, Layout(nodes), 0))
         if any(step.send_to is None or step.recv_from is None for step in steps):
             return None
         kinds = [(step.kind, len(step.send_chunks), len(step.recv_chunks)) for step in steps]

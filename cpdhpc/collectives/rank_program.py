@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, count, repeat
 from typing import Any, NamedTuple
 
@@ -13,11 +12,11 @@ import numpy as np
 from ..formats import TILE, tiles
 from ..methods import GROW
 from ..ops import backend_of
-from ..ops.payloads import Array, Exact, Packed, Raw, Wire
-from ..partition import chunk
+from ..ops.payloads import FLOAT32, Array, Exact, Packed, Raw, Wire
 from ..randomness import Key, random_key
+from .blocks import Blocks, Piece, Place, Places, rounds
 from .engine import Exchange, Program, ScheduleError, Take
-from .schedules import Kind, Layout, Schedule, Step
+from .schedules import Kind, Schedule, Step
 
 
 class Sum(NamedTuple):
@@ -40,7 +39,7 @@ Accumulate = Callable[["Chunk", Sequence[Array]], Sum]
 def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """Sum in float32."""
     raw, first = chunk.is_raw, payloads[0]  # a raw one is read where it lies
-    total = first.view(np.float32) if raw else chunk.values(first, chunk.sent)
+    total = first.view(chunk.dtype) if raw else chunk.values(first, chunk.sent)
     place = chunk.room() if raw and len(payloads) > 2 else total
     for payload in payloads[1:-1]:
         chunk.floats.add(payload, chunk.sent, total, place)
@@ -97,29 +96,16 @@ ACCUMULATES: dict[str, Accumulate] = {
     GROW: _float32,
 }
 
-PIECES = 8
 PIECE_VALUES = 1 << 18, 1 << 20  # of a chunk that travel at a time: 1 MiB to 4 MiB of float32
 NO_KEY = 0, 0
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
 
 
-class Piece(NamedTuple):
-    """Values start..stop of the data, which are reduced by themselves.
-
-    part, parts: which part of each of its chunks alone, cut on tiles: that changes no bit
-    """
-
-    number: int
-    start: int
-    stop: int
-    part: int = 0
-    parts: int = 1
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks of one all-reduce share.
+    """What all ranks of one collective share.
 
+    blocks: its data
     sent_shifts, result_shifts: uint8[tiles] for contributions, and for partial sums and the
         result, or None where none are needed or they travel
     accumulate: None where sums are exact
@@ -132,6 +118,7 @@ class Plan:
     """
 
     schedule: Schedule
+    blocks: Blocks
     accumulate: Accumulate | None
     wire: Wire
     sent_shifts: Array | None
@@ -142,21 +129,31 @@ class Plan:
     copy: Callable[[Array, Array], object] = np.copyto
     slots: dict[tuple[int, int], Any] | None = None
 
-    def pieces(self, n: int) -> Sequence[Piece]:
-        """Return the pieces of n values.
+    @property
+    def terms(self) -> int:
+        """How many contributions are in a result."""
+        return self.blocks.terms(len(self.nodes))
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return the pieces of the data.
 
         PIECES of them, so that encoding, travel and decoding overlap, unless a chunk's part of
-        one would leave PIECE_VALUES. With "requantise" the result depends on the pieces, as on
-        all that decides which rank adds first.
+        one would leave PIECE_VALUES. With "requantise" the result of an all-reduce depends on the
+        pieces, as on all that decides which rank adds first.
         """
-        return _pieces(self.schedule, self.nodes, n, PIECE_VALUES)
+        return self.blocks.pieces(self.schedule, self.nodes, *PIECE_VALUES)
+
+    def places(self, rank: int, piece: Piece) -> Places:
+        """Return the places of a rank's chunks in a piece, or in the part that it says."""
+        return rounds(self.schedule, self.nodes, self.blocks, rank, piece)[0]
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
 
         Phase 0 is what a rank sends first, 1 the result, 2 and up the roundings in between, in
-        the order in which they happen. Results, and the sums of all contributions that every rank
-        forms by itself, take the number of the chunk for the rank: all get the same.
+        the order in which they happen. What is not summed is a result of the rank that encodes it.
+        Results of sums, and the sums of all contributions that every rank forms by itself, take the
+        number of the chunk for the rank: all get the same.
         """
         if self.stream is None:
             return NO_KEY
@@ -172,54 +169,11 @@ class Plan:
         return (self.key(who, phase) for phase in count(BETWEEN))
 
 
-@lru_cache(maxsize=64)
-def _pieces(schedule: Schedule, nodes: tuple[int, ...], n: int, of: tuple[int, int]) -> list[Piece]:
-    chunks, (least, most) = schedule.chunks(Layout(nodes)), of
-    count = max(1, min(-(-n // (chunks * least)), max(PIECES, -(-n // (chunks * most)))))
-    return [Piece(i, *chunk(n, count, i)) for i in range(count)]
-
-
-@lru_cache(maxsize=64)
-def _rounds(
-    schedule: Schedule, nodes: tuple[int, ...], rank: int, piece: Piece
-) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, Step]]]:
-    """Return the (start, stop) of a piece's chunks, and a rank's steps by number.
-
-    Steps are without chunks that are empty, and there are none of such chunks alone.
-    """
-    layout, n = Layout(nodes, piece.number), piece.stop - piece.start
-    found, chunks = [], schedule.chunks(layout)
-    for i in range(chunks):
-        start, stop = chunk(n, chunks, i)
-        first, last = chunk(stop - start, piece.parts, piece.part)
-        found.append((piece.start + start + first, piece.start + start + last))
-    steps = enumerate(schedule.steps(rank, layout))
-    full = {i for i, (start, stop) in enumerate(found) if start < stop}
-    if len(full) == chunks:
-        return found, list(steps)
-    shorter = ((number, _only(step, full)) for number, step in steps)
-    return found, [row for row in shorter if row[1].send_chunks or row[1].recv_chunks]
-
-
-def _only(step: Step, full: Set[int]) -> Step:
-    """Return a step with these chunks alone."""
-    out = [row for row in zip(step.send_chunks, step.send_terms, strict=True) if row[0] in full]
-    into = [row for row in zip(step.recv_chunks, step.recv_terms, strict=True) if row[0] in full]
-    return Step(
-        step.kind,
-        step.send_to if out else None, [i for i, _ in out], [terms for _, terms in out],
-        step.recv_from if into else None, [i for i, _ in into], [terms for _, terms in into],
-    )  # fmt: skip
-
-
-def spans(plan: Plan, piece: Piece) -> Sequence[tuple[int, int]]:
-    """Return the (start, stop) of a piece's chunks, or of the part that it says."""
-    return _rounds(plan.schedule, plan.nodes, 0, piece)[0]
-
-
 class Chunk:
-    """A rank's state of one chunk, values start..stop of the array, start on a tile.
+    """A rank's state of one chunk, which begins on a tile.
 
+    start: its place in the whole
+    partial, out: its values in the rank's arrays, None where these do not have them
     sent, result: the shifts of its tiles for contributions, and for partial sums and the result
     take: size_bytes -> array for a payload
     """
@@ -229,21 +183,21 @@ class Chunk:
         plan: Plan,
         rank: int,
         index: int,
-        span: tuple[int, int],
+        place: Place,
         x: Array,
         out: Array | None,
         take: Take,
     ) -> None:
-        start, stop = span
         self.plan, self.rank, self.index, self.take = plan, rank, index, take
-        self.start, self.n, self.wire = start, stop - start, plan.wire
+        start = self.start = place.at
+        self.n, self.wire = place.n, plan.wire
         of_tiles = slice(start // TILE, start // TILE + tiles(self.n))
         sent, result = plan.sent_shifts, plan.result_shifts
         self.sent = None if sent is None else sent[of_tiles]
         self.result = None if result is None else result[of_tiles]
         self.is_raw = isinstance(plan.wire, Raw)
-        self.partial = x[start:stop]  # the rank's own, until it adds
-        self.out = None if out is None else out[start:stop]
+        self.partial = x if place.x is None else x[place.x : place.x + place.n]  # until it adds
+        self.out = None if place.out is None or out is None else out[place.out :][: place.n]
         # A raw payload of the result is the result itself.
         self.place = self.out.view(np.uint8) if self.is_raw and self.out is not None else None
         self.pending: Array | None = None  # came in, not yet added: added while it is encoded
@@ -254,6 +208,11 @@ class Chunk:
         self.summed = False  # whether what was held is in the partial sum
         self.first = plan.key(rank, CONTRIBUTION)
         self.keys = plan.keys_between(rank, index)
+
+    @property
+    def dtype(self) -> Any:
+        """Of values."""
+        return self.wire.dtype if isinstance(self.wire, Raw) else FLOAT32
 
     @property
     def floats(self) -> Raw | Packed:
@@ -317,8 +276,8 @@ class Chunk:
         return total
 
     def room(self) -> Array:
-        """Return an array for values, float32[n]."""
-        return self.take(4 * self.n).view(np.float32)
+        """Return an array for values, float32[n], or of the dtype of a raw wire."""
+        return self.take(self.dtype.itemsize * self.n).view(self.dtype)
 
     def values(self, payload: Array, shifts: Array | None) -> Array:
         """Return the values in an array of their own, float32."""
@@ -385,10 +344,14 @@ class Chunk:
         than to decode the payload afterwards.
         """
         if self.final is None:
-            key = self.plan.key(self.index, FINAL)
+            sums = self.plan.blocks.share.sums
+            key = self.plan.key(self.index if sums else self.rank, FINAL)
+            if self.is_raw and not sums:  # others need not wait for a copy
+                self.final = self.partial.view(np.uint8)
+                return self.final
             at_once = self.place is None and self.pending is not None and not self.held
             where = place if self.place is None else self.place
-            out, terms = self.out if at_once else None, len(self.plan.nodes)
+            out, terms = self.out if at_once else None, self.plan.terms
             self.final = self.encode_sum(self._sum(), key, where, out, terms)
         return self.final
 
@@ -414,11 +377,12 @@ class Chunk:
         if self.out is None:
             return 0
         if self.final is None and not self.plan.result_rounded:
-            total, last, shifts, _ = self._held_sum()
+            alone = self.plan.blocks.name == "reduce_scatter" and not self.held
+            total, last, shifts, terms = self._sum() if alone else self._held_sum()
             if last is None:
                 self.plan.copy(self.out, total)
             else:
-                self.floats.add(last, shifts, total, self.out)
+                self.floats.of(terms).add(last, shifts, total, self.out)
             return 0
         final = self.finished()
         if self.nonfinite is None:
@@ -439,7 +403,7 @@ class ExactChunk(Chunk):
         super().__init__(*args)
         assert isinstance(self.wire, Exact)
         self.codes = self.wire  # of a contribution
-        self.wire = self.codes.of(len(self.plan.nodes))  # of the result
+        self.wire = self.codes.of(self.plan.terms)  # of the result
         self.came: Array | None = None
         self.terms = 0
         self.own: Array | None = None
@@ -485,13 +449,13 @@ class ExactChunk(Chunk):
     def finished(self, place: Array | None = None) -> Array:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
-            ranks = len(self.plan.nodes)
-            if self.terms + 1 != ranks:
+            terms = self.plan.terms
+            if self.terms + 1 != terms:
                 raise ScheduleError(
                     f"rank {self.rank} has {self.terms + 1} contributions to chunk {self.index}: "
-                    f"needs all {ranks}"
+                    f"needs all {terms}"
                 )
-            self.final = self.partial_sum(ranks, place)
+            self.final = self.partial_sum(terms, place)
         return self.final
 
 
@@ -503,17 +467,13 @@ def program(
 ) -> Program[int]:
     """Carry out a rank's part in a piece: yield exchanges, add what comes in, write the result.
 
-    x: float32[n], not written; out: float32[n] for the result, or None where another rank of this
-    process writes it; take: for payloads
+    x: float32, not written; out: float32 for the result, or None where another rank of this process
+    writes it, or nothing is wanted; of the sizes that plan.blocks says; take: for payloads
     Returns how many values of the result are not finite; 0 for a raw wire.
     """
-    where, steps = _rounds(plan.schedule, plan.nodes, rank, piece)
+    places, steps = rounds(plan.schedule, plan.nodes, plan.blocks, rank, piece)
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
-    chunks = {
-        i: kind(plan, rank, i, (start, stop), x, out, take)
-        for i, (start, stop) in enumerate(where)
-        if start < stop
-    }
+    chunks = {i: kind(plan, rank, i, place, x, out, take) for i, place in places.items()}
     for number, step in steps:
         into = [chunks[i] for i in step.recv_chunks]
         sizes = _sizes(into, step.recv_terms)

@@ -26,10 +26,11 @@ from ..randomness import random_key
 from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared, round_trip_ns
 from ..world.ranks import Ranks, Wait
+from .blocks import Blocks, Piece
 from .checks import is_finite, raise_nonfinite
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
 from .method import Method, Reduced, Segment, Shifts, shift_bytes
-from .rank_program import Piece, Plan, program, spans
+from .rank_program import Plan, program
 
 WORD_BYTES = 8
 PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
@@ -111,28 +112,28 @@ class Kernels:
         return 0
 
 
-def parts_of(plan: Plan, n: int, in_node: bool) -> list[Piece]:
-    """Return the parts of n values: pieces, cut smaller where no message leaves the node."""
-    pieces = plan.pieces(n)
+def parts_of(plan: Plan, in_node: bool) -> list[Piece]:
+    """Return the parts of the data: pieces, cut smaller where no message leaves the node."""
+    pieces = plan.pieces()
     if not in_node:
         return list(pieces)
     found = []
     for piece in pieces:
-        longest = max(stop - start for start, stop in spans(plan, piece))
+        longest = plan.blocks.longest(plan.schedule, plan.nodes, piece)
         count = max(1, min(-(-longest // PART_VALUES), MOST_PARTS // len(pieces)))
         found += [piece._replace(part=i, parts=count) for i in range(count)]
     return found
 
 
 class Recording:
-    """What the rank of this process does in an all-reduce, from start to end. Collective.
+    """What the rank of this process does in a collective, from start to end. Collective.
 
     Its program runs once for each part of the data, on a wire whose kernels are written down
     instead of done. So every schedule can be recorded. Payloads for processes of this node lie in
     memory that they share, and words there tell that they are ready; others go by persistent
     requests. What is done later is the call list of all that, without the interpreter.
-    x, out: float32[n], that do not overlap: what run takes by default
-    segments, shifts: as Method.plan; adapt gives others
+    x, out: that do not overlap: what run takes by default
+    segments, shifts, blocks: as Method.plan; adapt gives other shifts
     moves: whether each run has arrays of its own, and follows a meeting of all processes. Then
         memory is that of all such recordings; messages in x and out are copied, or long ones'
         requests follow the arrays
@@ -149,11 +150,12 @@ class Recording:
         shifts: Shifts,
         *,
         moves: bool,
+        blocks: Blocks | None = None,
     ) -> None:
         self._method, self.x, self.out, self._moves = method, x, out, moves
-        plan = method.plan(world.nodes, x, segments, shifts, 0)
+        plan = method.plan(world.nodes, x, segments, shifts, 0, blocks)
         self.plan = replace(plan, slots={} if method.is_random else None)
-        self.freed, self.what = False, f"allreduce {method.algorithm}"
+        self.freed, self.what = False, f"{method.call} {method.algorithm}"
         self._sent, self._sent_bytes = 0, 0
         self._world, self._rank = world, world.hosted.start
         self._of_mpi = world if isinstance(world, World) else None  # else there are no requests
@@ -181,7 +183,7 @@ class Recording:
     def _record(self) -> None:
         """Run the programs of all parts up to their ends, and write them down."""
         world = self._world
-        parts = parts_of(self.plan, self.x.size, world.board is not None)
+        parts = parts_of(self.plan, world.board is not None)
         # One part has two slots by turns, so that a run need not wait for the readers of the last.
         turns = 2 if len(parts) == 1 and world.board is not None and not self._moves else 1
         window = self.plan.schedule.window(world.ranks)
@@ -225,8 +227,10 @@ class Recording:
         for address, wait in ends:
             _cpu.add_test(self._list, address, self._label(wait))
         if self._divisor is not None:
-            for start, stop in spans(self.plan, part):
-                values = self.out[start:stop]
+            for place in self.plan.places(self._rank, part).values():
+                if place.out is None:
+                    continue
+                values = self.out[place.out : place.out + place.n]
                 self._kernels.divide(values, float(self._divisor), values)
 
     def _is_far(self) -> bool:
@@ -235,7 +239,7 @@ class Recording:
         What is sent is then made in a cache of this core, and copied past it for the others: to
         fetch lines from a cache of another core takes three times as long as from memory.
         """
-        if self.x.nbytes < FAR_BYTES:
+        if 4 * self.plan.blocks.size < FAR_BYTES:  # the same on all ranks
             return False
         return round_trip_ns(self._world, f"{self.what}: round trip") > FAR_NS
 
@@ -305,7 +309,7 @@ class Recording:
 
     @property
     def _follows(self) -> bool:
-        return self._moves and self.x.nbytes > FOLLOWED_BYTES
+        return self._moves and max(self.x.nbytes, self.out.nbytes) > FOLLOWED_BYTES
 
     def _init(
         self, make: Callable[[Array, int], list[Any]], message: Array, stream: int
@@ -331,7 +335,7 @@ class Recording:
         if not self._followed or places == self._places:
             return
         assert self._of_mpi is not None, "requests are MPI's"
-        memory = x.view(np.uint8), out.view(np.uint8)
+        memory = x.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
         for each in self._followed:
             made = each.make(memory[each.of][each.start : each.stop], each.stream)
             for request, new in zip(each.requests, made, strict=True):
@@ -394,7 +398,7 @@ class Recording:
         plan = self.plan
         for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
             if place is not None:
-                place[:] = shift_bytes(each, segments, self.x.size, self.x)
+                place[:] = shift_bytes(each, segments, plan.blocks.size, self.x)
 
     def _draw(self, iteration: int) -> None:
         """Let runs round by the random numbers of an iteration."""
@@ -406,7 +410,7 @@ class Recording:
     def run(self, x: Array | None = None, out: Array | None = None, iteration: int = 0) -> int:
         """Do it: from x as it is now to out; return how many values are not finite. Collective.
 
-        x, out: float32[n], C-contiguous; others than those of the recording only if it moves
+        x, out: C-contiguous, of the sizes that were recorded; others only if it moves
         iteration: of the random numbers
         Returns OVERLAPS, with nothing done, where out has memory of x.
         Raises RankFailure, or ends the job, as engine.run does; RuntimeError where it is freed or
@@ -465,7 +469,7 @@ class Recording:
 
     def _bad_values(self, out: Array) -> int:
         """Return 1 where the result is not finite, which the kernels do not see."""
-        return int(not is_finite(out))
+        return int(not is_finite(out.reshape(-1)))
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""
@@ -526,6 +530,11 @@ class Entry:
             self.recording.free()
 
 
+def with_iteration(digest: int, iteration: int) -> int:
+    """Return the digest of a call of a recording, of one of 62 bits."""
+    return (digest + ITERATION * iteration) & MASK | 1 if iteration else digest
+
+
 @dataclass(slots=True)
 class Known:
     """What a call of an all-reduce comes to that is known by its arguments."""
@@ -538,15 +547,18 @@ class Known:
     told: tuple[tuple[int, ...], tuple[int, ...], str]  # of Reduced, but for the arrays
 
 
-class Recordings(dict[tuple[Method, int], Entry]):
-    """The entries of a world for methods and sizes, those used last at the end."""
+class Recordings(dict[tuple[Method, int | Blocks], Entry]):
+    """The entries of a world for methods and sizes, those used last at the end.
+
+    A size is that of an all-reduce, or the blocks of another collective.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._made = 0
         self._arrays = BufferPool(partial(np.empty, dtype=np.uint8))
 
-    def entry(self, method: Method, n: int, nodes: tuple[int, ...]) -> Entry:
+    def entry(self, method: Method, n: int | Blocks, nodes: tuple[int, ...]) -> Entry:
         """Return the entry of a method and a size; forget the one that was not used longest."""
         entry = self.pop((method, n), None)
         if entry is None or entry.nodes is not nodes:
@@ -558,36 +570,54 @@ class Recordings(dict[tuple[Method, int], Entry]):
             self.pop(next(iter(self))).free()
         return entry
 
+    def digest(self, method: Method, data: int | Blocks, nodes: tuple[int, ...]) -> int:
+        """Return the digest of calls of a method and a size; the same on all processes.
+
+        Of those that are not recorded, too.
+        """
+        entry = self.entry(method, data, nodes)
+        entry.digest = entry.digest or self.next_digest()
+        return entry.digest
+
     def next_digest(self) -> int:
         """Return the digest of one more recording, the same on all processes."""
         self._made += 1
         return DIGEST * self._made & MASK | 1
 
-    def arrays(self, n: int) -> tuple[Array, Array]:
-        """Return x and out, float32[n], to record: all recordings have the same, and touch none."""
+    def arrays(self, x_bytes: int, out_bytes: int) -> tuple[Array, Array]:
+        """Return x and out, uint8, to record: all recordings have the same, and touch none."""
         self._arrays.rewind()
-        x, out = (self._arrays.take(np.float32().itemsize * n) for _ in range(2))
-        return x.view(np.float32), out.view(np.float32)
+        return self._arrays.take(x_bytes), self._arrays.take(out_bytes)
 
 
 def recording_of(
-    world: Ranks, method: Method, x: Array, segments: Sequence[Segment], shifts: Shifts
+    world: Ranks,
+    method: Method,
+    x: Array,
+    segments: Sequence[Segment],
+    shifts: Shifts,
+    out: Array | None = None,
+    blocks: Blocks | None = None,
 ) -> Recording | None:
     """Return the recording for arrays like x with these shifts, from the second call on.
 
+    out, blocks: of a collective other than an all-reduce, whose out is no array like x
     None where a call is not recorded. A function of the calls, so the same on all processes, as it
     must be. Collective.
-    The arguments are those of Method.plan.
+    The other arguments are those of Method.plan.
     """
     is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
     if not (is_list and method.is_recorded(world.nodes)):
         return None
     recordings = world.cache.get(Recordings, Recordings)
-    entry = recordings.entry(method, x.size, world.nodes)
+    entry = recordings.entry(method, blocks or x.size, world.nodes)
     entry.calls += 1
     if entry.calls == 2:
-        arrays = recordings.arrays(x.size)
-        entry.recording = Recording(world, method, *arrays, segments, shifts, moves=True)
+        taken = recordings.arrays(x.nbytes, x.nbytes if out is None else out.nbytes)
+        a, b = (each.view(x.dtype) for each in taken)
+        entry.recording = Recording(
+            world, method, a, b, segments, shifts, moves=True, blocks=blocks
+        )
         entry.digest = recordings.next_digest()
     elif entry.recording is not None and method.shares_shifts:
         entry.recording.adapt(segments, shifts)
@@ -646,7 +676,7 @@ def know_as(world: Ranks, what: Hashable, other: Hashable, x: Array) -> None:
         keep(world.board.known, (what, x.shape, None), world.board.known[other, x.shape, None])
 
 
-def keep(calls: dict[Hashable, Known], key: Hashable, known: Known) -> None:
+def keep(calls: dict[Hashable, Any], key: Hashable, known: object) -> None:
     """Keep what is known of a call; forget all where it is too much."""
     if len(calls) >= KEPT:
         calls.clear()
@@ -682,7 +712,7 @@ def run_known(
     if iteration:
         if iteration >> 62:  # more than digests tell
             return None
-        number = (number + ITERATION * iteration) & MASK | 1
+        number = with_iteration(number, iteration)
     totals = (empty(x.shape, float32),) if outs is None else outs
     bad = recording.run_agreed(number, xs, totals, iteration)
     if bad == OVERLAPS:

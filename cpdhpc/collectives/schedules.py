@@ -454,6 +454,27 @@ def gather(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("hold", to, (0,), (1,), source, (0,), (1,))
 
 
+def hier_owners(layout: Layout) -> Sequence[int]:
+    """Return which rank finishes each chunk of hier."""
+    nodes, found = _nodes(layout.nodes), []
+    for lane, column, group in product(
+        range(nodes.lanes), range(nodes.columns), range(len(nodes.groups))
+    ):
+        ring = nodes.groups[group]
+        members = nodes.members[ring[column % len(ring)]]
+        found.append(members[lane % len(members)])
+    return found
+
+
+def torus_owners(layout: Layout) -> Sequence[int]:
+    """Return which rank finishes each chunk of torus."""
+    return hier_owners(Layout(tuple(range(layout.ranks))))
+
+
+def _own(layout: Layout) -> Sequence[int]:
+    return range(layout.ranks)
+
+
 def _one(layout: Layout) -> int:
     return 1
 
@@ -497,6 +518,7 @@ class Schedule:
     result_travels: whether the finished sum is sent, and so rounded to the wire
     window: number of ranks -> pieces that are under way at a time
     growth: layout -> how partial sums grow with "grow"
+    owners: layout -> the rank that finishes each chunk, None where there is one chunk for all
     """
 
     steps: Callable[[int, Layout], Iterator[Step]]
@@ -507,16 +529,17 @@ class Schedule:
     result_travels: bool = True
     window: Callable[[int], int] = _few
     growth: Callable[[Layout], Growth] = _of_few
+    owners: Callable[[Layout], Sequence[int]] | None = None
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "ring": Schedule(ring, _one_each, *ALGORITHMS["ring"], growth=_of_rings),
-    "biring": Schedule(biring, _one_each, *ALGORITHMS["biring"], growth=_of_rings),
-    "torus": Schedule(torus, torus_chunks, *ALGORITHMS["torus"]),
-    "rhd": Schedule(rhd, _one_each, *ALGORITHMS["rhd"]),
+    "ring": Schedule(ring, _one_each, *ALGORITHMS["ring"], growth=_of_rings, owners=_own),
+    "biring": Schedule(biring, _one_each, *ALGORITHMS["biring"], growth=_of_rings, owners=_own),
+    "torus": Schedule(torus, torus_chunks, *ALGORITHMS["torus"], owners=torus_owners),
+    "rhd": Schedule(rhd, _one_each, *ALGORITHMS["rhd"], owners=_own),
     "tree": Schedule(tree, _one, *ALGORITHMS["tree"], window=_up_and_down),
     "dbtree": Schedule(dbtree, _one, *ALGORITHMS["dbtree"], window=_up_and_down),
-    "direct": Schedule(direct, _one_each, *ALGORITHMS["direct"]),
-    "hier": Schedule(hier, hier_chunks, *ALGORITHMS["hier"], growth=_of_nodes),
+    "direct": Schedule(direct, _one_each, *ALGORITHMS["direct"], owners=_own),
+    "hier": Schedule(hier, hier_chunks, *ALGORITHMS["hier"], growth=_of_nodes, owners=hier_owners),
     "gather": Schedule(gather, _one, *ALGORITHMS["gather"], result_travels=False),
 }

@@ -40,6 +40,7 @@ from . import backend_of
 
 Array = npt.NDArray[Any]
 
+FLOAT32 = np.dtype(np.float32)
 FLOAT32_MAN = 23  # mantissa bits, beyond which no format goes
 
 
@@ -126,8 +127,12 @@ class Exact:
 
 @dataclass(frozen=True)
 class Raw:
-    """float32 as it is: nothing is rounded, and shifts and keys have no meaning."""
+    """Values as they are: nothing is rounded, and shifts and keys have no meaning.
 
+    dtype: of the values; float32 is added by kernels, others by NumPy or CuPy themselves
+    """
+
+    dtype: Any = FLOAT32
     kernels: Any = field(default=None, repr=False, compare=False)
 
     def of(self, terms: int) -> Raw:
@@ -136,20 +141,22 @@ class Raw:
 
     def size_bytes(self, n: int, terms: int | None = None) -> int:
         """Bytes of n values; sums are no wider."""
-        return 4 * n
+        return int(self.dtype.itemsize) * n
 
     def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
         """Write the bytes of x into payload."""
-        (self.kernels or backend_of(x)).copy(payload.view(np.float32), x)
+        (self.kernels or backend_of(x)).copy(payload.view(self.dtype), x)
 
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the values into out; return 0, as nothing is checked."""
-        (self.kernels or backend_of(out)).copy(out, payload.view(np.float32))
+        (self.kernels or backend_of(out)).copy(out, payload.view(self.dtype))
         return 0
 
     def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
         """Write x plus the values into out, which may be x."""
-        (self.kernels or backend_of(x)).add(x, payload.view(np.float32), out)
+        is_float32 = self.dtype == np.float32
+        add = (self.kernels or backend_of(x)).add if is_float32 else np.add
+        add(x, payload.view(self.dtype), out)
 
     def add_encode(
         self,
@@ -163,7 +170,7 @@ class Raw:
         out: Array | None,
     ) -> int:
         """Write the bytes of x plus the values into payload, and into out if given; return 0."""
-        self.add(came, None, x, payload.view(np.float32))
+        self.add(came, None, x, payload.view(self.dtype))
         return 0 if out is None else self.decode(payload, shifts, out)
 
 

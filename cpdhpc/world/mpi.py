@@ -185,7 +185,7 @@ class World(Ranks):
             raise TypeError(f"broadcast: array is {type(array).__name__}: must be a NumPy array")
         if not array.flags.c_contiguous:
             raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
-        self._count_collective(array.nbytes)
+        self.count_collective(array.nbytes)
         for piece in pieces(array.reshape(-1).view(np.uint8)):
             self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
 
@@ -207,7 +207,7 @@ class World(Ranks):
         everything = np.empty(int(sizes.sum()), np.uint8)
         target = [everything, sizes.tolist(), self._mpi.BYTE]
         self._complete(partial(self._comm.Iallgatherv, [data, self._mpi.BYTE], target), what)
-        self._count_collective(data.size + size.nbytes)
+        self.count_collective(data.size + size.nbytes)
         ends = np.cumsum(sizes)
         values = [
             pickle.loads(everything[end - size : end].tobytes())
@@ -223,7 +223,7 @@ class World(Ranks):
             raise TypeError(f"max: values are {values!r:.80}: must be int64[n]")
         result = np.empty_like(values)
         self._complete(partial(self._comm.Iallreduce, values, result, self._mpi.MAX), what)
-        self._count_collective(values.nbytes)
+        self.count_collective(values.nbytes)
         return result
 
     def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
@@ -232,7 +232,7 @@ class World(Ranks):
         It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may be
         another algorithm.
         """
-        self._count_collective(array.nbytes)
+        self.count_collective(array.nbytes)
         if array.nbytes <= MESSAGE_BYTES:
             given = self._mpi.IN_PLACE if source is None else source
             return self._comm.Allreduce(given, array, self._mpi.SUM)
@@ -243,7 +243,7 @@ class World(Ranks):
         for given, total in zip(givens, totals, strict=True):
             self._comm.Allreduce(given, total, self._mpi.SUM)
 
-    def _count_collective(self, size_bytes: int) -> None:
+    def count_collective(self, size_bytes: int) -> None:
         """Count what this process hands to one of MPI's own collectives."""
         if self.processes > 1:
             self.collective_bytes += size_bytes

@@ -5,7 +5,7 @@ import pytest
 from test_mpi_allreduce import assert_simulated, gradients
 
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
-from cpdhpc.collectives.rank_program import PIECES
+from cpdhpc.collectives.blocks import PIECES
 from cpdhpc.collectives.recorded import empty_shared
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.world.mpi import World

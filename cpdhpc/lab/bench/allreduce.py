@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...collectives.allreduce import Allreduce
+from ...collectives.collective import Collective
 from ...collectives.method import AUTO, Machine, parse_scaling, read_machine
 from ...collectives.predict import predict
 from ...collectives.rank_program import ACCUMULATES
@@ -22,11 +25,13 @@ from ...collectives.recorded import empty_shared
 from ...collectives.schedules import SCHEDULES
 from ...config import UserError, among
 from ...formats import MICROSCALING, wire_scaling
-from ...methods import BASELINE_DEVICES, MEMCPY, SCALINGS
+from ...methods import BASELINE_DEVICES, COLLECTIVES, MEMCPY, SCALINGS, SUMMING
 from ...ops import on_gpu
 from ...ops.payloads import parse_wire
 from ...world.cores import own_cores
 from ...world.ranks import Ranks
+from ..kinds import collective_cases
+from ..kinds.allreduce import ALL_REDUCE, TITLES, share
 from ..kinds.allreduce_cases import (
     BASELINES,
     CALLS,
@@ -62,10 +67,11 @@ from ..settings import options
 class Asked(NamedTuple):
     """What to measure at every size.
 
-    lent: as in cases_of_size; link_s: of a byte on a node's link; machine: for predictions
+    methods: of class Allreduce, or Collective; lent: as in cases_of_size
+    link_s: of a byte on a node's link; machine: for predictions
     """
 
-    methods: Sequence[Allreduce]
+    methods: Sequence[Any]
     baselines: Sequence[str]
     calls: Sequence[str]
     lent: Array | None
@@ -79,6 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_beside(parser)
     add = options(parser)
+    add(
+        "--collective NAME",
+        f"allreduce, or {','.join(COLLECTIVES)}, of whose whole array sizes are; beside MPI's own",
+        ALL_REDUCE,
+    )
     add("--baselines NAME,...", f"of {','.join(BASELINES)} (default: those that can run)")
     add_samples(parser, 9, 2)
     add_all(parser, "every call of each method, and the columns of nccl-tests")
@@ -136,15 +147,17 @@ def parse_methods(
     wires = parse_names("--wires", arguments.wires, parse_wire)
     scalings = parse_names("--scalings", arguments.scalings, lambda s: parse_scaling(s, None))
     ways = parse_names("--accumulate", arguments.accumulate, among((*ACCUMULATES, "default")))
-    methods, skipped = dict[Allreduce, None](), []
+    methods, skipped = dict[Any, None](), []
+    name = getattr(arguments, "collective", ALL_REDUCE)
+    of = Allreduce if name == ALL_REDUCE else partial(Collective, collective=name)
     for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
         raw = wire == "raw"  # which neither scaling nor rounding touches
         scaling = wire_scaling(wire) if raw or wire in MICROSCALING else scaling
         options = (scaling, None if raw or way == "default" else way)
         try:
-            methods[Allreduce(wire, algorithm, *options, machine=machine)] = None
+            methods[of(wire, algorithm, *options, machine=machine)] = None
         except ValueError as error:
-            skipped.append(str(error).removeprefix("allreduce: "))
+            skipped.append(str(error).removeprefix(f"{name}: "))
     if not methods:
         why = "; ".join(dict.fromkeys(skipped)) or "no names are given"
         raise UserError(f"bench: nothing to do: {why}")
@@ -208,14 +221,21 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     machine = None
     if arguments.predict is not None:
         machine = world.agreed(lambda: read_machine(arguments.predict)).machine
+    name = arguments.collective
+    world.agreed(lambda: parse_names("--collective", name, among((ALL_REDUCE, *COLLECTIVES))))
     methods, skipped = parse_methods(arguments, machine)
     where = take_device(arguments, world)
     baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
     skipped += [f"{library}: {reason}" for library, reason in why.items()]
+    if name != ALL_REDUCE:
+        baselines = ["mpi", MEMCPY]
     world.agreed(lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         beside, further = parse_beside(arguments, world, sizes)
         asked = beside._replace(methods=methods, baselines=baselines, machine=machine)
+        if name != ALL_REDUCE:
+            calls = [each for each in beside.calls if each in collective_cases.CALLS]
+            asked = asked._replace(calls=calls or collective_cases.CALLS[:1])
         columns = columns_of(arguments, methods)
         left, on = skipped + further, [machine_line(world), *([where] if where else [])]
         header = heading("; ".join(on), cores, arguments, left, columns)
@@ -234,9 +254,15 @@ def measure(
     world: Ranks, arguments: argparse.Namespace, size_bytes: int, asked: Asked
 ) -> list[Row]:
     """Return the rows of a size, MPI_Allreduce and memcpy first. Collective."""
-    cases = cases_of_size(
-        world, size_bytes, asked.methods, asked.baselines, arguments.device, asked.calls, asked.lent
-    )
+    name = getattr(arguments, "collective", ALL_REDUCE)
+    if name == ALL_REDUCE:
+        cases = cases_of_size(
+            world, size_bytes, asked.methods, asked.baselines, arguments.device, asked.calls,
+            asked.lent,
+        )  # fmt: skip
+    else:
+        given = asked.methods, asked.calls, arguments.device
+        cases = collective_cases.cases_of_size(world, size_bytes, *given)
     times = interleave_ranks(
         world,
         {i: case.run for i, case in enumerate(cases)},
@@ -252,19 +278,22 @@ def measure(
             size_bytes,
             case,
             times[i],
-            bound_s(world, wire_bytes(case), float(np.median(copies_s)), asked.link_s),
-            predicted_s(asked.machine, case, world),
+            bound_s(world, wire_bytes(case), float(np.median(copies_s)), asked.link_s)
+            if name == ALL_REDUCE
+            else np.nan,
+            predicted_s(asked.machine, case, world, size_bytes // 4),
+            name,
         )
         for i, case in enumerate(cases)
     ]
 
 
-def predicted_s(machine: Machine | None, case: TimedCase, world: Ranks) -> float:
+def predicted_s(machine: Machine | None, case: TimedCase, world: Ranks, n: int) -> float:
     """Return the predicted time of a plain call, nan for others or where there is no machine."""
     if machine is None or case.method is None or case.call != "plain":
         return np.nan
-    method = Allreduce(case.method.wire, case.chosen, case.method.scaling, case.method.accumulate)
-    return predict(machine, method, world.nodes, case.out.size).time_s
+    method = replace(case.method, algorithm=case.chosen)
+    return predict(machine, method, world.nodes, n).time_s
 
 
 def points(rows: Sequence[Row]) -> list[Point]:
@@ -279,6 +308,8 @@ def _factors(row: Row) -> dict[str, int | str]:
         "algorithm": case.algorithm,
         "wire": case.wire,
     }
+    if row.collective != ALL_REDUCE:
+        found["collective"] = row.collective
     if on_gpu(case.out):
         found["device"] = "gpu"
     if case.algorithm == AUTO:
@@ -287,7 +318,8 @@ def _factors(row: Row) -> dict[str, int | str]:
         found["call"] = case.call
     if case.method is None or case.method.fmt is None:
         return found
-    return found | {"value_scaling": case.scaling, "accumulate": case.accumulate}
+    found["value_scaling"] = case.scaling
+    return found if case.accumulate == "-" else found | {"accumulate": case.accumulate}
 
 
 def _outcomes(row: Row) -> dict[str, float]:
@@ -338,13 +370,14 @@ GIGA = 1e9
 
 
 class Row(NamedTuple):
-    """A case at a size: times_s float64[repeats, processes], bound_s, predicted_s or nan."""
+    """A case at a size: times_s float64[repeats, processes]; bound_s, predicted_s or nan."""
 
     size_bytes: int
     case: TimedCase
     times_s: Times
     bound_s: float
     predicted_s: float
+    collective: str = ALL_REDUCE
 
     def median_s(self, warmup: int) -> float:
         """Return the median of the slowest rank's times."""
@@ -378,11 +411,15 @@ def _rate(size_bytes: float, row: Row, of: Beside) -> str:
 
 
 def _bus_bytes(row: Row, of: Beside) -> float:
-    return row.size_bytes * 2 * (of.ranks - 1) / of.ranks
+    return row.size_bytes * share(row.collective, of.ranks)
 
 
 def _by_prediction(text: Callable[[Row, Beside], str]) -> Callable[[Row, Beside], str]:
     return lambda row, of: "-" if np.isnan(row.predicted_s) else text(row, of)
+
+
+def _by_bound(row: Row, of: Beside) -> str:
+    return "-" if np.isnan(row.bound_s) else f"{row.median_s(of.warmup) / row.bound_s:.2f}"
 
 
 NAME = Column("", "algorithm", 13, lambda row, of: row.case.name)
@@ -396,7 +433,7 @@ BESIDE = [
     Column("", "error", 8, lambda row, of: f"{row.case.error:.1e}" if row.case.is_sum else "-"),
     Column("", "x mpi", 6, lambda row, of: f"{of.mpi_s / row.median_s(of.warmup):.2f}"),
     Column("/", "memcpy", 6, lambda row, of: f"{row.median_s(of.warmup) / of.copy_s:.2f}"),
-    Column("/", "bound", 6, lambda row, of: f"{row.median_s(of.warmup) / row.bound_s:.2f}"),
+    Column("/", "bound", 6, lambda row, of: _by_bound(row, of)),
 ]
 PREDICTED = Column(
     "predicted", "(us)", 10, _by_prediction(lambda row, of: f"{1e6 * row.predicted_s:.1f}")
@@ -449,19 +486,22 @@ def heading(
     columns: Sequence[Column],
 ) -> list[str]:
     """Return the lines above the table."""
-    rates = "algbw: size / time"
+    name, rates = getattr(arguments, "collective", ALL_REDUCE), "algbw: size / time"
+    own = "MPI_Allreduce" if name == ALL_REDUCE else "MPI's own"
+    adds = ", sum" if name in (ALL_REDUCE, *SUMMING) else ""
     if arguments.all:
-        rates += "; busbw: 2 (p - 1) / p of it; wirebw: bytes that left a rank / time"
+        least = "2 (p - 1) / p" if name == ALL_REDUCE else "the least share that leaves a rank"
+        rates += f"; busbw: {least} of it; wirebw: bytes that left a rank / time"
     lines = [
-        f"all-reduce of float32, sum, out of place: {where}",
+        f"{TITLES[name].lower()} of float32{adds}, out of place: {where}",
         cores,
         f"time: the slowest rank from a barrier; {arguments.repeats} calls after "
         f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
         f"{rates}; error: relative, Euclidean norm",
-        "x mpi: how many times as fast as MPI_Allreduce (mpi); / memcpy: of the array by all ranks "
+        f"x mpi: how many times as fast as {own} (mpi); / memcpy: of the array by all ranks "
         "at once; by medians, as all ratios",
         "/ bound: the longer of memcpy and 2 (N - 1) / N of the bytes on the wire over the link of "
-        "each of N nodes",
+        "each of N nodes; of all-reduces",
         *([] if arguments.all else [FASTEST]),
         *(f"left out: {text}" for text in skipped),
     ]

@@ -1,4 +1,4 @@
-"""All-reduces: ours, MPI_Allreduce and gloo, by size, method and ranks."""
+"""All-reduces and other collectives: ours, MPI's and gloo's, by size, method and ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from ...methods import (
     ALGORITHMS,
     BASELINE_DEVICES,
     BASELINES,
+    COLLECTIVES,
     EXACT,
     GROW,
     MAX_SUM_BITS,
     MEMCPY,
     SCALINGS,
+    SUMMING,
 )
 from ..study_data import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
 from .base import Call, Kind
@@ -45,6 +47,11 @@ if TYPE_CHECKING:
     from .base import Asked
     from .place import Place
 
+ALL_REDUCE = "allreduce"
+MPI = "mpi"
+TITLES = {ALL_REDUCE: "All-reduce"} | {
+    name: name.replace("_", "-").capitalize() for name in COLLECTIVES
+}
 GUESS = 1e-9  # s per byte and rank: a slow all-reduce
 
 
@@ -65,6 +72,9 @@ def _used(given: Factors) -> dict[str, Value]:
     algorithm, wire = str(given["algorithm"]), str(given["wire"])
     device = device_used(given)
     found = {"size_bytes": given["size_bytes"], "algorithm": algorithm, "wire": wire} | device
+    name = str(given.get("collective") or ALL_REDUCE)
+    if name != ALL_REDUCE:
+        return found | {"collective": name} | _used_by_other(name, given)
     if algorithm in BASELINES:
         where = str(device.get("device", "cpu"))
         if where not in BASELINE_DEVICES[algorithm]:
@@ -78,6 +88,29 @@ def _used(given: Factors) -> dict[str, Value]:
     accumulate = _accumulate(algorithm, wire, str(given["accumulate"]))
     scaling = _scaling(wire, accumulate, str(given["value_scaling"]))
     return found | {"value_scaling": scaling, "accumulate": accumulate}
+
+
+def _used_by_other(name: str, given: Factors) -> dict[str, Value]:
+    """Return the factors of values of another collective than the all-reduce."""
+    algorithm, wire = str(given["algorithm"]), str(given["wire"])
+    known = (*COLLECTIVES[name], MPI)
+    if algorithm not in known:
+        raise ValueError(f"{name} has no algorithm {algorithm}, only {', '.join(known)}")
+    if algorithm == MPI and (wire != "raw" or device_used(given)):
+        raise ValueError(f"{name} of mpi is measured for wire raw on the CPU")
+    if wire == "raw":
+        return {}
+    way = str(given["accumulate"])
+    if name in SUMMING:
+        accumulate = _accumulate(algorithm, wire, way)
+        return {
+            "value_scaling": _scaling(wire, accumulate, str(given["value_scaling"])),
+            "accumulate": accumulate,
+        }
+    if way != ABSENT:
+        raise ValueError(f"{name} adds nothing: it has no accumulate")
+    how = EXACT if wire in INTEGERS else ""
+    return {"value_scaling": _scaling(wire, how, str(given["value_scaling"]))}
 
 
 def _accumulate(algorithm: str, wire: str, given: str) -> str:
@@ -152,7 +185,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
                 "error": timed.error,
                 "wire_bytes": timed.wire_bytes,
                 "payload_bytes": int(factors["size_bytes"]),
-                "bound_s": _bound_s(place, timed),
+                "bound_s": _bound_s(place, timed, factors.get("collective")),
             }
         yield call
 
@@ -165,6 +198,8 @@ def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
     from . import allreduce_cases as bench
     from .harness import on_device
 
+    if "collective" in factors:
+        return _other(place, factors, device)
     n, algorithm, wire = int(factors["size_bytes"]) // 4, factors["algorithm"], str(factors["wire"])
     out = on_device(np.empty(n, np.float32), device)
     integers, normal = (partial(_data, place, n, device, exact) for exact in (True, False))
@@ -178,6 +213,25 @@ def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
         None if wire == "raw" else str(factors["accumulate"]),
     )
     return bench.schedule_case(place.world, method, normal() if method.fmt else integers(), out)
+
+
+def _other(place: Place, factors: Factors, device: str) -> TimedCase:
+    """Return the call of a case of another collective than the all-reduce."""
+    from ...collectives.collective import Collective
+    from .collective_cases import collective_case, given
+
+    name, wire = str(factors["collective"]), str(factors["wire"])
+    scaling, way = (factors.get(each) for each in ("value_scaling", "accumulate"))
+    method = Collective(
+        wire,
+        str(factors["algorithm"]),
+        None if scaling is None else str(scaling),
+        None if way is None else str(way),
+        collective=name,
+    )
+    n, integers = int(factors["size_bytes"]) // 4, method.fmt is None
+    data = place.kept((name, n, integers), lambda: given(name, n, place.world, integers))
+    return collective_case(place.world, method, data, device)
 
 
 @contextmanager
@@ -198,8 +252,10 @@ def _torch_group(world: World, factors: Factors) -> Iterator[None]:
 COPIES = 9  # that are timed, the first to warm up
 
 
-def _bound_s(place: Place, timed: TimedCase) -> float:
+def _bound_s(place: Place, timed: TimedCase, collective: object) -> float:
     """Return the least time of an all-reduce of several ranks, see bench.bound_s. Collective.
+
+    Of another collective it is not known.
 
     That of the copy is the least of several: what makes one slower is no bound.
     """
@@ -209,7 +265,7 @@ def _bound_s(place: Place, timed: TimedCase) -> float:
     from .harness import interleave_ranks
 
     world, data = place.world, timed.data
-    if world.ranks == 1:
+    if world.ranks == 1 or collective:
         return nan
     copy = bench.BASELINES[MEMCPY](world, data, data, np.empty_like(data.x))
     times = interleave_ranks(world, {MEMCPY: copy.run}, COPIES)[MEMCPY][1:]
@@ -246,21 +302,33 @@ def _bounded(point: Point) -> frozenset[Any]:
     return frozenset(item for item in point.factors.items() if item[0] not in without)
 
 
-def _share(ranks: int) -> float:
-    """Return 2 (p - 1) / p, the least share of the data that leaves a rank; as in nccl-tests."""
-    return 2 * (ranks - 1) / ranks
+def _share(group: SeedGroup) -> float:
+    return share(_collective(group), group.ranks)
+
+
+def share(name: str, ranks: int) -> float:
+    """Return the least share of the data that leaves a rank that sends; as in nccl-tests."""
+    if name in ("broadcast", "reduce"):
+        return float(ranks > 1)
+    return (1 + (name == ALL_REDUCE)) * (ranks - 1) / ranks
+
+
+def _collective(group: SeedGroup) -> str:
+    return str(group.factors.get("collective") or ALL_REDUCE)
 
 
 SHAPES = 3  # that have figures
 METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device")
 CAPTION = (
-    "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
-    "median, of p ranks. mpi: MPI_Allreduce of float32 in the same study, at the same size and "
-    "ranks; in brackets the interval, which takes in both medians'. Times as fast: the ratio "
-    "of the medians; bench allreduce prints the median of the ratios of single calls. Bound: the "
-    "longer of a copy of the data by all ranks at once (memcpy) and of 2 (N - 1) / N of the bytes "
-    "on the wire over the link of each of N nodes; of the copy each case takes the least time, and "
-    "the table the median over the cases of a place. Error: in the Euclidean norm."
+    "Median of the slowest rank's times; n: repeats without warm-ups. busbw: size / median times "
+    "the least share that leaves a rank: 2 (p - 1) / p of p ranks, half of it where nothing is "
+    "summed or nothing gathered, 1 for broadcast and reduce. mpi: MPI's own of float32 in the same "
+    "study, at the same size and ranks; in brackets the interval, which takes in both medians'. "
+    "Times as fast: the ratio of the medians; bench allreduce prints the median of the ratios of "
+    "single calls. Bound, of all-reduces: the longer of a copy of the data by all ranks at once "
+    "(memcpy) and of 2 (N - 1) / N of the bytes on the wire over the link of each of N nodes; of "
+    "the copy each case takes the least time, and the table the median over the cases of a place. "
+    "Error: in the Euclidean norm."
 )
 BOUNDED = (
     "Bound: the longer of a copy of the data by all ranks at once and of 2 (N - 1) / N of the "
@@ -269,7 +337,23 @@ BOUNDED = (
 
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
-    """Return time and bus bandwidth by size, beside the libraries' own and the bound."""
+    """Return time and bus bandwidth by size of each collective, beside MPI's and the bound."""
+    every = layout.every or groups
+    names = list(dict.fromkeys(map(_collective, groups)))
+    found = []
+    for name in names:
+        own, all_of_it = ([g for g in each if _collective(g) == name] for each in (groups, every))
+        found.append(_section(file, TITLES[name], own, all_of_it, layout))
+    return found
+
+
+def _section(
+    file: StudyFile,
+    title: str,
+    groups: Sequence[SeedGroup],
+    every: Sequence[SeedGroup],
+    layout: Layout,
+) -> Section:
     from ..report.figures import thinned
     from ..report.tables import Section
 
@@ -279,9 +363,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     drawn = thinned(list(shapes.values()), SHAPES)
     charts = [chart for alike in drawn for chart in _charts(file, alike, layout)]
     notes = [f"Figures of {len(drawn)} of {len(shapes)} shapes."] if len(shapes) > SHAPES else []
-    return [
-        Section("All-reduce by size", notes, [_table(file, groups, layout.every or groups)], charts)
-    ]
+    return Section(f"{title} by size", notes, [_table(file, title, groups, every)], charts)
 
 
 def _size(group: SeedGroup) -> float:
@@ -294,11 +376,13 @@ def _place(group: SeedGroup) -> tuple[Any, ...]:
 
 
 def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
-    """Return 2 (p - 1) / p size / time in GB/s, unknown for a single rank."""
-    return time.inverse(_share(group.ranks) * _size(group) / 1e9 or nan)
+    """Return the share that leaves a rank, times size / time in GB/s, unknown for one rank."""
+    return time.inverse(_share(group) * _size(group) / 1e9 or nan)
 
 
-def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
+def _table(
+    file: StudyFile, title: str, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]
+) -> Table:
     """Return the table of groups; every: of the study, among them what others are beside."""
     from ..report import units
     from ..report.points import of_factors, quotient, times_as_fast, timing, varying
@@ -329,7 +413,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGro
         *([Column("predicted", lambda g: units.time(g.mean("predicted_s")))] if predicted else []),
         Column("relative\nerror", lambda g: units.digits(g.mean("error"), 2)),
     ]
-    return tabulate("All-reduce", columns, groups, CAPTION)
+    return tabulate(title, columns, groups, CAPTION)
 
 
 Shown = Callable[["SeedGroup", "Estimate"], "Estimate"]  # of a group and a time of it
@@ -361,6 +445,8 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     ]
     panels = layout.arrange(own or baselines, without=["size_bytes"])
     where = "x".join(map(str, groups[0].shape[:2]))
+    if (name := _collective(groups[0])) != ALL_REDUCE:
+        where = f"{name}_{where}"
     return [
         _chart(file, *axis, panels, beside if own else [], f"{what}_by_size_{where}")
         for what, axis in shown.items()
@@ -374,6 +460,7 @@ def _chart(
     from ..report.figures import Axis, Chart, panels_with, spread
 
     what, groups = axis.partition(" /")[0], panels.groups
+    kind = f"{TITLES[_collective(groups[0])].lower()}s"
     known = not all(isnan(group.mean("bound_s")) for group in groups)
     nodes, _, ranks = groups[0].shape
     why = (
@@ -386,7 +473,7 @@ def _chart(
     )
     return Chart(
         name,
-        f"{file.name}: {what} of all-reduces by size, {where}",
+        f"{file.name}: {what} of {kind} by size, {where}",
         [f"Medians of the slowest rank's times, bars: {file.percent} CI.{beside} {bounds}"],
         f"{what.capitalize()} by size on {where}.",
         panels_with(
@@ -426,12 +513,18 @@ ALLREDUCE = Kind(
         "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
         "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
         "device": DEVICE,
+        "collective": Factor(
+            "all-reduce or another collective, whose size is that of the whole array",
+            str,
+            default=ALL_REDUCE,
+            check=among([ALL_REDUCE, *COLLECTIVES]),
+        ),
     },
     work="size_bytes",
     used=_used,
     fits=_fits,
     time_s=_time_s,
-    sample="one all-reduce, from a barrier to its end on the slowest rank",
+    sample="one call, from a barrier to its end on the slowest rank",
     measure=_measure,
     sections=_sections,
     panels=("size_bytes", "wire", "value_scaling"),

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...collectives.allreduce import Allreduce
+from ...collectives.collective import Collective
 from ...collectives.engine import carrier_of
 from ...collectives.method import AUTO
 from ...collectives.schedules import SCHEDULES
@@ -82,7 +83,7 @@ class TimedCase:
     is_sum: bool = True
     prepare: Callable[[], object] = lambda: None
     free: Callable[[], object] = lambda: None
-    method: Allreduce | None = None
+    method: Allreduce | Collective | None = None
     chosen: str = ""
     wire_bytes: float = np.nan
     error: float = np.nan

@@ -1,0 +1,842 @@
+"""Collectives beside the all-reduce, with any wire: their choices, checks, and what they do.
+
+Reduce-scatter, all-gather and the others are parts of all-reduces: the same programs, engine, call
+lists and checks of arguments. blocks.py says which rounds each has, and where values lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple, NoReturn, Self
+from weakref import finalize
+
+import numpy as np
+
+from ..methods import COLLECTIVES, USUAL, check_whole, said_by, suggest
+from ..ops import backend_of, on_gpu, to_host
+from ..ops.payloads import Array
+from ..partition import split
+from ..world.mpi import as_world
+from ..world.ranks import Ranks
+from .allreduce import refuse_freed
+from .blocks import SHARES, Blocks, Share
+from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
+from .checks import (
+    NONFINITE_BITS,
+    NonFiniteGradient,
+    amax_of,
+    check_alike,
+    check_array,
+    check_count,
+    check_place,
+    check_world,
+    is_finite,
+    iteration_error,
+    name_of_x,
+)
+from .engine import Program, Take, run
+from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, named_as
+from .rank_program import program
+from .recorded import Recording, Recordings, keep, recording_of, with_iteration
+
+Shape = tuple[int, ...]
+SHORT = 1 << 14  # values of a broadcast whose time is that of its rounds
+
+
+class Sketch(NamedTuple):
+    """What a process knows of a call before all have spoken.
+
+    shape: of x; of the root's where only that counts; dtype: of x; gpu: whether arrays are there
+    counts: in rows, of each rank's block; of all_to_all None, or a row of counts and one of
+        recv_counts, maybe None, for each hosted rank
+    """
+
+    shape: Shape
+    dtype: Any
+    gpu: bool
+    counts: Any
+
+
+class Call(NamedTuple):
+    """What a call is, once its arguments are known.
+
+    dtype: of the values; shapes: of the result of each hosted rank, None where it has none
+    """
+
+    blocks: Blocks
+    dtype: Any
+    gpu: bool
+    shapes: tuple[Shape | None, ...]
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call.
+
+    xs, outs: of the hosted ranks, as programs see them: values, or bytes, in a row; a rank whose
+        array is not read gives an empty one, and has None for what it does not write
+    results: what the call returns; written: what they are copied from afterwards, or themselves
+    """
+
+    xs: Sequence[Array]
+    outs: Sequence[Array | None]
+    results: list[Array | None]
+    written: Sequence[Array | None]
+
+    @property
+    def flat(self) -> tuple[Array, Array]:
+        """x and out of the one rank of this process, each empty if there is none."""
+        x, out = self.xs[0], self.outs[0]
+        return x, x[:0] if out is None else out
+
+    def copied(self) -> list[Array | None]:
+        """Return the results, once what they are copied from is written."""
+        for result, each in zip(self.results, self.written, strict=True):
+            if result is not None and each is not result:
+                result[...] = each
+        return self.results
+
+
+@dataclass(frozen=True)
+class Collective(Method):
+    """A collective with its choices made and checked; an all-reduce is an Allreduce.
+
+    collective: "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather" or
+        "scatter"; root: of the last four
+    The other choices, and errors, are those of the function of that name.
+    """
+
+    collective: str = field(default="all_gather", kw_only=True)
+    root: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            said = suggest(self.collective, COLLECTIVES)
+            raise ValueError(f"Collective: collective={self.collective!r}: {said}")
+        try:
+            self._check_added()
+            super().__post_init__()
+            self._check_own()
+        except (TypeError, ValueError) as error:
+            raise said_by(self.collective, error) from None
+
+    def _check_own(self) -> None:
+        check_whole("allreduce: root", self.root, 0)
+        object.__setattr__(self, "root", int(self.root))
+        known = (*COLLECTIVES[self.collective], MPI_ALLREDUCE, USUAL)
+        if self.algorithm not in known:
+            said = suggest(self.algorithm, known)
+            raise ValueError(f"allreduce: algorithm={self.algorithm!r}: {said}")
+
+    def _check_added(self) -> None:
+        for name, usual in (("accumulate", None), ("op", "sum")):
+            given = getattr(self, name)
+            if not self.share.sums and given != usual:
+                raise ValueError(f"allreduce: {name}={given!r}: must be left out: nothing is added")
+
+    @property
+    def call(self) -> str:
+        """The collective, as messages name it."""
+        return self.collective
+
+    @property
+    def share(self) -> Share:
+        """What the collective is."""
+        return SHARES[self.collective]
+
+    @cached_property
+    def accumulating(self) -> str:
+        """The name of the way in which partial sums are kept."""
+        return super().accumulating if self.share.sums or self.exact else "float32"
+
+    @cached_property
+    def result_rounded(self) -> bool:
+        """Whether the result is rounded to the wire: not where a reduce-scatter leaves it."""
+        return self.exact or self.collective != "reduce_scatter"
+
+    def blocks_of(self, n: int, ranks: int) -> Blocks:
+        """Return even blocks of n float32 values in all; of all_to_all, per rank."""
+        counts = (n,) if self.share.whole else even(n, ranks)
+        if self.collective == "all_to_all":
+            counts *= ranks
+        return Blocks(self.collective, counts, self.root)
+
+    @property
+    def takes_dtypes(self) -> str:
+        """Which dtypes it takes, of checks.DTYPES."""
+        if self.fmt is not None:
+            return "float32"
+        if self.op == "mean":
+            return "floats"
+        return "numbers" if self.share.sums else "any"
+
+    def usual(self, nodes: tuple[int, ...], n: int = SHORT + 1) -> str:
+        """Return the schedule of "usual".
+
+        nodes: the node of each rank; n: values, or bytes, of all blocks
+        Sums of a packed wire go as in the all-reduce. Else it is hier if ranks share nodes and
+        there are several; direct on one node, where a payload is read where it lies; rhd on nodes
+        of one rank each. Broadcasts go down a tree on one node, and where they are short.
+        """
+        several = len(set(nodes)) > 1
+        if len(COLLECTIVES[self.collective]) == 1:
+            return COLLECTIVES[self.collective][0]
+        if self.collective == "broadcast" and not (several and n > SHORT):
+            return "tree"
+        if self.share.sums and self.fmt is not None:
+            return super().usual(nodes)
+        return ("hier" if len(set(nodes)) < len(nodes) else "rhd") if several else "direct"
+
+    def chosen(self, world: Ranks, call: Call) -> Collective:
+        """Return this with the algorithm that "usual" stands for.
+
+        A schedule, or MPI's own where is_faster says so.
+        """
+        if self.algorithm != USUAL:
+            return self
+        by_mpi = self.fmt is None and not call.gpu and is_faster(world, call.blocks)
+        return named_as(
+            self, MPI_ALLREDUCE if by_mpi else self.usual(world.nodes, call.blocks.size)
+        )
+
+    def check(
+        self,
+        world: Ranks,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None,
+        counts: Any = None,
+        recv_counts: Any = None,
+        iteration: int = 0,
+        error: Exception | None = None,
+    ) -> Call:
+        """Return what the call is; raise on all ranks alike what is wrong on any. Collective."""
+        error = error or iteration_error(iteration, self.call)
+        sketch, call = Sketch((), "", False, counts), None
+        is_scatter, is_uneven = self.collective == "scatter", self._has_pairs and counts is not None
+        try:
+            if error is None:
+                sketch = self._sketch(world, xs, counts, recv_counts)
+                if not (is_scatter or is_uneven):
+                    call = self._call(world, sketch, outs)
+        except Exception as found:  # whatever: the other ranks are to hear of it
+            error = said_by(self.call, found)
+        arguments: dict[str, object] = {
+            "x.shape": sketch.shape if counts is None else sketch.shape[1:],
+            "x.dtype": str(sketch.dtype), "x on GPU": sketch.gpu, **self.choices,
+            "counts": "uneven" if is_uneven else sketch.counts, "iteration": iteration,
+        }  # fmt: skip
+        if is_scatter:  # the root alone has something to say of x
+            arguments |= {"x.shape": (), "x.dtype": "", "x on GPU": False, "counts": counts}
+        hides = self.hides_nonfinite and error is None
+        suspect = hides and not all(is_finite(x.reshape(-1)) for x in xs if x is not None)
+        text = f"{self.description} {[*arguments.values()]}"
+        what = f"{self.call} {self.algorithm}: arguments"
+        if any(check_alike(world, error, arguments, [suspect], what, text)):
+            self._raise_nonfinite(world, xs)
+        if call is None:
+            whole = self._told(world, sketch) if is_scatter else self._matrix(world, sketch)
+            call, error = None, None
+            try:
+                call = self._call(world, whole, outs)
+            except Exception as found:
+                error = said_by(self.call, found)
+            world.agree(error, what, of_call=True)
+        assert call is not None, "else there is an error"
+        return call
+
+    @property
+    def _has_pairs(self) -> bool:
+        return self.collective == "all_to_all"
+
+    def _sketch(self, world: Ranks, xs: Any, counts: Any, recv_counts: Any) -> Sketch:
+        """Return what this process knows; raise what is wrong with its arguments."""
+        check_count(world, "x", xs)
+        if self.root >= world.ranks:
+            raise ValueError(f"allreduce: root={self.root}: must be below {world.ranks}")
+        if self.exact:
+            check_world(self, world)
+        given = []
+        for rank, x in zip(world.hosted, xs, strict=True):
+            if self.collective == "scatter" and rank != self.root:
+                if x is not None:
+                    raise ValueError(f"allreduce: x of rank {rank}: must be None: is not the root")
+                continue
+            check_array(name_of_x(world, rank), x, self.takes_dtypes)
+            given.append((rank, x))
+            self._check_like(rank, x, given[0][1], counts)
+        if not given:
+            return Sketch((), "", False, counts)
+        x = given[0][1]
+        if not self.share.whole and x.ndim == 0:
+            raise ValueError("allreduce: x has no dimension: must have one or more")
+        if self._has_pairs:
+            shares = self._shares(world, xs, counts, recv_counts)
+        else:
+            shares = self._counts(world, x.shape, counts)
+            self._check_rows(world, xs, shares)
+        return Sketch(x.shape, x.dtype, on_gpu(x), shares)
+
+    def _check_like(self, rank: int, x: Array, first: Array, counts: Any) -> None:
+        """Raise TypeError or ValueError unless an array is like the first."""
+        free = counts is not None and self.collective in ("all_gather", "gather", "all_to_all")
+        mine, its = (each.shape[1:] if free else each.shape for each in (x, first))
+        if (mine, x.dtype) != (its, first.dtype):
+            raise ValueError(
+                f"allreduce: x of rank {rank} is {x.dtype}{list(x.shape)}, of another "
+                f"{first.dtype}{list(first.shape)}: must be the same"
+            )
+        check_place(f"x of rank {rank}", x, first)
+
+    def _counts(self, world: Ranks, shape: Shape, counts: Any) -> tuple[int, ...]:
+        """Return the rows of each rank's block; none where the whole is one."""
+        if self.share.whole:
+            if counts is not None:
+                raise ValueError("allreduce: counts: must be left out: there is one block")
+            return ()
+        if counts is not None:
+            return checked_counts("counts", counts, world.ranks)
+        if self.collective in ("all_gather", "gather"):
+            return (shape[0],) * world.ranks
+        return even(shape[0], world.ranks)
+
+    def _check_rows(self, world: Ranks, xs: Sequence[Any], shares: tuple[int, ...]) -> None:
+        """Raise ValueError unless arrays have the rows that counts say."""
+        for rank, x in zip(world.hosted, xs, strict=True):
+            if x is None or self.share.whole:
+                continue
+            rows = shares[rank] if self.collective in ("all_gather", "gather") else sum(shares)
+            if x.shape[0] != rows:
+                raise ValueError(
+                    f"allreduce: x of rank {rank} has {x.shape[0]} rows: counts say {rows}"
+                )
+
+    def _shares(self, world: Ranks, xs: Any, counts: Any, recv_counts: Any) -> Any:
+        """Return the counts of all_to_all, and of what comes, for each hosted rank."""
+        ranks, several = world.ranks, world.virtual_ranks > 1
+        if counts is None:
+            rows = xs[0].shape[0]
+            if rows % ranks:
+                raise ValueError(
+                    f"allreduce: x has {rows} rows: without counts must be a multiple of {ranks}"
+                )
+            if recv_counts is not None:
+                raise ValueError("allreduce: recv_counts: must be left out where counts are")
+            return (rows // ranks,) * ranks
+        sent, came = ([each] if not several else each for each in (counts, recv_counts))
+        check_count(world, "counts", sent)
+        came = [None] * world.virtual_ranks if recv_counts is None else came
+        check_count(world, "recv_counts", came)
+        rows_of = [checked_counts("counts", each, ranks) for each in sent]
+        for rank, x, each in zip(world.hosted, xs, rows_of, strict=True):
+            if sum(each) != x.shape[0]:
+                raise ValueError(
+                    f"allreduce: x of rank {rank} has {x.shape[0]} rows: counts say {sum(each)}"
+                )
+        expected = [each and checked_counts("recv_counts", each, ranks) for each in came]
+        return rows_of, expected
+
+    def _told(self, world: Ranks, sketch: Sketch) -> Sketch:
+        """Return what the root knows of the array that it scatters. Collective."""
+        told = (sketch.shape, np.dtype(sketch.dtype).str, sketch.gpu) if sketch.dtype else None
+        found = world.gather(told, f"{self.call}: shape")
+        shape, dtype, gpu = next(each for each in found if each is not None)
+        return Sketch(shape, np.dtype(dtype), gpu, self._counts(world, shape, sketch.counts))
+
+    def _matrix(self, world: Ranks, sketch: Sketch) -> Sketch:
+        """Return what all ranks send to all. Collective."""
+        ranks = world.ranks
+        sent, expected = sketch.counts
+        known = np.full((2, ranks, ranks), -1)
+        for rank, mine, wanted in zip(world.hosted, sent, expected, strict=True):
+            known[0, rank] = mine
+            if wanted is not None:
+                known[1, :, rank] = wanted
+        counts, wanted = world.max(known.ravel(), f"{self.call}: counts").reshape(known.shape)
+        for i, j in np.argwhere((wanted >= 0) & (wanted != counts)).tolist():
+            error = ValueError(
+                f"{self.call}: counts[{j}]={counts[i, j]} on rank {i}, "
+                f"recv_counts[{i}]={wanted[i, j]} on rank {j}: must be the same"
+            )
+            world.agree(error, self.call)
+        return sketch._replace(counts=tuple(counts.ravel().tolist()))
+
+    def _call(self, world: Ranks, sketch: Sketch, outs: Any) -> Call:
+        """Return what a call is; raise TypeError or ValueError for outs that do not fit."""
+        shape, dtype, gpu, counts = sketch
+        rest, ranks, name = shape[1:], world.ranks, self.collective
+        each = 1 if self.share.whole else prod(rest)
+        if self._has_pairs and len(counts) == ranks:
+            counts = counts * ranks
+        in_values = tuple(each * rows for rows in counts) or (prod(shape),)
+        keeps = name == "broadcast" and self.fmt is None
+        blocks = blocks_of(name, in_values, self.root, keeps, np.dtype(dtype).str, self.fmt is None)
+        if self.algorithm == MPI_ALLREDUCE and (gpu or not takes(world, blocks)):
+            raise ValueError(
+                "allreduce: algorithm='mpi': must be on the CPU, in a World of one rank a process, "
+                f"at most {MOST_BYTES} bytes in all, and to be added of a dtype that MPI knows"
+            )
+        shapes: list[Shape | None] = []
+        for rank in world.hosted:
+            found: Shape | None = shape
+            if not self.share.whole:
+                rows = sum(counts)
+                if name == "all_to_all":
+                    rows = sum(counts[rank::ranks])
+                elif name in ("reduce_scatter", "scatter"):
+                    rows = counts[rank]
+                found = (rows, *rest)
+            if name in ("reduce", "gather") and rank != self.root:
+                found = None
+            shapes.append(found)
+        call = Call(blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes))
+        if outs is not None:
+            self._check_outs(call, outs)
+        return call
+
+    def _check_outs(self, call: Call, outs: Any) -> None:
+        if not isinstance(outs, Sequence) or len(outs) != len(call.shapes):
+            raise ValueError(f"allreduce: out: must be {len(call.shapes)}, one for each result")
+        for out, shape in zip(outs, call.shapes, strict=True):
+            if out is None:
+                continue
+            check_array("out", out, self.takes_dtypes)
+            if shape is None:
+                raise ValueError("allreduce: out: must be None on ranks that have no result")
+            if (out.shape, out.dtype) != (shape, call.dtype):
+                raise ValueError(
+                    f"allreduce: out is {out.dtype}{list(out.shape)}: must be "
+                    f"{call.dtype}{list(shape)}"
+                )
+            if on_gpu(out) != call.gpu:
+                place = "GPU" if call.gpu else "CPU"
+                raise TypeError(f"allreduce: out must be on the {place}, as x")
+            if not getattr(out.flags, "writeable", True):
+                raise ValueError("allreduce: out is read-only")
+
+    def run(
+        self,
+        world: Any,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None = None,
+        *,
+        counts: Any = None,
+        recv_counts: Any = None,
+        iteration: int = 0,
+        error: Exception | None = None,
+        known_by: Hashable = None,
+    ) -> list[Array | None]:
+        """Do it for the arrays of the hosted ranks; return their results. Collective.
+
+        xs: one for each hosted rank, of scatter None but for the root
+        outs: for the results: one for each hosted rank, or one of all where they are the same
+        counts, recv_counts, iteration: as the function; with virtual ranks those of all_to_all are
+            a list for each hosted rank
+        error: of this process, known before the call: raised on all
+        known_by: what stands for all other arguments but arrays, if run_known may know calls by it
+        Returns as many as outs has; None for a rank that has none.
+        """
+        ranks = as_world(world, self.call)
+        call = self.check(ranks, xs, outs, counts, recv_counts, iteration, error)
+        method = self.chosen(ranks, call)
+        found = method.move(ranks, xs, outs, call, iteration)
+        if known_by is not None and ranks.virtual_ranks == 1:
+            know(ranks, known_by, method, xs[0], call)
+        return found
+
+    def move(
+        self,
+        world: Ranks,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None,
+        call: Call,
+        iteration: int,
+    ) -> list[Array | None]:
+        """Do what run does with arguments that check has seen. Collective."""
+        arrays = self._arrays(world, xs, outs, call)
+        recording = self._recording(world, arrays, call)
+        self._into(world, arrays, call, iteration, recording)
+        return arrays.copied()
+
+    def _arrays(
+        self, world: Ranks, xs: Sequence[Any], outs: Sequence[Any] | None, call: Call
+    ) -> Arrays:
+        """Return the arrays of a call."""
+        results = self._results(xs, outs, call)
+        sizes = [call.blocks.sizes(rank, world.ranks) for rank in world.hosted]
+        given = [self._nothing(results, call) if x is None else x for x in xs]
+        taken = [self._flat(x)[:size] for x, (size, _) in zip(given, sizes, strict=True)]
+        keeps = call.blocks.keeps and world.hosts(self.root)
+        if keeps:  # the root has it already, in the same process
+            written: list[Array | None] = [xs[self.root - world.rank]]
+        else:
+            shares = any(each is not None and overlaps(each, taken) for each in results)
+            written = [r if r is None or not shares else np.empty_like(r) for r in results]
+        flat = [None if w is None or keeps else self._flat(w) for w in written]
+        return Arrays(taken, [*flat, *[None] * (len(taken) - len(flat))], results, written)
+
+    def prepare(
+        self,
+        world: Any,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None = None,
+        *,
+        counts: Any = None,
+        recv_counts: Any = None,
+    ) -> PreparedCollective:
+        """Return what does it for these very arrays, any number of times. Collective.
+
+        The arguments, compared over the ranks here and not again, and errors: as run.
+        """
+        ranks = as_world(world, self.call)
+        call = self.check(ranks, xs, outs, counts, recv_counts)
+        return PreparedCollective(self.chosen(ranks, call), ranks, xs, outs, call)
+
+    def _results(self, xs: Sequence[Any], outs: Any, call: Call) -> list[Array | None]:
+        """Return the arrays that results are to lie in."""
+        like = next((x for x in xs if x is not None), np.empty(0))
+        given = [None] * len(call.shapes) if outs is None else outs
+        if call.gpu != on_gpu(like) and any(out is None for out in given):
+            raise TypeError(f"{self.call}: out: must be given where x of the root is on a GPU")
+        return [
+            out if out is not None or shape is None
+            else np.empty_like(like, shape=shape, dtype=call.dtype)
+            for out, shape in zip(given, call.shapes, strict=True)
+        ]  # fmt: skip
+
+    def _flat(self, x: Array) -> Array:
+        """Return an array as programs see it: its values, or its bytes."""
+        flat = x.reshape(-1)
+        return flat.view(np.uint8) if self.fmt is None and not self.share.sums else flat
+
+    def _nothing(self, results: Sequence[Array | None], call: Call) -> Array:
+        """Return an empty array of the kind of the results, for a rank that gives none."""
+        like = next((each for each in results if each is not None), np.empty(0))
+        return np.empty_like(like, shape=(0,), dtype=call.dtype)
+
+    def _recording(self, world: Ranks, arrays: Arrays, call: Call) -> Recording | None:
+        """Return the call list of calls like this, from the second one on. Collective."""
+        if not self._is_listed(call):
+            return None
+        x, out = arrays.flat
+        shifts = self.first_shifts(WHOLE)
+        return recording_of(world, self, x, WHOLE, shifts, out, call.blocks)
+
+    def _is_listed(self, call: Call) -> bool:
+        """Whether compiled code adds or copies the values."""
+        return self.algorithm != MPI_ALLREDUCE and call.blocks.dtype in ("float32", "uint8")
+
+    def _into(
+        self,
+        world: Ranks,
+        arrays: Arrays,
+        call: Call,
+        iteration: int,
+        recording: Recording | None,
+    ) -> None:
+        """Do it, by a call list if there is one. Collective.
+
+        Raises NonFiniteGradient on all ranks alike.
+        """
+        shifts = self._shifts(world, arrays.xs) if self.shares_shifts else self.first_shifts(WHOLE)
+        if self.algorithm == MPI_ALLREDUCE:
+            mover(world, call.blocks)(*arrays.flat)
+            count(world, *arrays.flat)
+        elif recording is None:
+            bad = self._run_programs(world, arrays, call.blocks, shifts, iteration)
+            self._agree(world, bad, arrays.xs)
+        else:
+            if self.shares_shifts:
+                recording.adapt(WHOLE, shifts)
+            self._agree(world, recording.run(*arrays.flat, iteration), arrays.xs)
+            return
+        self._divide(world, arrays.outs)
+
+    def _divide(self, world: Ranks, outs: Sequence[Array | None]) -> None:
+        """Divide sums by the number of ranks, where their mean is wanted."""
+        divisor = self.divisor(world.ranks)
+        if divisor is None:
+            return
+        for out in (each for each in outs if each is not None):
+            if out.dtype == np.float32:
+                backend_of(out).divide(out, divisor, out)
+            else:
+                np.divide(out, out.dtype.type(world.ranks), out)
+
+    def _agree(self, world: Ranks, bad: int, xs: Sequence[Array]) -> None:
+        """Raise NonFiniteGradient where any rank has found what is not finite. Collective."""
+        if self.fmt is None:
+            return
+        if not self.share.same:
+            what = f"{self.call} {self.algorithm}: results"
+            (bad,) = check_alike(world, None, {}, [bad > 0], what)
+        if bad:
+            self._raise_nonfinite(world, xs)
+
+    def _run_programs(
+        self,
+        world: Ranks,
+        arrays: Arrays,
+        blocks: Blocks,
+        shifts: Shifts,
+        iteration: int,
+    ) -> int:
+        """Run the programs of the hosted ranks; count what is not finite in what they write."""
+        xs, outs = arrays.xs, arrays.outs
+        plan = self.plan(world.nodes, xs[0], WHOLE, shifts, iteration, blocks)
+        pieces = plan.pieces()
+
+        def start(piece: int, take: Take) -> list[Program[int]]:
+            return [
+                program(plan, pieces[piece], rank, x, out, take)
+                for rank, x, out in zip(world.hosted, xs, outs, strict=True)
+            ]
+
+        what, window = f"{self.call} {self.algorithm}", plan.schedule.window(world.ranks)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = run(world, start, len(pieces), xs[0], what, window)
+        if self.result_unseen:
+            return int(not all(is_finite(out) for out in outs if out is not None))
+        bad = (each for piece in found for each in piece)  # on a GPU: an array
+        return sum(int(to_host(each) if hasattr(each, "get") else each) for each in bad)
+
+    def _shifts(self, world: Ranks, xs: Sequence[Array]) -> Shifts:
+        """Return the shift of all values, for contributions, and for sums and results. Collective.
+
+        Raises NonFiniteGradient.
+        """
+        assert self.fmt is not None, "else none are shared"
+        own = np.array([max(amax_of(x) for x in xs)], np.int64)
+        (bits,) = world.max(own, f"{self.call} {self.algorithm}: exponents").tolist()
+        if bits >= NONFINITE_BITS:
+            self._raise_nonfinite(world, xs)
+        if self.integers:
+            k = integer_shift(bits, self.fmt)
+            return [k], [k]
+        if self.exact or not self.share.sums:
+            k = aps_shift(bits, self.fmt, 1, "none")
+            return [k], [k]
+        sent = aps_shift(bits, self.fmt, world.ranks, "none" if self.sums_held else self.headroom)
+        return [sent], [aps_shift(bits, self.fmt, world.ranks, self.headroom)]
+
+    def _raise_nonfinite(self, world: Ranks, xs: Sequence[Any]) -> NoReturn:
+        """Raise NonFiniteGradient that names the ranks. Collective."""
+        found = [
+            rank
+            for rank, x in zip(world.hosted, xs, strict=True)
+            if x is not None and not is_finite(x.reshape(-1))
+        ]
+        ranks = [rank for each in world.gather(found, "non-finite") for rank in each]
+        raise NonFiniteGradient(["x"], sorted(ranks), call=self.call)
+
+
+class KnownCall(NamedTuple):
+    """What a call comes to that is known by its arguments.
+
+    nodes: of the world; digest: of the call, the same on all processes
+    recording, move: what does it, one of them
+    is_read, is_written: whether the rank's x is read, and its out written
+    """
+
+    nodes: tuple[int, ...]
+    digest: int
+    method: Collective
+    call: Call
+    recording: Recording | None
+    move: Move | None
+    is_read: bool
+    is_written: bool
+
+
+def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) -> None:
+    """Let a call with these arguments be run at once from now on, if nothing depends on values.
+
+    key: all arguments but arrays; method: as chosen; x: of this rank
+    """
+    if world.board is None or world.virtual_ranks > 1 or call.gpu:
+        return
+    if method.shares_shifts or method.hides_nonfinite:
+        return
+    recordings = world.cache.get(Recordings, Recordings)
+    recording, move = None, None
+    if method.algorithm == MPI_ALLREDUCE:
+        move = mover(world, call.blocks)
+    else:
+        entry = recordings.get((method, call.blocks))
+        if entry is None or entry.recording is None:
+            return
+        recording = entry.recording
+    digest = recordings.digest(method, call.blocks, world.nodes)
+    is_read, is_written = (size > 0 for size in call.blocks.sizes(world.rank, world.ranks))
+    found = KnownCall(world.nodes, digest, method, call, recording, move, is_read, is_written)
+    with suppress(TypeError):  # counts may be arrays, which cannot be hashed
+        keep(world.board.known, (key, *kind_of(x)), found)
+
+
+def kind_of(x: Array | None) -> tuple[Any, ...]:
+    """Return shape and dtype, by which calls are known."""
+    return (None,) if x is None else (x.shape, x.dtype)
+
+
+def run_known(
+    world: Ranks, key: Hashable, x: Any, out: Any, iteration: object
+) -> list[Array | None] | None:
+    """Run a call whose arguments were seen before, without more than a look at them. Collective.
+
+    key: as of know; iteration: compared over the ranks, if nothing else
+    Returns None, with nothing done, where it is not known here or elsewhere, or others are about
+    to do something else. Raises NonFiniteGradient, as run.
+    """
+    board = world.board
+    if board is None or board.has_failed or world.account is not None or world.lent_by is not None:
+        return None
+    if type(iteration) is not int or iteration >> 62 or not is_plain(x):
+        return None
+    try:
+        known = board.known[(key, *kind_of(x))]
+    except (KeyError, TypeError):  # whatever is wrong with the arguments is said later
+        return None
+    nodes, digest, method, call, recording, move, is_read, is_written = known
+    (shape,) = call.shapes
+    if nodes is not world.nodes or (recording is not None and recording.freed):
+        return None
+    if out is not None:
+        if not (is_plain(out) and (out.shape, out.dtype) == (shape, call.dtype)):
+            return None
+        if not out.flags.writeable or (is_read and is_written and np.may_share_memory(x, out)):
+            return None
+    elif shape is not None:
+        out = np.empty(shape, call.dtype)
+    if not board.agrees(with_iteration(digest, iteration), method.collective, first=True):
+        return None
+    given = x if is_read else EMPTY, out if is_written else EMPTY
+    if move is not None:
+        move(*map(method._flat, given))
+        count(world, *given)
+        method._divide(world, given[1:])
+    elif recording is not None:
+        bad = recording.run(*given, iteration)
+        if method.fmt is not None:
+            method._agree(world, bad, [given[0].reshape(-1)])
+    if call.blocks.keeps and is_read and out is not x:
+        out[...] = x
+    return [out]
+
+
+def is_plain(x: object) -> bool:
+    """Whether this is a NumPy array whose values lie one after another, or None."""
+    return x is None or (type(x) is np.ndarray and x.flags.c_contiguous)
+
+
+class PreparedCollective:
+    """A collective of arrays that stay where they are; made by Collective.prepare. Collective.
+
+    is_fast: whether run is a call list, without the interpreter, or MPI's own: with one rank a
+        process and NumPy arrays. Else it does what Collective.run does, but for comparing the
+        arguments. A small collective comes first, or last, where something depends on all values.
+    """
+
+    def __init__(
+        self,
+        method: Collective,
+        world: Ranks,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None,
+        call: Call,
+    ) -> None:
+        self._method, self._world, self._call = method, world, call
+        self._arrays = method._arrays(world, xs, outs, call)
+        self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
+        self._recording: Recording | None = None
+        self._freed = False
+        x, out = self._arrays.flat
+        is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
+        if is_list and method._is_listed(call):
+            shifts = method.first_shifts(WHOLE)
+            given = world, method, x, out, WHOLE, shifts
+            self._recording = Recording(*given, moves=False, blocks=call.blocks)
+            finalize(self, self._recording.drop)
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether run is a call list, or MPI's own."""
+        return self._recording is not None or self._method.algorithm == MPI_ALLREDUCE
+
+    def run(self, *, iteration: int = 0) -> list[Array | None]:
+        """Do it for what the arrays hold now; return what Collective.run returns. Collective.
+
+        iteration: as in the function, where rounding is "stochastic"; else its value does not count
+        The results lie in the same arrays every time.
+        Raises on all ranks alike NonFiniteGradient as the function, TypeError for a wrong
+        iteration; RankFailure. After free RuntimeError, or the end of the job if others have not
+        freed it.
+        """
+        world, method = self._world, self._method
+        if self._freed:
+            refuse_freed(world)
+        if world.lent_by is not None:
+            world.check_thread()
+        if self._compares:
+            error = iteration_error(iteration, "Prepared.run")
+            suspect = method.hides_nonfinite and not all(map(is_finite, self._arrays.xs))
+            what = f"{method.call} {method.algorithm}: iteration"
+            if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
+                method._raise_nonfinite(world, self._arrays.xs)
+        method._into(world, self._arrays, self._call, iteration, self._recording)
+        return self._arrays.copied()
+
+    def free(self) -> None:
+        """Free the requests; after that only run is an error. Of this process: not collective."""
+        self._freed = True
+        if self._recording is not None:
+            self._recording.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+
+EMPTY = np.empty(0, np.uint8)
+WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, which have one shift
+
+
+def count(world: Any, x: Array, out: Array) -> None:
+    """Count what this process has handed to MPI's own collective."""
+    world.count_collective(max(x.nbytes, out.nbytes))
+
+
+def even(rows: int, ranks: int) -> tuple[int, ...]:
+    """Return the rows of each rank where they are shared out as evenly as can be."""
+    found = (split(rows, ranks, i) for i in range(ranks))
+    return tuple(stop - start for start, stop in found)
+
+
+def checked_counts(name: str, counts: Any, ranks: int) -> tuple[int, ...]:
+    """Return counts as a tuple. Raises TypeError or ValueError unless there is one a rank."""
+    if not isinstance(counts, Sequence | np.ndarray) or isinstance(counts, str):
+        raise TypeError(f"allreduce: {name}={counts!r}: must be a list of integers")
+    if len(counts) != ranks:
+        raise ValueError(f"allreduce: {name}={counts!r}: must be {ranks}, one a rank")
+    for each in counts:
+        check_whole(f"allreduce: {name}", each, 0)
+    return tuple(map(int, counts))
+
+
+def overlaps(array: Array, others: Sequence[Array]) -> bool:
+    """Whether an array has memory of one of the others."""
+    return any(np.may_share_memory(array, each) for each in others)
+
+
+@lru_cache(maxsize=256)
+def blocks_of(
+    name: str, counts: tuple[int, ...], root: int, keeps: bool, dtype: str, raw: bool
+) -> Blocks:
+    """Return the blocks of so many values; of bytes where these travel as they are."""
+    if raw and not SHARES[name].sums:
+        size = np.dtype(dtype).itemsize
+        return Blocks(name, tuple(size * each for each in counts), root, keeps, "uint8")
+    return Blocks(name, counts, root, keeps, np.dtype(dtype).name)

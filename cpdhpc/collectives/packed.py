@@ -1,0 +1,382 @@
+"""reduce_scatter, all_gather, all_to_all, broadcast, reduce, gather and scatter, for users."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..formats import Format, Overflow, Rounding
+from ..methods import USUAL, said_by
+from ..ops.payloads import Array
+from ..world.mpi import World, as_world
+from .blocks import SHARES
+from .checks import check_count, name_of_x, note_written, of_tensor
+from .collective import Collective, run_known
+from .method import Op
+from .recorded import listed
+
+
+def reduce_scatter(
+    world: Any,
+    x: Any,
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    accumulate: str | None = None,
+    op: Op = "sum",
+    out: Any = None,
+    *,
+    counts: Sequence[int] | None = None,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    headroom: str = "n",
+    seed: int = 0,
+    iteration: int = 0,
+) -> Any:
+    """Return this rank's block of the sum, or mean, of all ranks' arrays. Collective.
+
+    It is the first half of allreduce: (p - 1) / p of the data leaves each rank. What a rank keeps
+    is not rounded once more, but for exact sums. all_gather of it, with the same wire, gives the
+    bits of allreduce where blocks are whole tiles of 1,024 values.
+    world: World, Loopback or an mpi4py communicator
+    x: C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays or torch tensors on the
+        CPU; with virtual ranks a sequence of one for each; never written, unless out shares its
+        memory. float32; with wire "raw" also integers, other floats and complex numbers
+    counts: rows of x, along its first axis, that each rank gets, the same list everywhere; may hold
+        zeros. Default: shared out as evenly as can be, the first ranks one more
+    algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier", whose chunks have owners, as in
+        allreduce; or "mpi" (MPI_Reduce_scatter, wire "raw"). "usual" is as in allreduce, but for
+        wire "raw": direct on one node, hier on several, or rhd where ranks share none
+    out: for the block, [counts[rank], ...], and returned; with virtual ranks one for each
+    wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
+    what is raised: as allreduce. "mean" is of floats and complex numbers
+    Returns an array like x; with virtual ranks a list of them.
+    """
+    return _run(
+        "reduce_scatter", world, x, out, counts, None, iteration,
+        wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom, seed=seed,
+    )  # fmt: skip
+
+
+def all_gather(
+    world: Any,
+    x: Any,
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    out: Any = None,
+    *,
+    counts: Sequence[int] | None = None,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    seed: int = 0,
+    iteration: int = 0,
+) -> Any:
+    """Return the arrays of all ranks, one after another: the same bits on every rank. Collective.
+
+    A value is encoded once, by its rank, which also gets what all others get: the decoded one. It
+    is the second half of allreduce: a rank sends on p - 1 encoded blocks.
+    world: World, Loopback or an mpi4py communicator
+    x: C-contiguous, of one dtype everywhere, and of one shape but for the rows that counts says;
+        all NumPy or all CuPy arrays or torch tensors on the CPU; with virtual ranks a sequence of
+        one for each. float32; with wire "raw" any dtype without Python objects, of torch too
+    counts: rows, along the first axis, of each rank's x, the same list everywhere; may hold zeros.
+        Default: those of x, which then are the same on all ranks
+    algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier", or "mpi" (MPI_Allgather, wire
+        "raw"): no bit depends on it. "usual" is direct on one node, hier on several, or rhd where
+        ranks share none; for wire "raw" mpi, but for a few values on one node
+    scaling: as allreduce; "aps" has one shift for all values
+    out: for the result, [sum(counts), ...], and returned. Where it shares memory with x, one more
+        copy is made
+    wire, rounding, overflow, random_bits, seed, iteration, and what is raised: as allreduce
+    Returns an array like x: one, also with virtual ranks.
+    """
+    return _run(
+        "all_gather", world, x, out, counts, None, iteration,
+        wire=wire, algorithm=algorithm, scaling=scaling,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    )  # fmt: skip
+
+
+def all_to_all(
+    world: Any,
+    x: Any,
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    out: Any = None,
+    *,
+    counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    seed: int = 0,
+    iteration: int = 0,
+) -> Any:
+    """Send a block to every rank; return those that came, in the order of ranks. Collective.
+
+    Each value is encoded once and decoded once; so is what a rank sends to itself.
+    world: World, Loopback or an mpi4py communicator
+    x: as all_gather; without counts of one shape everywhere
+    counts: rows of x, along its first axis, for each rank; each rank has its own list, which may
+        hold zeros, but all give one or none does. Default: the same for all, so the rows must be a
+        multiple of the ranks
+    recv_counts: rows that are to come from each rank, compared with what those send. Default: any
+    algorithm: "direct" (pairwise) or "mpi" (MPI_Alltoall, wire "raw"); "usual" is direct
+    out: for the result, [sum of what comes, ...], and returned; with virtual ranks one for each
+    With virtual ranks counts and recv_counts are lists of one for each, too.
+    wire, scaling, rounding, overflow, random_bits, seed, iteration, and what is raised: as
+    all_gather
+    Returns an array like x; with virtual ranks a list of them.
+    """
+    return _run(
+        "all_to_all", world, x, out, counts, recv_counts, iteration,
+        wire=wire, algorithm=algorithm, scaling=scaling,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    )  # fmt: skip
+
+
+def broadcast(
+    world: Any,
+    x: Any,
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    out: Any = None,
+    *,
+    root: int = 0,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    seed: int = 0,
+    iteration: int = 0,
+) -> Any:
+    """Return the root's array: the same bits on every rank. Collective.
+
+    A value is encoded once, by the root, which also gets what all others get: the decoded one.
+    world: World, Loopback or an mpi4py communicator
+    x: of one shape and dtype everywhere, else as all_gather; read on the root alone
+    algorithm: "tree" (binomial); "ring" (a chain from the root on, whose ranks each send the data
+        once, a piece at a time); "biring", "torus", "rhd", "direct" or "hier" (to the owners of
+        chunks, then the all-gather); or "mpi" (MPI_Bcast, wire "raw"): no bit depends on it.
+        "usual" is tree on one node and for 64 KiB of float32 at most, else hier, or rhd where ranks
+        share no node; for wire "raw" mpi, but for a few values on one node
+    out: for the result, like x, and returned; may be x itself. Default: a new array
+    wire, scaling, rounding, overflow, random_bits, seed, iteration, and what is raised: as
+    all_gather
+    Returns an array like x: one, also with virtual ranks.
+    """
+    return _run(
+        "broadcast", world, x, out, None, None, iteration,
+        wire=wire, algorithm=algorithm, scaling=scaling, root=root,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    )  # fmt: skip
+
+
+def reduce(
+    world: Any,
+    x: Any,
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    accumulate: str | None = None,
+    op: Op = "sum",
+    out: Any = None,
+    *,
+    root: int = 0,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    headroom: str = "n",
+    seed: int = 0,
+    iteration: int = 0,
+) -> Any:
+    """Return the sum, or mean, of all ranks' arrays on the root, None elsewhere. Collective.
+
+    It has the bits of allreduce with root 0: the sums are rounded to the wire, as they travel.
+    world: World, Loopback or an mpi4py communicator
+    x: as reduce_scatter
+    algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier": a reduce-scatter, whose owners
+        send their parts to the root; "tree" (binomial, counted from the root on); or "mpi"
+        (MPI_Reduce, wire "raw"). "usual" is as of reduce_scatter
+    out: of the root: for the result, like x, and returned
+    wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
+    what is raised: as reduce_scatter
+    """
+    return _run(
+        "reduce", world, x, out, None, None, iteration,
+        wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op, root=root,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom, seed=seed,
+    )  # fmt: skip
+
+
+def gather(
+    world: Any,
+    x: Any,
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    out: Any = None,
+    *,
+    root: int = 0,
+    counts: Sequence[int] | None = None,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    seed: int = 0,
+    iteration: int = 0,
+) -> Any:
+    """Return the arrays of all ranks, one after another, on the root, None elsewhere. Collective.
+
+    A value is encoded once, by its rank, and decoded by the root; so are the root's own.
+    algorithm: "direct" or "mpi" (MPI_Gather, wire "raw"); "usual" is direct
+    out: of the root: for the result, [sum(counts), ...], and returned
+    The other arguments, and what is raised: as all_gather.
+    """
+    return _run(
+        "gather", world, x, out, counts, None, iteration,
+        wire=wire, algorithm=algorithm, scaling=scaling, root=root,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    )  # fmt: skip
+
+
+def scatter(
+    world: Any,
+    x: Any = None,
+    wire: str | Format = "raw",
+    algorithm: str = USUAL,
+    scaling: str | None = None,
+    out: Any = None,
+    *,
+    root: int = 0,
+    counts: Sequence[int] | None = None,
+    rounding: Rounding = "nearest",
+    overflow: Overflow | None = None,
+    random_bits: int = 0,
+    seed: int = 0,
+    iteration: int = 0,
+) -> Any:
+    """Return this rank's block of the root's array. Collective.
+
+    A value is encoded once, by the root, and decoded by its rank; so are the root's own.
+    x: of the root, as all_gather; None on all other ranks
+    counts: rows of x, along its first axis, that each rank gets, the same list everywhere; may hold
+        zeros. Default: shared out as evenly as can be, the first ranks one more
+    algorithm: "direct" or "mpi" (MPI_Scatter, wire "raw"); "usual" is direct
+    out: for the block, [counts[rank], ...], and returned; with virtual ranks one for each. It must
+        be given where x is on a GPU of another rank
+    The other arguments, and what is raised: as all_gather.
+    Returns an array like x, a NumPy array where none is given; with virtual ranks a list of them.
+    """
+    return _run(
+        "scatter", world, x, out, counts, None, iteration,
+        wire=wire, algorithm=algorithm, scaling=scaling, root=root,
+        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    )  # fmt: skip
+
+
+def _run(
+    name: str,
+    world: Any,
+    x: Any,
+    out: Any,
+    counts: Any,
+    recv_counts: Any,
+    iteration: int,
+    **choices: Any,
+) -> Any:
+    """Make the choices and arrays ready, run the collective of a name, and return its result."""
+    ranks, error = world if type(world) is World else as_world(world, name), None
+    key = name, *choices.values(), listed(counts), listed(recv_counts)
+    if (type(x) is np.ndarray or x is None) and choices["seed"].__class__ is int:
+        known = run_known(ranks, key, x, out, iteration)
+        if known is not None:
+            return known[0]
+    several, share = ranks.virtual_ranks > 1, SHARES[name]
+    try:
+        config = configured(collective=name, **choices)
+    except Exception as found:  # whatever: the other ranks are to hear of it
+        config, error = Collective(collective=name), found
+    given = x if several and isinstance(x, Sequence) else [x]
+    if several and x is None:
+        given = [None] * ranks.virtual_ranks
+    rooted = share.rooted and not share.same and name != "scatter"
+    is_one = not several or share.same or rooted  # out, and what is returned
+    xs: list[Any] = []
+    outs: list[Any] | None = None
+    try:
+        check_count(ranks, "x", given)
+        xs = [array_of(name_of_x(ranks, r), each) for r, each in enumerate(given, ranks.rank)]
+        if out is not None:
+            outs = [array_of("out", each) for each in ([out] if is_one else out)]
+        if outs is not None and rooted and several:
+            outs = [outs[0] if rank == config.root else None for rank in ranks.hosted]
+    except (TypeError, ValueError) as found:
+        error = error or said_by(name, found)
+    results = config.run(
+        ranks, xs, outs, counts=counts, recv_counts=recv_counts, iteration=iteration, error=error,
+        known_by=key,
+    )  # fmt: skip
+    if out is None and (type(x) is not np.ndarray or rooted):
+        like = next((each for each in given if each is not None), None)
+        results = [tensor_like(like, each) for each in results]
+    elif out is not None:
+        given_outs = [out] * len(results) if is_one else out
+        pairs = zip(results, given_outs, strict=True)
+        results = [None if r is None else note_written(each) for r, each in pairs]
+    if rooted:
+        return next((each for each in results if each is not None), None)
+    return results[0] if is_one else results
+
+
+def configured(**choices: Any) -> Collective:
+    """Return a Collective with these choices, checked once."""
+    try:
+        return _configured(**choices)
+    except TypeError:  # maybe as a choice cannot be hashed: this says which is of a wrong type
+        return Collective(**choices)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _configured(**choices: Any) -> Collective:
+    return Collective(**choices)
+
+
+def array_of(name: str, x: Any) -> Any:
+    """Return the memory of a torch tensor as a NumPy array; x itself where it is no tensor.
+
+    Of a dtype that NumPy has not, as bfloat16, as values of so many bytes. Raises as of_tensor.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return x
+    sizes = {1: torch.uint8, 2: torch.int16}
+    if is_foreign(x) and x.element_size() in sizes:
+        found = of_tensor(name, x.detach().view(sizes[x.element_size()]))
+        return found.view(f"V{x.element_size()}")
+    return of_tensor(name, x)
+
+
+def is_foreign(x: Any) -> bool:
+    """Whether NumPy has no dtype for a tensor."""
+    torch = sys.modules["torch"]
+    return bool(x.dtype == torch.bfloat16 or str(x.dtype).startswith("torch.float8"))
+
+
+def tensor_like(like: Any, array: Array | None) -> Any:
+    """Return an array as a tensor where like is one, of its dtype; else itself."""
+    torch = sys.modules.get("torch")
+    if array is None or torch is None or not isinstance(like, torch.Tensor):
+        return array
+    if is_foreign(like):
+        whole = np.dtype(np.uint8 if array.dtype.itemsize == 1 else np.int16)
+        return torch.from_numpy(array.view(whole)).view(like.dtype)
+    return torch.from_numpy(array)

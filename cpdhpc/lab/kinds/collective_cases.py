@@ -1,0 +1,165 @@
+"""Calls that the collectives beside the all-reduce are timed by: ours, MPI's; checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...collectives.by_mpi import mover
+from ...collectives.collective import Collective
+from ...methods import MEMCPY, SUMMING
+from ...ops import to_host
+from ...world.ranks import Ranks
+from .allreduce_cases import APART, LARGEST, Array, Data, TimedCase
+from .harness import on_device, whole
+
+MPI = "mpi"
+
+
+class Given(NamedTuple):
+    """x: of this rank, float32, or None; result: that it must get, float64, or None; n: of all."""
+
+    x: Array | None
+    result: Any
+    n: int
+
+
+def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
+    """Return the data of this rank: parts of common numbers, at a place of its own.
+
+    name: of a collective; n: values of the whole array, or of each rank's in all_to_all
+    integers: small ones, whose sums are exact
+    """
+    ranks, rank = world.ranks, world.rank
+    rng, size = np.random.default_rng(0), n + ranks * APART
+    if integers:
+        numbers = rng.integers(-LARGEST, LARGEST + 1, size).astype(np.float32)
+    else:
+        numbers = rng.standard_normal(size, np.float32)
+    each = n // ranks
+    n, block = each * ranks, slice(rank * each, rank * each + each)
+    windows = [numbers[i * APART : i * APART + n] for i in range(ranks)]
+    x: Any = windows[rank].copy()
+    result: Any = None
+    if name in SUMMING:
+        total = np.zeros(n)
+        for window in windows:
+            total += window
+        result = total[block] if name == "reduce_scatter" else total
+    elif name == "broadcast":
+        result = windows[0]
+    elif name == "scatter":
+        result = windows[0][block]
+    elif name == "all_to_all":
+        result = np.concatenate([window[block] for window in windows])
+    else:
+        x, result = x[:each], np.concatenate([window[:each] for window in windows])
+    if name in ("reduce", "gather") and rank:
+        result = None
+    return Given(None if name == "scatter" and rank else x, result, n)
+
+
+@dataclass
+class CollectiveCase(TimedCase):
+    """A call of a collective whose results may differ between ranks: of each it is known."""
+
+    def check(self, world: Ranks) -> None:
+        """Run once; set what is known afterwards. Collective.
+
+        Raises ArithmeticError on all processes where a value that is not rounded is wrong.
+        """
+        self.out[...] = np.nan
+        sent = world.bytes_sent.copy()
+        self.prepare()
+        self.run()
+        if not self.is_sum:
+            return
+        sent_bytes = int((world.bytes_sent - sent).max())
+        out = to_host(self.out).astype(np.float64)
+        right = not self.exact or np.array_equal(out, self.data.total)
+        squares = float(np.sum((out - self.data.total) ** 2)), float(np.sum(self.data.total**2))
+        found = world.gather((right, *squares, sent_bytes), "bench: results")
+        if not all(each[0] for each in found):
+            raise ArithmeticError(f"bench: {self.call} {self.algorithm}: a result is not exact")
+        error, norm = (sum(each[i] for each in found) for i in (1, 2))
+        self.error = float(np.sqrt(error / norm)) if norm else 0.0
+        if self.method is not None:
+            self.wire_bytes, self.chosen = max(each[3] for each in found), self.algorithm
+
+
+def collective_case(
+    world: Ranks, method: Collective, data: Given, device: str = "cpu", call: str = "plain"
+) -> TimedCase:
+    """Return the case of a collective of ours, called as "plain" or "prepared". Collective.
+
+    Of algorithm "mpi" it is MPI's own, called without any of ours around it.
+    """
+    x = None if data.x is None else on_device(data.x, device)
+    result = np.empty(0) if data.result is None else data.result
+    out = on_device(np.empty(result.size, np.float32), device)
+    outs = [None if data.result is None else out]
+    is_mpi, packed = method.algorithm == MPI, method.fmt is not None
+    run: Callable[[], object] = lambda: method.run(world, [x], outs)  # noqa: E731
+    free: Callable[[], object] = lambda: None  # noqa: E731
+    if is_mpi:
+        move = mover(world, method.blocks_of(data.n, world.ranks))
+        mine = np.empty(0, np.float32) if x is None else x
+        if method.collective == "broadcast":  # in place
+            run = lambda: move(out, out)  # noqa: E731
+        else:
+            run = lambda: move(mine, out)  # noqa: E731
+    elif call == "prepared":
+        prepared = method.prepare(world, [x], outs)
+        run, free = prepared.run, prepared.free
+
+    def fill() -> None:  # MPI's broadcast is in place
+        if is_mpi and method.collective == "broadcast" and x is not None and world.rank == 0:
+            out[...] = x
+
+    return CollectiveCase(
+        algorithm=method.algorithm,
+        wire=str(method.wire),
+        scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
+        accumulate=method.accumulating if packed and method.share.sums else "-",
+        data=Data(out if x is None else x, result.astype(np.float64)),
+        out=out,
+        run=whole(run, out),
+        call="-" if is_mpi else call,
+        exact=not packed,
+        prepare=whole(fill, out),
+        free=free,
+        method=None if is_mpi else method,
+    )  # fmt: skip
+
+
+def memcpy_case(n: int, device: str) -> TimedCase:
+    """Return the case of a copy of n values, by all ranks at once."""
+    x, out = (on_device(np.zeros(n, np.float32), device) for _ in range(2))
+
+    def run() -> None:
+        out[...] = x
+
+    data = Data(x, np.zeros(n))
+    return TimedCase(MEMCPY, "raw", "-", "-", data, out, whole(run, out), is_sum=False)
+
+
+CALLS = ("plain", "prepared")
+
+
+def cases_of_size(
+    world: Ranks, size_bytes: int, methods: Sequence[Collective], calls: Sequence[str], device: str
+) -> list[TimedCase]:
+    """Return the checked cases of a size, MPI's own and a copy first. Collective."""
+    name, n = methods[0].collective, size_bytes // 4
+    data = {exact: given(name, n, world, exact) for exact in (True, False)}
+    base = Collective(algorithm=MPI, collective=name)
+    cases = [collective_case(world, base, data[True], "cpu"), memcpy_case(n, device)]
+    for call, method in product(calls, methods):
+        cases.append(collective_case(world, method, data[method.fmt is None], device, call))
+    for case in cases:
+        case.check(world)
+    return cases
