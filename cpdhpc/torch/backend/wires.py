@@ -13,7 +13,6 @@ from torch import distributed
 from ...collectives.allreduce import Allreduce
 from ...collectives.checks import check_alike
 from ...collectives.collective import Collective
-from ...collectives.method import Method
 from ...methods import check_whole, said_by
 from ...world.mpi import World
 from .channel import Link
@@ -24,6 +23,7 @@ from .progress import Step
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ADDED = ("SUM", "AVG", "")  # and what is no reduction
 FROM_BYTES = 1 << 16
+Way = Allreduce | Collective
 Choice = str | Mapping[str, Any] | None
 
 
@@ -56,7 +56,7 @@ class Wires:
     methods: the name of a call -> how it travels; from_bytes: for tensors of so many bytes or more
     """
 
-    def __init__(self, world: World, methods: Mapping[str, Method], from_bytes: int) -> None:
+    def __init__(self, world: World, methods: Mapping[str, Way], from_bytes: int) -> None:
         self.world, self.methods, self.from_bytes = world, dict(methods), from_bytes
         self.issued = self.begun = 0
         self._thread = ThreadPoolExecutor(1, "cpdhpc-torch-wires")
@@ -100,7 +100,7 @@ class Wires:
         self.world.free()
 
 
-def method_of(name: str, choice: Choice) -> Method:
+def method_of(name: str, choice: Choice) -> Way:
     """Return how a call travels: a wire, or the arguments of the library's function by name."""
     options = {"wire": choice} if isinstance(choice, str) else dict(choice or {})
     try:
@@ -138,7 +138,7 @@ def set_wires(
     if not isinstance(found, MpiGroup):
         raise TypeError(f"set_wires: group={found!r}: must be a process group of 'cpdhpc'")
     world = World(found.channel.comm, timeout_s=found.timeout_s)
-    methods: dict[str, Method] = {}
+    methods: dict[str, Way] = {}
     error: Exception | None = None
     choices = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
     try:
