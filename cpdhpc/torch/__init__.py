@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .reducer import GradientReducer as GradientReducer
 else:
     from ..lazy import lazily as _lazily
+    from .backend.registration import register as _register
 
     __getattr__, __dir__ = _lazily(
         __name__,
@@ -53,11 +54,8 @@ else:
             "set_wires": "backend.wires",
         },
     )
-
-if not TYPE_CHECKING and sys.modules.get("torch") is not None:
-    from .backend.registration import register as _register
-
-    _register()
+    if sys.modules.get("torch") is not None:
+        _register()
 
 __all__ = [
     "AdamP",

@@ -37,7 +37,11 @@ FORMS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("--sizes SIZES", "of the larger tensor of a call: 1MiB,16MiB or 64:64MiB:x4", "64:64MiB:x8")
+    add(
+        "--sizes SIZE,...",
+        "of a call's larger tensor: 1MiB,16MiB or first:last:xFACTOR",
+        "64:64MiB:x8",
+    )
     add_repeats(parser, 10, 2)
 
 
