@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -417,15 +418,16 @@ def test_groups_that_come_and_go_leave_nothing() -> None:
             dist.destroy_process_group(group)
         gc.collect()
 
-    from pathlib import Path
+    def held() -> tuple[int, int]:
+        """Open files, and communicators of groups."""
+        channels = [each for each in gc.get_objects() if type(each).__name__ == "Channel"]
+        return len(list(Path("/proc/self/fd").iterdir())), len(channels)
 
     some(5)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = held()
     some(200)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert held() == before
     assert not engine().under_way
-    alive = [each for each in gc.get_objects() if type(each).__name__ == "Channel"]
-    assert len(alive) <= 3 + len(dist.distributed_c10d._world.pg_map)
 
 
 def test_the_profiler_shows_calls() -> None:
