@@ -392,3 +392,55 @@ def test_only_many_floating_point_values_are_rounded() -> None:
         return []
 
     over("cpdhpc", program)
+
+
+def test_few_bits_inside_fully_shard() -> None:
+    """Gradients in e4m3 with an exact sum, parameters in e4m3; the sharded ones stay float32."""
+
+    def program() -> list[torch.Tensor]:
+        seen: list[str] = []
+        cpdhpc.torch.set_wires(
+            reduce_scatter={"wire": "e4m3", "accumulate": "exact"},
+            all_gather="e4m3",
+            from_bytes=16,
+        )
+        model = network()
+        for layer in (*model[::2], model):
+            fully_shard(layer)
+        with torch.profiler.profile() as profile:
+            trained(model)
+        seen += [each.name for each in profile.events() if each.name.startswith("cpdhpc:")]
+        assert {"cpdhpc:_all_gather_base", "cpdhpc:_reduce_scatter_base"} <= set(seen)
+        cpdhpc.torch.set_wires()
+        return values(model)
+
+    def exact() -> list[torch.Tensor]:
+        model = network()
+        for layer in (*model[::2], model):
+            fully_shard(layer)
+        return values(trained(model))
+
+    few, all_bits = over("cpdhpc", program), over("cpdhpc", exact)
+    distance = max((a - b).abs().max().item() for a, b in zip(few, all_bits, strict=True))
+    assert 0 < distance < 0.2
+
+
+@pytest.mark.parametrize("wire", ["e4m3", "e2m1fn"])
+def test_calls_by_a_wire_are_those_of_the_library(wire: str) -> None:
+    def program() -> list[torch.Tensor]:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        cpdhpc.torch.set_wires(reduce_scatter=wire, all_gather=wire, from_bytes=0)
+        world = cpdhpc.World()
+        torch.manual_seed(rank)
+        x, share, whole = torch.randn(5000), torch.empty(5000), torch.empty(5000 * ranks)
+        dist.all_gather_into_tensor(whole, x)
+        assert torch.equal(whole, torch.from_numpy(cpdhpc.all_gather(world, x.numpy(), wire)))
+        for op, name in ((dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "mean")):
+            given = torch.randn(5000 * ranks)
+            dist.reduce_scatter_tensor(share, given, op)
+            wanted = cpdhpc.reduce_scatter(world, given.numpy(), wire, op=name)
+            assert torch.equal(share, torch.from_numpy(wanted))
+        world.free()
+        return []
+
+    over("cpdhpc", program)

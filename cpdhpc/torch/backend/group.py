@@ -214,6 +214,23 @@ class MpiGroup(ProcessGroup):
             program = link.agree(REFUSED + call)
         return self._start(title, call, hosted.around(program), tensors, result, opts, link.path)
 
+    def _by_wires(self, name: str, tensors: Sequence[Tensor], op: str = "") -> bool:
+        """Whether a call travels in few bits; tensors: a rank's share of it."""
+        return self.wires is not None and all(self.wires.takes(name, x, op) for x in tensors)
+
+    def _moved(
+        self,
+        name: str,
+        link: Link,
+        call: str,
+        xs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        op: str = "",
+    ) -> Waits:
+        """Return the program of a call that travels in few bits."""
+        each = zip(xs, outs, strict=True)
+        return programs.one_by_one([self.wires.move(name, link, call, x, o, op) for x, o in each])
+
     @by_device
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation:
         """Reduce tensors in place."""
@@ -244,11 +261,9 @@ class MpiGroup(ProcessGroup):
         if name == "PREMUL_SUM":
             for each in tensors:
                 each.copy_(premultiplied(op, each))
-        if self.wires is not None and all(
-            self.wires.takes("all_reduce", each, name) for each in tensors
-        ):
-            given = [self.wires.all_reduce(link, call, hosted.both(x), name) for x in tensors]
-            return call, programs.one_by_one(given)
+        if self._by_wires("all_reduce", tensors, name):
+            xs = [hosted.both(x) for x in tensors]
+            return call, self._moved("all_reduce", link, call, xs, xs, name)
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
 
     @by_device
@@ -310,11 +325,15 @@ class MpiGroup(ProcessGroup):
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             call = listed(outputs, listed(inputs, "all_gather_into_tensor ") + " to ")
-            outs = []
+            outs, wholes = [], []
             for out, x in zip(outputs, inputs, strict=True):
                 self._check_parts("input_tensor", x, "output_tensor", out)
                 whole = hosted.output(out)
+                wholes.append(whole)
                 outs.append([whole[r * x.numel() : (r + 1) * x.numel()] for r in range(link.size)])
+            if self._by_wires("all_gather", inputs):
+                ins = [hosted.input(x) for x in inputs]
+                return call, self._moved("all_gather", link, call, ins, wholes)
             return call, programs.all_gather(link, call, outs, [hosted.input(x) for x in inputs])
 
         return self._collective(title or "all_gather", make, inputs, outputs, opts)
@@ -343,6 +362,9 @@ class MpiGroup(ProcessGroup):
                 self._check_parts("output", out, "input", x)
             outs = [hosted.output(out) for out in outputs]
             ins = [hosted.input(premultiplied(op, x)) for x in inputs]
+            if self._by_wires("reduce_scatter", outputs, reductions[0].name):
+                name = reductions[0].name
+                return call, self._moved("reduce_scatter", link, call, ins, outs, name)
             return call, programs.reduce_scatter(link, call, outs, ins, reductions)
 
         return self._collective(title or "reduce_scatter", make, inputs, outputs, opts)

@@ -12,6 +12,7 @@ from torch import distributed
 
 from ...collectives.allreduce import Allreduce
 from ...collectives.checks import check_alike
+from ...collectives.collective import Collective
 from ...methods import check_whole, said_by
 from ...world.mpi import World
 from .channel import Link
@@ -20,8 +21,9 @@ from .programs import Tensor, Waits
 from .progress import Step
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ADDED = ("SUM", "AVG")
+ADDED = ("SUM", "AVG", "")  # and what is no reduction
 FROM_BYTES = 1 << 16
+Way = Allreduce | Collective
 Choice = str | Mapping[str, Any] | None
 
 
@@ -54,7 +56,7 @@ class Wires:
     methods: the name of a call -> how it travels; from_bytes: for tensors of so many bytes or more
     """
 
-    def __init__(self, world: World, methods: Mapping[str, Allreduce], from_bytes: int) -> None:
+    def __init__(self, world: World, methods: Mapping[str, Way], from_bytes: int) -> None:
         self.world, self.methods, self.from_bytes = world, dict(methods), from_bytes
         self.issued = self.begun = 0
         self._thread = ThreadPoolExecutor(1, "cpdhpc-torch-wires")
@@ -68,18 +70,18 @@ class Wires:
             and tensor.nbytes >= self.from_bytes
         )
 
-    def all_reduce(self, link: Link, call: str, x: Tensor, op: str) -> Waits:
-        """Reduce a flat tensor in place."""
-        method = self.methods["all_reduce"]
+    def move(self, name: str, link: Link, call: str, x: Tensor, out: Tensor, op: str) -> Waits:
+        """Do a call of one flat tensor x; out: where its result goes, x itself in an all-reduce."""
+        method = self.methods[name]
         if op == "AVG":
             method = replace(method, op="mean")
 
         def run() -> None:
-            values = x if x.dtype == torch.float32 else x.float()
-            array = values.numpy()
-            method.run(self.world, [array], [array])
-            if values is not x:
-                x.copy_(values)
+            given, result = (x, out) if x.dtype == torch.float32 else (x.float(), out.float())
+            into = given if out is x else result
+            method.run(self.world, [given.numpy()], [into.numpy()])
+            if into is not out:
+                out.copy_(into)
 
         return self._in_turn(link, f"{call} as {method.wire}", run, Turn(self))
 
@@ -98,11 +100,13 @@ class Wires:
         self.world.free()
 
 
-def method_of(name: str, choice: Choice) -> Allreduce:
-    """Return how a call travels: a wire, or the arguments of cpdhpc.allreduce by name."""
+def method_of(name: str, choice: Choice) -> Way:
+    """Return how a call travels: a wire, or the arguments of the library's function by name."""
     options = {"wire": choice} if isinstance(choice, str) else dict(choice or {})
     try:
-        return Allreduce(**options)
+        if name == "all_reduce":
+            return Allreduce(**options)
+        return Collective(collective=name, **options)
     except (TypeError, ValueError) as error:
         raise said_by(f"set_wires: {name}", error) from None
 
@@ -111,34 +115,38 @@ def set_wires(
     group: distributed.ProcessGroup | None = None,
     *,
     all_reduce: Choice = None,
+    reduce_scatter: Choice = None,
+    all_gather: Choice = None,
     from_bytes: int = FROM_BYTES,
 ) -> None:
     """Let a process group's collectives travel in few bits from now on. Collective over it.
 
-        cpdhpc.torch.set_wires(all_reduce="e4m3")
+        cpdhpc.torch.set_wires(reduce_scatter="e4m3", all_gather="e4m3")  # as FSDP2 needs
 
     group: of the backend "cpdhpc"; None for the default one
-    all_reduce: a wire, or the arguments of cpdhpc.allreduce as a mapping, for example
-        {"wire": "e2m1fn", "accumulate": "exact"}; None: no rounding, what torch asks for
-    from_bytes: smaller tensors travel as they are
-    Sums and means of float32, bfloat16 and float16 tensors alone are rounded: never integers, and
-    nothing small, as flags and norms are. All ranks get the same bits. NaN and infinity are
-    NonFiniteGradient on all ranks, raised by wait.
+    all_reduce, reduce_scatter, all_gather: a wire, or the arguments of cpdhpc.allreduce,
+        cpdhpc.reduce_scatter or cpdhpc.all_gather as a mapping, for example {"wire": "e2m1fn",
+        "accumulate": "exact"}; None: no rounding, what torch asks for. Of torch's calls with one
+        tensor for all ranks, all_gather_into_tensor and reduce_scatter_tensor, which FSDP2 makes
+    from_bytes: tensors of a rank with fewer bytes travel as they are
+    Float32, bfloat16 and float16 tensors alone are rounded, and of reductions sums and means:
+    never integers, and nothing small, as flags and norms are. All ranks get the same bits. NaN and
+    infinity are NonFiniteGradient on all ranks, raised by wait.
     Raises on all ranks alike TypeError and ValueError for what is wrong on any, or differs.
     """
     found = distributed.group.WORLD if group is None else group
     if not isinstance(found, MpiGroup):
         raise TypeError(f"set_wires: group={found!r}: must be a process group of 'cpdhpc'")
     world = World(found.channel.comm, timeout_s=found.timeout_s)
-    methods: dict[str, Allreduce] = {}
+    methods: dict[str, Way] = {}
     error: Exception | None = None
+    choices = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
     try:
         check_whole("set_wires: from_bytes", from_bytes, 0)
-        if all_reduce is not None:
-            methods["all_reduce"] = method_of("all_reduce", all_reduce)
+        methods = {n: method_of(n, choice) for n, choice in choices.items() if choice is not None}
     except (TypeError, ValueError) as wrong:
         error = wrong
-    arguments = {"all_reduce": methods.get("all_reduce"), "from_bytes": from_bytes}
+    arguments = {name: methods.get(name) for name in choices} | {"from_bytes": from_bytes}
     try:
         check_alike(world, error, arguments, [0], "set_wires: arguments")
     except Exception:
