@@ -228,7 +228,7 @@ def test_the_second_call_is_recorded_and_later_ones_adapt(monkeypatch: pytest.Mo
         assert found[0] is None and found[1] is found[2] is found[3] is not None
         assert found[1].adapted == adapts
         given, how = made.pop()
-        assert not made and given[:2] == (world, method) and how == {"moves": True}
+        assert not made and given[:2] == (world, method) and how == {"moves": True, "blocks": None}
         assert [a.shape for a in given[2:4]] == [(5,)] * 2 and given[2] is not given[3]
     digests = [entry.digest for entry in world.recordings.values()]
     assert len(set(digests)) == 2 and all(digests)

@@ -468,7 +468,7 @@ def program(
     """Carry out a rank's part in a piece: yield exchanges, add what comes in, write the result.
 
     x: float32, not written; out: float32 for the result, or None where another rank of this process
-    writes it, or nothing is wanted; of the sizes that plan.blocks says; take: for payloads
+    writes it, or nothing is wanted; of the sizes that its blocks say; take: for payloads
     Returns how many values of the result are not finite; 0 for a raw wire.
     """
     places, steps = rounds(plan.schedule, plan.nodes, plan.blocks, rank, piece)

@@ -115,7 +115,7 @@ class LargestValues(SparseMessages):
     ) -> Sent:
         """Send the largest values, and take them out of what waits. Collective. See exchange.
 
-        waiting: float32[layers.coded.size] of each hosted rank, not checked yet
+        waiting: float32[coded.size] of each hosted rank, not checked yet
         chosen: which values each of them sends, uint32[m]: the largest ones
         """
         coded, gather = layers.coded, backend_of(waiting[0]).gather
@@ -383,9 +383,9 @@ def exchange(
 ) -> Sent:
     """Send payloads to all ranks, and take what they say out of what waits. Collective.
 
-    payloads: uint8[bytes] of each hosted rank; decode: returns their indices in layers.coded,
+    payloads: uint8[bytes] of each hosted rank; decode: returns their indices in the coded layers,
         uint32[m], ascending, and values, float32[m]
-    waiting: float32[layers.coded.size] of each hosted rank, changed
+    waiting: float32[coded.size] of each hosted rank, changed
     The values of all ranks are added in the order of ranks.
     """
     world, coded, kernels = context.world, layers.coded, backend_of(waiting[0])

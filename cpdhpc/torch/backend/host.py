@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from ...ops.tensors import await_device
 from .programs import Tensor, Waits
 
 
@@ -32,7 +33,8 @@ class Hosted:
             return flat(tensor)
         if not tensor.is_cpu:
             say_staged(tensor.device.type)
-        return tensor.detach().cpu().resolve_conj().contiguous().view(-1)
+            await_device(tensor.device)
+        return tensor.detach().to("cpu").resolve_conj().contiguous().view(-1)
 
     def both(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, flat, which it gets back."""
@@ -48,7 +50,7 @@ class Hosted:
             return flat(tensor)
         if not tensor.is_cpu:  # what still reads it comes first
             say_staged(tensor.device.type)
-            torch.accelerator.current_stream(tensor.device).synchronize()
+            await_device(tensor.device)
         values = torch.empty(tensor.numel(), dtype=tensor.dtype)
         self._back.append((tensor.detach(), values))
         return values
