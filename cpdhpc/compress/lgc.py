@@ -113,7 +113,9 @@ class Lgc(DenseMessages):
         training = context.iteration < self.dense_steps + self.training_steps
         found = (self._trained if training else self._decoded)(values, chosen, context)
         mean = layers.cleared(context, waiting[0])
-        mean[layers.in_bucket(places, chosen.counts)] = placed(found.values, mean)
+        mean[layers.in_bucket(places, np.array(chosen.counts, np.int64))] = placed(
+            found.values, mean
+        )
         for x in waiting:
             backend_of(x).clear(x, places)
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
