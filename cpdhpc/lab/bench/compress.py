@@ -122,11 +122,12 @@ def replay(
     ]
     exact = [_exact(each, bucket, world.ranks) for each in recorded]
     scale, profile, clock = recorded[0].loss_scale, Profile(), Clock(world)
+    out = rows[0][0].copy()  # for the mean, as the reducer gives it
 
     def averages() -> Iterator[Callable[[], Mean]]:
         state = State(world.hosted, world.ranks)
         for number, hosted in enumerate([*rows, rows[-1]]):
-            context = Context(world, state, 0, LATE + number, float(LATE), scale)
+            context = Context(world, state, 0, LATE + number, float(LATE), scale, out)
             yield whole(partial(method.aggregate, hosted, bucket, context), hosted[0])
 
     for average in islice(averages(), SETTLED):
@@ -388,17 +389,18 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     ]
     points, left_out = _measured(methods, recorded, worlds, arguments.device)
     lines = machine_line(world)
+    size = sum(values[0].size for values in recorded[0].layers.values())
+    costs = costs_of(points, world.processes)
+    copied_s = crossover.copy_s(world, size) if costs else 0.0
     if world.process == 0:
-        size = sum(values[0].size for values in recorded[0].layers.values())
         print("\n".join(f"# {text}" for text in (lines, where) if text))
         print(
             f"# gradients: {recorded[0].source}, {size:,} values in {len(recorded[0].layers)} "
             f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
         )
         print("\n".join([*table_of(points, size, world.processes), *growth(points), *left_out]))
-        costs = costs_of(points, world.processes)
         if costs:
-            print("\n".join(crossover.table(costs, size, crossover.copy_s(size))))
+            print("\n".join(crossover.table(costs, size, copied_s)))
         if arguments.settings == "recommended":
             for text, method in methods.items():
                 if method.holds_back:

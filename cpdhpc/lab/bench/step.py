@@ -211,8 +211,9 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     with ExitStack() as opened:
         opened.enter_context(torch_group(world, backend))
         torch.set_num_threads(subject.threads)
-        with _row(subject, world, DDP, "", None):
-            pass  # what torch allocates once is no row's
+        for kind, method in ((DDP, None), ("plain", next(iter(methods.values())))):
+            with _row(subject, world, kind, "", method):
+                pass  # what torch and the world allocate once is no row's
         rows = [opened.enter_context(_row(subject, world, *of)) for of in _ways(methods)]
         exact = _gradients(rows[1].model)
         errors = [float("nan"), 0.0, *(_error(row, exact) for row in rows[2:])]
