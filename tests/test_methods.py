@@ -13,9 +13,9 @@ import torch
 from every import every
 from pydantic import Field, TypeAdapter
 
-from cpdhpc.collectives.allreduce import configured
+from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.collectives.method import DEFAULT, configured
 from cpdhpc.compress import (
     COMPRESSORS,
     AdaComp,
@@ -406,7 +406,7 @@ def test_flexpoint_holds_what_only_one_rank_has() -> None:
 
 
 def test_known_shifts_are_checked() -> None:
-    method = configured(wire="int8")
+    method = configured(Allreduce, wire="int8")
     one, within = "two lists of 1 integers", r"from -1\d\d to 1\d\d"
     for shifts, wanted in (((), one), ((1, 2), one), ((500,), within)):
         with pytest.raises(ValueError, match=rf"shifts=.*must be {wanted}"):

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import finalize
@@ -51,6 +50,7 @@ from .method import (
     Segment,
     Shifts,
     as_machine,
+    configured,
     named_as,
 )
 from .rank_program import program
@@ -410,19 +410,6 @@ class Allreduce(Method):
         return shared_shifts(self, world, flat, parts)
 
 
-def configured(**choices: Any) -> Allreduce:
-    """Return an Allreduce with these choices, checked once; machine: a Machine or None."""
-    try:
-        return _configured(**choices)
-    except TypeError:  # maybe as a choice cannot be hashed: this says which is of a wrong type
-        return Allreduce(**choices)
-
-
-@lru_cache(maxsize=256, typed=True)
-def _configured(**choices: Any) -> Allreduce:
-    return Allreduce(**choices)
-
-
 def allreduce(
     world: Any,
     x: Array | Sequence[Array],
@@ -508,6 +495,7 @@ def allreduce(
     error: Exception | None = None
     try:
         config = configured(
+            Allreduce,
             wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op,
             rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom,
             seed=seed, machine=None if machine is None else as_machine(machine),

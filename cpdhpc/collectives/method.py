@@ -606,6 +606,21 @@ class Method:
 Chosen = TypeVar("Chosen", bound=Method)
 
 
+def configured(kind: type[Chosen], **choices: Any) -> Chosen:
+    """Return a method of a kind with these choices, checked once; machine: a Machine or None."""
+    try:
+        found = _configured(kind, **choices)  # type: ignore[arg-type]  # a class can be hashed
+    except TypeError:  # maybe as a choice cannot be hashed: this says which is of a wrong type
+        return kind(**choices)
+    assert isinstance(found, kind), "made by it"
+    return found
+
+
+@lru_cache(maxsize=256, typed=True)
+def _configured(kind: type[Method], **choices: Any) -> Method:
+    return kind(**choices)
+
+
 def named_as(method: Chosen, algorithm: str) -> Chosen:
     """Return a method with another algorithm; the same one every time."""
     found = _named_as(method, algorithm)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..world.mpi import World, as_world
 from .blocks import SHARES
 from .checks import check_count, name_of_x, note_written, of_tensor
 from .collective import Collective, run_known
-from .method import Op
+from .method import Op, configured
 from .recorded import listed
 
 
@@ -302,7 +301,7 @@ def _run(
             return known[0]
     several, share = ranks.virtual_ranks > 1, SHARES[name]
     try:
-        config = configured(collective=name, **choices)
+        config = configured(Collective, collective=name, **choices)
     except Exception as found:  # whatever: the other ranks are to hear of it
         config, error = Collective(collective=name), found
     given = x if several and isinstance(x, Sequence) else [x]
@@ -335,19 +334,6 @@ def _run(
     if rooted:
         return next((each for each in results if each is not None), None)
     return results[0] if is_one else results
-
-
-def configured(**choices: Any) -> Collective:
-    """Return a Collective with these choices, checked once."""
-    try:
-        return _configured(**choices)
-    except TypeError:  # maybe as a choice cannot be hashed: this says which is of a wrong type
-        return Collective(**choices)
-
-
-@lru_cache(maxsize=256, typed=True)
-def _configured(**choices: Any) -> Collective:
-    return Collective(**choices)
 
 
 def array_of(name: str, x: Any) -> Any:

@@ -13,9 +13,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives.allreduce import Allreduce, Unagreed, configured
+from ..collectives.allreduce import Allreduce, Unagreed
 from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, check_alike, is_finite
-from ..collectives.method import AUTO, Machine, as_machine
+from ..collectives.method import AUTO, Machine, as_machine, configured
 from ..formats import TILE, FloatFormat, TableFormat
 from ..methods import USUAL, suggest
 from ..ops import backend_of, on_gpu, to_host
@@ -216,7 +216,12 @@ class DenseMessages(Aggregator):
 
     def _allreduce(self, seed: int) -> Allreduce:
         return configured(
-            wire=self.wire, algorithm=self.algorithm, scaling=self.scaling, op="mean", seed=seed
+            Allreduce,
+            wire=self.wire,
+            algorithm=self.algorithm,
+            scaling=self.scaling,
+            op="mean",
+            seed=seed,
         )
 
     def _mean(self, parts: Mapping[Name, Sequence[Array]], context: Context) -> dict[Name, Array]:
@@ -279,7 +284,7 @@ def mean_in_float32(
     if not segments:
         return
     parts = [np.concatenate([g[a:b] for _, a, b in segments]) for g in gradients]
-    method = configured(wire="raw", algorithm=algorithm, op="mean")
+    method = configured(Allreduce, wire="raw", algorithm=algorithm, op="mean")
     mean, end = method.run(context.world, parts).arrays[0], 0
     for _, a, b in segments:
         flat[a:b], end = mean[end : end + b - a], end + b - a

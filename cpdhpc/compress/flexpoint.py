@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from ..collectives.allreduce import Allreduce, configured
+from ..collectives.allreduce import Allreduce
 from ..collectives.checks import amax_of_segments
-from ..collectives.method import Shifts, integer_shift
+from ..collectives.method import Shifts, configured, integer_shift
 from ..formats import INTEGERS, TILE
 from ..methods import USUAL
 from ..options import Allowed
@@ -64,7 +64,7 @@ class Flexpoint(Aggregator):
         self._allreduce()
 
     def _allreduce(self) -> Allreduce:
-        return configured(wire=self.wire, algorithm=self.algorithm, op="mean")
+        return configured(Allreduce, wire=self.wire, algorithm=self.algorithm, op="mean")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

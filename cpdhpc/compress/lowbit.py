@@ -11,8 +11,8 @@ from zlib import crc32
 
 import numpy as np
 
-from ..collectives.allreduce import Allreduce, configured
-from ..collectives.method import CHOSEN, Machine, Reduced, Segment, Shifts, shift_bytes
+from ..collectives.allreduce import Allreduce
+from ..collectives.method import CHOSEN, Machine, Reduced, Segment, Shifts, configured, shift_bytes
 from ..collectives.rank_program import NO_KEY
 from ..errors import reworded
 from ..formats import (
@@ -149,7 +149,7 @@ class LowBit(Aggregator):
 
     def _allreduce(self, way: int, seed: int) -> Allreduce:
         """Return how layers of a way travel."""
-        return configured(seed=seed, **self._ways[way])
+        return configured(Allreduce, seed=seed, **self._ways[way])
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:

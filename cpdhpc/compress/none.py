@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from ..collectives.allreduce import Allreduce, configured
-from ..collectives.method import Machine
+from ..collectives.allreduce import Allreduce
+from ..collectives.method import Machine, configured
 from ..methods import USUAL
 from .base import (
     LOSSES,
@@ -45,7 +45,12 @@ class NoCompression(Aggregator):
     @cached_property
     def _allreduce(self) -> Allreduce:
         return configured(
-            wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine, finite=True
+            Allreduce,
+            wire="raw",
+            algorithm=self.algorithm,
+            op="mean",
+            machine=self.machine,
+            finite=True,
         )
 
     @property

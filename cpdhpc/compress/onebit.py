@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..collectives.allreduce import configured
+from ..collectives.allreduce import Allreduce
 from ..collectives.checks import NONFINITE_BITS
-from ..collectives.method import Segment
+from ..collectives.method import Segment, configured
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of
@@ -50,7 +50,7 @@ class OneBit(Aggregator):
     algorithm: str = USUAL
 
     def __post_init__(self) -> None:
-        configured(wire="raw", algorithm=self.algorithm, op="mean")
+        configured(Allreduce, wire="raw", algorithm=self.algorithm, op="mean")
 
     @property
     def holds_back(self) -> bool:

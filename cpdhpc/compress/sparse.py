@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from ..collectives.allreduce import configured
+from ..collectives.allreduce import Allreduce
 from ..collectives.checks import NONFINITE_BITS
+from ..collectives.method import configured
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
@@ -74,7 +75,7 @@ class SparseMessages(Aggregator):
         return SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
 
     def __post_init__(self) -> None:
-        configured(wire="raw", algorithm=self.algorithm, op="mean")
+        configured(Allreduce, wire="raw", algorithm=self.algorithm, op="mean")
 
     def check_layers(self, names: Collection[str]) -> None:
         """See Aggregator.check_layers."""

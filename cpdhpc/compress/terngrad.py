@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from ..collectives.allreduce import Allreduce, configured
+from ..collectives.allreduce import Allreduce
 from ..collectives.checks import NONFINITE_BITS
-from ..collectives.method import Segment
+from ..collectives.method import Segment, configured
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
 from ..methods import USUAL
@@ -69,7 +69,12 @@ class TernGrad(Aggregator):
 
     def _allreduce(self, seed: int) -> Allreduce:
         return configured(
-            wire="ternary", algorithm=self.algorithm, op="mean", rounding="stochastic", seed=seed
+            Allreduce,
+            wire="ternary",
+            algorithm=self.algorithm,
+            op="mean",
+            rounding="stochastic",
+            seed=seed,
         )
 
     def check_layers(self, names: Collection[str]) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cpdhpc.collectives import recorded
-from cpdhpc.collectives.allreduce import configured
+from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.method import Segment, configured
 from cpdhpc.compress.base import Aggregator, Mean
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.compress.none import NoCompression
@@ -160,7 +160,7 @@ def test_a_list_that_waits_looks_no_more_often_than_the_pauses_allow(
         looks.append(given[1])
         return resume(*given)
 
-    method, x = configured(wire="raw", algorithm="ring"), np.ones(5000, np.float32)
+    method, x = configured(Allreduce, wire="raw", algorithm="ring"), np.ones(5000, np.float32)
     results = [method.run(world, [x]).arrays[0] for _ in range(2)]  # the second one records
     monkeypatch.setattr(recorded._cpu, "resume_list", counted)
     world.pause_s, late = pause_s, world.process == world.processes - 1 > 0
