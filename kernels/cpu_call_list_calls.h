@@ -265,7 +265,7 @@ PyObject* start_list(CallList* list, const Buffer* arrays, i64 threads, i64 look
 
 bool overlap(const Buffer* arrays) {
     const u8 *x = arrays[0].at<u8>(0), *out = arrays[1].at<u8>(0);
-    return x < out + arrays[1].view.len && out < x + arrays[0].view.len;
+    return arrays[0].view.len && arrays[1].view.len && x < out + arrays[1].view.len && out < x + arrays[0].view.len;
 }
 
 // run_list(list, threads, looks, x, out): does what is written on x and out; returns how many

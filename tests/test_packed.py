@@ -203,6 +203,8 @@ def test_the_halves_make_an_all_reduce(algorithm, accumulate):
         [("raw", "none"), ("e4m3", "tile"), ("e4m3", "static:2")],
         ("nearest", "stochastic"),
     ):
+        if rounding == "stochastic" and algorithm in ("torus", "hier"):
+            continue  # the places in random streams are those of blocks
         nodes = tuple(rank // 2 for rank in range(ranks)) if ranks % 2 == 0 else (0,) * ranks
         own_nodes = tuple(range(ranks)) if algorithm == "torus" else nodes
         options = {"rounding": rounding, "overflow": "saturate", "seed": 5, "iteration": 2}
@@ -211,8 +213,6 @@ def test_the_halves_make_an_all_reduce(algorithm, accumulate):
         given_ = wire, algorithm, scaling, accumulate
         right = expected(turned, *given_, nodes=nodes if algorithm == "hier" else None, **options)
         right = permuted(right, algorithm, ranks, own_nodes, back=True)
-        if rounding == "stochastic" and algorithm in ("torus", "hier"):
-            continue  # the places in random streams are those of blocks
         world = world_of(ranks, nodes)
         parts = cpdhpc.reduce_scatter(world, xs, *given_, **options)
         assert_bits(cpdhpc.all_gather(world, parts, *given_[:3], **options), right)

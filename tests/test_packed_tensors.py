@@ -39,6 +39,15 @@ def test_tensors_are_summed_with_a_wire():
     assert torch.equal(total, xs[0] + xs[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_gradient_would_be_lost(dtype):
+    x = torch.ones(4, requires_grad=True).to(dtype)
+    with pytest.raises(TypeError, match="requires a gradient"):
+        cpdhpc.all_gather(Loopback(), x)
+    with torch.no_grad():
+        assert cpdhpc.all_gather(Loopback(), x).dtype == dtype
+
+
 def test_what_is_no_plain_tensor_is_an_error():
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(TypeError, match=r"all_gather: x of rank 0 is a tensor of torch\.float32"):

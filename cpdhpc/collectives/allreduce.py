@@ -53,7 +53,7 @@ from .method import (
     configured,
     named_as,
 )
-from .rank_program import program
+from .rank_program import Plan, program
 from .recorded import Recording, are_plain, know, know_as, recording_of, run_known
 from .schedules import SCHEDULES
 
@@ -77,6 +77,23 @@ def warn_of_error(method: Method, world: Ranks) -> None:
         line = stagnation(method, world.nodes)
         if line and world.rank == 0:
             warnings.warn(line, stacklevel=3)
+
+
+def run_programs(
+    world: Ranks, plan: Plan, xs: Sequence[Array], outs: Sequence[Array | None], what: str
+) -> int:
+    """Run the programs of the hosted ranks; count what is not finite in what they write."""
+    pieces = plan.pieces()
+
+    def start(piece: int, take: Take) -> list[Program[int]]:
+        return [
+            program(plan, pieces[piece], rank, x, out, take)
+            for rank, x, out in zip(world.hosted, xs, outs, strict=True)
+        ]
+
+    found = run(world, start, len(pieces), xs[0], what, plan.schedule.window(world.ranks))
+    bad = (each for piece in found for each in piece)  # on a GPU: an array
+    return sum(int(to_host(each) if hasattr(each, "get") else each) for each in bad)
 
 
 def refuse_freed(world: Ranks) -> NoReturn:
@@ -391,17 +408,7 @@ class Allreduce(Method):
         """Sum into totals, of the first hosted ranks or of all; count what is not finite."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
-        pieces = plan.pieces()
-
-        def start(piece: int, take: Take) -> list[Program[int]]:
-            return [
-                program(plan, pieces[piece], rank, x, place, take)
-                for rank, x, place in zip(world.hosted, flat, places, strict=True)
-            ]
-
-        what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
-        found = run(world, start, len(pieces), flat[0], what, window)
-        return sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
+        return run_programs(world, plan, flat, places, f"allreduce {self.algorithm}")
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import TILE, Format, sum_bits, tiles
-from ..methods import MAX_SUM_BITS, check_bool, check_integer, said_by
+from ..methods import MAX_SUM_BITS, SUMMING, check_bool, check_integer, said_by
 from ..ops import backend_of, misread, on_gpu, to_host, type_name
 from ..randomness import check_key
 from ..world.ranks import Ranks
-from .blocks import SHARES
+from .blocks import ALLREDUCE
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, tile_span
 
 Array = npt.NDArray[Any]
@@ -358,7 +358,7 @@ SHOWN = 120  # characters of a value that differs
 NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
 
 
-SUMS = tuple(name for name, share in SHARES.items() if share.sums)
+SUMS = (ALLREDUCE, *SUMMING)
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -412,9 +412,7 @@ def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:
     """
     if any(start % TILE for _, start, _ in segments):
         parts = [x[start:stop] for _, start, stop in segments]
-        return np.array(
-            [int(to_host(backend_of(x).amax_tiles(p)).max(initial=0)) for p in parts], np.int64
-        )
+        return np.array([amax_of(p) for p in parts], np.int64)
     amax = to_host(backend_of(x).amax_tiles(x))
     spans = [tile_span(segment) for segment in segments]
     return np.array(
@@ -464,16 +462,24 @@ def shared_shifts(
 
     Raises NonFiniteGradient.
     """
+    amax = shared_amax(world, flat, parts, f"allreduce {method.algorithm}: exponents")
+    return shifts_of(method, amax, world.ranks)
+
+
+def shifts_of(method: Method, amax: Sequence[int], ranks: int, *, sums: bool = True) -> Shifts:
+    """Return the shifts of Method.plan for the float32 bits of max|x| of each segment.
+
+    sums: whether contributions are added
+    """
     assert method.fmt is not None, "else none are shared"
     fmt, sent = method.fmt, "none" if method.sums_held else method.headroom
-    amax = shared_amax(world, flat, parts, f"allreduce {method.algorithm}: exponents")
-    if method.exact:  # sums become wider: they need no headroom
-        grid = [
-            integer_shift(bits, fmt) if method.integers else aps_shift(bits, fmt, 1, "none")
-            for bits in amax
-        ]
+    if method.integers:
+        grid = [integer_shift(bits, fmt) for bits in amax]
+        return grid, grid
+    if method.exact or not sums:  # exact sums become wider: they need no headroom
+        grid = [aps_shift(bits, fmt, 1, "none") for bits in amax]
         return grid, grid
     return (
-        [aps_shift(bits, fmt, world.ranks, sent) for bits in amax],
-        [aps_shift(bits, fmt, world.ranks, method.headroom) for bits in amax],
+        [aps_shift(bits, fmt, ranks, sent) for bits in amax],
+        [aps_shift(bits, fmt, ranks, method.headroom) for bits in amax],
     )

@@ -17,12 +17,12 @@ from weakref import finalize
 import numpy as np
 
 from ..methods import COLLECTIVES, USUAL, check_whole, said_by, suggest
-from ..ops import backend_of, on_gpu, to_host
+from ..ops import backend_of, on_gpu
 from ..ops.payloads import Array
 from ..partition import split
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .allreduce import refuse_freed, warn_of_error
+from .allreduce import refuse_freed, run_programs, warn_of_error
 from .blocks import SHARES, Blocks, Share
 from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
@@ -37,14 +37,13 @@ from .checks import (
     is_finite,
     iteration_error,
     name_of_x,
+    shifts_of,
 )
-from .engine import Program, Take, run
-from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, named_as
-from .rank_program import program
+from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as
 from .recorded import Recording, Recordings, keep, recording_of, with_iteration
 
 Shape = tuple[int, ...]
-SHORT = 1 << 14  # values of a broadcast whose time is that of its rounds
+SHORT_BYTES = 1 << 16  # of a broadcast whose time is that of its rounds
 
 
 class Sketch(NamedTuple):
@@ -136,6 +135,8 @@ class Collective(Method):
             given = getattr(self, name)
             if not self.share.sums and given != usual:
                 raise ValueError(f"allreduce: {name}={given!r}: must be left out: nothing is added")
+        if self.finite:
+            raise ValueError("allreduce: finite=True: must be left out: is of all-reduces")
 
     @property
     def call(self) -> str:
@@ -173,10 +174,10 @@ class Collective(Method):
             return "floats"
         return "numbers" if self.share.sums else "any"
 
-    def usual(self, nodes: tuple[int, ...], n: int = SHORT + 1) -> str:
+    def usual(self, nodes: tuple[int, ...], size_bytes: int = SHORT_BYTES + 1) -> str:
         """Return the schedule of "usual".
 
-        nodes: the node of each rank; n: values, or bytes, of all blocks
+        nodes: the node of each rank; size_bytes: of all blocks before they are encoded
         Sums of a packed wire go as in the all-reduce. Else it is hier if ranks share nodes and
         there are several; direct on one node, where a payload is read where it lies; rhd on nodes
         of one rank each. Broadcasts go down a tree on one node, and where they are short.
@@ -184,7 +185,7 @@ class Collective(Method):
         several = len(set(nodes)) > 1
         if len(COLLECTIVES[self.collective]) == 1:
             return COLLECTIVES[self.collective][0]
-        if self.collective == "broadcast" and not (several and n > SHORT):
+        if self.collective == "broadcast" and not (several and size_bytes > SHORT_BYTES):
             return "tree"
         if self.share.sums and self.fmt is not None:
             return super().usual(nodes)
@@ -198,9 +199,9 @@ class Collective(Method):
         if self.algorithm != USUAL:
             return self
         by_mpi = self.fmt is None and not call.gpu and is_faster(world, call.blocks)
-        return named_as(
-            self, MPI_ALLREDUCE if by_mpi else self.usual(world.nodes, call.blocks.size)
-        )
+        size_bytes = call.blocks.size * np.dtype(call.blocks.dtype).itemsize
+        name = MPI_ALLREDUCE if by_mpi else self.usual(world.nodes, size_bytes)
+        return named_as(self, name)
 
     def check(
         self,
@@ -230,12 +231,14 @@ class Collective(Method):
         }  # fmt: skip
         if is_scatter:  # the root alone has something to say of x
             arguments |= {"x.shape": (), "x.dtype": "", "x on GPU": False, "counts": counts}
-        hides = self.hides_nonfinite and error is None
-        suspect = hides and not all(is_finite(x.reshape(-1)) for x in xs if x is not None)
+        read = [] if error is not None else self._read(world, xs)
+        suspect = self.hides_nonfinite and not all(
+            is_finite(x.reshape(-1)) for x in read if x is not None
+        )
         text = f"{self.description} {[*arguments.values()]}"
         what = f"{self.call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
-            self._raise_nonfinite(world, xs)
+            self._raise_nonfinite(world, read)
         if call is None:
             whole = self._told(world, sketch) if is_scatter else self._matrix(world, sketch)
             call, error = None, None
@@ -246,6 +249,12 @@ class Collective(Method):
             world.agree(error, what, of_call=True)
         assert call is not None, "else there is an error"
         return call
+
+    def _read(self, world: Ranks, xs: Sequence[Any]) -> list[Any]:
+        """Return the arrays of the hosted ranks, None for one that is not read."""
+        if self.collective != "broadcast":
+            return list(xs)
+        return [x if r == self.root else None for r, x in zip(world.hosted, xs, strict=True)]
 
     @property
     def _has_pairs(self) -> bool:
@@ -335,15 +344,17 @@ class Collective(Method):
                 raise ValueError(
                     f"allreduce: x of rank {rank} has {x.shape[0]} rows: counts say {sum(each)}"
                 )
-        expected = [each and checked_counts("recv_counts", each, ranks) for each in came]
+        expected = [
+            None if each is None else checked_counts("recv_counts", each, ranks) for each in came
+        ]
         return rows_of, expected
 
     def _told(self, world: Ranks, sketch: Sketch) -> Sketch:
         """Return what the root knows of the array that it scatters. Collective."""
-        told = (sketch.shape, np.dtype(sketch.dtype).str, sketch.gpu) if sketch.dtype else None
+        told = (sketch.shape, np.dtype(sketch.dtype), sketch.gpu) if sketch.dtype else None
         found = world.gather(told, f"{self.call}: shape")
         shape, dtype, gpu = next(each for each in found if each is not None)
-        return Sketch(shape, np.dtype(dtype), gpu, self._counts(world, shape, sketch.counts))
+        return Sketch(shape, dtype, gpu, self._counts(world, shape, sketch.counts))
 
     def _matrix(self, world: Ranks, sketch: Sketch) -> Sketch:
         """Return what all ranks send to all. Collective."""
@@ -394,6 +405,9 @@ class Collective(Method):
         call = Call(blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes))
         if outs is not None:
             self._check_outs(call, outs)
+        lacks_out = outs is None or any(out is None for out in outs)
+        if gpu and name == "scatter" and not world.hosts(self.root) and lacks_out:
+            raise TypeError("allreduce: out: must be given: x of the root is on a GPU")
         return call
 
     def _check_outs(self, call: Call, outs: Any) -> None:
@@ -503,8 +517,6 @@ class Collective(Method):
         """Return the arrays that results are to lie in."""
         like = next((x for x in xs if x is not None), np.empty(0))
         given = [None] * len(call.shapes) if outs is None else outs
-        if call.gpu != on_gpu(like) and any(out is None for out in given):
-            raise TypeError(f"{self.call}: out: must be given where x of the root is on a GPU")
         return [
             out if out is not None or shape is None
             else np.empty_like(like, shape=shape, dtype=call.dtype)
@@ -531,7 +543,8 @@ class Collective(Method):
 
     def _is_listed(self, call: Call) -> bool:
         """Whether compiled code adds or copies the values."""
-        return self.algorithm != MPI_ALLREDUCE and call.blocks.dtype in ("float32", "uint8")
+        listed = ("float32",) if self.share.sums else ("float32", "uint8")
+        return self.algorithm != MPI_ALLREDUCE and call.blocks.dtype in listed
 
     def _into(
         self,
@@ -540,14 +553,16 @@ class Collective(Method):
         call: Call,
         iteration: int,
         recording: Recording | None,
+        move: Move | None = None,
     ) -> None:
         """Do it, by a call list if there is one. Collective.
 
+        move: MPI's own, if it is made already
         Raises NonFiniteGradient on all ranks.
         """
         shifts = self._shifts(world, arrays.xs) if self.shares_shifts else self.first_shifts(WHOLE)
         if self.algorithm == MPI_ALLREDUCE:
-            mover(world, call.blocks)(*arrays.flat)
+            (move or mover(world, call.blocks))(*arrays.flat)
             count(world, *arrays.flat)
         elif recording is None:
             bad = self._run_programs(world, arrays, call.blocks, shifts, iteration)
@@ -591,40 +606,22 @@ class Collective(Method):
         """Run the programs of the hosted ranks; count what is not finite in what they write."""
         xs, outs = arrays.xs, arrays.outs
         plan = self.plan(world.nodes, xs[0], WHOLE, shifts, iteration, blocks)
-        pieces = plan.pieces()
-
-        def start(piece: int, take: Take) -> list[Program[int]]:
-            return [
-                program(plan, pieces[piece], rank, x, out, take)
-                for rank, x, out in zip(world.hosted, xs, outs, strict=True)
-            ]
-
-        what, window = f"{self.call} {self.algorithm}", plan.schedule.window(world.ranks)
         with np.errstate(over="ignore", invalid="ignore"):
-            found = run(world, start, len(pieces), xs[0], what, window)
+            bad = run_programs(world, plan, xs, outs, f"{self.call} {self.algorithm}")
         if self.result_unseen:
             return int(not all(is_finite(out) for out in outs if out is not None))
-        bad = (each for piece in found for each in piece)  # on a GPU: an array
-        return sum(int(to_host(each) if hasattr(each, "get") else each) for each in bad)
+        return bad
 
     def _shifts(self, world: Ranks, xs: Sequence[Array]) -> Shifts:
         """Return the shift of all values, for contributions, and for sums and results. Collective.
 
         Raises NonFiniteGradient.
         """
-        assert self.fmt is not None, "else none are shared"
         own = np.array([max(amax_of(x) for x in xs)], np.int64)
         (bits,) = world.max(own, f"{self.call} {self.algorithm}: exponents").tolist()
         if bits >= NONFINITE_BITS:
             self._raise_nonfinite(world, xs)
-        if self.integers:
-            k = integer_shift(bits, self.fmt)
-            return [k], [k]
-        if self.exact or not self.share.sums:
-            k = aps_shift(bits, self.fmt, 1, "none")
-            return [k], [k]
-        sent = aps_shift(bits, self.fmt, world.ranks, "none" if self.sums_held else self.headroom)
-        return [sent], [aps_shift(bits, self.fmt, world.ranks, self.headroom)]
+        return shifts_of(self, [bits], world.ranks, sums=self.share.sums)
 
     def _raise_nonfinite(self, world: Ranks, xs: Sequence[Any]) -> NoReturn:
         """Raise NonFiniteGradient that names the ranks. Collective."""
@@ -643,6 +640,7 @@ class KnownCall(NamedTuple):
     nodes: of the world; digest: of the call, the same on all processes
     recording, move: what does it, one of them
     is_read, is_written: whether the rank's x is read, and its out written
+    nothing: an empty array of the dtype, in place of one that is not
     """
 
     nodes: tuple[int, ...]
@@ -653,6 +651,7 @@ class KnownCall(NamedTuple):
     move: Move | None
     is_read: bool
     is_written: bool
+    nothing: Array
 
 
 def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) -> None:
@@ -675,7 +674,10 @@ def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) ->
         recording = entry.recording
     digest = recordings.digest(method, call.blocks, world.nodes)
     is_read, is_written = (size > 0 for size in call.blocks.sizes(world.rank, world.ranks))
-    found = KnownCall(world.nodes, digest, method, call, recording, move, is_read, is_written)
+    found = KnownCall(
+        world.nodes, digest, method, call, recording, move, is_read, is_written,
+        np.empty(0, call.dtype),
+    )  # fmt: skip
     with suppress(TypeError):  # counts may be arrays, which cannot be hashed
         keep(world.board.known, (key, *kind_of(x)), found)
 
@@ -703,7 +705,7 @@ def run_known(
         known = board.known[(key, *kind_of(x))]
     except (KeyError, TypeError):  # whatever is wrong with the arguments is said later
         return None
-    nodes, digest, method, call, recording, move, is_read, is_written = known
+    nodes, digest, method, call, recording, move, is_read, is_written, nothing = known
     (shape,) = call.shapes
     if nodes is not world.nodes or (recording is not None and recording.freed):
         return None
@@ -716,7 +718,7 @@ def run_known(
         out = np.empty(shape, call.dtype)
     if not board.agrees(with_iteration(digest, iteration), method.collective, first=True):
         return None
-    given = x if is_read else EMPTY, out if is_written else EMPTY
+    given = x if is_read else nothing, out if is_written else nothing
     if move is not None:
         move(*map(method._flat, given))
         count(world, *given)
@@ -775,8 +777,8 @@ class PreparedCollective:
 
         iteration: as in the function, where rounding is "stochastic"; else its value does not count
         The results lie in the same arrays every time.
-        Raises on all ranks NonFiniteGradient as the function, TypeError for a wrong
-        iteration; RankFailure. After free RuntimeError, or the end of the job if others have not
+        Raises on all ranks NonFiniteGradient as the function, TypeError for a wrong iteration if
+        it counts; RankFailure. After free RuntimeError, or the end of the job if others have not
         freed it.
         """
         world, method = self._world, self._method
@@ -790,12 +792,8 @@ class PreparedCollective:
             what = f"{method.call} {method.algorithm}: iteration"
             if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
                 method._raise_nonfinite(world, self._arrays.xs)
-        if self._move is not None:
-            self._move(*self._arrays.flat)
-            count(world, *self._arrays.flat)
-            method._divide(world, self._arrays.outs)
-        else:
-            method._into(world, self._arrays, self._call, iteration, self._recording)
+        given = self._arrays, self._call, iteration, self._recording, self._move
+        method._into(world, *given)
         return self._arrays.copied()
 
     def free(self) -> None:
@@ -811,7 +809,6 @@ class PreparedCollective:
         self.free()
 
 
-EMPTY = np.empty(0, np.uint8)
 WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, which have one shift
 
 

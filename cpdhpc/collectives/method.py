@@ -402,10 +402,10 @@ class Method:
             return (*allowed, EXACT)
         return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
 
-    def usual(self, nodes: tuple[int, ...]) -> str:
+    def usual(self, nodes: tuple[int, ...], size_bytes: int = 0) -> str:
         """Return the algorithm of "usual": one whose error does not grow with ranks.
 
-        nodes: the node of each rank
+        nodes: the node of each rank; size_bytes: of the values, which no sum's depends on
         ring for wire "raw"; else hier if ranks share nodes and there are several, or rhd; if they
         do not know how to accumulate, biring or direct.
         """

@@ -318,7 +318,7 @@ def _run(
             outs = [array_of("out", each) for each in ([out] if is_one else out)]
         if outs is not None and rooted and several:
             outs = [outs[0] if rank == config.root else None for rank in ranks.hosted]
-    except (TypeError, ValueError) as found:
+    except Exception as found:  # whatever: the other ranks are to hear of it
         error = error or said_by(name, found)
     results = config.run(
         ranks, xs, outs, counts=counts, recv_counts=recv_counts, iteration=iteration, error=error,
@@ -345,7 +345,8 @@ def array_of(name: str, x: Any) -> Any:
     if torch is None or not isinstance(x, torch.Tensor):
         return x
     sizes = {1: torch.uint8, 2: torch.int16}
-    if is_foreign(x) and x.element_size() in sizes:
+    lost = x.requires_grad and torch.is_grad_enabled()  # which of_tensor refuses
+    if is_foreign(x) and x.element_size() in sizes and not lost:
         found = of_tensor(name, x.detach().view(sizes[x.element_size()]))
         return found.view(f"V{x.element_size()}")
     return of_tensor(name, x)

@@ -350,7 +350,7 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
     Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
     """
     if method.algorithm == USUAL:
-        method = replace(method, algorithm=method.usual(nodes))
+        method = replace(method, algorithm=method.usual(nodes, 4 * n))
     if method.algorithm not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")

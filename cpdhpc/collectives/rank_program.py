@@ -173,7 +173,7 @@ class Chunk:
     """A rank's state of one chunk, which begins on a tile.
 
     start: its place in the whole
-    partial, out: its values in the rank's arrays, None where these do not have them
+    out: its values in the rank's result, None if that does not have them
     sent, result: the shifts of its tiles for contributions, and for partial sums and the result
     take: size_bytes -> array for a payload
     """

@@ -89,12 +89,20 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def twice(
-    y: Tensor, slope: Tensor, given: Sequence[Tensor | None], wanted: Sequence[bool]
+    made: Callable[..., Tensor],
+    slope: Tensor,
+    given: Sequence[Tensor | None],
+    wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of y that are wanted, with graphs of their own, and None for others."""
-    pairs = list(zip(given, wanted, strict=True))
+    """Return the gradients of made(*given) that are wanted, with graphs, and None for others.
+
+    Of this use of what is given: one of them may depend on another, as the input of a layer that
+    is called twice does on its weights.
+    """
+    own = [each if each is None else each.view_as(each) for each in given]
+    pairs = list(zip(own, wanted, strict=True))
     inputs = [each for each, is_wanted in pairs if is_wanted and each is not None]
-    found = iter(torch.autograd.grad(y, inputs, slope, create_graph=True))
+    found = iter(torch.autograd.grad(made(*own), inputs, slope, create_graph=True))
     return [next(found) if is_wanted else None for _, is_wanted in pairs]
 
 

@@ -210,9 +210,26 @@ class GradientReducer(Averaging):
         if self._all_at_home():
             self._used = [True] * len(self._used)
         else:
+            self._move_out()
             for layer in range(len(self.parameters)):
                 self._take(layer, hosted)
         self._buffers.keep(hosted)
+
+    def _move_out(self) -> None:
+        """Copy each p.grad that lies in the buffer where another's place is, or turned."""
+        for layer, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is not None and self._is_astray(layer, gradient):
+                parameter.grad = gradient.clone()
+
+    def _is_astray(self, layer: int, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient has memory of the buffer, and is not in its place there."""
+        home = self._home(self._side, layer)[0]
+        if gradient is home or gradient.layout != torch.strided:
+            return False
+        if gradient.untyped_storage().data_ptr() != home.untyped_storage().data_ptr():
+            return False
+        return (gradient.data_ptr(), gradient.stride()) != (home.data_ptr(), home.stride())
 
     def _all_at_home(self) -> bool:
         """Return whether each p.grad lies in the buffer, and nothing is wrong with any.
@@ -280,6 +297,7 @@ class GradientReducer(Averaging):
             and not gradient.requires_grad
             and self._fits(layer, gradient)
             and self._fits(layer, parameter)
+            and not self._is_astray(layer, gradient)
         ):
             self._places[self._side][layer].copy_(gradient)
             parameter.grad = self._home(self._side, layer)[0]
@@ -387,6 +405,7 @@ class GradientReducer(Averaging):
     def average(self) -> Mean:
         """Return the mean over all ranks of what flats hold, by the aggregator. Collective.
 
+        After stash, and before reduce, whose mean is in the buffer that this one's would be in.
         Gradients and buffers of the model stay as they are. Raises NonFiniteGradient as reduce.
         """
         with in_stream(self.device):
@@ -397,7 +416,7 @@ class GradientReducer(Averaging):
 
         For steps that are skipped: what their forward has changed stays. Collective.
         """
-        self._buffers.share(self._live, self._active)
+        self._buffers.share(survey(self.model)[1], self._active)
 
     def _agree(self) -> Sequence[int]:
         """Return, by layer, the most that it is on a rank; raise what any found. Collective."""

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -101,6 +101,7 @@ class World(Ranks):
         share_memory: bool = True,
     ) -> None:
         self._mpi = running_mpi()
+        self._library: ctypes.CDLL | None = None
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
             raise TypeError(f"World: comm is {comm!r}: must be an mpi4py intra-communicator")
@@ -248,17 +249,16 @@ class World(Ranks):
         if self.processes > 1:
             self.collective_bytes += size_bytes
 
-    @cached_property
-    def _compiled(self) -> ctypes.CDLL:
-        """The library of MPI that is loaded, which compiled code calls from then on."""
-        library = ctypes.CDLL(self._mpi.__file__)
-        calls = library.MPI_Start, library.MPI_Test
-        _cpu.use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
-        return library
+    def _use_library(self) -> None:
+        """Let compiled code call the MPI library that is loaded; once is enough."""
+        if self._library is None:
+            self._library = library = ctypes.CDLL(self._mpi.__file__)
+            calls = library.MPI_Start, library.MPI_Test
+            _cpu.use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
 
     def handle_of(self, request: Any) -> int:
         """Return the address of the handle of a persistent request, for compiled code."""
-        assert self._compiled, "so that its calls are known"
+        self._use_library()
         return int(self._mpi._addressof(request))
 
     def give_handle(self, request: Any, other: Any) -> None:

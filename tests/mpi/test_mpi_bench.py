@@ -57,6 +57,21 @@ def test_gloo_sums(world):
     assert cases[-1].wire_bytes > 0
 
 
+@pytest.mark.parametrize("name", ["all_to_all", "reduce_scatter", "broadcast"])
+def test_other_collectives_have_their_table(world, name, capsys):
+    given = ["bench", "allreduce", "--collective", name, "--sizes", "64,64KiB", "--repeats", "2"]
+    status = main([*given, "--algorithms", "direct", "--all"])
+    out = world.gather(capsys.readouterr().out)[0]
+    rows = [line.split() for line in out.splitlines() if line[:1] == " "]
+    assert world.gather(status) == [0] * world.processes
+    ours = [("direct", call, wire) for call in ("plain", "prepared") for wire in ("raw", "e4m3")]
+    cells = {*ours, ("mpi", "-", "raw"), ("memcpy", "-", "raw")}
+    assert {tuple(row[2:5]) for row in rows} == cells and len(rows) == 2 * len(cells), out
+    for option in (["--baselines", "gloo"], ["--calls", "shared"]):
+        assert world.gather(main([*given, *option])) == [2] * world.processes
+        assert option[0] in world.gather(capsys.readouterr().err)[0]
+
+
 def step_job(world, tmp_path):
     """Return the file of a small job, which all processes see."""
     path = Path(world.gather(str(tmp_path))[0]) / "job.toml"

@@ -100,7 +100,8 @@ def test_real_is_simulated(world, name, algorithm):
 def test_usual_and_mpi(world, name):
     """Of some sizes and dtypes, that go by call lists, by MPI, and by the engine."""
     root = {"root": world.ranks - 1} if SHARES[name].rooted else {}
-    for dtype, rows in (("float32", 2), ("int16", 40), ("float64", 9000), ("complex64", 3)):
+    rows_of = {"float32": 2, "uint8": 5, "int16": 40, "float64": 9000, "complex64": 3}
+    for dtype, rows in rows_of.items():
         each = 1 if name in ("broadcast", "reduce") else world.ranks
         xs = [np.arange(rows * each * 3).reshape(-1, 3).astype(dtype) + r
               for r in range(world.ranks)]  # fmt: skip
@@ -135,12 +136,8 @@ def test_virtual_ranks_are_real_ranks(world, name):
         if name in PER_RANK:
             assert_right(with_virtual, got, rights)
         elif name in ONE_RANK:
-            right = rights[root] if with_virtual.hosts(root) else None
-            assert_right(with_virtual, [got], [right if p == root // each else None
-                                               for p in range(world.processes)]
-                         if with_virtual.hosts(root) else
-                         [rights[root] if p == root // each else None
-                          for p in range(world.processes)])  # fmt: skip
+            own = [rights[root] if p == root // each else None for p in range(world.processes)]
+            assert_right(with_virtual, [got], own)
         else:
             assert_right(with_virtual, [got], rights[: world.processes])
     with_virtual.free()
@@ -160,6 +157,39 @@ def test_pieces(world, monkeypatch):
             for _ in range(3):
                 got = getattr(cpdhpc, name)(world, xs[world.rank], wire, algorithm)
                 assert_right(world, [got], rights)
+
+
+@pytest.mark.parametrize("algorithm", ["usual", "mpi"])
+def test_means_and_empty_blocks_of_known_calls(world, algorithm):
+    """The third call is known by its arguments; some ranks have nothing to read, or to write."""
+    rows, ranks = world.ranks - 1, range(world.ranks)  # fewer rows than ranks
+    xs = [np.full((rows, 3), rank + 1, np.float32) for rank in ranks]
+    mean = np.float32(sum(ranks) + world.ranks) / np.float32(world.ranks)
+    blocks = [np.full((int(rank < rows), 3), mean) for rank in ranks]
+    for _ in range(4):
+        block = cpdhpc.reduce_scatter(world, xs[world.rank], algorithm=algorithm, op="mean")
+        assert_right(world, [block], blocks)
+        for n in (3, 1 << 13):
+            whole = np.full(n, world.rank + 1, np.float32)
+            got = cpdhpc.reduce(world, whole, algorithm=algorithm, op="mean", root=0)
+            assert_right(world, [got], [np.full(n, mean), *[None] * (world.ranks - 1)])
+
+
+def test_a_broadcast_reads_the_root_alone(world):
+    """What others have in their array is no NaN of the sum, whatever is searched for."""
+    root = world.ranks - 1
+    x = np.full(9, 1.0 if world.rank == root else np.nan, np.float32)
+    for _ in range(3):
+        got = cpdhpc.broadcast(world, x, "e2m1fn", scaling="none", root=root)
+        assert_right(world, [got], [np.ones(9, np.float32)] * world.ranks)
+
+
+def test_structured_values_are_scattered_as_they_are(world):
+    dtype = np.dtype([("index", "<i4"), ("value", "<f4")])
+    table = np.zeros(2 * world.ranks, dtype)
+    table["index"] = np.arange(len(table))
+    got = cpdhpc.scatter(world, table if world.rank == 0 else None)
+    assert got.dtype == dtype and got["index"].tolist() == [2 * world.rank, 2 * world.rank + 1]
 
 
 def test_in_place(world):
@@ -217,6 +247,19 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(
     found = function(world, own)
     assert_right(world, [np.zeros(1)], [np.zeros(1)] * world.ranks)
     assert found is None or found.size
+
+
+@pytest.mark.parametrize("wrong", [[], np.zeros(3, np.int64)])
+def test_wrong_recv_counts_of_one_rank_are_an_error_on_all(world, wrong):
+    """Before the counts are compared; an array is a list of counts, too."""
+    if world.ranks in (1, len(wrong)):
+        pytest.skip("needs another number of ranks than counts")
+    counts = [1] * world.ranks
+    options = {"recv_counts": wrong} if world.rank == 1 else {}
+    with pytest.raises(ValueError, match=r"recv_counts=.*one a rank"):
+        cpdhpc.all_to_all(world, np.ones(world.ranks, np.float32), counts=counts, **options)
+    right = {"recv_counts": np.array(counts)}
+    assert cpdhpc.all_to_all(world, np.ones(world.ranks, np.float32), counts=counts, **right).all()
 
 
 def test_different_collectives_are_an_error(world):

@@ -223,19 +223,18 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
         machine = world.agreed(lambda: read_machine(arguments.predict)).machine
     name = arguments.collective
     world.agreed(lambda: parse_names("--collective", name, among((ALL_REDUCE, *COLLECTIVES))))
+    if name != ALL_REDUCE:
+        _check_collective(arguments)
     methods, skipped = parse_methods(arguments, machine)
     where = take_device(arguments, world)
     baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
-    skipped += [f"{library}: {reason}" for library, reason in why.items()]
     if name != ALL_REDUCE:
-        baselines = ["mpi", MEMCPY]
+        baselines, why = ["mpi", MEMCPY], {}
+    skipped += [f"{library}: {reason}" for library, reason in why.items()]
     world.agreed(lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         beside, further = parse_beside(arguments, world, sizes)
         asked = beside._replace(methods=methods, baselines=baselines, machine=machine)
-        if name != ALL_REDUCE:
-            calls = [each for each in beside.calls if each in collective_cases.CALLS]
-            asked = asked._replace(calls=calls or collective_cases.CALLS[:1])
         columns = columns_of(arguments, methods)
         left, on = skipped + further, [machine_line(world), *([where] if where else [])]
         header = heading("; ".join(on), cores, arguments, left, columns)
@@ -248,6 +247,15 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
                 print("\n".join(lines(found, columns, world.ranks, arguments)), flush=True)
             rows += found
     return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
+
+
+def _check_collective(arguments: argparse.Namespace) -> None:
+    """Raise UserError for options of all-reduces alone; choose the calls of other collectives."""
+    if arguments.baselines is not None:
+        raise UserError("--baselines: is of all-reduces: others have MPI's own and memcpy beside")
+    known = collective_cases.CALLS
+    given = ",".join(known) if arguments.calls is None else arguments.calls
+    arguments.calls = ",".join(parse_names("--calls", given, among(known)))
 
 
 def measure(

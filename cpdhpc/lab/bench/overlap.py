@@ -90,12 +90,12 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     for name in names:
         if name not in rows:
             raise UserError(f"--rows {name}: {suggest(name, rows)}")
-        _check_job(rows[name])
+        check_plain(rows[name], "to be overlapped")
     return [rows[name] for name in names]
 
 
-def _check_job(job: Job) -> None:
-    """Raise UserError unless the reduction of a job's steps can overlap with backward."""
+def check_plain(job: Job, why: str) -> None:
+    """Raise UserError unless each process averages the gradient of a whole model in each step."""
     train, rule = job.train, job.update
     needed = {  # key -> what it is, what it must be
         "train.virtual_ranks": (train.virtual_ranks, 1),
@@ -106,7 +106,7 @@ def _check_job(job: Job) -> None:
     }
     for key, (given, must) in needed.items():
         if given != must:
-            raise UserError(f"{job.id}: {key}={given!r}: must be {must!r}, to be overlapped")
+            raise UserError(f"{job.id}: {key}={given!r}: must be {must!r}, {why}")
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def _timed(
         OVERLAPPED: partial(_step, overlapped),
     }
     device = plain.reducer.device
-    cases = {name: partial(_until_done, device, case) for name, case in cases.items()}
+    cases = {name: partial(until_done, device, case) for name, case in cases.items()}
 
     def before(name: str) -> None:
         set_kernel_threads(1 if name == OVERLAPPED else threads)
@@ -239,7 +239,8 @@ def _timed(
     return Steps(times_s, bound_s(ready_s, shares, *medians))
 
 
-def _until_done(device: Any, case: Callable[[], object]) -> None:
+def until_done(device: Any, case: Callable[[], object]) -> None:
+    """Call what is timed, and wait until its device is done."""
     case()
     await_device(device)
 

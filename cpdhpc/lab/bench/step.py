@@ -30,7 +30,7 @@ from ...compress.lowbit import LowBit
 from ...compress.none import NoCompression
 from ...config import ConfigError, UserError, told, validate
 from ...ops import set_kernel_threads
-from ...ops.tensors import await_device, values_of
+from ...ops.tensors import values_of
 from ...torch.ddp import ddp_hook
 from ...torch.reducer import GradientReducer
 from ...world.mpi import World
@@ -51,8 +51,9 @@ from ..train.command import Trainer, check_jobs
 from ..train.imports import ImportedModel
 from ..train.job import Job, load
 from ..train.samples import shard, taken
-from ..train.setup import build_model, own_device, own_threads, samples_of
+from ..train.setup import build_model, cast_forward, own_device, own_threads, samples_of
 from .compress import method_of
+from .overlap import check_plain, until_done
 from .throughput import LATE
 
 ALONE, DDP = "alone", "ddp"
@@ -99,14 +100,10 @@ def of_job(arguments: argparse.Namespace, world: World) -> Subject:
 
     def found() -> list[Job]:
         job = load(Path(arguments.what), settings_of(arguments))[0]
-        needed = {
-            "train.virtual_ranks": (job.train.virtual_ranks, 1),
-            "train.image_grid": (job.train.image_grid, (1, 1)),
-            "stages.count": (job.stages.count, 1),
-        }
-        for key, (given, must) in needed.items():
-            if given != must:
-                raise UserError(f"{job.id}: {key}={given!r}: must be {must!r} for bench step")
+        check_plain(job, "for bench step")
+        for key in ("precision", "augment"):
+            if getattr(job, key) != type(getattr(job, key))():
+                raise UserError(f"{job.id}: {key}: must be left out for bench step")
         return [job]
 
     jobs = world.agreed(found)
@@ -119,9 +116,15 @@ def of_job(arguments: argparse.Namespace, world: World) -> Subject:
     batch = np.arange(section.batch) % len(train)
     inputs, targets = taken(train, shard(batch, world.ranks, world.rank), 0, device)
     loss = world.agreed(job.loss.build)
+
+    def model() -> torch.nn.Module:
+        built = build_model(job, data).to(device)
+        cast_forward(built, section, device)
+        return built
+
     return Subject(
         job.id,
-        lambda: build_model(job, data).to(device),
+        model,
         lambda model: job.optimizer.build(model.parameters(), section.learning_rate),
         lambda model: loss(model(inputs), targets),
         device,
@@ -186,12 +189,14 @@ def _shape(text: str) -> tuple[int, ...]:
 class Row:
     """A way to train: step() is one step, whose gradients are left; reduce: of GradientReducer.
 
+    first: the gradients of the first step, float32[parameters]
     memory: peak bytes of this process by making it and its first steps, NaN if unknown
     """
 
     name: str
     model: torch.nn.Module
     step: Callable[[], None]
+    first: np.ndarray
     reducer: GradientReducer | None = None
     overlap: bool = False
     memory: float = field(default=float("nan"))
@@ -211,12 +216,12 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     with ExitStack() as opened:
         opened.enter_context(torch_group(world, backend))
         torch.set_num_threads(subject.threads)
-        for kind, method in ((DDP, None), ("plain", next(iter(methods.values())))):
-            with _row(subject, world, kind, "", method):
+        for kind, name, method in list(_ways(methods))[1:3]:
+            with _row(subject, world, kind, name, method):
                 pass  # what torch and the world allocate once is no row's
         rows = [opened.enter_context(_row(subject, world, *of)) for of in _ways(methods)]
-        exact = _gradients(rows[1].model)
-        errors = [float("nan"), 0.0, *(_error(row, exact) for row in rows[2:])]
+        exact = rows[1].first
+        errors = [float("nan"), *(_error(row, exact) for row in rows[1:])]
         sums = {text: _sum_of(world, method, exact) for text, method in methods.items()}
         times = _timed(world, subject, rows, sums, arguments)
     if world.process == 0:
@@ -268,10 +273,13 @@ def _row(
             reducer.reduce()
         optimizer.step()
 
-    row = Row(name, model, step, reducer, kind == "overlap")
-    for _ in range(SETTLED):
+    step()
+    first = _gradients(model)
+    for _ in range(SETTLED - 1):
         step()
-    row.memory = watch.peak_bytes()
+    # what the first gradients are copied to is no part of it
+    memory = watch.peak_bytes() - first.nbytes
+    row = Row(name, model, step, first, reducer, kind == "overlap", memory)
     if kind != ALONE:
         _check(world, row)
     with ExitStack() as closing:
@@ -282,7 +290,7 @@ def _row(
 
 def _check(world: World, row: Row) -> None:
     """Raise ArithmeticError on all processes unless they have the same gradients. Collective."""
-    own = _gradients(row.model)
+    own = row.first
     first = world.gather(own if world.process == 0 else None, "bench step")[0]
     if not all(world.gather(np.array_equal(own.view(np.uint32), first.view(np.uint32)))):
         raise ArithmeticError(f"bench step: {row.name}: gradients differ over ranks")
@@ -297,7 +305,7 @@ def _gradients(model: torch.nn.Module) -> np.ndarray:
 
 def _error(row: Row, exact: np.ndarray) -> float:
     """Return the distance of a row's mean from another, by the length of the latter."""
-    apart = np.linalg.norm(_gradients(row.model).astype(np.float64) - exact)
+    apart = np.linalg.norm(row.first.astype(np.float64) - exact)
     return float(apart / max(float(np.linalg.norm(exact.astype(np.float64))), 1e-300))
 
 
@@ -327,14 +335,10 @@ def _timed(
     cases |= {(text, "sum"): each for text, each in sums.items() if each is not None}
     overlapped = {row.name for row in rows if row.overlap}
 
-    def whole(case: Callable[[], object]) -> None:
-        case()
-        await_device(subject.device)
-
     def before(case: tuple[str, str]) -> None:
         set_kernel_threads(1 if case[0] in overlapped else subject.threads)
 
-    run = {case: partial(whole, each) for case, each in cases.items()}
+    run = {case: partial(until_done, subject.device, each) for case, each in cases.items()}
     found = interleave_ranks(world, run, arguments.repeats, arguments.warmup, before)
     return {case: 1e3 * each[arguments.warmup :].max(axis=1) for case, each in found.items()}
 

@@ -11,13 +11,12 @@ import numpy as np
 
 from ...collectives.by_mpi import mover
 from ...collectives.collective import Collective
+from ...collectives.method import MPI_ALLREDUCE
 from ...methods import MEMCPY, SUMMING
 from ...ops import to_host
 from ...world.ranks import Ranks
-from .allreduce_cases import APART, LARGEST, Array, Data, TimedCase
+from .allreduce_cases import APART, BASELINES, LARGEST, Array, Data, TimedCase
 from .harness import on_device, whole
-
-MPI = "mpi"
 
 
 class Given(NamedTuple):
@@ -102,7 +101,7 @@ def collective_case(
     result = np.empty(0) if data.result is None else data.result
     out = on_device(np.empty(result.size, np.float32), device)
     outs = [None if data.result is None else out]
-    is_mpi, packed = method.algorithm == MPI, method.fmt is not None
+    is_mpi, packed = method.algorithm == MPI_ALLREDUCE, method.fmt is not None
     run: Callable[[], object] = lambda: method.run(world, [x], outs)  # noqa: E731
     free: Callable[[], object] = lambda: None  # noqa: E731
     if is_mpi:
@@ -136,17 +135,6 @@ def collective_case(
     )  # fmt: skip
 
 
-def memcpy_case(n: int, device: str) -> TimedCase:
-    """Return the case of a copy of n values, by all ranks at once."""
-    x, out = (on_device(np.zeros(n, np.float32), device) for _ in range(2))
-
-    def run() -> None:
-        out[...] = x
-
-    data = Data(x, np.zeros(n))
-    return TimedCase(MEMCPY, "raw", "-", "-", data, out, whole(run, out), is_sum=False)
-
-
 CALLS = ("plain", "prepared")
 
 
@@ -156,8 +144,10 @@ def cases_of_size(
     """Return the checked cases of a size, MPI's own and a copy first. Collective."""
     name, n = methods[0].collective, size_bytes // 4
     data = {exact: given(name, n, world, exact) for exact in (True, False)}
-    base = Collective(algorithm=MPI, collective=name)
-    cases = [collective_case(world, base, data[True], "cpu"), memcpy_case(n, device)]
+    base = Collective(algorithm=MPI_ALLREDUCE, collective=name)
+    copied = Data(*(on_device(np.zeros(n, np.float32), device) for _ in range(2)))
+    copy = BASELINES[MEMCPY](world, copied, copied, np.empty_like(copied.x))
+    cases = [collective_case(world, base, data[True], "cpu"), copy]
     for call, method in product(calls, methods):
         cases.append(collective_case(world, method, data[method.fmt is None], device, call))
     for case in cases:

@@ -103,9 +103,27 @@ FUSED = ("cpu", "cuda")  # types of devices for which torch has steps in one pas
 
 
 def has_fused(given: Iterable[dict[str, Any]]) -> bool:
-    """Whether torch has steps in one pass for all parameters of groups."""
+    """Whether torch has right steps in one pass for all parameters of groups.
+
+    They go through memory without a look at strides, and gradients of the reducer are contiguous.
+    """
     parameters = [p for group in given for p in group["params"]]
-    return all(p.device.type in FUSED and p.is_floating_point() for p in parameters)
+    return all(
+        p.device.type in FUSED and p.is_floating_point() and p.is_contiguous() for p in parameters
+    )
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Give each parameter that has a gradient its momentum, which fused steps want all of or none.
+
+    A layer that no rank has used until now has none. The first step is the same: 0 is added.
+    """
+    import torch
+
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 class Sgd(OfMomentum):
@@ -142,7 +160,10 @@ class Sgd(OfMomentum):
 
         given = groups(parameters, self.exclude, self.weight_decay)
         fused = has_fused(given)
-        return torch.optim.SGD(given, rate, self.momentum, nesterov=self.nesterov, fused=fused)
+        made = torch.optim.SGD(given, rate, self.momentum, nesterov=self.nesterov, fused=fused)
+        if fused and self.momentum:
+            made.register_step_pre_hook(_begin_momentum)
+        return made
 
 
 def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Tensor:

@@ -134,7 +134,10 @@ class Conv2d(Windowed):
         given: tuple[torch.Tensor | None, ...] = x, self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            given = tuple(each if each is None else each.to(dtype) for each in given)
+            given = tuple(
+                each if each is None or each.dtype is torch.float64 else each.to(dtype)
+                for each in given
+            )
         y: torch.Tensor = _Convolution.apply(*given, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -215,8 +218,11 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias, *values = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # to be differentiated again
-            y = layer.convolved(fetch(x, layer.plan), weight, bias, (0, 0))
-            return (*twice(y, slope, (x, weight, bias), wanted), None)
+
+            def made(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+                return layer.convolved(fetch(x, layer.plan), weight, bias, (0, 0))
+
+            return (*twice(made, slope, (x, weight, bias), wanted), None)
         halo, of_x, under_way, of_strips = layer.halo, None, None, []
         around = slope.new_empty(*x.shape[:2], *halo.shape)
         for strip, each in zip(layer.strips, values, strict=True):

@@ -7,6 +7,7 @@ float64, in the order of ranks: all have the same bits.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -110,7 +111,9 @@ class _Norm(torch.autograd.Function):
         found = combined(plan.exchange(own[None], number=ctx.number))
         mean, variance = (by_channel(each, size).to(precise) for each in found[1:])
         scale, shift = (each if each is None else each.to(precise) for each in (weight, bias))
-        y = functional.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
+        y = torch.empty_like(x)
+        if x.numel():  # torch looks at the first weight, which a batch without samples has not
+            y = functional.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
         ctx.save_for_backward(x, weight, bias, found[0], mean, variance)
         ctx.eps, ctx.size, ctx.plan = eps, size, plan
         ctx.mark_non_differentiable(*found)
@@ -121,8 +124,8 @@ class _Norm(torch.autograd.Function):
         slope, (x, weight, bias, _, mean, variance) = slopes[0], ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # to be differentiated again
-            y = _formula(x, weight, bias, ctx.eps, ctx.size, ctx.plan)
-            return *twice(y, slope, (x, weight, bias), wanted), None, None, None
+            made = partial(_formula, eps=ctx.eps, size=ctx.size, plan=ctx.plan)
+            return *twice(made, slope, (x, weight, bias), wanted), None, None, None
         sums = torch.zeros_like(mean), torch.zeros_like(mean)
         if x.numel():  # of the slope times the normalised value, and of the slope
             sums = torch.ops.aten.native_batch_norm_backward(
