@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from gpus import OnGpu
+from gpus import OnGpu, real_cupy
 from stand_ins import Slurm
 
 from cpdhpc import _cpu
@@ -39,22 +38,9 @@ def unsynced() -> Iterator[None]:
         yield
 
 
-def _cupy() -> ModuleType:
-    if importlib.util.find_spec("cupy") is None:
-        pytest.skip("CuPy is not installed")
-    cupy = importlib.import_module("cupy")
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
-    if not count:
-        pytest.skip("no GPU: CuPy sees none")
-    return cupy
-
-
 def _backend(name: str) -> Any:
     if name == "gpu":
-        cupy = _cupy()  # first: it skips where there is none
+        cupy = real_cupy()  # first: it skips where there is none
         return OnGpu(importlib.import_module("cpdhpc.ops.gpu"), cupy)
     return importlib.import_module(f"cpdhpc.ops.{name}")
 
@@ -77,7 +63,7 @@ def fast_ops(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def cupy() -> ModuleType:
     """CuPy, where it and a GPU are there."""
-    return _cupy()
+    return real_cupy()
 
 
 @pytest.fixture

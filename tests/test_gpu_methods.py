@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from importlib import import_module
 from platform import machine
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import simulated_cupy
 from every import every
+from gpus import either_cupy
 from simulated_cupy import simulated
 
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -175,10 +175,8 @@ def test_ranks_of_a_process_must_agree(name: str, options: dict[str, Any]) -> No
 @pytest.mark.parametrize("where", ["simulated", pytest.param("GPU", marks=pytest.mark.gpu)])
 def test_sums_have_the_bits_of_numpys(where: str) -> None:
     """Terms of many magnitudes, so that another order of additions shows."""
-    with (
-        simulated() if where == "simulated" else nullcontext((None, import_module("cupy"))) as all_
-    ):
-        cupy, gpu = all_[1], import_module("cpdhpc.ops.gpu")
+    with either_cupy(where) as cupy:
+        gpu = import_module("cpdhpc.ops.gpu")
         for n in SUMS:
             rng = np.random.default_rng(n)
             x = (rng.standard_normal(3 * n) * 10.0 ** rng.integers(-9, 9, 3 * n)).astype(np.float32)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
-from simulated_cupy import simulated
+from gpus import either_cupy
 
 from cpdhpc import _cpu
 from cpdhpc.formats import INTEGERS, SHIFT_BIAS, Cast
@@ -112,8 +111,8 @@ def test_clones_and_threads_do_as_the_reference(clone: str, n: int) -> None:
 
 @pytest.mark.parametrize("where", ["simulated", pytest.param("GPU", marks=pytest.mark.gpu)])
 def test_the_gpu_does_as_the_reference(where: str) -> None:
-    with simulated() if where == "simulated" else nullcontext((0, import_module("cupy"))) as all_:
-        cupy, gpu = all_[1], import_module("cpdhpc.ops.gpu")
+    with either_cupy(where) as cupy:
+        gpu = import_module("cpdhpc.ops.gpu")
         for n in SIZES:
             found = results(gpu, n, lambda x: cupy.asarray(x.copy()), to_host)
             expected = results(reference, n, np.copy, same)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -45,6 +46,30 @@ class OnGpu:
         return call
 
 
+def real_cupy() -> ModuleType:
+    """Return CuPy; skip the test if it or a GPU is missing."""
+    if find_spec("cupy") is None:
+        pytest.skip("CuPy is not installed")
+    cupy = import_module("cupy")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+    if not count:
+        pytest.skip("no GPU: CuPy sees none")
+    return cupy
+
+
+@contextmanager
+def either_cupy(where: str) -> Iterator[ModuleType]:
+    """Yield the CuPy of a "simulated" GPU, or of the machine's; skip the test if it has none."""
+    if where == "simulated":
+        with simulated() as (_, cupy):
+            yield cupy
+    else:
+        yield real_cupy()
+
+
 @contextmanager
 def card(direct: bool = False, place: int = 0) -> Iterator[Gpu | None]:
     """Let there be a GPU in the block; yield the simulated one, None for the machine's.
@@ -57,6 +82,8 @@ def card(direct: bool = False, place: int = 0) -> Iterator[Gpu | None]:
     if emulated is None:
         if not torch.cuda.is_available() or find_spec("cupy") is None:
             pytest.skip("no GPU that torch and CuPy see, and no -p emulated_gpu")
+        if direct:
+            skip_unless_aware()
         yield None
         return
     with simulated(place) as (gpu, _), emulated.cuda(gpu):
@@ -67,6 +94,17 @@ def card(direct: bool = False, place: int = 0) -> Iterator[Gpu | None]:
 
 
 TIMEOUT_S = 600.0
+
+
+def skip_unless_aware() -> None:
+    """Skip the test on all processes if MPI does not take GPU memory. Collective."""
+    world = World(timeout_s=TIMEOUT_S)
+    answer = gpu_messages.gpu_aware(world)
+    world.free()
+    if not answer.yes:
+        pytest.skip(f"GPU-aware MPI: {answer}")
+
+
 N = 2500
 SPIN = """extern "C" __global__ void spin(long long cycles) {
     long long start = clock64();
@@ -80,11 +118,7 @@ def real(cupy, direct):
     spin((1,), (1,), (np.int64(1),))  # compiled now, not in the middle of a test
     cupy.cuda.Device().synchronize()
     if direct:
-        world = World(timeout_s=TIMEOUT_S)
-        answer = gpu_messages.gpu_aware(world)
-        world.free()
-        if not answer.yes:
-            pytest.skip(f"GPU-aware MPI: {answer}")
+        skip_unless_aware()
     return None, cupy, lambda: spin((1,), (1,), (np.int64(50_000_000),))  # 25 ms or more
 
 

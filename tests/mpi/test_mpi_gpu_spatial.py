@@ -183,6 +183,7 @@ def test_a_job_with_split_images_learns_as_on_the_cpu(given: World, tmp_path: Pa
     for device in ("cpu", "gpu"):
         model = {"name": "lenet", "channels": [2, 3], "hidden": 8}
         train = {"image_grid": [given.size, 1], "learning_rate": 0.05, "epochs": 1}
+        train["oversubscribe_gpus"] = True  # of a machine that has one
         job = small_job(model=model, train=train | {"device": device}, name=device)
         training = prepare(job, given, small_data(), Files.of(directory, job))
         run(training, Caught(), Display(False, 1))

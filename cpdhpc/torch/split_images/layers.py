@@ -128,8 +128,9 @@ class _Norm(torch.autograd.Function):
             return *twice(made, slope, (x, weight, bias), wanted), None, None, None
         sums = torch.zeros_like(mean), torch.zeros_like(mean)
         if x.numel():  # of the slope times the normalised value, and of the slope
+            rate = torch.rsqrt(variance + ctx.eps)  # CUDA's kernel asks for it and for the mean
             sums = torch.ops.aten.native_batch_norm_backward(
-                slope, x, mean, mean, variance, None, None, False, ctx.eps, (False, True, True)
+                slope, x, mean, mean, variance, mean, rate, False, ctx.eps, (False, True, True)
             )[1:]
         of_x = _of_values(ctx, slope, x, weight, torch.stack(sums)) if wanted[0] else None
         of_weight, of_bias = (
