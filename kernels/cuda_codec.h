@@ -75,6 +75,13 @@ __device__ u32 warp_sum(u32 value) {
     return value;
 }
 
+// Adds what the lanes of a warp have counted to a total: one lane's write of them all, as many
+// writes to one address wait for one another.
+__device__ void add_count(I count, u64* total) {
+    const u32 all = warp_sum((u32)count);
+    if (all && lane_of_thread() == 0) atomicAdd(total, (u64)all);
+}
+
 __device__ void write_counts(const Counts& c, u32* counts) {
     u32 saturated = warp_sum(c.saturated);
     u32 underflowed = warp_sum(c.underflowed);
@@ -301,7 +308,7 @@ CPD_BOUNDED __global__ void decode_tiles(const int* cast_numbers, int blocks, co
         decode_column(how, c, words + t * how.words_of_tile(), out + t * CPD_TILE,
                       values_of_tile(n, t), count);
     }
-    if (count) atomicAdd(nonfinite, (u64)count);
+    add_count(count, nonfinite);
 }
 
 CPD_BOUNDED __global__ void decode_add_tiles(const int* cast_numbers, int blocks, const u32* words,
@@ -348,7 +355,7 @@ CPD_BOUNDED __global__ void decode_add_encode_tiles(const int* cast_numbers, int
         if (out)  // a thread reads the words that it wrote itself
             decode_column(how, c, words + first, out + t * CPD_TILE, values_of_tile(n, t), count);
     }
-    if (count) atomicAdd(nonfinite, (u64)count);
+    add_count(count, nonfinite);
 }
 #endif
 

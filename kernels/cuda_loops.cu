@@ -101,7 +101,7 @@ __global__ void decode_integers_tiles(const int* cast_numbers, const u32* words,
         decode_integers_column(cast, shifts[t] - CPD_SHIFT_BIAS,
                                words + t * words_of_tile(cast, bits), bits, lane_of_thread(),
                                out + t * CPD_TILE, n - t * CPD_TILE, count);
-    if (count) atomicAdd(nonfinite, (u64)count);
+    add_count(count, nonfinite);
 }
 
 __global__ void pack_trits(const u32* words, i64 tiles, u8* trits) {

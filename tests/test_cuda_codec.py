@@ -118,7 +118,7 @@ QUICK = ((12, 75), "nearest")  # whose code tests/test_cuda_source.py compiles t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fixed_casts", [0, 32])
+@pytest.mark.parametrize("fixed_casts", [0, 256])
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_give_the_specified_bits(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, case: str, fixed_casts: int

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 _BLOCK = 128  # threads: CPD_WARPS warps of 32
 _TILES_PER_BLOCK = 4
 _MAX_BLOCKS = 65535
-FIXED_CASTS = 32  # of a process; each takes NVRTC seconds the first time, and memory of the GPU
+FIXED_CASTS = 256  # of a process; each takes NVRTC a second the first time, and memory of the GPU
 NULL = np.uint64(0)  # a pointer to nothing
 
 

@@ -172,6 +172,7 @@ class GradientReducer(Averaging):
         with in_stream(self.device):
             self._arrays = [array_of(each) for each in tensors]
         self._cut = [[x[part.start : part.stop] for part in self.parts] for x in self._arrays]
+        self._begins = [each.data_ptr() for each in tensors[:2]]
         self._places = [self._views(each) for each in tensors]
         self._homes = [self._views(x) for x in tensors[:2]]
         self._addresses = [[each.data_ptr() for each in views] for views in self._homes]
@@ -227,7 +228,8 @@ class GradientReducer(Averaging):
         home = self._home(self._side, layer)[0]
         if gradient is home or gradient.layout != torch.strided:
             return False
-        if gradient.untyped_storage().data_ptr() != home.untyped_storage().data_ptr():
+        beyond = gradient.data_ptr() - self._begins[self._side]
+        if not 0 <= beyond < 4 * self.bucket.size:
             return False
         return (gradient.data_ptr(), gradient.stride()) != (home.data_ptr(), home.stride())
 
