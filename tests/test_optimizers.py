@@ -341,8 +341,32 @@ def test_jobs_use_torchs_fused_steps_where_it_has_some(name: str) -> None:
         runs.append(parameters)
     bound = STEPS * 20 * 10 * float(np.finfo(np.float32).eps)
     assert all((p - q).abs().max() <= bound for p, q in zip(*runs, strict=True) if p.numel())
-    nowhere = [torch.nn.Parameter(torch.ones(2, device="meta"))]
-    assert given.build(nowhere, 0.1).param_groups[0]["fused"] is False
+    turned = torch.arange(6.0).reshape(2, 3).t()  # fused steps do not look at strides
+    for other in (torch.ones(2, device="meta"), turned):
+        built = given.build([torch.nn.Parameter(other)], 0.1)
+        assert built.param_groups[0]["fused"] is False
+
+
+@every("nesterov", [False, True])
+def test_fused_momentum_begins_when_a_layers_gradient_comes(nesterov: bool) -> None:
+    """Torch's fused step takes momentum of all parameters or of none; ours begins at 0, as its own.
+
+    Each step has 20 roundings at most in either way.
+    """
+    given, runs = OPTIMIZERS["sgd"](momentum=0.5, nesterov=nesterov), []
+    for fused in (True, False):
+        parameters = [torch.nn.Parameter(torch.arange(4.0)) for _ in range(2)]
+        optimizer = given.build(parameters, 0.1)
+        for group in optimizer.param_groups:
+            group["fused"] = fused
+        for step in range(4):
+            for late, p in enumerate(parameters):
+                p.grad = torch.full_like(p, step + 1.5) if step >= 2 * late else None
+            optimizer.step()
+        runs.append(parameters)
+    assert not torch.equal(runs[0][1], torch.arange(4.0))
+    bound = 4 * 20 * 10 * float(np.finfo(np.float32).eps)
+    assert all((p - q).abs().max() <= bound for p, q in zip(*runs, strict=True))
 
 
 def test_larc_and_adamp_meet_both_of_their_cases() -> None:

@@ -506,6 +506,22 @@ def test_gradients_may_be_given_changed_or_converted() -> None:
             memory(model)
 
 
+def test_gradients_may_lie_where_others_of_the_buffer_belong() -> None:
+    """Two layers' p.grad are exchanged, and a square one is turned, all in the reducer's memory."""
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    a, b, c = model.parameters()
+    reducer = GradientReducer(model, Loopback())
+    for step in range(3):
+        torch.manual_seed(step)
+        model.zero_grad()
+        model(torch.randn(3, 4)).square().sum().backward()
+        a.grad, b.grad, c.grad = b.grad, a.grad, c.grad.t()
+        expected = [p.grad.clone() for p in (a, b, c)]
+        reducer.reduce()
+        assert all(map(torch.equal, [p.grad for p in (a, b, c)], expected)), step
+        memory(model)
+
+
 def test_a_graph_of_gradients_is_kept_until_reduce() -> None:
     model = nn.Linear(3, 1, bias=False)
     reducer = GradientReducer(model, Loopback())

@@ -224,8 +224,9 @@ def test_layers_copy_no_map_and_send_what_they_must(world: World, name: str) -> 
 def test_gradients_may_be_differentiated_again(world: World) -> None:
     """The gradient of a penalty on the images' gradient is that of the serial network."""
     torch.manual_seed(3)
+    twice = nn.Conv2d(4, 4, 3, padding=1)  # the input of whose second use depends on its weights
     model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(),
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), twice, nn.Tanh(), twice,
         nn.Conv2d(4, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.Tanh(), nn.Conv2d(2, 2, 1),
     ).double()  # fmt: skip
     whole, slope = integers(1, 2, 2, 12, 10) / 9, integers(2, 2, 2, 12, 10) / 9
@@ -262,6 +263,21 @@ def test_autocast_gives_its_dtype_and_gradients_of_float32(world: World) -> None
     assert y.dtype == torch.bfloat16
     assert all(gradient(p).dtype == torch.float32 for p in net.parameters())
     assert (y.float() - want).abs().max() <= 2.0**-6 * want.abs().max()
+    precise = partition(model[:1].double(), (2, SIZE, SIZE), grid)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
+        assert precise(grid.cut(whole.double())).dtype == torch.float64
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_group_norms_take_a_batch_without_samples(world: World, affine: bool) -> None:
+    """As torch's own, unlike batch norms: no values, and gradients of 0."""
+    norm = nn.GroupNorm(2, 4, affine=affine)
+    net = partition(nn.Sequential(norm), (4, SIZE, SIZE), ImageGrid(world, (world.size, 1)))
+    x = torch.zeros(0, 4, SIZE // world.size, SIZE, requires_grad=True)
+    y = net(x)
+    y.sum().backward()
+    parts = [gradient(x), *(gradient(p) for p in net.parameters())]
+    together(world, y.shape == x.shape, all(not part.any() for part in parts))
 
 
 def test_the_benchmark_has_a_line_for_each_network(

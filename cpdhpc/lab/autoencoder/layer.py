@@ -164,11 +164,6 @@ class MacroLayer:
         local = values_of(values).reshape(*self.own_blocks, *self.weight.shape[1:])
         return DistArray(self.world, self.blocks, local)
 
-    @torch.no_grad()
-    def normalise_rows(self) -> None:
-        """Set the filters to length 1, as after each update."""
-        self.weight.div_(self.weight.norm(dim=2, keepdim=True))
-
     def __call__(self, x: Tensor) -> Tensor:
         """Return float[owned pools, maps, batch], what the next layer gets. Collective.
 

@@ -29,6 +29,7 @@ from ..kinds.harness import (
     parse_counts,
     parse_names,
 )
+from ..settings import options
 from ..train.models import CifarResNet
 
 
@@ -90,12 +91,12 @@ FORWARD, BOTH = "forward", "both"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--networks", default=",".join(NETWORKS), metavar="NAME,...",
-                        help=f"of {', '.join(NETWORKS)}")  # fmt: skip
-    parser.add_argument("--sizes", default="128,256", metavar="N,...", help="of square images")
-    parser.add_argument("--grid", metavar="ROWSxCOLUMNS", help="of ranks (default: ranks x 1)")
-    parser.add_argument("--width", type=int, default=24, metavar="N", help="channels")
-    parser.add_argument("--images", type=int, default=2, metavar="N", help="of a batch")
+    add = options(parser)
+    add("--networks NAME,...", f"of {', '.join(NETWORKS)}", ",".join(NETWORKS))
+    add("--sizes N,...", "of square images", "128,256")
+    add("--grid ROWSxCOLUMNS", "of ranks (default: ranks x 1)")
+    add("--width N", "channels", 24)
+    add("--images N", "of a batch", 2)
     add_repeats(parser, 15, 2)
 
 
