@@ -448,32 +448,6 @@ def _problem(name: str, mean: object, bucket: Bucket) -> Exception | None:
     return None
 
 
-def with_residuals(
-    method: Aggregator, gradients: Sequence[Array], bucket: Bucket, context: Context
-) -> list[Array]:
-    """Return gradients plus what each hosted rank keeps, new float32[bucket.size]. Collective.
-
-    What is kept is that of keep_residuals, 0 at first, and is not changed.
-    Raises on all ranks TypeError as check_place, NonFiniteGradient where one of a gradient or of
-    its sum is not finite.
-    """
-    check_place(method, context.world, gradients)
-    found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
-    with np.errstate(over="ignore", invalid="ignore"):  # looked at next
-        for name, start, stop in bucket.segments:
-            kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
-            for x, residual in zip(found, kept, strict=True):
-                add(x[start:stop], residual, x[start:stop])
-    raise_unless_finite(context.world, found, bucket)
-    return found
-
-
-def keep_residuals(xs: Sequence[Array], bucket: Bucket, context: Context) -> None:
-    """Keep what each hosted rank has not sent, float32[bucket.size], that nobody else uses."""
-    for name, start, stop in bucket.segments:
-        context.state.give(name, RESIDUAL, [x[start:stop] for x in xs])
-
-
 def nonfinite(
     world: Ranks, gradients: Sequence[Array], bucket: Bucket, in_mean: Sequence[int] = ()
 ) -> NonFiniteGradient:
