@@ -13,6 +13,7 @@ from cpdhpc.compress.base import RESIDUAL
 from cpdhpc.compress.bucket import Bucket, Entry
 from cpdhpc.compress.dgc import Dgc
 from cpdhpc.compress.memory import give_spare, keep, take_spare, with_residuals
+from cpdhpc.compress.onebit import OneBit
 from cpdhpc.compress.topk import TopK
 from cpdhpc.world.ranks import Loopback
 
@@ -92,6 +93,16 @@ def test_an_array_is_spare_once_no_layer_is_a_part_of_it(ranks: int) -> None:
     assert all(x.size == 30 for x in context.state.spares[RESIDUAL, 30])
     for row, kept in enumerate(context.state.own("a", RESIDUAL, (20,))):
         assert kept.tobytes() == first[row][:20].tobytes()
+
+
+def test_onebit_without_feedback_keeps_nothing() -> None:
+    """Its means are those of the gradients alone, in each step."""
+    bucket, found = BUCKETS[0], []
+    context, method = alone(), OneBit(error_feedback=False)
+    for _ in range(2):
+        found.append(method.aggregate([numbers(30)], bucket, context).flat.tobytes())
+    assert found[0] == found[1]
+    assert list(context.state) == [] and context.state.spares == {}
 
 
 def test_memories_are_added_and_gaps_are_zeros() -> None:

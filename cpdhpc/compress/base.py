@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..collectives.allreduce import Allreduce, Unagreed
-from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, check_alike, is_finite
+from ..collectives.checks import NonFiniteGradient, check_alike, is_finite
 from ..collectives.method import AUTO, Machine, as_machine, configured
 from ..formats import TILE, FloatFormat, TableFormat
 from ..methods import USUAL, suggest
 from ..ops import backend_of, on_gpu, to_host
+from ..ops.common import NONFINITE_BITS
 from ..options import Allowed, check_fields
 from ..randomness import Key, random_key
 from ..table_formats import spelled

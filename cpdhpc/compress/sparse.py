@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from ..collectives.allreduce import Allreduce
-from ..collectives.checks import NONFINITE_BITS
 from ..collectives.method import configured
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
+from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import parse_wire
 from ..options import Allowed
 from .base import (
