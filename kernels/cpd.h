@@ -5,7 +5,8 @@
 
 #include "cast.h"
 
-#define CPD_INF 0x7f800000u  // float32 bits of infinity; above it NaN
+#define CPD_MAGNITUDE 0x7fffffffu  // float32 bits but the sign
+#define CPD_INF 0x7f800000u        // float32 bits of infinity; above it NaN
 #define CPD_NAN 0x7fc00000u
 
 #ifdef __CUDACC__

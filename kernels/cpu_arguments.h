@@ -54,11 +54,16 @@ struct Buffer {
     }
 };
 
-// A writable buffer, or none where None is given.
+// A buffer that is read, or none if None is given.
 int to_optional(PyObject* object, void* target) {
-    if (object == Py_None) return 1;
     Py_buffer* view = &static_cast<Buffer*>(target)->view;
-    return PyObject_GetBuffer(object, view, PyBUF_WRITABLE) == 0;
+    return object == Py_None || PyObject_GetBuffer(object, view, PyBUF_SIMPLE) == 0;
+}
+
+// The same of a buffer that is written.
+int to_optional_out(PyObject* object, void* target) {
+    Py_buffer* view = &static_cast<Buffer*>(target)->view;
+    return object == Py_None || PyObject_GetBuffer(object, view, PyBUF_WRITABLE) == 0;
 }
 
 struct Unlocked {  // the GIL is free within the scope

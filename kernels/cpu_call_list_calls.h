@@ -13,26 +13,9 @@ CPD_CLONES void add_values(const float* a, const float* b, i64 n, float* out) {
     for (i64 i = 0; i < n; ++i) out[i] = a[i] + b[i];
 }
 
-// Returns how many quotients are not finite.
-CPD_CLONES i64 divide_values(const float* x, float divisor, i64 n, float* out) {
-    i64 count = 0;
-    for (i64 i = 0; i < n;) {  // counted in 32 bits, as many at once as floats
-        const i64 end = n - i < (1 << 20) ? n : i + (1 << 20);
-        u32 bad = 0;
-        for (; i < end; ++i) {
-            const float quotient = x[i] / divisor;
-            u32 bits;
-            memcpy(&bits, &quotient, sizeof bits);
-            bad += (bits & CPD_INF) == CPD_INF;
-            out[i] = quotient;
-        }
-        count += bad;
-    }
-    return count;
-}
-
 // copy(threads, x, out) and copy_past_caches, of any bytes; add(threads, a, b, out) and
-// divide(threads, x, divisor, out), of float32: that returns how many values are not finite then.
+// divide(threads, x, divisor, out), of float32: that returns 0 if all quotients are finite, else in
+// how many parts of the work some are not.
 PyObject* copied(PyObject* args, bool past_caches) {
     int threads;
     Buffer x, out;
@@ -69,7 +52,8 @@ PyObject* divide(PyObject*, PyObject* args) {
         !has_length(out, "out", x.view.len))
         return nullptr;
     return count_kept(threads, floats_in(x), [=](const Block& b) {
-        return divide_values(x.at<float>(b.first), divisor, b.n, out.at<float>(b.first));
+        return (i64)(loops->scale(true, x.at<float>(b.first), divisor, __builtin_inff(), b.n,
+                                  out.at<float>(b.first)) >= CPD_INF);
     });
 }
 
@@ -265,7 +249,8 @@ PyObject* start_list(CallList* list, const Buffer* arrays, i64 threads, i64 look
 
 bool overlap(const Buffer* arrays) {
     const u8 *x = arrays[0].at<u8>(0), *out = arrays[1].at<u8>(0);
-    return arrays[0].view.len && arrays[1].view.len && x < out + arrays[1].view.len && out < x + arrays[0].view.len;
+    return arrays[0].view.len && arrays[1].view.len && x < out + arrays[1].view.len &&
+           out < x + arrays[0].view.len;
 }
 
 // run_list(list, threads, looks, x, out): does what is written on x and out; returns how many

@@ -53,7 +53,7 @@ inline u32 nonfinite_in(const float* x, i64 n) {
     for (i64 i = 0; i < n; ++i) {
         u32 bits;
         memcpy(&bits, x + i, sizeof bits);
-        found += (bits & 0x7fffffff) >= CPD_INF;
+        found += (bits & CPD_MAGNITUDE) >= CPD_INF;
     }
     return found;
 }

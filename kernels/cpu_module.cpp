@@ -148,7 +148,8 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     Buffer words_in, shifts_in, x, words, shifts, out, counts;
     if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*O&O&", &threads, to_cast, &cast, &fit,
                           to_key_argument, &key, &offset, &words_in.view, &shifts_in.view, &x.view,
-                          &words.view, &shifts.view, to_optional, &out, to_optional, &counts))
+                          &words.view, &shifts.view, to_optional_out, &out, to_optional_out,
+                          &counts))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_blocks(cast, words_in, shifts_in, n, bits, &blocks_in) ||

@@ -113,7 +113,7 @@ CPD_FN U fit_ocp_tile(const Cast& cast, const float* x, u8* scales) {
     for (int b = 0; b < CPD_LANES; ++b) {
         U block = lanes(0);
         for (int i = 0; i < CPD_LANES; i += CPD_GROUP)
-            block = larger(block, bits_of(load(x, b * CPD_LANES + i, CPD_TILE)) & 0x7fffffffu);
+            block = larger(block, bits_of(load(x, b * CPD_LANES + i, CPD_TILE)) & CPD_MAGNITUDE);
         most[b] = largest_lane(block);
     }
     U all = lanes(0);
@@ -202,7 +202,7 @@ i64 decode_ocp(const Cast& given, const u32* words, const u8* scales, const floa
             for (int first = 0; first < CPD_TILE; first += CPD_LANES)
                 decode_block(cast, scales[block + first / CPD_LANES], came + first,
                              [&](int i, F value) {
-                                 most = larger(most, bits_of(value) & 0x7fffffffu);
+                                 most = larger(most, bits_of(value) & CPD_MAGNITUDE);
                                  store(target, first + i, CPD_TILE, value);
                              });
             if (perhaps(less(lanes(CPD_INF - 1), most)))

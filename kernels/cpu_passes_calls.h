@@ -72,7 +72,7 @@ PyObject* accumulate(PyObject*, PyObject* args) {
     unsigned above;
     Buffer x, kept, more, sum, total;
     if (!PyArg_ParseTuple(args, "iy*y*fO&w*O&I", &threads, &x.view, &kept.view, &factor,
-                          to_optional, &more, &sum.view, to_optional, &total, &above) ||
+                          to_optional, &more, &sum.view, to_optional_out, &total, &above) ||
         !as_long(x, kept, "kept") || !as_long(x, more, "more") || !as_long(x, sum, "sum") ||
         !as_long(x, total, "total"))
         return nullptr;
@@ -145,18 +145,17 @@ void each_run(const Runs& runs, i64 first, i64 n, const Work& body) {
     }
 }
 
-// scale_runs(threads, divide, x, each, ends, start, limits, out): out = x over, or times, the
-// number of its run, and before cut to the limit of its run if limits are given; start: the place
-// of x in what the runs are of. Returns the bits of the largest magnitude of out.
+// scale_runs(threads, divide, x, each, ends, limits, out): out = x over, or times, the number of
+// its run, and before cut to the limit of its run if limits are given. Returns the bits of the
+// largest magnitude of out.
 PyObject* scale_runs(PyObject*, PyObject* args) {
     int threads, divide;
-    long long start;
     Buffer x, limits, out;
     Runs runs;
-    if (!PyArg_ParseTuple(args, "ipy*y*y*LO&w*", &threads, &divide, &x.view, &runs.each.view,
-                          &runs.ends.view, &start, to_optional, &limits, &out.view) ||
+    if (!PyArg_ParseTuple(args, "ipy*y*y*O&w*", &threads, &divide, &x.view, &runs.each.view,
+                          &runs.ends.view, to_optional, &limits, &out.view) ||
         !as_long(x, out, "out") || !as_long(runs.each, limits, "limits") ||
-        !runs.are_sound(start + floats_in(x), runs.each))
+        !runs.are_sound(floats_in(x), runs.each))
         return nullptr;
     std::atomic<u32> most{0};
     PyObject* done = in_blocks(threads, floats_in(x), [&](const Block& b) {
@@ -165,9 +164,8 @@ PyObject* scale_runs(PyObject*, PyObject* args) {
         for (i64 i = b.first; i < b.first + b.n; i += STEP) {
             const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
             float* to = values.at(out.at<float>(i));
-            each_run(runs, start + i, m, [&](i64 run, i64 at, i64 n) {
+            each_run(runs, i, m, [&](i64 run, i64 first, i64 n) {
                 const float limit = limits.view.buf ? *limits.at<float>(run) : __builtin_inff();
-                const i64 first = at - start;
                 const u32 found = loops->scale(divide, x.at<float>(first),
                                                *runs.each.at<float>(run), limit, n, to + first - i);
                 largest = largest < found ? found : largest;
@@ -189,13 +187,16 @@ PyObject* run_maxima(PyObject*, PyObject* args) {
         !has_length(out, "out", runs.count() * (i64)sizeof(u32)))
         return nullptr;
     i64 start = 0;
-    for (i64 run = 0; run < runs.count(); ++run) {
-        const i64 end = *runs.ends.at<i64>(run);
-        if (end < start || end > floats_in(x))
+    const i64* ends = runs.ends.at<i64>(0);
+    for (i64 run = 0; run < runs.count(); start = ends[run++])
+        if (ends[run] < start || ends[run] > floats_in(x))
             return PyErr_Format(PyExc_ValueError, "run_maxima: ends: must ascend, %lld at most",
                                 (long long)floats_in(x));
-        *out.at<u32>(run) = loops->largest_of(x.at<float>(start), end - start);
-        start = end;
+    {
+        Unlocked unlocked;
+        start = 0;
+        for (i64 run = 0; run < runs.count(); start = ends[run++])
+            *out.at<u32>(run) = loops->largest_of(x.at<float>(start), ends[run] - start);
     }
     Py_RETURN_NONE;
 }
@@ -270,13 +271,13 @@ PyObject* square_sum(PyObject*, PyObject* args) {
     return PyFloat_FromDouble(sum);
 }
 
-// encode_signs(x, kept, rest, signs, pairs): of x + kept, in rows of one pair each, the signs, a
-// bit a value, and the means of the values below 0 and of the others; rest, if given, is what is
-// lost. Returns the bits of the largest magnitude of x + kept.
+// encode_signs(x, kept, rest, signs, pairs): of x + kept, or x alone, in rows of one pair each, the
+// signs, a bit a value, and the means of the values below 0 and of the others; rest, if given, is
+// what is lost. Returns the bits of the largest magnitude of the sum.
 PyObject* encode_signs(PyObject*, PyObject* args) {
     Buffer x, kept, rest, signs, pairs;
-    if (!PyArg_ParseTuple(args, "y*y*O&w*w*", &x.view, &kept.view, to_optional, &rest, &signs.view,
-                          &pairs.view) ||
+    if (!PyArg_ParseTuple(args, "y*O&O&w*w*", &x.view, to_optional, &kept, to_optional_out, &rest,
+                          &signs.view, &pairs.view) ||
         !as_long(x, kept, "kept") || !as_long(x, rest, "rest") ||
         !has_length(signs, "signs", (floats_in(x) + 7) / 8))
         return nullptr;
@@ -294,18 +295,21 @@ PyObject* encode_signs(PyObject*, PyObject* args) {
         Unlocked unlocked;
         for (i64 i = 0; i < rows; ++i) {
             const i64 first = i * columns;
-            const u32 largest = loops->accumulate(x.at<float>(first), kept.at<float>(first), 1,
-                                                  nullptr, columns, row.data(), nullptr);
+            const float* sums = kept.view.buf ? row.data() : x.at<float>(first);
+            const u32 largest = kept.view.buf
+                                    ? loops->accumulate(x.at<float>(first), kept.at<float>(first),
+                                                        1, nullptr, columns, row.data(), nullptr)
+                                    : loops->largest_of(sums, columns);
             most = most < largest ? largest : most;
-            const Parts sum = parts_of_row(row.data(), columns);
-            const i64 count = loops->pack_signs(row.data(), columns, first, signs.at<u8>(0)),
+            const Parts sum = parts_of_row(sums, columns);
+            const i64 count = loops->pack_signs(sums, columns, first, signs.at<u8>(0)),
                       others = columns - count;
             const float below = (float)(sum.below / (double)(others ? others : 1)),
                         above = (float)(sum.above / (double)(count ? count : 1));
             *pairs.at<float>(2 * i) = below, *pairs.at<float>(2 * i + 1) = above;
             if (!rest.view.buf) continue;
             float* to = streams ? row.data() : rest.at<float>(first);
-            loops->take_signs(row.data(), below, above, columns, to);
+            loops->take_signs(sums, below, above, columns, to);
             if (streams)
                 stream_on((u8*)rest.at<float>(first), (const u8*)to, columns * (i64)sizeof(float));
         }
@@ -652,19 +656,18 @@ struct Codes {
 
 const i64 TILES = STEP / CPD_TILE;
 
-// encode_runs(threads, cast, trits, key, offset, shift, x, each, ends, factor, payload): codes of
-// x over the number of its run, times factor, with one shift for all.
+// encode_runs(threads, cast, trits, key, shift, x, each, ends, factor, payload): codes of x over
+// the number of its run, times factor, with one shift for all.
 PyObject* encode_runs(PyObject*, PyObject* args) {
     Cast cast;
     Codes codes;
     Key key;
     int threads, shift;
     float factor;
-    unsigned long long offset;
     Buffer x, payload;
     Runs runs;
-    if (!PyArg_ParseTuple(args, "iO&pO&Kiy*y*y*fw*", &threads, to_cast, &cast, &codes.trits, to_key,
-                          &key, &offset, &shift, &x.view, &runs.each.view, &runs.ends.view, &factor,
+    if (!PyArg_ParseTuple(args, "iO&pO&iy*y*y*fw*", &threads, to_cast, &cast, &codes.trits, to_key,
+                          &key, &shift, &x.view, &runs.each.view, &runs.ends.view, &factor,
                           &payload.view) ||
         !runs.are_sound(floats_in(x), runs.each))
         return nullptr;
@@ -674,7 +677,7 @@ PyObject* encode_runs(PyObject*, PyObject* args) {
         return nullptr;
     return in_blocks(threads, floats_in(x), [&](const Block& b) {
         float scaled[STEP];
-        u32 words[STEP / 2];
+        u32 words[STEP / 16];
         u8 shifts[TILES];
         memset(shifts, shift, sizeof shifts);
         for (i64 i = b.first; i < b.first + b.n; i += STEP) {
@@ -686,8 +689,8 @@ PyObject* encode_runs(PyObject*, PyObject* args) {
                 if (factor != 1) loops->scale(false, to, factor, 0, n, to);
             });
             u8* to = payload.at<u8>(i / CPD_TILE * codes.tile_bytes());
-            loops->encode_tiles(cast, 0, false, key, offset + i, scaled, m,
-                                codes.trits ? words : (u32*)to, shifts, nullptr);
+            loops->encode_tiles(cast, 0, false, key, i, scaled, m, codes.trits ? words : (u32*)to,
+                                shifts, nullptr);
             if (codes.trits) loops->pack_trits(words, tiles_of(m), to);
         }
     });

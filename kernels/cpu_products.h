@@ -17,7 +17,7 @@ CPD_FN void store_row(N x, i64 columns, float* out) {
     auto floats = to_float32(x);
     typedef int Bits CPD_VECTOR(sizeof floats);
     Bits bits = (Bits)floats;
-    bits = (bits & 0x7fffffff) > (int)CPD_INF ? Bits{} + (int)CPD_NAN : bits;
+    bits = (bits & (int)CPD_MAGNITUDE) > (int)CPD_INF ? Bits{} + (int)CPD_NAN : bits;
     memcpy(out, &bits, (size_t)columns * sizeof(float));
 }
 

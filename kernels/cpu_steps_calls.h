@@ -67,7 +67,7 @@ class LayerSteps {
         Helpers* shared = values >= SHARED_TILES * CPD_TILE ? all : nullptr;
         each_piece(threads, shared, [this](const Piece& p) { sum(p); });
         for (size_t i = first; i < end; ++i) finish(layers[i]);
-        if (rule != CPD_NORMS) each_piece(threads, shared, [this](const Piece& p) { step(p); });
+        each_piece(threads, shared, [this](const Piece& p) { step(p); });
     }
 
     void cut(size_t number, size_t& places) {
@@ -133,7 +133,6 @@ class LayerSteps {
         if (rule == CPD_LARC) l.momentum = larc_of(*l.numbers, all);
         if (rule == CPD_NOVOGRAD) l.momentum = novograd_of(*l.numbers, all);
         if (rule == CPD_LAMB) l.moves.assign(1, lamb_of(*l.numbers, all));
-        if (rule == CPD_NORMS) l.numbers->norm = sqrt(all.gradients);
         if (rule == CPD_ADAMP) project(l, of_rows, all);
     }
 
@@ -189,16 +188,14 @@ bool take_layers(PyObject* list, const Buffer& rows, const Buffer& numbers, Arra
     const bool moments = steps.rule == CPD_LAMB || steps.rule == CPD_ADAMP;
     for (Py_ssize_t i = 0; i < count; ++i) {
         for (int which = 0; which < 4; ++which) {
-            int flags = which == 1 || steps.rule == CPD_NORMS ? PyBUF_FORMAT
-                                                              : PyBUF_FORMAT | PyBUF_WRITABLE;
+            int flags = which == 1 ? PyBUF_FORMAT : PyBUF_FORMAT | PyBUF_WRITABLE;
             if (!arrays.add(PyList_GetItem(list, 4 * i + which), flags)) return false;
         }
         const Py_buffer* of = &arrays.views[(size_t)(4 * i)];
         const i64 n = (i64)of->len / (i64)sizeof(float);
         const i64 count = steps.rule == CPD_ADAMP && *rows.at<i64>(i) ? *rows.at<i64>(i) : 1;
         bool fits = of[1].len == of->len && n > 0 && count > 0 && n % count == 0 &&
-                    (steps.rule == CPD_NORMS || of[2].len == of->len) &&
-                    (!moments || of[3].len == of->len);
+                    of[2].len == of->len && (!moments || of[3].len == of->len);
         if (!fits) {
             PyErr_Format(PyExc_ValueError, "layers: layer %zd: arrays or rows do not fit", i);
             return false;

@@ -277,7 +277,7 @@ __device__ void decode_column(const How& how, Column& c, const u32* words, float
                               I& nonfinite) {
     decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = value; });
     clear_beyond(how, c, n);
-    each(CPD_COLUMN, [&](int r) { nonfinite += (bits_of(c.rows[r]) & 0x7fffffffu) >= CPD_INF; });
+    each(CPD_COLUMN, [&](int r) { nonfinite += (bits_of(c.rows[r]) & CPD_MAGNITUDE) >= CPD_INF; });
     store_column(how, c, out, n);
 }
 

@@ -63,7 +63,7 @@ struct Brain {
     typedef unsigned short Type;
     static __device__ Type sum(Type a, Type b) {
         const u32 y = bits_of(add(from_bits((u32)a << 16), from_bits((u32)b << 16)));
-        if ((y & 0x7fffffffu) > CPD_INF) return 0x7fc0;
+        if ((y & CPD_MAGNITUDE) > CPD_INF) return 0x7fc0;
         return (Type)((y + 0x7fffu + (y >> 16 & 1)) >> 16);
     }
 };

@@ -12,19 +12,21 @@ __global__ void accumulate(const float* x, const float* kept, float factor, cons
             F value = add(x[i], multiply(factor, kept[i]));  // by 1 it stays as it is
             sum[i] = value;
             if (more) total[i] = value = add(value, more[i]);
-            most = larger(most, bits_of(value) & 0x7fffffffu);
+            most = larger(most, bits_of(value) & CPD_MAGNITUDE);
         }
         most = warp_largest(most);
         if (lane_of_thread() == 0) amax[t] = most;
     }
 }
 
-// out = x cut to its run's limit, limits being the bits of positive numbers.
+// out = x cut to its run's limit, limits being the bits of positive numbers; NaN stays as it is.
 __global__ void cut_runs(const float* x, i64 n, const u32* limits, const i64* ends, i64 runs,
                          float* out) {
     for (i64 i = first_thread(); i < n; i += thread_stride()) {
         const u32 bits = bits_of(x[i]), limit = limits[run_of(ends, runs, i)];
-        out[i] = from_bits(smaller(bits & 0x7fffffffu, limit) | (bits & ~0x7fffffffu));
+        const u32 magnitude = bits & CPD_MAGNITUDE;
+        const u32 cut = magnitude > CPD_INF ? magnitude : smaller(magnitude, limit);
+        out[i] = from_bits(cut | (bits & ~CPD_MAGNITUDE));
     }
 }
 

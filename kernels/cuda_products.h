@@ -28,7 +28,7 @@ __device__ Products load_products(const int* n, Key key) {
 __device__ float as_number(float x, float) { return x; }
 __device__ double as_number(float x, double) { return widened(x); }
 __device__ float as_float(float x) {
-    return less(CPD_INF, bits_of(x) & 0x7fffffffu) ? from_bits(lanes(CPD_NAN)) : x;
+    return less(CPD_INF, bits_of(x) & CPD_MAGNITUDE) ? from_bits(lanes(CPD_NAN)) : x;
 }
 __device__ float as_float(double x) { return as_float(narrowed(x)); }
 

@@ -1,9 +1,8 @@
 // Sums and products in NumPy's order of additions, a thread a sum; the rest of cuda_loops.cu, which
-// includes it. ops/cpu.py is what they have to equal.
+// includes it. ops/reference.py specifies them.
+#include "passes.h"
 
 namespace {
-
-enum { CPD_VALUE, CPD_MAGNITUDES, CPD_SQUARES };  // ops/gpu_sums.py has the same numbers
 
 // What is added of a value, exact but for the square of a difference. -ftz=true would flush
 // subnormal numbers in a conversion of C++.
@@ -97,11 +96,11 @@ __global__ void column_products(const float* m, i64 n, i64 columns, const float*
     }
 }
 
-// Adds firsts[r][i] * seconds[r][j] to total[i][j], in the order of r.
-__global__ void add_outer(float* total, i64 n, i64 columns, const float* firsts,
-                          const float* seconds, i64 count) {
+// total[i][j] = sum over r of firsts[r][i] * seconds[r][j], in the order of r.
+__global__ void outer(float* total, i64 n, i64 columns, const float* firsts, const float* seconds,
+                      i64 count) {
     for (i64 at = first_thread(); at < n * columns; at += thread_stride()) {
-        float sum = total[at];
+        float sum = 0.0f;
         for (i64 r = 0; r < count; ++r)
             sum = add(sum,
                       multiply(firsts[r * n + at / columns], seconds[r * columns + at % columns]));

@@ -70,7 +70,7 @@ CPD_FN F normal_power(U exponent) { return from_bits((exponent + 127u) << 23); }
 // x times 2^CPD_FAR, its inverse or 1, which rounds to what x rounds to: what leaves float32 is
 // still too large, and what vanishes is still not zero. NaN and infinity stay.
 CPD_FN F moved(F x, F factor) {
-    U u = bits_of(x), a = u & 0x7fffffffu;
+    U u = bits_of(x), a = u & CPD_MAGNITUDE;
     U there = smaller(bits_of(multiply(from_bits(a), factor)), lanes(CPD_INF - 1));
     there = larger(there, smaller(a, lanes(1)));
     return from_bits((less(a, lanes(CPD_INF)) ? there : a) | (u & 0x80000000u));
@@ -79,7 +79,7 @@ CPD_FN F moved(F x, F factor) {
 // The inverse, of what was decoded: rounded once, where it is subnormal.
 CPD_FN F moved_back(F x, F factor) {
     U u = bits_of(x);
-    I finite = less(u & 0x7fffffffu, lanes(CPD_INF));
+    I finite = less(u & CPD_MAGNITUDE, lanes(CPD_INF));
     return from_bits(finite ? bits_of(multiply(x, factor)) : u);
 }
 
@@ -134,7 +134,7 @@ CPD_FN U round_nearest(const Cast& cast, const EncoderOf<V>& e, U a) {
 // Bits u to a code, up, down or to odd: what is cut off may be anywhere.
 template <class V>
 CPD_FN U round_directed(const Cast& cast, const EncoderOf<V>& e, U u) {
-    U a = u & 0x7fffffffu, exponent = a >> 23, zero = lanes(0), emin = lanes(e.emin_field);
+    U a = u & CPD_MAGNITUDE, exponent = a >> 23, zero = lanes(0), emin = lanes(e.emin_field);
     U field = larger(exponent, lanes(1));
     U significand = (a & 0x7fffffu) | (less(zero, exponent) ? lanes(0x800000u) : zero);
     U cut = smaller(larger(emin - field, zero) + (u32)e.drop, lanes(31));
@@ -187,7 +187,7 @@ enum Known { CPD_ANYTHING = 0, CPD_INSIDE = 1, CPD_SATURATES = 2 };
 // overflow: what x becomes where it overflows.
 template <int KNOWN>
 CPD_FN U finish_code(const Cast& cast, U x_bits, U code, U overflow, Events& events) {
-    U a = x_bits & 0x7fffffffu;
+    U a = x_bits & CPD_MAGNITUDE;
     U sign = (x_bits & 0x80000000u) >> (32 - width(cast));
     I over = less(lanes(cast.max_code), code);
     events.saturated = KNOWN == CPD_SATURATES ? over : I{};

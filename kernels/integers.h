@@ -75,7 +75,7 @@ CPD_FN void decode_integers_column(const Cast& cast, int k, const u32* words, in
     F step = from_bits(lanes(power_of_two(scaled_emin(cast, k) - cast.man)));
     for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
         F value = multiply(to_float(read_integer(cast, reader)), step);
-        I finite = less(bits_of(value) & 0x7fffffffu, lanes(CPD_INF));
+        I finite = less(bits_of(value) & CPD_MAGNITUDE, lanes(CPD_INF));
         nonfinite -= ~finite & inside(i, n);
         store(out, i, n, value);
     }

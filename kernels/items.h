@@ -27,7 +27,7 @@ template <int WAY, bool COUNT, int KNOWN, class E>
 CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Counts& counts,
                       u32 step = 1) {
     U u = bits_of(x);
-    U a = u & 0x7fffffffu;
+    U a = u & CPD_MAGNITUDE;
     U code, overflow = lanes(cast.overflow_code);
     Events events;
     if constexpr (WAY == CPD_BY_TABLE) {
@@ -141,7 +141,7 @@ CPD_FN U decode_rows(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpac
     U most = lanes(0);
     take_each(unpacker, width(cast), rows, [&](int i, U code) {
         F value = number_of(cast, scale, code);
-        most = larger(most, bits_of(value) & 0x7fffffffu);
+        most = larger(most, bits_of(value) & CPD_MAGNITUDE);
         store(out, i, n, value);
     });
     return most;
@@ -173,7 +173,7 @@ CPD_FN U sum_rows(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker
     take_each(unpacker, width(cast), rows, [&](int i, U code) {
         F sum = add(load(x, i, n), number_of(cast, scale, code));
         sum = inside(i, n) ? sum : F{};
-        most = larger(most, bits_of(sum) & 0x7fffffffu);
+        most = larger(most, bits_of(sum) & CPD_MAGNITUDE);
         store(out, i, room, sum);
     });
     return most;
@@ -200,7 +200,7 @@ CPD_FN void sum_blocks(const Cast& cast, int blocks, const u8* shifts, const u32
 CPD_FN U amax_rows(const float* x, i64 n, Rows rows) {
     U most = lanes(0);
     for (int i = rows.first; i < rows.stop; i += CPD_LANES)
-        most = larger(most, bits_of(load(x, i, n)) & 0x7fffffffu);
+        most = larger(most, bits_of(load(x, i, n)) & CPD_MAGNITUDE);
     return most;
 }
 

@@ -1,4 +1,5 @@
-// What is added of each value, as ops/gpu.py numbers it, and what sums of the two signs give.
+// What is added of each value, as TERMS of ops/cpu.py numbers it, and what sums of the two signs
+// give.
 #ifndef CPD_PASSES_H
 #define CPD_PASSES_H
 

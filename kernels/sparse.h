@@ -5,8 +5,6 @@
 
 #include "cpd.h"
 
-#define CPD_MAGNITUDE 0x7fffffffu
-
 // Negative where a magnitude is above bits.
 CPD_FN I is_above(F x, U bits) { return (I)(bits - (bits_of(x) & CPD_MAGNITUDE)); }
 

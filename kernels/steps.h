@@ -10,7 +10,7 @@
 
 #define CPD_PART 32768  // values of a row whose products are summed at a time
 
-enum { CPD_LARS, CPD_LARC, CPD_NOVOGRAD, CPD_LAMB, CPD_ADAMP, CPD_NORMS, CPD_RULES };
+enum { CPD_LARS, CPD_LARC, CPD_NOVOGRAD, CPD_LAMB, CPD_ADAMP, CPD_RULES };
 
 // Of a layer, in the order of Numbers of ops/steps.py.
 struct LayerNumbers {

@@ -110,7 +110,7 @@ template <class V>
 CPD_FN U table_code(const Cast& cast, const TableEncoderOf<V>& e, F x, Key key, u64 index, u32 step,
                     Events& events) {
     const Search& s = e.search;
-    U u = bits_of(x), a = u & 0x7fffffffu, k = lanes(e.k);
+    U u = bits_of(x), a = u & CPD_MAGNITUDE, k = lanes(e.k);
     U magnitude = scaled_magnitude(a, k);
     I negative = less(u, lanes(0));
     U signed_key = negative ? lanes(0) - magnitude : magnitude;

@@ -198,6 +198,7 @@ def test_the_profile_gives_time_to_the_innermost_phase() -> None:
     assert sum(profile.time_s.values()) <= whole_s
     assert phase_of(str(PACKAGE / "collectives" / "engine.py"), "run") == "travel"
     assert phase_of(str(PACKAGE / "ops" / "cpu.py"), "decode_add_tiles") == "decode"
+    assert phase_of(str(PACKAGE / "compress" / "adacomp.py"), "_leaders") == "select"
     assert phase_of(str(PACKAGE / "config.py"), "encode") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any
@@ -27,19 +28,24 @@ from cpdhpc.compress import (
     LowBit,
     Mean,
     NoCompression,
+    OkTopk,
     OneBit,
     PowerSgd,
     Qsgd,
+    RandomK,
     ScaleCom,
     State,
     Strom,
     TernGrad,
     TopK,
     base,
+    scalecom,
+    sparse,
+    terngrad,
 )
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.terngrad import _deviation
-from cpdhpc.ops import cpu
+from cpdhpc.ops import cpu, reference
 from cpdhpc.torch import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
@@ -587,7 +593,7 @@ def test_a_reducer_refuses_layers_that_its_model_has_not() -> None:
 
 
 LONG = Bucket(("w", "bias", "v", "u"), ((3, 2011), (7,), (300, 11), (5, 3, 25, 25)))
-BLOCKED = [
+METHODS = [
     TernGrad(),
     TernGrad(bucket_values=70, share=False, exclude=("v",)),
     Qsgd(bucket_values=77),
@@ -595,28 +601,77 @@ BLOCKED = [
     TopK(),
     TopK(error_feedback=False, within="bucket"),
     Dgc(warmup=()),
+    Dgc(momentum=0.0, warmup=()),
     Strom(tau=0.5),
+    Strom(),
     AdaComp(bin_values=37),
     ScaleCom(rate=50),
+    ScaleCom(rate=50, beta=0.5),
+    RandomK(),
+    OkTopk(),
+    GradientFlow(),
+    PowerSgd(rank=2),
+    LowBit(error_feedback=True),
 ]
+CUT = TernGrad(clip=0.5), TernGrad(clip=0.5, share=False)
+IN_BLOCKS = (*CUT, ScaleCom(rate=50, per_chunk=2), ScaleCom(rate=50, beta=0.5))
 
 
-@every("method", BLOCKED)
+def steps_of(method: Aggregator) -> tuple[list[bytes], list[bytes]]:
+    """The means of three steps, and what is kept after them; gradients stay as they are."""
+    state, bits, bucket = State(range(2), 2), [], replace(LONG, align=method.align)
+    for time in range(3):
+        flats = gradients(bucket, 2, time)
+        for flat in flats:
+            bucket.clear_gaps(flat)
+        flats[0][2011:4022] = -0.0  # an output unit that sees nothing
+        _, start, _ = bucket.segments[2]
+        flats[0][start : start + 1200] = 8  # beyond half of the layer's deviation, and no others
+        flats[0][start + 1200 :] *= np.float32(0.1)
+        given = [flat.copy() for flat in flats]
+        mean, _ = aggregate(method, flats, bucket, state, time)
+        assert [x.tobytes() for x in flats] == [x.tobytes() for x in given]
+        assert not any(np.shares_memory(mean, entry.array) for _, entry in state)
+        bits.append(mean.tobytes())
+    return bits, [entry.array.tobytes() for _, entry in state]
+
+
+@every("method", IN_BLOCKS)
 def test_blocks_change_no_bit(method: Aggregator, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    usual, counts, found = base.blocks, list[int](), []
+
+    def counted(x: Any, multiple: int = 1) -> list[slice]:
+        parts = list(usual(x, multiple))
+        counts.append(len(parts))
+        return parts
+
+    for module in (terngrad, scalecom, sparse):
+        monkeypatch.setattr(module, "blocks", counted)
     for block_values in (1 << 30, 1000):  # whole arrays at once, and many blocks of each layer
         monkeypatch.setattr(base, "BLOCK_VALUES", block_values)
-        state, bits = State(range(2), 2), []
-        for time in range(3):
-            flats = gradients(LONG, 2, time)
-            flats[0][2011:4022] = -0.0  # an output unit that sees nothing
-            given = [flat.copy() for flat in flats]
-            mean, _ = aggregate(method, flats, LONG, state, time)
-            assert [x.tobytes() for x in flats] == [x.tobytes() for x in given]
-            assert not any(np.shares_memory(mean, entry.array) for _, entry in state)
-            bits.append(mean.tobytes())
-        found.append((bits, [entry.array.tobytes() for _, entry in state]))
+        counts.clear()
+        found.append(steps_of(method))
+        assert (max(counts) > 1) == (block_values == 1000)
     assert found[0] == found[1]
+
+
+@every("method", METHODS)
+def test_kernels_change_no_bit(method: Aggregator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method has the same bits where its passes are those of the specification."""
+    names, called, found = list(vars(reference)), set[str](), steps_of(method)
+
+    def noted(name: str) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            called.add(name)
+            return getattr(reference, name)(*given, **named)
+
+        return run
+
+    for name in names[names.index("accumulate") :]:
+        if not name.startswith("_") and name in vars(cpu):
+            monkeypatch.setattr(cpu, name, noted(name))
+    assert steps_of(method) == found
+    assert called
 
 
 def test_runs_are_spread_as_repeat_spreads_them() -> None:
@@ -624,8 +679,8 @@ def test_runs_are_spread_as_repeat_spreads_them() -> None:
     wanted = np.repeat(each, np.diff(ends, prepend=0))
     for start in range(90):
         for stop in range(start + 1, 91):
-            given = np.ones(stop - start, np.float32)
-            cpu.multiply_runs(given, each, ends, given, start)
+            given, lie = np.ones(stop - start, np.float32), np.clip(ends, start, stop) - start
+            cpu.multiply_runs(given, each, lie, given)
             assert given.tolist() == wanted[start:stop].tolist()
 
 

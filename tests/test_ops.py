@@ -25,7 +25,7 @@ from cpdhpc.formats import (
     tiles,
 )
 from cpdhpc.ops import reference
-from cpdhpc.ops.common import NONFINITE_BITS
+from cpdhpc.ops.common import NONFINITE_BITS, fitting_shift
 
 LENGTHS = (0, 1, 31, 32, 33, 1023, 1024, 1025, 2500)
 
@@ -73,7 +73,7 @@ def test_tiles_equal_their_parts(ops: Any, name: str, n: int, fit: bool) -> None
     assert ops.decode_tiles(b.words, b.shifts, cast.fmt, out) == 0
     for t, start in enumerate(range(0, n, TILE)):
         part = x[start : start + TILE]
-        stored = ops.fitting_shift(ops.amax_tiles(part), cast.fmt)[0] if fit else SHIFT_BIAS
+        stored = fitting_shift(ops.amax_tiles(part), cast.fmt)[0] if fit else SHIFT_BIAS
         assert b.shifts[t] == stored
         k = int(stored) - SHIFT_BIAS
         codes = ops.encode(part, cast, shift=k, key=key, offset=offset + start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -13,6 +15,7 @@ from gpus import either_cupy
 from cpdhpc import _cpu
 from cpdhpc.formats import INTEGERS, SHIFT_BIAS, Cast
 from cpdhpc.ops import cpu, reference, set_kernel_threads, to_host
+from cpdhpc.ops.common import NONFINITE_BITS
 from cpdhpc.ops.payloads import Exact
 
 LARGE = (1 << 19) + 1234  # goes past the caches
@@ -63,20 +66,25 @@ def results(ops: Any, n: int, there: Callable[[Array], Any], here: Callable[[Any
     note("multiply", ops.multiply_runs(x, each, ends, out), out)
     ops.divide_runs(x, each, ends, out, limits=limits)
     note("divide", out)
-    if n > 400:
-        part = out[: n - 333]
-        note("from a place on", ops.multiply_runs(x[333:], each, ends, part, 333), part)
     for rows in (row for row in (1, 3, 7) if n >= 3 * row):
         shape = (rows, n // rows)
         m, r, rest = (each[: rows * shape[1]].reshape(shape) for each in (x, kept, out))
         signs, pairs, bits = ops.encode_signs(m, r, rest)
         note("signs", signs, pairs, bits, rest)
         note("without rest", *ops.encode_signs(m, r))
+        note("without memory", *ops.encode_signs(m, None, rest), rest)
         note("mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0))
         note("decoded", rest)
         firsts, seconds = there(values(2 * rows, 8)), there(values(2 * shape[1], 9))
         firsts, seconds = firsts.reshape(2, rows), seconds.reshape(2, shape[1])
         note("outer", ops.outer(firsts, seconds, rest), rest)
+        note("row sums", ops.row_sums(m))
+        rows_of, columns_of = ops.row_products(m, seconds), ops.column_products(m, firsts)
+        note("products", here(rows_of), here(columns_of))
+    starts = np.concatenate([[0], ends[:-1]]) if ends[0] else np.zeros(1, np.int64)
+    for of in ("magnitude", "square"):
+        note("sums", of, ops.run_sums(x, starts, of))
+    note("square sum", ops.square_sum(x), ops.square_sum(x, 0.1))
     for name in ("ternary", "int4", "int16"):
         wire, mean = Exact(Cast(INTEGERS[name], "stochastic"), trits=name == "ternary"), out
         shift, payloads = SHIFT_BIAS + int(np.log2(wire.cast.fmt.smallest)), []
@@ -119,6 +127,20 @@ def test_the_gpu_does_as_the_reference(where: str) -> None:
             assert [a[0] for a, b in zip(found, expected, strict=True) if a != b] == []
 
 
+@pytest.mark.parametrize("bin_values", [1, 50, 63, 64, 500, (1 << 14) - 1])
+def test_codes_of_bins_are_those_of_the_reference(bin_values: int) -> None:
+    rng = np.random.default_rng(bin_values)
+    for share in (0.0, 1e-4, 0.02, 1.0):  # none, rare ones beyond many empty bins, all of them
+        indices = np.flatnonzero(rng.random(70_000) < share).astype(np.uint32)
+        x = rng.standard_normal(indices.size).astype(np.float32)
+        codes = reference.pack_bins(bin_values, indices, x)
+        assert cpu.pack_bins(bin_values, indices, x).tobytes() == codes.tobytes()
+        for ops in (reference, cpu):
+            places, found = ops.unpack_bins(bin_values, codes, 0.25, 7)
+            assert places.dtype == np.uint32 and np.array_equal(places, indices + 7)
+            assert found.tobytes() == np.copysign(np.float32(0.25), x).tobytes()
+
+
 def test_sums_are_numpys(clone: str) -> None:
     """NumPy halves, sums 8 side by side, and makes 8,192 of a row float64 at once."""
     for n in (1, 7, 8, 9, 127, 128, 129, 1000, 8193, 30001):
@@ -138,10 +160,11 @@ def test_products_are_einsums(clone: str) -> None:
     for n, columns, rank in ((1, 1, 1), (5, 3, 2), (9, 16, 3), (18, 75, 4), (33, 129, 5)):
         m, rows = values(n * columns, 0).reshape(n, columns), values(rank * columns, 1)
         rows, other = rows.reshape(rank, columns), values(rank * n, 2).reshape(rank, n)
-        expected = np.einsum("ij,rj->ri", m, rows)
-        assert cpu.row_products(m, rows).tobytes() == expected.tobytes()
-        expected = np.einsum("ij,ri->rj", m, other)
-        assert cpu.column_products(m, other).tobytes() == expected.tobytes()
+        for ops in (reference, cpu):
+            expected = np.einsum("ij,rj->ri", m, rows)
+            assert ops.row_products(m, rows).tobytes() == expected.tobytes()
+            expected = np.einsum("ij,ri->rj", m, other)
+            assert ops.column_products(m, other).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("ops", [reference, cpu])
@@ -154,6 +177,77 @@ def test_what_is_not_a_number_is_the_largest(ops: Any) -> None:
         kept[3], x[39] = np.inf, 0
         assert ops.accumulate(x, kept, out) == 0x7F800000
         assert np.isinf(ops.run_maxima(out, np.array([20, 40]))[0])
+
+
+def runs_with_nan(
+    ops: Any, there: Callable[[Array], Any], here: Callable[[Any], Array]
+) -> list[Array]:
+    """What NaN of both signs, infinity and a limit become in operations that compare values."""
+    x = np.tile(np.array([np.nan, -np.nan, np.inf, -np.inf, 3.0, -3.0, 0.5], np.float32), 6)
+    x[21:24], x[38:40] = 1.0, -1.0  # the NaN of a row of one sign alone
+    ends, each = np.array([20, 42]), np.array([2.0, 4.0], np.float32)
+    out, limits = there(np.zeros(42, np.float32)), np.array([1.0, np.inf], np.float32)
+    with np.errstate(all="ignore"):
+        ops.divide_runs(there(x), each, ends, out, limits)
+        found = [here(out).copy(), ops.run_maxima(there(x), ends)]
+        m, kept, rest = (there(y.reshape(3, 14)) for y in (x, np.zeros_like(x), np.ones_like(x)))
+        signs, pairs, largest = ops.encode_signs(m, kept, rest)
+        alone = ops.encode_signs(m)
+    found += [signs, pairs, here(rest), alone[0], alone[1]]
+    return [*found, np.array([each >= NONFINITE_BITS for each in (largest, alone[2])])]
+
+
+@pytest.mark.parametrize("where", ["simulated", pytest.param("GPU", marks=pytest.mark.gpu)])
+def test_nan_has_the_sign_and_the_cut_of_the_reference(where: str) -> None:
+    expected = runs_with_nan(reference, np.copy, same)
+    wanted = [True, True, False, False, False, False, False]
+    assert np.isnan(expected[0]).tolist()[:20] == (wanted * 3)[:20]
+    assert expected[0][2:7].tolist() == [0.5, -0.5, 0.5, -0.5, 0.25]
+    assert np.unpackbits(expected[2])[:7].tolist() == [1, 1, 1, 0, 1, 0, 1]  # NaN is not below 0
+    found = [runs_with_nan(cpu, np.copy, same)]
+    with simulated() if where == "simulated" else nullcontext((0, import_module("cupy"))) as all_:
+        cupy, gpu = all_[1], import_module("cpdhpc.ops.gpu")
+        found.append(runs_with_nan(gpu, lambda x: cupy.asarray(x.copy()), to_host))
+    for each in found:
+        for a, b in zip(each, expected, strict=True):
+            assert a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+
+
+def test_arrays_that_are_only_read_may_be_read_only() -> None:
+    x, kept, more, limits = values(64, 0), values(64, 1), values(64, 2), np.full(1, 9, np.float32)
+    for array in (x, kept, more, limits):
+        array.flags.writeable = False
+    out, total = np.empty_like(x), np.empty_like(x)
+    cpu.accumulate(x, kept, out, more=more, total=total)
+    assert total.tobytes() == (x + kept + more).tobytes()
+    cpu.divide_runs(x, limits, np.array([64]), out, limits)
+    with pytest.raises((ValueError, BufferError), match=r"read-only|not writable"):
+        cpu.accumulate(x, kept, out, more=more, total=more)
+
+
+def test_another_thread_runs_while_maxima_are_found() -> None:
+    """Nothing but the call gives up the lock of the interpreter in time."""
+    x, go, went = np.ones(1 << 24, np.float32), threading.Event(), list[bool]()
+
+    def note() -> None:
+        go.wait()
+        went.append(True)
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=note)
+    thread.start()
+    try:
+        sys.setswitchinterval(1000.0)
+        go.set()
+        for _ in range(200):  # of some ms each: the other thread may get its core late
+            cpu.run_maxima(x, np.array([x.size]))
+            if went:
+                break
+        found = list(went)
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+    assert found
 
 
 @pytest.mark.parametrize("ops", [reference, cpu])
@@ -171,11 +265,12 @@ def test_wrong_lengths_are_errors_and_never_a_crash() -> None:
         lambda: _cpu.accumulate(1, x, short, 1.0, None, x, None, 0),
         lambda: _cpu.accumulate(1, x, x, 1.0, x, x, None, 0),
         lambda: _cpu.accumulate(1, x, x, 1.0, x, x, short, 0),
-        lambda: _cpu.scale_runs(1, True, x, x[:1], np.array([63]), 0, None, x),
-        lambda: _cpu.scale_runs(1, True, x, x[:2], i, 0, None, x),
-        lambda: _cpu.scale_runs(1, True, x, x[:2], np.array([64, 63]), 0, None, x),
-        lambda: _cpu.scale_runs(1, True, x, x[:1], i, 0, None, short),
+        lambda: _cpu.scale_runs(1, True, x, x[:1], np.array([63]), None, x),
+        lambda: _cpu.scale_runs(1, True, x, x[:2], i, None, x),
+        lambda: _cpu.scale_runs(1, True, x, x[:2], np.array([64, 63]), None, x),
+        lambda: _cpu.scale_runs(1, True, x, x[:1], i, None, short),
         lambda: _cpu.run_maxima(x, np.array([65]), np.empty(1, np.uint32)),
+        lambda: cpu.run_maxima(x, i.astype(np.int32)),
         lambda: _cpu.row_sums(x, np.empty(3)),
         lambda: _cpu.run_sums(1, x, np.array([0, 64]), np.empty(2)),
         lambda: _cpu.encode_signs(x, x, None, np.empty(7, "u1"), np.empty(8, "f4")),

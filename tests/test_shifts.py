@@ -10,6 +10,7 @@ import oracles
 from every import every
 
 from cpdhpc.formats import SHIFT_BIAS, SHIFT_NONFINITE, Cast, FloatFormat, parse_format
+from cpdhpc.ops.common import fitting_shift
 
 SHIFTED = ("e5m2", "e4m3", "e4m3fn", "e2m1fn", "e3m0", "e6m9", "fp16", "e1m2fn", "e7m8", "bf16")
 FLT_MAX = 0x7F7FFFFF
@@ -56,11 +57,11 @@ def test_shift_is_undone_exactly(ops: Any, name: str) -> None:
         *(parse_format(n) for n in ("e4m3fn", "e2m1fn", "e1m0fn", "e1m6fn")),
     ],
 )
-def test_fitting_shift_is_the_largest_that_fits(ops: Any, fmt: FloatFormat) -> None:
+def test_fitting_shift_is_the_largest_that_fits(fmt: FloatFormat) -> None:
     significand = fmt.max_significand
     fractions = {0, 1, significand, 0x7FFFFF, 0x400000, (significand + 1) & 0x7FFFFF}
     bits = sorted({(e << 23) | f for e in range(255) for f in fractions} | {2, 3, 5, 1000})
-    got = ops.fitting_shift(np.array(bits, np.uint32), fmt).astype(int) - SHIFT_BIAS
+    got = fitting_shift(np.array(bits, np.uint32), fmt).astype(int) - SHIFT_BIAS
     largest = Fraction(fmt.max)
     for amax_bits, k in zip(bits, got.tolist(), strict=True):
         amax = Fraction(float(np.uint32(amax_bits).view(np.float32)))
@@ -72,8 +73,8 @@ def test_fitting_shift_is_the_largest_that_fits(ops: Any, fmt: FloatFormat) -> N
         assert amax * Fraction(2) ** (k + 1) > largest or k == fmt.shift_max
 
 
-def test_fitting_shift_of_nonfinite(ops: Any) -> None:
+def test_fitting_shift_of_nonfinite() -> None:
     bits = np.array([0x7F800000, 0x7F800001, 0x7FFFFFFF, FLT_MAX], np.uint32)
-    marks = ops.fitting_shift(bits, parse_format("e5m2"))
+    marks = fitting_shift(bits, parse_format("e5m2"))
     assert marks.dtype == np.uint8
     assert (marks == SHIFT_NONFINITE).tolist() == [True, True, True, False]

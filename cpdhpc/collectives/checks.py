@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ..formats import TILE, Format, sum_bits, tiles
 from ..methods import MAX_SUM_BITS, SUMMING, check_bool, check_integer, said_by
 from ..ops import backend_of, misread, on_gpu, to_host, type_name
+from ..ops.common import NONFINITE_BITS
 from ..randomness import check_key
 from ..world.ranks import Ranks
 from .blocks import ALLREDUCE
@@ -353,9 +354,6 @@ def _has_part(name: str, others: Iterable[str]) -> bool:
 
 
 SHOWN = 120  # characters of a value that differs
-
-
-NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
 
 
 SUMS = (ALLREDUCE, *SUMMING)

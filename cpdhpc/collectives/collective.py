@@ -18,6 +18,7 @@ import numpy as np
 
 from ..methods import COLLECTIVES, USUAL, check_whole, said_by, suggest
 from ..ops import backend_of, on_gpu
+from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import Array
 from ..partition import split
 from ..world.mpi import as_world
@@ -26,7 +27,6 @@ from .allreduce import refuse_freed, run_programs, warn_of_error
 from .blocks import SHARES, Blocks, Share
 from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
-    NONFINITE_BITS,
     NonFiniteGradient,
     amax_of,
     check_alike,

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..collectives.allreduce import Allreduce, Unagreed
-from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, check_alike, is_finite
+from ..collectives.checks import NonFiniteGradient, check_alike, is_finite
 from ..collectives.method import AUTO, Machine, as_machine, configured
 from ..formats import TILE, FloatFormat, TableFormat
 from ..methods import USUAL, suggest
 from ..ops import backend_of, on_gpu, to_host
+from ..ops.common import NONFINITE_BITS
 from ..options import Allowed, check_fields
 from ..randomness import Key, random_key
 from ..table_formats import spelled
@@ -446,32 +447,6 @@ def _problem(name: str, mean: object, bucket: Bucket) -> Exception | None:
     except ValueError as error:
         return ValueError(f"{name}.aggregate: mean: {str(error).partition(': ')[2]}")
     return None
-
-
-def with_residuals(
-    method: Aggregator, gradients: Sequence[Array], bucket: Bucket, context: Context
-) -> list[Array]:
-    """Return gradients plus what each hosted rank keeps, new float32[bucket.size]. Collective.
-
-    What is kept is that of keep_residuals, 0 at first, and is not changed.
-    Raises on all ranks TypeError as check_place, NonFiniteGradient where one of a gradient or of
-    its sum is not finite.
-    """
-    check_place(method, context.world, gradients)
-    found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
-    with np.errstate(over="ignore", invalid="ignore"):  # looked at next
-        for name, start, stop in bucket.segments:
-            kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
-            for x, residual in zip(found, kept, strict=True):
-                add(x[start:stop], residual, x[start:stop])
-    raise_unless_finite(context.world, found, bucket)
-    return found
-
-
-def keep_residuals(xs: Sequence[Array], bucket: Bucket, context: Context) -> None:
-    """Keep what each hosted rank has not sent, float32[bucket.size], that nobody else uses."""
-    for name, start, stop in bucket.segments:
-        context.state.give(name, RESIDUAL, [x[start:stop] for x in xs])
 
 
 def nonfinite(

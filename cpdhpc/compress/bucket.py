@@ -160,10 +160,12 @@ class Entry:
 
     array: of own entries [hosted ranks, *shape], of shared ones as it was made
     redistribution: what becomes of an own entry at another number of ranks; None: it is shared
+    whole: the array of memory.keep that this one is a part of, which nobody else uses; or None
     """
 
     array: Array
     redistribution: Redistribution | None
+    whole: Array | None = None
 
 
 class State:
@@ -177,7 +179,8 @@ class State:
     def __init__(self, hosted: range, ranks: int) -> None:
         self.hosted, self.ranks = hosted, ranks
         self._entries: dict[Key, Entry] = {}
-        self.spares: dict[str, list[Array]] = {}  # see memory.take_spare; no part of what is kept
+        # By name and number of values, see memory.take_spare; no part of what is kept
+        self.spares: dict[tuple[str, int], list[Array]] = {}
 
     def own(
         self,
@@ -210,15 +213,23 @@ class State:
             )
         return list(entry.array)
 
-    def give(self, layer: str, name: str, rows: Sequence[Array]) -> Array:
+    def give(
+        self, layer: str, name: str, rows: Sequence[Array], whole: Array | None = None
+    ) -> Array | None:
         """Make arrays those of an entry that own made: rows of its dtype and shape, no more used.
 
-        The lone one of a process is not copied. Returns what the entry had.
+        The lone one of a process is not copied. whole: what it is a part of, see Entry. Returns
+        the whole of what the entry had.
         """
         entry = self._entries[layer, name]
-        former = entry.array
+        former = entry.whole
         entry.array = rows[0][None] if len(rows) == 1 else np.stack(rows)
+        entry.whole = whole
         return former
+
+    def has_part(self, whole: Array) -> bool:
+        """Whether the array of an entry is a part of whole."""
+        return any(entry.whole is whole for entry in self._entries.values())
 
     def shared(
         self, layer: str, name: str, make: Callable[[], Array], like: Array = ON_CPU

@@ -19,13 +19,10 @@ from .base import (
     Context,
     DenseMessages,
     Mean,
-    as_float,
-    check_place,
     checked_mean,
-    shared_largest,
 )
 from .bucket import Bucket
-from .memory import clear_mean, keep, take_spare
+from .memory import clear_mean, keep, with_residuals
 from .sparse import Epochs
 
 
@@ -62,7 +59,7 @@ class GradientFlow(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, clear_mean(context, bucket, gradients[0])
-        waiting = self._waiting(gradients, bucket, context)
+        waiting = with_residuals(self, gradients, bucket, context)
         spans = self._chosen(waiting, context)
         method, is_sent = self._allreduce(context.seed), _taken(spans, flat)
         parts = [np.concatenate([x[:0], *(x[each] for each in is_sent)]) for x in waiting]
@@ -79,24 +76,6 @@ class GradientFlow(DenseMessages):
         keep(context, bucket, RESIDUAL, waiting)
         shares = [_within(spans, start, stop) for _, start, stop in bucket.segments]
         return Mean.finite(flat, {"sent_share": np.array(shares)})
-
-    def _waiting(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
-        """Return gradients plus what waits, float32[bucket.size] of each hosted rank. Collective.
-
-        Raises as with_residuals.
-        """
-        check_place(self, context.world, gradients)
-        found, most = take_spare(context, RESIDUAL, bucket.size, gradients), 0
-        for x in found:
-            bucket.clear_gaps(x)
-        with np.errstate(over="ignore", invalid="ignore"):  # looked at next
-            for name, start, stop in bucket.segments:
-                kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
-                for x, gradient, residual in zip(found, gradients, kept, strict=True):
-                    sums = backend_of(x).accumulate
-                    most = max(most, sums(gradient[start:stop], residual, x[start:stop]))
-        shared_largest(context.world, found, bucket, as_float(most))
-        return found
 
     def _chosen(self, waiting: list[Array], context: Context) -> Array:
         """Return where what all ranks send begins and ends: int64[spans, 2]. Collective."""

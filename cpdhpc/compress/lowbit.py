@@ -33,16 +33,17 @@ from ..options import Allowed
 from ..randomness import random_key
 from .base import (
     LOSSES,
+    RESIDUAL,
     Aggregator,
     Array,
     Column,
     Context,
     Mean,
-    check_place,
     machine_of_auto,
     raise_unless_finite,
 )
 from .bucket import Bucket
+from .memory import keep, with_residuals
 
 
 @dataclass(frozen=True)
@@ -239,17 +240,7 @@ class LowBit(Aggregator):
         Rounded here, the contributions are numbers of the format, which travel as they are.
         """
         world, segments = context.world, bucket.segments
-        check_place(self, world, gradients)
-        memory = [
-            context.state.own(name, "residual", (stop - start,), like=gradients[0])
-            for name, start, stop in segments
-        ]
-        wanted, kernels = [gradient.copy() for gradient in gradients], backend_of(gradients[0])
-        with np.errstate(over="ignore", invalid="ignore"):  # told next
-            for (_, start, stop), residuals in zip(segments, memory, strict=True):
-                for x, residual in zip(wanted, residuals, strict=True):
-                    kernels.add(x[start:stop], residual, x[start:stop])
-        raise_unless_finite(world, wanted, bucket)
+        wanted = with_residuals(self, gradients, bucket, context)
         if method.algorithm in CHOSEN:
             method = method.chosen(world, wanted)
         shifts = method.shifts(world, wanted, segments)
@@ -258,9 +249,9 @@ class LowBit(Aggregator):
         reduced = method.run(
             world, sent, outs, iteration=context.iteration, segments=segments, shifts=known
         )
-        for (_, start, stop), residuals in zip(segments, memory, strict=True):
-            for x, q, residual in zip(wanted, sent, residuals, strict=True):
-                kernels.subtract(x[start:stop], q[start:stop], residual)
+        for x, q in zip(wanted, sent, strict=True):
+            backend_of(x).subtract(x, q, x)
+        keep(context, bucket, RESIDUAL, wanted)
         return reduced
 
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:

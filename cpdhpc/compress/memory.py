@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from ..ops import backend_of, on_gpu
-from .base import Array, Context, zeros
+from .base import (
+    RESIDUAL,
+    Aggregator,
+    Array,
+    Context,
+    as_float,
+    check_place,
+    shared_largest,
+    zeros,
+)
 from .bucket import Bucket
 
 
@@ -32,15 +41,56 @@ def take_spare(context: Context, name: str, n: int, gradients: Sequence[Array]) 
 
     On a GPU they are new: CuPy has a pool of its own.
     """
-    found = context.state.spares.pop(name, [])
-    is_there = not on_gpu(gradients[0]) and [x.size for x in found] == [n] * len(gradients)
+    found = context.state.spares.pop((name, n), [])
+    is_there = not on_gpu(gradients[0]) and len(found) == len(gradients)
     return found if is_there else [np.empty_like(x, shape=(n,)) for x in gradients]
 
 
 def give_spare(context: Context, name: str, xs: Sequence[Array]) -> None:
-    """Keep arrays that nobody uses any more for take_spare."""
+    """Keep arrays of one size that nobody uses any more for take_spare."""
     if not on_gpu(xs[0]):
-        context.state.spares[name] = list(xs)
+        context.state.spares[name, xs[0].size] = list(xs)
+
+
+def add_kept(
+    context: Context,
+    name: str,
+    gradients: Sequence[Array],
+    places: Iterable[tuple[str, slice, slice]],
+    out: Sequence[Array],
+) -> int:
+    """Write gradients plus a memory into out; return the bits of the largest magnitude of a sum.
+
+    gradients, out: of each hosted rank; places: of each layer its name, and where it lies in a
+    gradient and in out. NaN is larger than infinity.
+    """
+    most = 0
+    for layer, source, place in places:
+        kept = context.state.own(layer, name, (place.stop - place.start,), like=out[0])
+        for x, gradient, memory in zip(out, gradients, kept, strict=True):
+            bits = backend_of(x).accumulate(gradient[source], memory, x[place])
+            most = max(most, bits)
+    return most
+
+
+def with_residuals(
+    method: Aggregator, gradients: Sequence[Array], bucket: Bucket, context: Context
+) -> list[Array]:
+    """Return gradients plus the memory "residual", float32[bucket.size] each. Collective.
+
+    They are of each hosted rank, with zeros between the layers. The memory is that of keep, 0 at
+    first, and is not changed.
+    Raises on all ranks TypeError as check_place, NonFiniteGradient if a gradient, or its sum with
+    the memory, is not finite.
+    """
+    check_place(method, context.world, gradients)
+    found = take_spare(context, RESIDUAL, bucket.size, gradients)
+    for x in found:
+        bucket.clear_gaps(x)
+    lie = [(name, slice(start, stop), slice(start, stop)) for name, start, stop in bucket.segments]
+    most = add_kept(context, RESIDUAL, gradients, lie, found)
+    shared_largest(context.world, found, bucket, as_float(most))
+    return found
 
 
 def keep(
@@ -53,20 +103,17 @@ def keep(
     """Make float32[layout.size] of each hosted rank, that nobody uses any more, its memory.
 
     layers: those that have one; None: all of them
-    The layers' memories, an entry each, become parts of it; what they were parts of, if all were of
-    one array that keep has made theirs, is spare.
+    The layers' memories, an entry each, become parts of it. An array that an earlier call has made
+    the memory becomes spare as soon as no entry is a part of it.
     """
+    whole = xs[0] if len(xs) == 1 and not on_gpu(xs[0]) else None  # else entries are copies
     former = [
-        context.state.give(layer, name, [x[start:stop] for x in xs])
+        context.state.give(layer, name, [x[start:stop] for x in xs], whole)
         for layer, start, stop in layout.segments
         if layers is None or layer in layers
     ]
-    if len(xs) > 1:  # which have been copied
+    spare = {id(x): x for x in former if x is not None and not context.state.has_part(x)}
+    for x in spare.values():
+        give_spare(context, name, [x])
+    if len(xs) > 1:
         give_spare(context, name, xs)
-    if len(xs) > 1 or not former or on_gpu(former[0]):
-        return
-    base = former[0].base
-    if base is None or base is xs[0] or any(each.base is not base for each in former):
-        return
-    if isinstance(base, np.ndarray) and base.shape == xs[0].shape and base.flags.owndata:
-        give_spare(context, name, [base])

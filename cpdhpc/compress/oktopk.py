@@ -25,6 +25,7 @@ from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather, neighbours
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
+from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import parse_wire
 from ..options import Allowed
 from ..partition import split
@@ -36,7 +37,6 @@ from .payload import decode_sparse, encode_sparse
 from .sparse import Density, SparseMessages, Warmup, count_of, density_at
 
 UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
-INFINITY = 0x7F800000  # as bits: what a rank without sums finds
 Pairs = tuple[Array, Array]  # indices, uint32[m], ascending, and their values, float32[m]
 Period = Annotated[int, Allowed(ge=1)]  # an option: iterations
 
@@ -263,12 +263,14 @@ def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
         if total <= 2 * k:
             return least
         found = [
-            backend_of(region).kth_magnitude(region, -(-k * size // total)) if size else INFINITY
+            backend_of(region).kth_magnitude(region, -(-k * size // total))
+            if size
+            else NONFINITE_BITS  # a rank without sums
             for region, size in zip(regions, sizes, strict=True)
         ]
         before, least = (
             least,
-            _below(np.uint32(min(INFINITY, *_of_all(world, found))).view(np.float32)),
+            _below(np.uint32(min(NONFINITE_BITS, *_of_all(world, found))).view(np.float32)),
         )
         if least <= before:
             return before

@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 
 from ..collectives.allreduce import Allreduce
-from ..collectives.checks import NONFINITE_BITS
 from ..collectives.method import Segment, configured
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of
+from ..ops.common import NONFINITE_BITS
 from .base import (
     RESIDUAL,
     Aggregator,
@@ -28,7 +28,7 @@ from .base import (
     shared_largest,
 )
 from .bucket import Bucket
-from .memory import empty_mean, give_spare, keep, take_spare
+from .memory import empty_mean, keep, take_spare
 from .sparse import Epochs
 
 
@@ -63,7 +63,8 @@ class OneBit(Aggregator):
         check_place(self, world, gradients)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
         coded = [] if context.epoch < self.dense_epochs else coded
-        rests = take_spare(context, RESIDUAL, bucket.size, gradients) if coded else []
+        keeps = self.error_feedback and bool(coded)
+        rests = take_spare(context, RESIDUAL, bucket.size, gradients) if keeps else []
         own_signs, own_pairs = self._encoded(gradients, rests, coded, bucket, context)
         signs, pairs = allgather(world, own_signs), allgather(world, own_pairs)
         most, sign_at, pair_at = 0, 0, 0
@@ -81,10 +82,8 @@ class OneBit(Aggregator):
             checked_mean(world, _coded_alone(flat, coded, bucket), gradients, bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in coded]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
-        if self.error_feedback and coded:
+        if keeps:
             keep(context, bucket, RESIDUAL, rests, [bucket.names[i] for i in coded])
-        elif coded:
-            give_spare(context, RESIDUAL, rests)
         return Mean.finite(flat)
 
     def _encoded(
@@ -97,7 +96,8 @@ class OneBit(Aggregator):
     ) -> tuple[list[Array], list[Array]]:
         """Return the signs and pairs of each hosted rank, and write what is lost. Collective.
 
-        rests: float32[bucket.size] of each hosted rank, written where layers are coded
+        rests: float32[bucket.size] of each hosted rank, written where layers are coded; none
+            without error feedback
         Raises NonFiniteGradient where a gradient, or its sum with what waits, is not finite.
         """
         signs, pairs = [list[Array]() for _ in gradients], [list[Array]() for _ in gradients]
@@ -107,12 +107,13 @@ class OneBit(Aggregator):
             if i not in coded:
                 found.append(bits_of_largest([x[start:stop] for x in gradients]))
                 continue
-            memory[segment] = context.state.own(name, RESIDUAL, (stop - start,), like=gradients[0])
-            shape = bucket.shapes[i][0], -1
-            for row, (x, kept) in enumerate(zip(gradients, memory[segment], strict=True)):
-                rest = rests[row][start:stop].reshape(shape) if self.error_feedback else None
+            shape, n = (bucket.shapes[i][0], -1), stop - start
+            if rests:
+                memory[segment] = context.state.own(name, RESIDUAL, (n,), like=gradients[0])
+            for row, x in enumerate(gradients):
+                both = [memory[segment][row], rests[row][start:stop]] if rests else []
                 sign, pair, bits = backend_of(x).encode_signs(
-                    x[start:stop].reshape(shape), kept.reshape(shape), rest
+                    *(each.reshape(shape) for each in (x[start:stop], *both))
                 )
                 signs[row].append(sign)
                 pairs[row].append(pair.reshape(-1))

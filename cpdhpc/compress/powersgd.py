@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from ..collectives.checks import NONFINITE_BITS
 from ..ops import backend_of, placed, to_host
+from ..ops.common import NONFINITE_BITS
 from ..options import Allowed
 from .base import (
     HALF_ULP,

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from ..collectives.checks import NONFINITE_BITS
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast
 from ..ops import backend_of, to_host
+from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import Exact
 from ..options import Allowed
 from ..world.ranks import Ranks

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..collectives.sparse import broadcast
 from ..ops import backend_of, placed, to_host
+from ..ops.common import MAGNITUDE
 from ..options import Allowed
 from .base import (
     RESIDUAL,
@@ -172,13 +173,14 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     end, where it has too few values.
     """
     if per_chunk == 1:
-        return np.asarray(backend_of(x).chunk_leaders(x, chunk_values)).reshape(-1, 1)
+        leaders: Array = backend_of(x).chunk_leaders(x, chunk_values)
+        return leaders.reshape(-1, 1)
     found = []
     for part in blocks(x, chunk_values):
         own = x[part]
         size = -(-own.size // chunk_values) * chunk_values
         bits = np.full_like(x, -1, shape=(size,), dtype=np.int32)  # in the order of magnitudes
-        np.bitwise_and(own.view(np.int32), np.int32(0x7FFFFFFF), out=bits[: own.size])
+        np.bitwise_and(own.view(np.int32), np.int32(MAGNITUDE), out=bits[: own.size])
         chunks, columns = bits.reshape(-1, chunk_values), []
         rows = placed(np.arange(len(chunks)), x)
         for _ in range(per_chunk):

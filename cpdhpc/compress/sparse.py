@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from ..collectives.allreduce import Allreduce
-from ..collectives.checks import NONFINITE_BITS
 from ..collectives.method import configured
 from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
+from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import parse_wire
 from ..options import Allowed
 from .base import (
@@ -36,7 +36,7 @@ from .base import (
     shared_largest,
 )
 from .bucket import Bucket
-from .memory import clear_mean, keep, take_spare
+from .memory import add_kept, clear_mean, keep, take_spare
 from .momentum import MOMENTUM
 from .payload import decode_sparse, encode_sparse
 
@@ -212,13 +212,9 @@ class SparseLayers:
             if check:
                 self.check(own, context)
             return own
-        found, most = take_spare(context, RESIDUAL, self.coded.size, gradients), 0
-        memories = self._memories(found, context, RESIDUAL)
-        with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass, or later
-            for (source, _), (place, memory) in zip(self._places, memories, strict=True):
-                for x, gradient, kept in zip(found, gradients, memory, strict=True):
-                    bits = backend_of(x).accumulate(gradient[source], kept, x[place])
-                    most = max(most, bits)
+        found = take_spare(context, RESIDUAL, self.coded.size, gradients)
+        lie = [(n, *places) for n, places in zip(self.coded.names, self._places, strict=True)]
+        most = add_kept(context, RESIDUAL, gradients, lie, found)
         if check and self.coded.size:
             shared_largest(context.world, found, self.coded, as_float(most))
         return found

@@ -9,13 +9,12 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 
 from ..collectives.allreduce import Allreduce
-from ..collectives.checks import NONFINITE_BITS
 from ..collectives.method import Segment, configured
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
-from ..ops.common import MAGNITUDE
+from ..ops.common import MAGNITUDE, NONFINITE_BITS
 from ..ops.payloads import Exact
 from ..options import Allowed
 from ..world.ranks import Ranks
@@ -198,5 +197,5 @@ def _deviation(x: Array) -> float:
 
 def _all_beyond(x: Array, limit: np.float32) -> bool:
     """Whether none of float32[n] is within the limit: of most layers the first block has some."""
-    magnitudes = (x[part].view(np.uint32) & np.uint32(MAGNITUDE) for part in blocks(x))
+    magnitudes = (x[part].view(np.uint32) & MAGNITUDE for part in blocks(x))
     return not any((each <= limit.view(np.uint32)).any() for each in magnitudes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ..formats import SHIFT_BIAS, SHIFT_NONFINITE, TILE, Format, tiles
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MAGNITUDE = np.uint32(0x7FFFFFFF)  # float32 bits without the sign
+Term = Literal["magnitude", "square"]  # what is added of a value, besides itself
 NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
 
 _chosen: list[int] = []  # what set_kernel_threads was given, or what OMP_NUM_THREADS said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ..randomness import Key
 from .common import (
     MAGNITUDE,
     NONFINITE_BITS,
+    Term,
     check_rank,
     check_size,
     kernel_threads,
@@ -331,10 +332,6 @@ def matmul(
 
 # Sums and products whose order of additions is NumPy's, as the GPU's are. Sums are in float64 and
 # add in pairs: halves of halves, down to 128 values, of which eight are summed side by side.
-# np.einsum's products are in float32: sums over columns have four sums side by side, those over
-# rows are in the order of rows. On x86-64, that is: NumPy on other processors fuses products into
-# sums.
-Term = Literal["magnitude", "square"]
 TERMS = ("value", *get_args(Term))  # as kernels/passes.h numbers them
 
 
@@ -363,36 +360,37 @@ def square_sum(x: Array, center: float = 0.0) -> float:
 def run_maxima(x: Array, ends: Array) -> Array:
     """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is."""
     _check("x", x, np.float32)
+    _check("ends", ends, np.int64)
     found = np.empty(ends.size, np.uint32)
     _cpu.run_maxima(x, ends, found)
     return found.view(np.float32)
 
 
-def multiply_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> int:
+def multiply_runs(x: Array, each: Array, ends: Array, out: Array) -> int:
     """Write x times its runs' numbers into out; see ops.reference."""
-    return _scaled(False, x, each, ends, out, start, None)
+    return _scaled(False, x, each, ends, out, None)
 
 
 def divide_runs(
-    x: Array, each: Array, ends: Array, out: Array, start: int = 0, limits: Array | None = None
+    x: Array, each: Array, ends: Array, out: Array, limits: Array | None = None
 ) -> None:
     """Write x over its runs' numbers into out, cut to limits if given; see ops.reference."""
-    _scaled(True, x, each, ends, out, start, limits)
+    _scaled(True, x, each, ends, out, limits)
 
 
 def divide_all(x: Array, divisor: float, out: Array) -> int:
     """Write x over divisor into out, float32[n]; return the bits of the largest magnitude."""
-    return _scaled(True, x, np.array([divisor], np.float32), np.array([x.size]), out, 0, None)
+    return _scaled(True, x, np.array([divisor], np.float32), np.array([x.size]), out, None)
 
 
 def _scaled(
-    divides: bool, x: Array, each: Array, ends: Array, out: Array, start: int, limits: Array | None
+    divides: bool, x: Array, each: Array, ends: Array, out: Array, limits: Array | None
 ) -> int:
     _check("x", x, np.float32)
     _check("out", out, np.float32)
     _check("each", each, np.float32)
     _check("ends", ends, np.int64)
-    arrays = x, each, ends, start, limits, out
+    arrays = x, each, ends, limits, out
     return int(_cpu.scale_runs(kernel_threads(), divides, *arrays))
 
 
@@ -515,10 +513,13 @@ def mark_drawn(draws: Array, n: int, words: Array) -> int:
     return int(_cpu.mark_drawn(draws, n, words))
 
 
-def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array, int]:
+def encode_signs(
+    x: Array, kept: Array | None = None, rest: Array | None = None
+) -> tuple[Array, Array, int]:
     """Return the signs of x + kept, rows' two means, and its largest bits; see ops.reference."""
-    for name, array in (("x", x), ("kept", kept), ("rest", x if rest is None else rest)):
-        _check(name, array, np.float32)
+    for name, array in (("x", x), ("kept", kept), ("rest", rest)):
+        if array is not None:
+            _check(name, array, np.float32)
     signs, pairs = np.empty(-(-x.size // 8), np.uint8), np.empty((len(x), 2), np.float32)
     return signs, pairs, int(_cpu.encode_signs(x, kept, rest, signs, pairs))
 
@@ -570,7 +571,7 @@ def encode_runs(
     _check("x", x, np.float32)
     _check("each", each, np.float32)
     _check("ends", ends, np.int64)
-    how = kernel_threads(), cast_numbers(cast), trits, key, 0, shift
+    how = kernel_threads(), cast_numbers(cast), trits, key, shift
     _cpu.encode_runs(*how, x, each, ends, factor, payload)
 
 

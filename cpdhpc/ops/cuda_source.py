@@ -51,7 +51,7 @@ ARITHMETIC = (
     "divide_runs",
     "row_products",
     "column_products",
-    "add_outer",
+    "outer",
     "accumulate",
     "cut_runs",
     "move_boxes",

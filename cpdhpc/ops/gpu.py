@@ -20,10 +20,17 @@ from ..formats import (
     tiles,
 )
 from ..randomness import Key
-from .common import MAGNITUDE, check_rank, check_size, radix_select, threshold_bits
-from .common import fitting_shift as fitting_shift_on_host
+from .common import (
+    MAGNITUDE,
+    NONFINITE_BITS,
+    Term,
+    check_rank,
+    check_size,
+    radix_select,
+    threshold_bits,
+)
 from .common import stream_words as stream_words
-from .cpu import Term
+from .cpu import TERMS
 from .cuda_source import Fixed
 from .gpu_runtime import (
     NULL,
@@ -94,11 +101,6 @@ def amax_tiles(x: Array) -> Array:
     amax = cupy.empty(tiles(x.size), np.uint32)
     launch("amax_tiles", tile_blocks(x.size), x, np.int64(x.size), amax)
     return amax
-
-
-def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
-    """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max."""
-    return cupy.asarray(fitting_shift_on_host(to_host(amax_bits), fmt))
 
 
 def encode_tiles(
@@ -445,13 +447,15 @@ def move_boxes(
 
 # Sums and products in NumPy's order of additions. The GPU sums up to 128 values a thread, the
 # leaves of NumPy's tree; the tree's upper part, a 64th of the bytes, is summed on the CPU.
-VALUE, MAGNITUDES, SQUARES = range(3)  # as kernels/cuda_sums.h numbers them
 LEAF = 128  # values that NumPy sums without halving them
 BUFFER = 8192  # values that NumPy makes float64 at once; it adds those sums one after another
 
 
-def _pairwise(x: Array, starts: HostArray, stops: HostArray, of: int, center: float) -> HostArray:
-    """Return the sum of each part of float32[n]: int64[parts] to NumPy's float64[parts]."""
+def _pairwise(x: Array, starts: HostArray, stops: HostArray, of: str, center: float) -> HostArray:
+    """Return the sum of each part of float32[n]: int64[parts] to NumPy's float64[parts].
+
+    of: one of TERMS, what is added of each value
+    """
     sizes, halved = stops - starts, list[HostArray]()
     while (is_long := sizes > LEAF).any():
         counts = 1 + is_long
@@ -464,7 +468,8 @@ def _pairwise(x: Array, starts: HostArray, stops: HostArray, of: int, center: fl
         halved.append(is_long)
     found = cupy.empty(starts.size, np.float64)
     leaves = (cupy.asarray(starts), cupy.asarray(sizes), np.int64(starts.size), found)
-    launch("leaf_sums", element_blocks(starts.size), np.int32(of), np.float64(center), x, *leaves)
+    term = np.int32(TERMS.index(of)), np.float64(center)
+    launch("leaf_sums", element_blocks(starts.size), *term, x, *leaves)
     sums = to_host(found)
     for is_long in reversed(halved):
         first = np.cumsum(1 + is_long) - (1 + is_long)
@@ -483,7 +488,7 @@ def row_sums(x: Array) -> HostArray:
     begins = np.arange(0, columns, BUFFER)
     starts = (np.arange(rows)[:, None] * columns + begins).ravel()
     stops = starts + np.tile(np.minimum(columns - begins, BUFFER), rows)
-    parts = _pairwise(x.reshape(-1), starts, stops, VALUE, 0.0).reshape(rows, -1)
+    parts = _pairwise(x.reshape(-1), starts, stops, "value", 0.0).reshape(rows, -1)
     total = np.zeros(rows)
     for part in parts.T:
         total += part
@@ -497,11 +502,8 @@ def run_sums(x: Array, starts: HostArray, of: Term) -> HostArray:
     """
     check("x", x, np.float32)
     first = to_host(x[cupy.asarray(starts)]).astype(np.float64)
-    if of == "magnitude":
-        kind, sums = MAGNITUDES, np.abs(first)
-    else:
-        kind, sums = SQUARES, np.square(first)
-    sums += _pairwise(x, starts + 1, np.append(starts[1:], x.size), kind, 0.0)
+    sums = np.abs(first) if of == "magnitude" else np.square(first)
+    sums += _pairwise(x, starts + 1, np.append(starts[1:], x.size), of, 0.0)
     return np.asarray(sums)
 
 
@@ -511,28 +513,23 @@ def square_sum(x: Array, center: float = 0.0) -> float:
     if not x.size:
         return 0.0
     ends = np.array([0]), np.array([x.size])
-    return float(_pairwise(x.reshape(-1), *ends, SQUARES, center)[0])
+    return float(_pairwise(x.reshape(-1), *ends, "square", center)[0])
 
 
-def multiply_runs(x: Array, each: HostArray, ends: HostArray, out: Array, start: int = 0) -> int:
+def multiply_runs(x: Array, each: HostArray, ends: HostArray, out: Array) -> int:
     """Write x times its runs' numbers into out; see ops.reference."""
-    _runs("multiply_runs", x, each, ends, out, start)
+    _runs("multiply_runs", x, each, ends, out)
     return _largest(out)
 
 
 def divide_runs(
-    x: Array,
-    each: HostArray,
-    ends: HostArray,
-    out: Array,
-    start: int = 0,
-    limits: HostArray | None = None,
+    x: Array, each: HostArray, ends: HostArray, out: Array, limits: HostArray | None = None
 ) -> None:
     """Write x over its runs' numbers into out, cut to limits if given; see ops.reference."""
     if limits is not None:
-        _runs("cut_runs", x, limits.view(np.uint32), ends, out, start)
+        _runs("cut_runs", x, limits.view(np.uint32), ends, out)
         x = out
-    _runs("divide_runs", x, each, ends, out, start)
+    _runs("divide_runs", x, each, ends, out)
 
 
 def divide_all(x: Array, divisor: float, out: Array) -> int:
@@ -546,10 +543,10 @@ def _largest(x: Array) -> int:
     return int(to_host(amax_tiles(x.reshape(-1))).max(initial=0))
 
 
-def _runs(name: str, x: Array, each: HostArray, ends: HostArray, out: Array, start: int) -> None:
+def _runs(name: str, x: Array, each: HostArray, ends: HostArray, out: Array) -> None:
     check("x", x, np.float32)
     check("out", out, np.float32, x.size)
-    runs = (cupy.asarray(each), cupy.asarray(ends - start), np.int64(ends.size))
+    runs = (cupy.asarray(each), cupy.asarray(ends), np.int64(ends.size))
     launch(name, element_blocks(x.size), x, np.int64(x.size), *runs, out)
 
 
@@ -634,18 +631,19 @@ def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
     """Return where in each chunk its largest magnitude is first: float32[n] to int64[chunks]."""
     check("x", x, np.float32)
     size = -(-x.size // chunk_values) * chunk_values
-    bits = cupy.asarray(np.full(size, -1, np.int32))  # in the order of magnitudes
+    bits = cupy.full_like(x, -1, np.int32, shape=(size,))  # in the order of magnitudes
     bits[: x.size] = x.view(np.int32) & np.int32(MAGNITUDE)
     return np.asarray(to_host(bits.reshape(-1, chunk_values).argmax(axis=1)), np.int64)
 
 
 def encode_signs(
-    x: Array, kept: Array, rest: Array | None = None
+    x: Array, kept: Array | None = None, rest: Array | None = None
 ) -> tuple[HostArray, HostArray, int]:
     """Return the signs of x + kept, rows' two means, NumPy's, and its largest bits."""
-    total = add(x, kept)
+    total = x if kept is None else add(x, kept)
     bits = total.view(np.int32)
-    positive = (bits >= 0) | (bits == np.int32(-(1 << 31)))  # -0.0; subnormal numbers are not 0
+    magnitude = bits & np.int32(MAGNITUDE)  # subnormal numbers are not 0
+    positive = (bits >= 0) | (magnitude == 0) | (magnitude > np.int32(NONFINITE_BITS))
     mask = np.negative(positive.astype(np.int32))
     counts = to_host(positive.sum(axis=1, dtype=np.int32))
     above = row_sums((bits & mask).view(np.float32))
@@ -725,7 +723,7 @@ def mean_runs(
             came, words = words, cupy.empty(packed_bytes(out.size, bits), np.uint8)
             unpack_trits(came, words)
         decode_integers_tiles(words, 0, shifts, fmt, term)
-        _runs("multiply_runs", term, numbers, ends, term, 0)
+        _runs("multiply_runs", term, numbers, ends, term)
         add(out, term, out)
     divide(out, np.float32(len(payloads)), out)
     return _largest(out)
@@ -746,8 +744,13 @@ def put(out: Array, indices: Array, values: Array) -> None:
 
 def outer(firsts: Array, seconds: Array, out: Array) -> int:
     """Write the sum of products of columns and rows; see ops.reference."""
-    out[...] = 0
-    add_outer(out, firsts, seconds)
+    n, columns = out.shape
+    check("out", out, np.float32)
+    check("firsts", firsts, np.float32, len(firsts) * n)
+    check("seconds", seconds, np.float32, len(firsts) * columns)
+    sizes = (np.int64(n), np.int64(columns))
+    count = np.int64(len(firsts))
+    launch("outer", element_blocks(out.size), out, *sizes, firsts, seconds, count)
     return _largest(out)
 
 
@@ -768,14 +771,3 @@ def _products(name: str, m: Array, rows: Array, summed: int, kept: int) -> Array
     sizes = (np.int64(m.shape[0]), np.int64(m.shape[1]))
     launch(name, element_blocks(out.size), m, *sizes, rows, np.int64(len(rows)), out)
     return out
-
-
-def add_outer(total: Array, firsts: Array, seconds: Array) -> None:
-    """Add the products of columns and rows to a matrix: float32[n, k], [r, n], [r, k]."""
-    n, columns = total.shape
-    check("total", total, np.float32)
-    check("firsts", firsts, np.float32, len(firsts) * n)
-    check("seconds", seconds, np.float32, len(firsts) * columns)
-    sizes = (np.int64(n), np.int64(columns))
-    count = np.int64(len(firsts))
-    launch("add_outer", element_blocks(total.size), total, *sizes, firsts, seconds, count)

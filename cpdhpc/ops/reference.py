@@ -28,7 +28,7 @@ from ..formats import (
 )
 from ..randomness import Key
 from . import products, tables
-from .common import MAGNITUDE, check_rank, threshold_bits
+from .common import MAGNITUDE, Term, check_rank, threshold_bits
 from .common import fitting_shift as fitting_shift
 from .common import stream_words as stream_words
 from .products import Products
@@ -290,7 +290,7 @@ def amax_tiles(x: Array) -> Array:
     x: float32[n]; returns uint32[ceil(n / 1024)]
     """
     padded = np.zeros(tiles(x.size) * TILE, np.uint32)
-    padded[: x.size] = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    padded[: x.size] = x.view(np.uint32) & MAGNITUDE
     return padded.reshape(-1, TILE).max(1)
 
 
@@ -369,7 +369,7 @@ def encode_tiles(
     padded[: x.size] = x
     padded = _turned(padded, cast.fmt)
     if fit:
-        magnitudes = padded.view(np.uint32) & np.uint32(0x7FFFFFFF)
+        magnitudes = padded.view(np.uint32) & MAGNITUDE
         amax = _blocks(magnitudes, max(1, shifts.size // max(1, count))).max((2, 4)).reshape(-1)
         shifts[:] = _flipped(fitting_shift(amax, cast.fmt), cast.fmt)
     stored = _per_value(_flipped(shifts, cast.fmt), count)
@@ -500,6 +500,25 @@ def chunk_leaders(x: Array, chunk_values: int) -> Array:
     return np.array(found, np.int64)
 
 
+def row_sums(x: Array) -> Array:
+    """Return the sum of each row: float32[rows, columns] to float64[rows]."""
+    return np.asarray(x.sum(axis=1, dtype=np.float64))
+
+
+def run_sums(x: Array, starts: Array, of: Term) -> Array:
+    """Return the sum of magnitudes or squares of each run: float32[n], int64[runs] to float64.
+
+    starts: where the runs begin, ascending; the last one ends with x
+    """
+    wide = x.astype(np.float64)
+    return np.add.reduceat(np.abs(wide) if of == "magnitude" else np.square(wide), starts)
+
+
+def square_sum(x: Array, center: float = 0.0) -> float:
+    """Return the sum of squares of x - center, float32[n]."""
+    return float(np.square(x - np.float64(center)).sum())
+
+
 def run_maxima(x: Array, ends: Array) -> Array:
     """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is.
 
@@ -511,27 +530,26 @@ def run_maxima(x: Array, ends: Array) -> Array:
     return np.array(found, np.uint32).view(np.float32)
 
 
-def multiply_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> int:
+def multiply_runs(x: Array, each: Array, ends: Array, out: Array) -> int:
     """Write x times its runs' numbers into out; return the bits of the largest magnitude.
 
-    each: float32[runs], of runs that end at ends, int64[runs]
-    start: the place of x, float32[n], in what the runs are of
+    x: float32[n]; each: float32[runs], of runs that end at ends, int64[runs]
     """
-    np.multiply(x, _spread(each, ends, start, x.size), out=out)
+    np.multiply(x, _spread(each, ends, x.size), out=out)
     return _largest_bits(out)
 
 
 def divide_runs(
-    x: Array, each: Array, ends: Array, out: Array, start: int = 0, limits: Array | None = None
+    x: Array, each: Array, ends: Array, out: Array, limits: Array | None = None
 ) -> None:
     """Write x over its runs' numbers into out; see multiply_runs.
 
-    limits: float32[runs]: x is cut to +-limit before
+    limits: float32[runs], above 0: x is cut to +-limit before; NaN stays NaN
     """
     if limits is not None:
-        limit = _spread(limits, ends, start, x.size)
+        limit = _spread(limits, ends, x.size)
         x = np.minimum(np.maximum(x, -limit), limit)
-    np.divide(x, _spread(each, ends, start, x.size), out=out)
+    np.divide(x, _spread(each, ends, x.size), out=out)
 
 
 def divide_all(x: Array, divisor: float, out: Array) -> int:
@@ -540,24 +558,27 @@ def divide_all(x: Array, divisor: float, out: Array) -> int:
     return _largest_bits(out)
 
 
-def _spread(each: Array, ends: Array, start: int, n: int) -> Array:
-    return each[np.searchsorted(ends, np.arange(start, start + n), side="right")]
+def _spread(each: Array, ends: Array, n: int) -> Array:
+    return each[np.searchsorted(ends, np.arange(n), side="right")]
 
 
 def _largest_bits(x: Array) -> int:
     return int((x.view(np.uint32) & MAGNITUDE).max(initial=0))
 
 
-def encode_signs(x: Array, kept: Array, rest: Array | None = None) -> tuple[Array, Array, int]:
+def encode_signs(
+    x: Array, kept: Array | None = None, rest: Array | None = None
+) -> tuple[Array, Array, int]:
     """Return the signs of x + kept as bits, the two means of each row, and its largest bits.
 
-    x, kept: float32[rows, columns]; rest: what x + kept is more than the means, written if given
-    Returns uint8[bytes], a bit for each value, set where it is not below 0, the first one the
-    highest of its byte; float32[rows, 2]: the means of the values below 0 and of the others; and
-    the float32 bits of the largest magnitude of x + kept.
+    x, kept: float32[rows, columns], kept 0 if not given; rest: what x + kept is more than the
+        means, written if given
+    Returns uint8[bytes], a bit for each value, set where it is not below 0, as NaN is not, the
+    first one the highest of its byte; float32[rows, 2]: the means of the values below 0 and of the
+    others; and the float32 bits of the largest magnitude of x + kept.
     """
-    total = x + kept
-    positive = total >= 0
+    total = x if kept is None else x + kept
+    positive = ~(total < 0)
     counts = positive.sum(axis=1)
     below = np.where(positive, np.float32(0), total).sum(axis=1, dtype=np.float64)
     above = np.where(positive, total, np.float32(0)).sum(axis=1, dtype=np.float64)
@@ -580,6 +601,35 @@ def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, div
         out += np.where(positive, pair[:, 1:], pair[:, :1])
     out /= np.float32(divisor)
     return _largest_bits(out.reshape(-1))
+
+
+def row_products(m: Array, rows: Array) -> Array:
+    """Return the product of m with each of some rows: float32[n, k], [r, k] to [r, n].
+
+    A sum over columns has four sums side by side: of 16 columns the last four come first. What is
+    missing of the last four is zeros. These are the additions of np.einsum on x86-64.
+    """
+    columns = m.shape[1]
+    padded, others = (np.zeros((len(x), -(-columns // 4) * 4), np.float32) for x in (m, rows))
+    padded[:, :columns], others[:, :columns] = m, rows
+    whole = columns // 16 * 16
+    order = [j + k for j in range(0, whole, 16) for k in (12, 8, 4, 0)]
+    side = np.zeros((len(rows), len(m), 4), np.float32)
+    for j in [*order, *range(whole, columns, 4)]:
+        side = padded[:, j : j + 4] * others[:, None, j : j + 4] + side
+    found = (side[..., 0] + side[..., 1]) + (side[..., 2] + side[..., 3])
+    return np.asarray(found + np.float32(0))
+
+
+def column_products(m: Array, rows: Array) -> Array:
+    """Return the product of m, transposed, with each of some rows: [n, k], [r, n] to [r, k].
+
+    A sum over rows of m is in their order, from 0 on.
+    """
+    out = np.zeros((len(rows), m.shape[1]), np.float32)
+    for row, factors in zip(m, rows.T, strict=True):
+        out = row * factors[:, None] + out
+    return out
 
 
 def outer(firsts: Array, seconds: Array, out: Array) -> int:
@@ -648,7 +698,7 @@ def mean_runs(
         codes = unpack(words, bits, out.size).astype(np.int64)
         sign, level = codes >> (bits - 1), codes & ((1 << (bits - 1)) - 1)
         term = np.where(sign == 1, -level, level).astype(np.float32)
-        out += term * _spread(numbers, ends, 0, out.size)
+        out += term * _spread(numbers, ends, out.size)
     out /= np.float32(len(payloads))
     return _largest_bits(out)
 
@@ -751,6 +801,51 @@ def mark_drawn(draws: Array, n: int, words: Array) -> int:
     found = np.union1d(before, (draws % np.uint64(n)).astype(np.uint32)) if draws.size else before
     words[:] = pack_bitmap(found, n)
     return int(found.size - before.size)
+
+
+def pack_bins(bin_values: int, indices: Array, values: Array) -> Array:
+    """Return codes of places of a layer in bins of so many values, and of their values' signs.
+
+    indices: uint32[m], ascending; values: float32[m]; returns uint8[bytes], of codes of 8 bits
+    where bins have less than 64 values, else of 16. compress/adacomp.py has their layout.
+    """
+    kind, index_bits = _bin_codes(bin_values)
+    passing, last = (1 << index_bits) - 1, 2 << index_bits
+    codes, before = list[int](), -1
+    for index, value in zip(indices.tolist(), values.tolist(), strict=True):
+        own = index // bin_values
+        if codes and own != before:
+            codes[-1] |= last
+        for empty in range(own - before - 1, 0, -4):
+            codes.append(passing | (min(empty, 4) - 1) << index_bits)
+        codes.append(index - own * bin_values | int(value < 0) << index_bits)
+        before = own
+    if codes:
+        codes[-1] |= last
+    return np.array(codes, kind).view(np.uint8)
+
+
+def unpack_bins(bin_values: int, codes: Array, scale: float, first: int) -> tuple[Array, Array]:
+    """Return the places of codes of pack_bins, uint32[m], and scale or -scale, float32[m].
+
+    first: what is added to the places
+    """
+    kind, index_bits = _bin_codes(bin_values)
+    indices, values, start = list[int](), list[float](), first
+    for code in codes.view(kind).tolist():
+        index, upper = code & (1 << index_bits) - 1, code >> index_bits
+        if index == (1 << index_bits) - 1:
+            start += (upper + 1) * bin_values
+            continue
+        indices.append(start + index)
+        values.append(-scale if upper & 1 else scale)
+        start += (upper >> 1) * bin_values
+    return np.array(indices, np.uint32), np.array(values, np.float32)
+
+
+def _bin_codes(bin_values: int) -> tuple[type[np.unsignedinteger], int]:
+    """Return the dtype of codes, and how many of their bits are an index."""
+    return (np.uint8, 6) if bin_values < 1 << 6 else (np.uint16, 14)
 
 
 def clear(x: Array, indices: Array) -> None:

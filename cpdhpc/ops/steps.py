@@ -15,7 +15,7 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-RULES = ("lars", "larc", "novograd", "lamb", "adamp", "norms")  # their places: as in steps.h
+RULES = ("lars", "larc", "novograd", "lamb", "adamp")  # their places: as in steps.h
 PART = 32768  # values of a row whose products are summed at a time
 SUMS = 16  # value i of a part is added to sum i % SUMS
 LARGEST = float(np.finfo(np.float32).max)
@@ -92,7 +92,7 @@ def dot(a: Array, b: Array) -> float:
 def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
     """Take a step of each layer: w, m and v are changed, and the norm among its numbers.
 
-    numbers: float64[layers, 14], Numbers of each. Rule "norms" only writes |g| as norm.
+    numbers: float64[layers, 14], Numbers of each.
     """
     check_layers(rule, layers, numbers)
     with np.errstate(all="ignore"):  # as the kernels: infinities and NaN go their way
@@ -101,9 +101,7 @@ def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
             w, g, m, v = (None if x is None else x.reshape(-1) for x in given[:4])
             assert w is not None and g is not None
             layer = Layer(w, g, m, v, given.rows)
-            if rule == "norms":
-                row[-1] = math.sqrt(dot(layer.g, layer.g))
-            elif rule == "novograd":
+            if rule == "novograd":
                 row[-1] = _novograd(layer, of)
             else:
                 {"lars": _lars, "larc": _larc, "lamb": _lamb, "adamp": _adamp}[rule](layer, of)

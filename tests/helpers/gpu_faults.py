@@ -104,12 +104,12 @@ FAULTS = {  # what is wrong: the code, and what it becomes
     ),
     "the lanes before this one include it": ("return sum - value;", "return sum;"),
     "the largest of a sum is that of its first two terms": (
-        "most = larger(most, bits_of(value) & 0x7fffffffu);",
-        "most = larger(most, bits_of(sum[i]) & 0x7fffffffu);",
+        "most = larger(most, bits_of(value) & CPD_MAGNITUDE);",
+        "most = larger(most, bits_of(sum[i]) & CPD_MAGNITUDE);",
     ),
     "what is cut loses its sign": (
-        "from_bits(smaller(bits & 0x7fffffffu, limit) | (bits & ~0x7fffffffu))",
-        "from_bits(smaller(bits & 0x7fffffffu, limit))",
+        "from_bits(cut | (bits & ~CPD_MAGNITUDE))",
+        "from_bits(cut)",
     ),
 }
 FAULTS_OF_MOVES = {  # of the kernel that moves windows

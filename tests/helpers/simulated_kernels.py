@@ -149,7 +149,8 @@ def _cut_runs(a: SimpleNamespace) -> None:
     np.copysign(np.minimum(np.abs(a.x), limit), a.x, out=a.out)
 
 
-def _add_outer(a: SimpleNamespace) -> None:
+def _outer(a: SimpleNamespace) -> None:
+    a.total[...] = 0
     for column, row in zip(a.firsts, a.seconds, strict=True):
         a.total += column[:, None] * row
 
@@ -243,7 +244,7 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "divide_runs": lambda a: np.divide(a.x, _of_runs(a), out=a.out),
     "row_products": lambda a: np.einsum("ij,rj->ri", a.m, a.rows, out=a.out),
     "column_products": lambda a: np.einsum("ij,ri->rj", a.m, a.rows, out=a.out),
-    "add_outer": _add_outer,
+    "outer": _outer,
     "accumulate": _accumulate,
     "cut_runs": _cut_runs,
     "move_boxes": _move_boxes,

@@ -64,7 +64,7 @@ PACKAGE = Path(__file__).parents[2]
 TRAVELS = tuple(str(PACKAGE / place) for place in ("collectives", "world"))
 CODES = tuple(str(PACKAGE / place) for place in ("compress", "ops"))
 BEGINNINGS = {  # of the names of functions in CODES -> the phase that they and what they call are
-    "select": ("select", "kth", "chosen", "largest", "positions"),
+    "select": ("select", "kth", "chosen", "largest", "leaders", "positions"),
     "encode": ("encode", "pack", "codes"),
     "decode": ("decode", "unpack", "scatter"),
 }
@@ -364,7 +364,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser)
     add("--ranks N,...", "numbers of ranks (default: 2,4,... up to those recorded)")
-    add("--out DIR", "write compress.h5 and compress.png there", Path)
+    add(
+        "--out DIR",
+        "write compress.h5 and compress.png there; links.png where each process is one rank",
+        Path,
+    )
 
 
 @dataclass(frozen=True)
@@ -400,7 +404,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         )
         print("\n".join([*table_of(points, size, world.processes), *growth(points), *left_out]))
         if costs:
-            print("\n".join(crossover.table(costs, size, copied_s)))
+            print("\n".join(crossover.lines(costs, size, copied_s)))
         if arguments.settings == "recommended":
             for text, method in methods.items():
                 if method.holds_back:

@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 
 from ...world.ranks import Ranks
+from ..kinds.harness import table
 from ..report.figures import Axis, Chart, Panel, Series, styles
 from ..train.gradients import Gradients
 
@@ -61,23 +62,33 @@ def copy_s(world: Ranks, values: int) -> float:
     return float(np.median(np.max(world.gather(found, "bench"), axis=0)))
 
 
-def table(costs: Mapping[str, Cost], values: int, copied_s: float) -> list[str]:
+def lines(costs: Mapping[str, Cost], values: int, copied_s: float) -> list[str]:
     """Return lines: each method's local work, that in copies, and below which link it wins.
 
     values: of a gradient; copied_s: of copy_s
     """
     dense, width = costs.get("none"), max(map(len, costs))
-    lines = [
+    above = [
         f"# local work of a rank, in nanoseconds a value and in copies of a gradient: a copy by "
         f"all processes at once takes {1e9 * copied_s / values:.3g} ns a value",
         "# wins below: the speed of link below which an exchange takes less time than that of none",
-        f"# {'method':<{width}} {'ns/value':>9} {'copies':>7} {'wins below Gb/s':>16}",
     ]
-    for method, cost in costs.items():
-        wins = "-" if dense is None or method == "none" else f"{cost.wins_below_gbps(dense):.3g}"
-        share = f"{1e9 * cost.local_s / values:>9.3g} {cost.local_s / copied_s:>7.2f}"
-        lines.append(f"  {method:<{width}} {share} {wins:>16}")
-    return lines
+    forms = {
+        "method": f"<{width}",
+        "ns/value": "9.3g",
+        "copies": "7.2f",
+        "wins below Gb/s": "16.3g",
+    }
+    rows = [
+        (
+            method,
+            1e9 * cost.local_s / values,
+            cost.local_s / copied_s,
+            "-" if dense is None or method == "none" else cost.wins_below_gbps(dense),
+        )
+        for method, cost in costs.items()
+    ]
+    return above + table(forms, rows)
 
 
 def chart(costs: Mapping[str, Cost], ranks: int) -> Chart:

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from ...config import validate
-from ..kinds.harness import Times, add_repeats, check_options, interleave, parse_counts
+from ..kinds.harness import Times, add_repeats, check_options, interleave, parse_counts, table
 from ..provenance import cpu_clone, processor
 
 BESIDE = "adam"  # whose fused step the others are divided by
@@ -99,12 +99,15 @@ def _lines(shapes: Shapes, times_s: dict[str, Times], threads: int) -> Iterator[
     yield (f"# {processor()}, {os.cpu_count()} cores, kernels {cpu_clone()}, {threads} thread(s)")
     yield f"# {values:,} float32 values in {len(shapes)} layers; ms of a step, optimisers in turns"
     yield "# ns: of the median, by value; / adam: the median over that of torch's fused Adam"
-    width = max(map(len, times_s))
-    yield f"# {'optimizer':<{width}}{'median':>9}{'fastest':>9}{'slowest':>9}{'ns':>8}{'/ adam':>8}"
+    forms = {
+        "optimizer": f"<{max(map(len, times_s))}",
+        **dict.fromkeys(("median", "fastest", "slowest"), "8.2f"),
+        **dict.fromkeys(("ns", "/ adam"), "7.2f"),
+    }
     beside = float(np.median(times_s[BESIDE]))
+    rows = []
     for name, each in times_s.items():
-        median = float(np.median(each))
-        yield (
-            f"  {name:<{width}}{1e3 * median:>9.2f}{1e3 * each.min():>9.2f}{1e3 * each.max():>9.2f}"
-            f"{1e9 * median / values:>8.2f}{median / beside:>8.2f}"
-        )
+        median, least, most = float(np.median(each)), float(each.min()), float(each.max())
+        in_ms = 1e3 * median, 1e3 * least, 1e3 * most
+        rows.append((name, *in_ms, 1e9 * median / values, median / beside))
+    yield from table(forms, rows)

@@ -34,7 +34,7 @@ from ...formats import (
 )
 from ...methods import suggest
 from ...ops import backend_of
-from ...ops.common import NONFINITE_BITS, fitting_shift
+from ...ops.common import MAGNITUDE, NONFINITE_BITS, fitting_shift
 from ...randomness import Key
 
 Array = npt.NDArray[Any]
@@ -285,7 +285,7 @@ def _in_blocks(x: Array, cast: Cast, block: int, axis: int, key: Key) -> Array:
     each = TILE // block
     tiles = np.zeros((-(-len(blocks) // each) * each, block), np.float32)
     tiles[: len(blocks)] = blocks
-    bits = (tiles.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(1).astype(np.int64)
+    bits = (tiles.view(np.uint32) & MAGNITUDE).max(1).astype(np.int64)
     k = np.clip(cast.fmt.emax + 127 - (bits >> 23), cast.fmt.shift_min, cast.fmt.shift_max)
     stored = np.where(bits == 0, 0, k) + SHIFT_BIAS
     shifts = np.where(bits >= NONFINITE_BITS, SHIFT_NONFINITE, stored).astype(np.uint8)
