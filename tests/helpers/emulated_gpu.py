@@ -41,6 +41,13 @@ INSTRUCTIONS = {  # PTX -> C++ of the operands
     "cvt.rn.f32.f64": "(float)({1})",
     "cvt.f32.f16": "(float)cuda::same_bits<_Float16>({1})",
     "cvt.rn.f16.f32": "cuda::same_bits<unsigned short>((_Float16)({1}))",
+    "abs.f32": "std::fabs({1})",
+    "max.NaN.f32": "cuda::largest({1}, {2})",
+    "fma.rn.f32": "std::fma({1}, {2}, {3})",
+    "cvt.rn.satfinite.e4m3x2.f32": "cuda::E4M3::of_two({1}, {2})",
+    "cvt.rn.satfinite.e5m2x2.f32": "cuda::E5M2::of_two({1}, {2})",
+    "cvt.rn.f16x2.e4m3x2": "cuda::E4M3::halves({1})",
+    "cvt.rn.f16x2.e5m2x2": "cuda::E5M2::halves({1})",
 }
 TRUNCATIONS = {  # what C++ leaves open where the value is too large
     "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);"
@@ -58,7 +65,7 @@ def on_host(source: str) -> str:
         source = source.replace(cuda, host)
     while (start := source.find("asm(")) >= 0:
         stop = closing(source, start + 3)
-        words = re.match(r'"([\w.]+) %0, %1(?:, %2)?;" : ', source[start + 4 : stop])
+        words = re.match(r'"([\w.]+) %0(?:, %[123])+;" : ', source[start + 4 : stop])
         assert words, source[start : stop + 1]
         operands = []
         at = start + 4 + words.end()
