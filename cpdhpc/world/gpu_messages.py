@@ -60,16 +60,16 @@ def refuse_shared(world: Ranks, function: str, device: int) -> None:
     """Raise UserError on all processes where some of a node share a GPU. Collective.
 
     Unless use_gpu was told that they may. function: for the error; device: the number of the GPU
-    that this process computes on, -1 where it is on none
+    that this process computes on
     """
     if world.processes < 2:
         return
-    address = ""
-    if device >= 0:
-        from ..ops import gpu_runtime
+    from ..ops import gpu_runtime
 
-        address = gpu_runtime.address_of(device)
-    told = world.gather((address, f"cuda:{device}", world.shares_gpus), "GPU")
+    def place() -> tuple[str, str, bool]:
+        return gpu_runtime.address_of(device), f"cuda:{device}", world.shares_gpus
+
+    told = world.gather_from(place, function)
     shared = sharing(world, [gpu for gpu, _, _ in told])
     if shared and not all(allowed for _, _, allowed in told):
         named = ", ".join(told[int(each)][1] for each in shared)
@@ -87,9 +87,7 @@ def sharing(world: Ranks, addresses: Sequence[str]) -> list[str]:
     """
     places = [*zip(world.nodes[:: world.virtual_ranks], addresses, strict=True)]
     return [
-        str(process)
-        for process, place in enumerate(places)
-        if place[1] and places.count(place) > 1
+        str(process) for process, place in enumerate(places) if place[1] and places.count(place) > 1
     ]
 
 
