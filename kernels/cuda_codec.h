@@ -6,6 +6,7 @@
 #ifndef CPD_CUDA_CODEC_H
 #define CPD_CUDA_CODEC_H
 
+#include "cuda_float8.h"
 #include "items.h"
 
 #define CPD_WARPS 4                        // of a block
@@ -177,14 +178,31 @@ __device__ void load_shifts(const How& how, Column& c, const u8* shifts) {
     });
 }
 
+// The bits of the largest magnitude of part b of a lane; of NaN any that are above infinity's.
+__device__ u32 largest_of_part(const How& how, const Column& c, int b) {
+    const int rows = how.rows_of_part();
+#if CPD_HAS_FLOAT8
+    if (is_float8(how.cast)) {
+        F most = 0.0f;
+        each(rows, [&](int r) { most = larger_magnitude(most, c.rows[b * rows + r]); });
+        return bits_of(most);
+    }
+#endif
+    u32 most = 0;  // twice the magnitude: masked ones would be kept, in 32 registers more
+    each(rows, [&](int r) { most = max(most, bits_of(c.rows[b * rows + r]) << 1); });
+    most >>= 1;
+    return most;
+}
+
+// Whether it is so for all lanes of the warp.
+__device__ bool all_lanes(bool lane) { return __ballot_sync(ALL_LANES, lane) == ALL_LANES; }
+
 // Chooses the shifts and writes them; returns whether no value of the warp will overflow.
 __device__ bool fit_column(const How& how, Column& c, u8* shifts) {
-    const int rows = how.rows_of_part(), lane = lane_of_thread();
+    const int lane = lane_of_thread();
     u32 all = 0;
     each(how.parts(), [&](int b) {
-        u32 most = 0;  // twice the magnitude: masked ones would be kept, in 32 registers more
-        each(rows, [&](int r) { most = max(most, bits_of(c.rows[b * rows + r]) << 1); });
-        most >>= 1;
+        u32 most = largest_of_part(how, c, b);
         if (!how.blocks) most = warp_largest(most);
         c.shifts[b] = fitting_shifts(how.cast, most);
         const u8 stored = (u8)c.shifts[b];
@@ -193,7 +211,7 @@ __device__ bool fit_column(const How& how, Column& c, u8* shifts) {
         all = larger(all, most);
     });
     const bool inside = all <= largest_inside(how.cast) && !how.cast.ocp;  // whose values saturate
-    return __ballot_sync(ALL_LANES, inside) == ALL_LANES;
+    return all_lanes(inside);
 }
 
 // The shift of a part: first values are moved by 2^far, then the rest is near, see float_format.h.
@@ -231,6 +249,74 @@ __device__ void pack_rows(const How& how, Column& c, u32* words, Key key, u64 in
     });
 }
 
+#if CPD_HAS_FLOAT8
+
+// Whether all shifts of the warp are near, so that 2^k and its inverse are normal numbers.
+__device__ bool all_near(const How& how, const Column& c) {
+    bool near = true;
+    each(how.parts(), [&](int b) { near = near && !shift_of(how, c, b).far; });
+    return all_lanes(near);
+}
+
+// Whether no value of the warp overflows by shifts that were given.
+__device__ bool stays_inside(const How& how, const Column& c) {
+    bool inside = true;
+    each(how.parts(), [&](int b) {
+        inside = inside && stays_inside(how.cast, largest_of_part(how, c, b), (u8)c.shifts[b]);
+    });
+    return all_lanes(inside);
+}
+
+// pack_rows of values that are known to stay inside, by near shifts.
+__device__ void pack_float8(const How& how, const Column& c, u32* words) {
+    const int rows = how.rows_of_part();
+    words += how.first_word();
+    each(how.parts(), [&](int b) {
+        const F factor = normal_power(shift_of(how, c, b).near);
+        each(rows / 4, [&](int w) {
+            u32 halves[2];
+            each(2, [&](int h) {
+                const float* two = c.rows + b * rows + 4 * w + 2 * h;
+                halves[h] =
+                    two_codes(how.cast, multiply(two[0], factor), multiply(two[1], factor));
+            });
+            words[(b * rows / 4 + w) * how.value_step()] = halves[0] | halves[1] << 16;
+        });
+    });
+}
+
+// Calls a function of each row's number, its value without the shift and what that is to be
+// multiplied by, exactly; returns false, before any call, where other code has to do it.
+template <class Body>
+__device__ bool float8_rows(const How& how, const Column& c, const u32* words, Body body) {
+    const int rows = how.rows_of_part();
+    u32 loaded[CPD_COLUMN / 4], other = 0;
+    words += how.first_word();
+    each(CPD_COLUMN / 4, [&](int w) {
+        loaded[w] = words[w * how.value_step()];
+        other |= beyond_largest(how.cast, loaded[w]);
+    });
+    each(how.parts(), [&](int b) {
+        const Shift shift = shift_of(how, c, b);
+        other |= shift.marked || shift.far;
+    });
+    if (other) return false;
+    each(how.parts(), [&](int b) {
+        const F factor = normal_power(0u - shift_of(how, c, b).near);
+        each(rows / 4, [&](int i) {
+            const int w = b * rows / 4 + i;
+            each(2, [&](int h) {
+                const u32 two = two_halves(how.cast, loaded[w] >> 16 * h);
+                body(4 * w + 2 * h, widened_half(two), factor);
+                body(4 * w + 2 * h + 1, widened_half(two >> 16), factor);
+            });
+        });
+    });
+    return true;
+}
+
+#endif
+
 // Encodes a column and writes the tile's counts, if wanted.
 __device__ void encode_column(const How& how, Column& c, u8* shifts, u32* words, Key key, u64 index,
                               u32* counts) {
@@ -240,6 +326,12 @@ __device__ void encode_column(const How& how, Column& c, u8* shifts, u32* words,
         inside = fit_column(how, c, shifts);
     else
         load_shifts(how, c, shifts);
+#if CPD_HAS_FLOAT8
+    const bool is_nearest = way_of(how.cast) == CPD_BY_NEAREST && !how.cast.ocp;
+    if (is_float8(how.cast) && is_nearest && !how.counted)
+        if ((how.fit ? inside : stays_inside(how, c)) && all_near(how, c))
+            return pack_float8(how, c, words);
+#endif
     by_way(how.cast, [&](auto way) {
         constexpr bool knows = way.value == CPD_BY_NEAREST || way.value == CPD_BY_ADDING;
         if (knows && inside)
@@ -275,10 +367,26 @@ __device__ void decode_rows(const How& how, const Column& c, const u32* words, B
 // Decodes a tile into out; nonfinite counts its values that are not finite.
 __device__ void decode_column(const How& how, Column& c, const u32* words, float* out, int n,
                               I& nonfinite) {
+#if CPD_HAS_FLOAT8
+    auto scaled = [&](int r, float number, float factor) { c.rows[r] = multiply(number, factor); };
+    if (is_float8(how.cast) && float8_rows(how, c, words, scaled))  // finite, all of them
+        return store_column(how, c, out, n);
+#endif
     decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = value; });
     clear_beyond(how, c, n);
     each(CPD_COLUMN, [&](int r) { nonfinite += (bits_of(c.rows[r]) & CPD_MAGNITUDE) >= CPD_INF; });
     store_column(how, c, out, n);
+}
+
+// Adds the values of words to a column.
+__device__ void decode_sums(const How& how, Column& c, const u32* words) {
+#if CPD_HAS_FLOAT8
+    auto sum = [&](int r, float number, float factor) {
+        c.rows[r] = fused(number, factor, c.rows[r]);
+    };
+    if (is_float8(how.cast) && float8_rows(how, c, words, sum)) return;
+#endif
+    decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = add(c.rows[r], value); });
 }
 
 // The sums of x and a decoded tile, zero from value n on.
@@ -286,7 +394,7 @@ __device__ void sum_column(const How& how, Column& c, const u8* shifts, const u3
                            const float* x, int n) {
     load_column(how, c, x, n);
     load_shifts(how, c, shifts);
-    decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = add(c.rows[r], value); });
+    decode_sums(how, c, words);
     clear_beyond(how, c, n);
 }
 

@@ -16,7 +16,7 @@ from gpus import OnGpu
 from outcomes import differing, of_tiles
 from sass import VERSIONS, ptx_of
 
-from cpdhpc.formats import Cast, parse_format
+from cpdhpc.formats import MICROSCALING, Cast, parse_format
 from cpdhpc.ops import reference
 from cpdhpc.ops.cuda_source import OPTIONS
 
@@ -112,6 +112,9 @@ CASES = {
     "infinity": Case(Cast(parse_format("e4m3"), overflow="inf"), 1024, False, True),
     "table": Case(Cast(parse_format("posit8es1"), "stochastic"), 1024, True, False),
     "odd": Case(Cast(parse_format("e3m0"), "odd"), 32, True, False),
+    "conversions": Case(Cast(parse_format("e5m2")), 1024, False, False),
+    "conversions of blocks": Case(Cast(parse_format("e4m3fn")), 16, True, False),
+    "conversions of OCP's blocks": Case(Cast(MICROSCALING["mxfp8"]), 32, True, False),
     "zero": Case(Cast(parse_format("e6m9"), "zero"), 1024, True, False),
 }
 QUICK = ((12, 75), "nearest")  # whose code tests/test_cuda_source.py compiles too

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from every import every
 from refusing import refused
 from simulated_cupy import simulated
@@ -26,8 +29,10 @@ from cpdhpc.darray.layout import Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import cpu, to_host
+from cpdhpc.ops.products import FLOAT32, Products
+from cpdhpc.ops.tensors import OwnStream, in_stream
 from cpdhpc.world import gpu_messages
-from cpdhpc.world.gpu_messages import use_gpu
+from cpdhpc.world.gpu_messages import carrier_of_gpu, refuse_shared, use_gpu
 from cpdhpc.world.ranks import Loopback
 
 
@@ -94,9 +99,13 @@ class Processes(Loopback):
     def __init__(self, process: int, nodes: list[int], told: list[tuple[str, str, bool]]) -> None:
         super().__init__(len(nodes), nodes=nodes)
         self.virtual_ranks, self.process, self._told = 1, process, told
+        self.processes = len(nodes)
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         return [value if i == self.process else each for i, each in enumerate(self._told)]
+
+    def gather_from(self, make: Callable[[], Any], what: str) -> list[Any]:
+        return self.gather(make(), what)
 
 
 def bus(place: int, shared: bool = False) -> tuple[str, str, bool]:
@@ -133,6 +142,146 @@ def test_too_few_gpus_are_an_error_on_all_processes() -> None:
             if process != 2:
                 with pytest.raises(UserError, match=r"process 2 sees no GPU$"):
                     use_gpu(world)
+
+
+def test_torch_is_given_the_gpu_too_and_its_own_choice_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, told = [0, 0, 1, 1], [bus(0), bus(1), bus(0), bus(1)]
+    for chosen, expected in ((0, 1), (3, 3)):
+        current = [chosen]
+        fakes = {
+            "is_available": lambda: True,
+            "current_device": lambda current=current: current[-1],
+            "set_device": current.append,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        with simulated() as (gpu, cupy):
+            gpu.count = 4
+            assert use_gpu(Processes(1, nodes, told)) == expected
+            assert (cupy.cuda.Device().id, current[-1]) == (expected, expected)
+
+
+def test_each_gpu_has_kernels_tables_and_streams_of_its_own() -> None:
+    """The simulated GPU refuses a launch of another one's kernel, with its arrays, in its stream."""
+    x, cast = np.arange(2048, dtype=np.float32), Cast(parse_format("e4m3"))
+    how, world = Products(Cast(FLOAT32), Cast(FLOAT32)), Loopback()
+    with simulated() as (gpu, cupy):
+        gpu.count = 3
+        from cpdhpc.ops import gpu as ops
+        from cpdhpc.ops import gpu_runtime
+
+        for number in (1, 0, 2, 1):
+            with cupy.cuda.Device(number):
+                there = cupy.asarray(x)
+                words, shifts = cupy.zeros(2048, np.uint8), cupy.zeros(2, np.uint8)
+                ops.encode_tiles(there, cast, words, shifts, fit=True)
+                codes = ops.encode(there, cast)
+                ops.matmul(there.reshape(1, 2, 1024), there.reshape(1, 1024, 2), how)
+                carrier = carrier_of_gpu(world)
+                host, copied = carrier.streams.to_host(words, carrier.streams.mark())
+                gpu_runtime.wait(copied)
+                assert host.tobytes() == words.get().tobytes()
+                assert codes.get().tobytes() == cpu.encode(x, cast).tobytes()
+
+
+class Cuda:
+    """torch.cuda of three GPUs, whose current device is 0: streams are those of a device."""
+
+    def __init__(self) -> None:
+        self.now, self.entered = 0, list[int]()
+
+    def number(self, device: Any) -> int:
+        return self.now if device is None else int(torch.device(device).index)
+
+    def current_stream(self, device: Any = None) -> SimpleNamespace:
+        number = self.number(device)
+        return SimpleNamespace(
+            cuda_stream=0, device=number, record_event=lambda: number,
+            wait_stream=lambda other: self.entered.append(10 * number + other.device),
+        )  # fmt: skip
+
+    def Stream(self, device: Any = None) -> SimpleNamespace:
+        number = self.number(device)
+        return SimpleNamespace(
+            cuda_stream=0, device=number,
+            wait_event=lambda event: self.entered.append(10 * number + event),
+        )  # fmt: skip
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.now = self.now, self.number(device)
+        yield
+        self.now = before
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        assert stream.device == self.now
+        yield
+
+
+def test_streams_of_torch_are_those_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, device, asked = Cuda(), torch.device("cuda", 2), list[Any]()
+    current = cuda.current_stream
+    for name in ("Stream", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+
+    def current_stream(device: Any = None) -> SimpleNamespace:
+        asked.append(cuda.number(device))
+        return current(device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    with simulated() as (gpu, _):
+        gpu.count = 3
+        with in_stream(device):
+            assert gpu.device_id == 2
+        assert gpu.device_id == 0
+        own = OwnStream(device)
+        event = own.mark()
+        with own.after(event):
+            assert (cuda.now, gpu.device_id) == (2, 2)
+        own.join()
+    assert asked == [2, 2, 2, 2] and cuda.entered == [22, 22]
+
+
+def test_a_device_is_a_threads_own() -> None:
+    """As CUDA's: a thread of overlap begins on the first GPU, whatever its process has chosen."""
+    with simulated() as (gpu, cupy):
+        gpu.count = 2
+        cupy.cuda.Device(1).use()
+        found = list[int]()
+        thread = Thread(target=lambda: found.append(cupy.cuda.Device().id))
+        thread.start()
+        thread.join()
+        assert (found, cupy.cuda.Device().id) == ([0], 1)
+
+
+def shares(place: int, allowed: bool = False) -> Any:
+    return bus(place)[0], f"cuda:{place}", allowed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "places", "allowed", "said"),
+    [
+        ([0, 0, 1, 1], [0, 0, 0, 1], False, r"R: model: processes 0, 1 of a node share a GPU \(c"),
+        ([0, 0, 1, 1], [0, 1, 1, 1], False, r"processes 2, 3 of a node share a GPU \(cuda:1, cuda"),
+        ([0, 0, 1, 1], [0, 1, 0, 1], False, ""),
+        ([0, 0, 1, 1], [0, 0, 0, 0], True, ""),
+        ([0], [0], False, ""),
+    ],
+)
+def test_a_model_on_a_gpu_that_others_have_is_refused(
+    nodes: list[int], places: list[int], allowed: bool, said: str
+) -> None:
+    """As where model.cuda() comes before use_gpu: all are on the first."""
+    for process, place in enumerate(places):
+        with simulated() as (gpu, _):
+            gpu.count = 4
+            world = Processes(process, nodes, [shares(each, allowed) for each in places])
+            world.shares_gpus = allowed
+            with pytest.raises(UserError, match=said) if said else nullcontext():
+                refuse_shared(world, "R", place)
 
 
 def test_wrong_arguments_of_use_gpu_are_named() -> None:

@@ -33,19 +33,25 @@ def current_device() -> int:
     return int(cupy.cuda.Device().id)
 
 
-def use_device(place: int) -> tuple[int, str]:
+def use_device(place: int, chosen: int = 0) -> tuple[int, str]:
     """Make a GPU CuPy's current one, by the place of this process on its node.
 
-    One that was chosen already, which shows where it is not the first, stays. Returns its number
-    and its address on the node's bus; -1 and "" where there is none.
+    One that was chosen already, which shows where it is not the first, stays.
+    chosen: the current one of another library, which comes before CuPy's own
+    Returns its number and its address on the node's bus; -1 and "" where there is none.
     """
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:  # there is no driver
         return -1, ""
-    if count > 1 and not current_device():
-        cupy.cuda.Device(place % count).use()
-    return current_device(), str(cupy.cuda.Device().pci_bus_id)
+    if count > 1:
+        cupy.cuda.Device(chosen or current_device() or place % count).use()
+    return current_device(), address_of(current_device())
+
+
+def address_of(device: int) -> str:
+    """Return the address of a GPU on its node's bus, the same in all processes of the node."""
+    return str(cupy.cuda.Device(device).pci_bus_id)
 
 
 @cache

@@ -184,6 +184,17 @@ def seed(number: int, device: torch.device) -> None:
             torch.cuda.manual_seed(number)
 
 
+def current_gpu() -> int:
+    """Return the number of torch's current GPU, 0 where it sees none."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def use_gpu(number: int) -> None:
+    """Make a GPU torch's current one, which .cuda() and "cuda" mean from then on."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number)
+
+
 def in_stream(device: torch.device) -> AbstractContextManager[None]:
     """Let CuPy work as torch does in the block: on a device, in torch's current stream of it."""
     if device.type == "cpu":

@@ -86,7 +86,9 @@ class FsdpHook(Averaging):
                 "seed": seed,
                 "layers": self.layers,
                 "precision": str(policies_of(model)),
+                "device": self.parameters[0].device.type,
             }
+        self._refuse_shared_gpus("fsdp_hook", self.parameters[0].device)
         self._watch_momentum()
 
     def _learn(self, model: FullyShardedDataParallel) -> None:

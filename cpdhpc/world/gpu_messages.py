@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,19 +25,21 @@ SIZE_BYTES = 1 << 20  # of the trial; more than MPI libraries send along with th
 
 
 def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
-    """Make CuPy's current GPU one that no other process of the node has; return its number.
+    """Make a GPU that no other process of the node has the current one; return its number.
 
-    A process that sees one GPU, as under Slurm's --gpus-per-task, takes that; one that has chosen
-    another than the first keeps it. World does the same, without complaint, where CuPy is loaded
-    already. A thread takes it by cupy.cuda.Device(number).use(). Collective.
-    oversubscribe: processes may share a GPU
+    It is that of CuPy, and of torch if that is loaded: call it before model.cuda(), or give the
+    number, as in model.to(f"cuda:{use_gpu(world)}"). A process that sees one GPU, as under Slurm's
+    --gpus-per-task, takes that; one that has chosen another than the first, of torch or CuPy, keeps
+    it. World does the same for CuPy, without complaint, where that is loaded already. A thread takes
+    it by cupy.cuda.Device(number).use() and torch.cuda.set_device(number). Collective.
+    oversubscribe: processes may share a GPU; reducers and hooks on this world allow it then too
     Raises UserError on all processes where one sees no GPU, or shares it and one does not allow
     that; TypeError for a wrong argument.
     """
     if not isinstance(world, Ranks):
         raise TypeError(f"use_gpu: world is {type(world).__name__}: must be a World")
     world.agreed(lambda: check_bool("use_gpu: oversubscribe", oversubscribe), told=TypeError)
-    number, address = use_own_gpu(world)
+    number, address = use_own_gpu(world, with_torch=True)
     lacks = "has no CuPy: pip install 'cpdhpc[gpu]'" if find_spec("cupy") is None else "sees no GPU"
     told = world.gather((address, lacks, oversubscribe), "GPU")
     for process, (gpu, why, _) in enumerate(told):
@@ -49,27 +52,65 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
             "start fewer, or allow it: oversubscribe=True, bench --oversubscribe-gpus, in a job "
             "train.oversubscribe_gpus = true"
         )
+    world.shares_gpus = bool(shared)
     return number
+
+
+def refuse_shared(world: Ranks, function: str, device: int) -> None:
+    """Raise UserError on all processes where some of a node share a GPU. Collective.
+
+    Unless use_gpu was told that they may. function: for the error; device: the number of the GPU
+    that this process computes on
+    """
+    if world.processes < 2:
+        return
+    from ..ops import gpu_runtime
+
+    def place() -> tuple[str, str, bool]:
+        return gpu_runtime.address_of(device), f"cuda:{device}", world.shares_gpus
+
+    told = world.gather_from(place, function)
+    shared = sharing(world, [gpu for gpu, _, _ in told])
+    if shared and not all(allowed for _, _, allowed in told):
+        named = ", ".join(told[int(each)][1] for each in shared)
+        raise UserError(
+            f"{function}: model: processes {', '.join(shared)} of a node share a GPU ({named}): "
+            'move it by model.to(f"cuda:{use_gpu(world)}"), or allow it: '
+            "use_gpu(world, oversubscribe=True)"
+        )
 
 
 def sharing(world: Ranks, addresses: Sequence[str]) -> list[str]:
     """Return the numbers of the processes whose GPU another one of their node has too.
 
-    addresses: of the GPU of each process
+    addresses: of the GPU of each process, "" for none
     """
     places = [*zip(world.nodes[:: world.virtual_ranks], addresses, strict=True)]
-    return [str(process) for process, place in enumerate(places) if places.count(place) > 1]
+    return [
+        str(process) for process, place in enumerate(places) if place[1] and places.count(place) > 1
+    ]
 
 
-def use_own_gpu(world: Ranks) -> tuple[int, str]:
-    """Make CuPy's current GPU that of this process; return its number and address, or (-1, "")."""
+def use_own_gpu(world: Ranks, *, with_torch: bool = False) -> tuple[int, str]:
+    """Make CuPy's current GPU that of this process; return its number and address, or (-1, "").
+
+    with_torch: make it torch's too, if that is loaded, whose choice comes first
+    """
     if find_spec("cupy") is None:
         return -1, ""
     from ..ops import gpu_runtime
 
     gpu_runtime.wait_at_most(world.timeout_s)
     nodes = world.nodes[:: world.virtual_ranks]
-    return gpu_runtime.use_device(nodes[: world.process].count(nodes[world.process]))
+    place = nodes[: world.process].count(nodes[world.process])
+    if not with_torch or "torch" not in sys.modules:
+        return gpu_runtime.use_device(place)
+    from ..ops import tensors
+
+    found = gpu_runtime.use_device(place, tensors.current_gpu())
+    if found[1]:
+        tensors.use_gpu(found[0])
+    return found
 
 
 TRIAL = "GPU memory: waited {:.1f} s for the trial of MPI; World(gpu_direct=False) leaves it out"

@@ -173,6 +173,7 @@ class World(Ranks):
         world = World(
             comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s, share_memory=self._share
         )
+        world.shares_gpus = self.shares_gpus
         comm.Free()
         return world
 
@@ -452,6 +453,7 @@ class World(Ranks):
         self.agreed(lambda: check_whole("World.split: group", group, 0, 2**31), "split", Exception)
         part = self._comm.Split(group, self.process)
         world = self._like(part)
+        world.shares_gpus = self.shares_gpus
         part.Free()
         return world
 

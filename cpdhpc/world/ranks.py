@@ -137,6 +137,7 @@ class Ranks(ABC):
     timeout_s: the longest that a wait takes
     gpu_direct: whether GPU arrays may be given to MPI as they are
     gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
+    shares_gpus: whether processes of a node share GPUs and may, as use_gpu was told
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     refusal: the error of another process that ended a wait here, see refuse; or None
@@ -155,6 +156,7 @@ class Ranks(ABC):
     thread_level = "multiple"
     timeout_s = 600.0
     gpu_direct = True
+    shares_gpus = False
     gpu_aware: tuple[bool, str] | None = None
     refusal: Exception | None = None
     postponed: Exception | None = None

@@ -16,6 +16,7 @@
 #include <vector>
 
 #define __CUDACC__ 1
+#define __CUDA_ARCH__ 900
 #define __device__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
@@ -172,9 +173,15 @@ inline bool run_block() {
     }
 }
 
+inline long only = -1;  // the block that is run, of many; -1: all of them, in any order
+
 inline const char* launch(unsigned blocks, std::function<void()> kernel) {
     grid_size.x = blocks;
     body = std::move(kernel);
+    if (only >= 0) {
+        block_index.x = only;
+        return run_block() ? nullptr : message;
+    }
     std::vector<unsigned> numbers(blocks);
     for (unsigned b = 0; b < blocks; ++b) numbers[b] = b;
     std::shuffle(numbers.begin(), numbers.end(), chance);
@@ -206,6 +213,38 @@ inline To toward_zero(From x) {
     if (x >= limit) return std::numeric_limits<To>::max();
     return x < -limit ? std::numeric_limits<To>::min() : (To)x;
 }
+
+// max.NaN: NaN if either is.
+inline float largest(float a, float b) {
+    return a != a || b != b ? std::numeric_limits<float>::quiet_NaN() : std::max(a, b);
+}
+
+// Codes of OCP's 8 bits, of which MOST is the largest number's, by float64, which is exact here.
+template <int MAN, int EMIN, int MOST>
+struct Float8 {
+    static double magnitude(int code) {
+        const int field = code >> MAN, digits = code & ((1 << MAN) - 1);
+        return std::ldexp(field ? digits + (1 << MAN) : digits, EMIN - MAN + std::max(field - 1, 0));
+    }
+    static unsigned of(float x) {
+        const unsigned sign = std::signbit(x) ? 0x80 : 0;
+        if (x != x) return 0x7f;
+        const double a = std::fabs((double)x);
+        int code = MOST;  // the largest that is not above
+        while (magnitude(code) > a) --code;
+        const double rest = code < MOST ? a - (magnitude(code) + magnitude(code + 1)) / 2 : -1;
+        return sign | (code + (rest > 0 || (rest == 0 && code & 1)));
+    }
+    static unsigned short of_two(float upper, float lower) { return of(upper) << 8 | of(lower); }
+    static unsigned half(unsigned code) {
+        const unsigned code_of = code & 0x7f, sign = (code & 0x80) << 8;
+        if (code_of > MOST) return sign | (MAN == 2 && code_of == MOST + 1 ? 0x7c00 : 0x7fff);
+        return sign | same_bits<unsigned short>((_Float16)magnitude(code_of));
+    }
+    static unsigned halves(unsigned short codes) { return half(codes >> 8) << 16 | half(codes & 255); }
+};
+typedef Float8<3, -6, 0x7e> E4M3;
+typedef Float8<2, -14, 0x7b> E5M2;
 
 }  // namespace cuda
 

@@ -149,6 +149,9 @@ class CudaTensor(torch.Tensor):
         named[address] = self.values_on_gpu
         return address
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.values_on_gpu.untyped_storage()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -4,7 +4,7 @@ Each is compiled into the kernels, and the tests of emulated_gpu run until one f
 GPU arrays those of MPI, on one rank. Those of graphs and of memory are planted in a copy of the
 package, those of graphs tested on two ranks.
 
-    python tests/helpers/gpu_faults.py [kernels] [moves] [graphs] [memory]
+    python tests/helpers/gpu_faults.py [kernels] [sizes] [conversions] [moves] [graphs] [devices] [memory]
 """
 
 from __future__ import annotations
@@ -189,7 +189,200 @@ FAULTS_OF_GRAPHS = {  # the file as well
     ),
     "random numbers of the first run for ever": (GRAPHS, "if method.is_random:", "if False:"),
 }
+FAULTS_OF_SIZES = {  # in kernels: numbers of 32 bits, work without strides, one index too many
+    "the offset of a tile to search in 32 bits": (
+        "amax_column(x + t * CPD_TILE",
+        "amax_column(x + (int)(t * CPD_TILE)",
+    ),
+    "the number of a tile of products in 32 bits": (
+        "for (i64 t = blockIdx.x;",
+        "for (int t = blockIdx.x;",
+    ),
+    "no stride in unpack": (
+        "t += tile_stride())\n        unpack_column(",
+        "t += n)\n        unpack_column(",
+    ),
+    "no stride in pack": (
+        "t += tile_stride())\n        pack_column(",
+        "t += n)\n        pack_column(",
+    ),
+    "no stride in a sum": (
+        "i += stride)\n        out[i] = add(a[i], b[i]);",
+        "i += n)\n        out[i] = add(a[i], b[i]);",
+    ),
+    "no stride in decode": (
+        "i += stride)\n            out[i] = moved_back(",
+        "i += n)\n            out[i] = moved_back(",
+    ),
+    "no stride in products": ("t += gridDim.x) {", "t += batch * across * down) {"),
+    "no stride in gather": ("i += stride)\n        values[i]", "i += m)\n        values[i]"),
+    "scatter_add one index too far": ("if (indices[i] < n) total", "if (indices[i] <= n) total"),
+    "clear one index too far": ("if (indices[i] < n) x[", "if (indices[i] <= n) x["),
+    "gather one index too far": ("indices[i] < n ? x[", "indices[i] <= n ? x["),
+    "a bit one word too far": ("if (indices[i] / 32 < n)", "if (indices[i] / 32 <= n)"),
+    "codes of a tile to pack at 32 bits": (
+        "pack_column(codes + t * CPD_TILE, n",
+        "pack_column(codes + (u32)(t * CPD_TILE), n",
+    ),
+    "words of a tile to unpack at 32 bits": (
+        "unpack_column(words + t * CPD_LANES * bits",
+        "unpack_column(words + (int)t * CPD_LANES * bits",
+    ),
+    "values to encode at 32 bits": (
+        "load_column(how, c, x + t * CPD_TILE, values_of_tile(n, t));\n        encode_column",
+        "load_column(how, c, x + (u32)(t * CPD_TILE), values_of_tile(n, t));\n        encode_column",
+    ),
+    "decoded values at 32 bits": (
+        "words + t * how.words_of_tile(), out + t * CPD_TILE,\n                      values_of_tile(n, t), count);\n    }",
+        "words + t * how.words_of_tile(), out + (u32)(t * CPD_TILE),\n                      values_of_tile(n, t), count);\n    }",
+    ),
+    "words of a hop at 32 bits": (
+        "const i64 first = t * how.words_of_tile(), shift",
+        "const i64 first = (int)(t * how.words_of_tile()), shift",
+    ),
+    "what is left of the values in 32 bits": (
+        "return n - t * CPD_TILE < CPD_TILE ?",
+        "return (int)(n - t * CPD_TILE) < CPD_TILE ?",
+    ),
+    "the number of a thread in 32 bits": (
+        "i64 first_thread() { return (i64)blockIdx.x",
+        "i64 first_thread() { return blockIdx.x",
+    ),
+    "a word of bits at 32 bits": (
+        "i64 i = tile * CPD_LANES + lane",
+        "int i = tile * CPD_LANES + lane",
+    ),
+    "a place among places in 32 bits": ("i64 at = (i64)starts[t]", "int at = (int)starts[t]"),
+    "a row of a matrix at 32 bits": (
+        "*a = m + at % n * columns",
+        "*a = m + (u32)(at % n * columns)",
+    ),
+    "a column of a matrix at 32 bits": ("*a = m + at % columns,", "*a = m + (u32)(at % columns),"),
+    "a factor of a product at 32 bits": (
+        "a + each * m * k, b +",
+        "a + (u32)(each * m * k), b +",
+    ),
+    "sums of a tile at 32 bits": (
+        "for (i64 i = t * CPD_TILE + lane_of_thread(); i < n && i < (t + 1) * CPD_TILE;\n"
+        "             i += CPD_LANES) {\n            F value",
+        "for (i64 i = (u32)(t * CPD_TILE) + lane_of_thread(); i < n && i < (t + 1) * CPD_TILE;\n"
+        "             i += CPD_LANES) {\n            F value",
+    ),
+    "ternary values at 32 bits": (
+        "trits + t * CPD_TRIT_BYTES, lane",
+        "trits + (int)t * CPD_TRIT_BYTES, lane",
+    ),
+}
+FAULTS_OF_CONVERSIONS = {  # in kernels: e4m3 and e5m2 by the GPU itself
+    "two codes in the wrong order": (
+        '"cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first)',
+        '"cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(first), "f"(second)',
+    ),
+    "e5m2 is read as e4m3": ("cvt.rn.f16x2.e5m2x2", "cvt.rn.f16x2.e4m3x2"),
+    "infinity is taken for a number": (
+        "(0x7fu - cast.max_code) * 0x01010101u",
+        "(0x7eu - cast.max_code) * 0x01010101u",
+    ),
+    "values that overflow are converted too": (
+        "if ((how.fit ? inside : stays_inside(how, c)) && all_near(how, c))",
+        "if (all_near(how, c))",
+    ),
+    "far shifts are taken for near ones": (
+        "if ((how.fit ? inside : stays_inside(how, c)) && all_near(how, c))",
+        "if (how.fit ? inside : stays_inside(how, c))",
+    ),
+    "a marked tile is decoded": ("other |= shift.marked || shift.far;", "other |= shift.far;"),
+    "the shift of the first block for all": (
+        "const F factor = normal_power(0u - shift_of(how, c, b).near);",
+        "const F factor = normal_power(0u - shift_of(how, c, 0).near);",
+    ),
+    "halves of a word in the wrong order": (
+        "halves[0] | halves[1] << 16;",
+        "halves[1] | halves[0] << 16;",
+    ),
+    "other formats of 8 bits are converted too": (
+        "(cast.max_code == 0x77 || cast.max_code == 0x7e)",
+        "cast.max_code",
+    ),
+}
 MESSAGES, CHANNEL = "cpdhpc/world/gpu_messages.py", "cpdhpc/darray/device.py"
+REDUCER, TENSORS, OVER = "cpdhpc/torch/reducer.py", "cpdhpc/ops/tensors.py", "cpdhpc/world/mpi.py"
+FAULTS_OF_DEVICES = {  # of several GPUs
+    "torch's stream of its current device": (
+        TENSORS,
+        "stream = torch.cuda.current_stream(device)",
+        "stream = torch.cuda.current_stream()",
+    ),
+    "a thread's stream on torch's current device": (
+        TENSORS,
+        "torch.cuda.Stream(device)",
+        "torch.cuda.Stream()",
+    ),
+    "an event of torch's current device": (
+        TENSORS,
+        "torch.cuda.current_stream(self.device).record_event()",
+        "torch.cuda.current_stream().record_event()",
+    ),
+    "a stream joined on torch's current device": (
+        TENSORS,
+        "torch.cuda.current_stream(self.device).wait_stream",
+        "torch.cuda.current_stream().wait_stream",
+    ),
+    "a thread on torch's current device": (
+        TENSORS,
+        "with torch.cuda.device(self.device), torch.cuda.stream(self._stream)",
+        "with torch.cuda.stream(self._stream)",
+    ),
+    "CuPy's device is not changed": (
+        RUNTIME,
+        "with cupy.cuda.Device(device), cupy.cuda.ExternalStream",
+        "with cupy.cuda.ExternalStream",
+    ),
+    "the table of a cast for one device only": (
+        RUNTIME,
+        "return _cast_of(cast, current_device())",
+        "return _cast_of(cast, 0)",
+    ),
+    "the numbers of products for one device only": (
+        RUNTIME,
+        "_products_of(how, arithmetic, current_device())",
+        "_products_of(how, arithmetic, 0)",
+    ),
+    "kernels for one device only": (
+        RUNTIME,
+        "_run(_kernel(name, current_device())",
+        "_run(_kernel(name, 0)",
+    ),
+    "kernels of the codec for one device only": (
+        RUNTIME,
+        "_codec_kernel(name, fixed, current_device())",
+        "_codec_kernel(name, fixed, 0)",
+    ),
+    "streams for copies of one device only": (MESSAGES, '("carrier", device)', '("carrier", 0)'),
+    "an array of another device is taken": (RUNTIME, 'check_device(f"{name}:", array)', "pass"),
+    "torch's choice of a device is not looked at": (
+        RUNTIME,
+        "chosen or current_device()",
+        "current_device()",
+    ),
+    "torch is left on the first device": (MESSAGES, "tensors.use_gpu(found[0])", "pass"),
+    "devices of other nodes are taken for the same": (
+        MESSAGES,
+        "zip(world.nodes[:: world.virtual_ranks], addresses, strict=True)",
+        "zip([0] * len(addresses), addresses, strict=True)",
+    ),
+    "the current device's address for the model's": (
+        MESSAGES,
+        "gpu_runtime.address_of(device)",
+        "gpu_runtime.address_of(gpu_runtime.current_device())",
+    ),
+    "a shared device is let through": (
+        MESSAGES,
+        "    shared = sharing(world, [gpu for gpu, _, _ in told])\n    if shared and not all(allowed "
+        "for _, _, allowed in told):\n        named",
+        "    shared = sharing(world, [gpu for gpu, _, _ in told])\n    if False:\n        named",
+    ),
+}
 FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI has still to read it
     "means are let go while buckets behind them are averaged": (
         "cpdhpc/torch/overlap.py",
@@ -283,6 +476,12 @@ FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI 
     ),
 }
 MOVES = ["--with-mpi", "-m", "not gpu and not slow", str(HERE / "mpi" / "test_mpi_darray_gpu.py")]
+SIZES = [
+    "-m",
+    "gpu and not slow",
+    *(str(HERE / f"test_{x}.py") for x in ("gpu_sizes", "ops", "selection", "products")),
+]
+CONVERSIONS = ["-m", "gpu and not slow", str(HERE / "test_cuda_codec.py")]
 SERIAL = ["-m", "not slow", "-k", "gpu or simulated", *map(str, TESTS)]
 OPTIONS = ["-q", "-x", "--no-header", "--color=no", "-p", "no:cacheprovider"]
 RUN = [sys.executable, "-m", "pytest", *OPTIONS]
@@ -346,11 +545,17 @@ def main(asked: Sequence[str]) -> int:
         found[what] = by
         print(f"{what}: {by or 'NOBODY'}", flush=True)
 
-    for kind, faults, tests in (("kernels", FAULTS, SERIAL), ("moves", FAULTS_OF_MOVES, MOVES)):
+    for kind, faults, tests in (
+        ("kernels", FAULTS, SERIAL),
+        ("sizes", FAULTS_OF_SIZES, SIZES),
+        ("conversions", FAULTS_OF_CONVERSIONS, CONVERSIONS),
+        ("moves", FAULTS_OF_MOVES, MOVES),
+    ):
         for what, planted in faults.items() if not asked or kind in asked else ():
             tell(what, caught_in_kernels(*planted, tests))
     for kind, changes, commands in (
         ("graphs", FAULTS_OF_GRAPHS, GRAPHS_ON_TWO),
+        ("devices", FAULTS_OF_DEVICES, [[*RUN, HERE / "test_device.py"]]),
         ("memory", FAULTS_OF_MEMORY, MEMORY),
     ):
         for what, change in changes.items() if not asked or kind in asked else ():

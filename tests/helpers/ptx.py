@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 LANES = 32
@@ -20,7 +21,7 @@ LOCAL_BASE = 1 << 40  # of addresses of a thread's own memory
 MEETINGS = ("shfl", "vote")
 SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x")
 WIDTHS = {"%p": "?", "%rs": "u2", "%rd": "u8", "%fd": "u8", "%r": "u4", "%f": "u4", "%S": "u8"}
-TYPES = {"f32": "f4", "f64": "f8", "pred": "?"} | {
+TYPES = {"f16": "f2", "f32": "f4", "f64": "f8", "pred": "?"} | {
     f"{kind}{bits}": f"{'i' if kind == 's' else 'u'}{bits // 8}"
     for kind in "sub"
     for bits in (8, 16, 32, 64)
@@ -29,6 +30,7 @@ COMPARE = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
     "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
+FLOAT8 = {"e4m3x2": ml_dtypes.float8_e4m3fn, "e5m2x2": ml_dtypes.float8_e5m2}
 BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum,
@@ -73,7 +75,8 @@ def _kernel(given: str, body: str) -> Kernel:
     depot = re.search(r"\.local .*__local_depot\d+\[(\d+)\]", body)
     kernel = Kernel(parameters, int(depot[1]) if depot else 0, [], {})
     # Of a pair of halves one may be a register of its own block: nobody reads it.
-    body = re.sub(r"\{\s*\.reg \.b32 (\w+);\s*(mov\.b64\s+\{)\1(.*?;)\s*\}", r"\2_\3", body)
+    alone = r"\{\s*\.reg \.b(?:16|32) (\w+);\s*(mov\.b(?:32|64)\s+\{)\1(.*?;)\s*\}"
+    body = re.sub(alone, r"\2_\3", body)
     for line in re.sub(r"//.*", "", body).splitlines():
         line = line.strip().rstrip(";").replace("\t", " ")
         if label := re.fullmatch(r"(\$\w+):", line):
@@ -252,6 +255,8 @@ class Run:
             return ~operand[0]
         if name in ("shl", "shr"):
             return self.shifted(name, operand[0], self.get(given[1], "u32", who))
+        if i.parts == ["fma", "rn", "f32"]:
+            return fused(*operand, self.get(given[2], kind, who))
         if kind in ("f32", "f64"):
             return self.rounded(i, operand)
         if name == "neg":
@@ -287,6 +292,8 @@ class Run:
             operand = [flushed(each) for each in operand]
         if name in ("abs", "neg"):
             return np.abs(operand[0]) if name == "abs" else -operand[0]
+        if (name, way) == ("max", ["NaN"]):
+            return np.where(np.isnan(found := np.maximum(*operand)), CANONICAL.view("f4"), found)
         if name == "copysign":  # the sign of the first in the value of the second
             return np.copysign(operand[1], operand[0])
         if name not in ("add", "sub", "mul", "div") or way not in (["rn"], ["rn", "ftz"], ["ftz"]):
@@ -300,8 +307,13 @@ class Run:
     def converted(self, i: Instruction, who: Array) -> Array:
         to, of, way = i.parts[-2], i.parts[-1], i.parts[1:-2]
         value = self.registers[i.operands[1]][who]
+        if of in FLOAT8 and (way, to) == (["rn"], "f16x2"):
+            return value.view(np.uint8).view(FLOAT8[of]).astype(np.float16).view(np.uint32)
         if of[0] == "f":
             value = value.view(TYPES[of])
+            if to in FLOAT8:
+                pair = np.stack([self.get(i.operands[2], of, who), value], axis=-1)  # lower first
+                return float8_of(pair, FLOAT8[to]).view(np.uint16)[:, 0]
             if to[0] == "f":
                 return value.astype(TYPES[to])
             if way not in (["rzi"], ["rzi", "ftz"]) or to != "s32":
@@ -316,17 +328,19 @@ class Run:
         return narrow.astype(TYPES[to])
 
     def halves(self, i: Instruction, who: Array) -> None:
-        """mov.b64 between a register and two halves."""
+        """mov.b64 or mov.b32 between a register and two halves."""
         to, source = i.operands
+        whole, half = ("u64", "u32") if i.parts[-1].startswith("b64") else ("u32", "u16")
+        bits = np.dtype(TYPES[whole]).type(8 * np.dtype(TYPES[half]).itemsize)
         if to.startswith("{"):
-            both = self.get(source, "u64", who)
+            both = self.get(source, whole, who)
             low, high = to.strip("{}").replace(",", " ").split()
-            self.put(low, both.astype(np.uint32), who)
-            self.put(high, (both >> np.uint64(32)).astype(np.uint32), who)
+            self.put(low, both.astype(TYPES[half]), who)
+            self.put(high, (both >> bits).astype(TYPES[half]), who)
             return
         low, high = source.strip("{}").replace(",", " ").split()
-        upper = self.get(high, "u32", who).astype(np.uint64) << np.uint64(32)
-        self.put(to, upper | self.get(low, "u32", who), who)
+        upper = self.get(high, half, who).astype(TYPES[whole]) << bits
+        self.put(to, upper | self.get(low, half, who), who)
 
     def meet(self, i: Instruction, who: Array) -> None:
         """Let the lanes of whole warps exchange values."""
@@ -347,6 +361,20 @@ class Run:
         value = self.get(i.operands[1], "u32", who).reshape(shape)
         lanes = np.arange(LANES) ^ step.astype(np.int64)
         self.put(i.operands[0].partition("|")[0], np.take_along_axis(value, lanes, 1).ravel(), who)
+
+
+def float8_of(value: Array, dtype: Any) -> Array:
+    """Return the codes of float32 to nearest, the largest one's where that is infinity or more."""
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    return np.clip(value, -most, most).astype(dtype).view(np.uint8)  # NaN stays
+
+
+def fused(a: Array, b: Array, c: Array) -> Array:
+    """Return a b + c, rounded once, of products that float32 holds: others are not expected."""
+    product = a * b
+    if (product != a.astype(np.float64) * b).any():
+        raise Fault("a product that is not exact")
+    return product + c
 
 
 def flushed(value: Array) -> Array:

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from functools import cache
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +89,7 @@ NAMES = {
     "decode_add_tiles": "decode_add",
     "decode_add_encode_tiles": "hop",
 }
+CONVERSIONS = ("F2FP.F16.E", "F2FP.SATFINITE.E")  # of codes to numbers, and back
 ROWS = 32  # values of a thread in a tile
 
 
@@ -165,7 +167,8 @@ def shortest(code: list[str]) -> list[str]:
     """Return the instructions of the shortest way round the loop over tiles.
 
     Each way round encodes or decodes a tile: the shortest is that of a whole tile whose values all
-    stay inside the format, and of a hop whose sums are not wanted.
+    stay inside the format, and of a hop whose sums are not wanted. Where the GPU converts by itself,
+    the way that does: another one is that of a tile that is NaN throughout.
     """
     labels = {line: at for at, line in enumerate(code) if line.startswith(".L")}
     jumps = {
@@ -176,6 +179,29 @@ def shortest(code: list[str]) -> list[str]:
     start, end = max(
         ((to, at) for at, to in jumps.items() if to < at), key=lambda each: each[1] - each[0]
     )
+    choices = [first_of_each_run(code, word, start, end) for word in CONVERSIONS]
+    ways = [
+        [way_between(code, jumps, *each) for each in pairwise([start, *places, end])]
+        for places in product(*filter(None, choices))
+    ]
+    parts = min((each for each in ways if all(each)), key=lambda each: sum(map(len, each)))
+    way = [*parts[0], *(at for part in parts[1:] for at in part[1:])]
+    return [code[at] for at in way if at not in labels.values()]
+
+
+def first_of_each_run(code: list[str], word: str, start: int, end: int) -> list[int]:
+    """Return the places of instructions with a word, the first one after each label."""
+    found, is_new = [], True
+    for at in range(start, end):
+        is_new |= code[at].startswith(".L")
+        if is_new and word in code[at]:
+            found.append(at)
+            is_new = False
+    return found
+
+
+def way_between(code: list[str], jumps: dict[int, int], start: int, end: int) -> list[int]:
+    """Return the places on the shortest way from one instruction to another, none without a way."""
     costs, before = {start: 0}, {}
     ahead = [start]
     while ahead:
@@ -187,10 +213,12 @@ def shortest(code: list[str]) -> list[str]:
             if to < len(code) and costs[at] + 1 < costs.get(to, len(code)):
                 costs[to], before[to] = costs[at] + 1, at
                 ahead.append(to)
+    if end not in costs:
+        return []
     way = [end]
     while way[-1] != start:
         way.append(before[way[-1]])
-    return [code[at] for at in way if at not in labels.values()]
+    return way[::-1]
 
 
 def kind(instruction: str) -> str:

@@ -384,8 +384,9 @@ class Device:
 class External:
     """cupy.cuda.ExternalStream: another library's stream."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, device: int) -> None:
         self.stream = stream
+        assert not stream.ptr or stream.device_id == device
 
     def __enter__(self) -> Stream:
         return self.stream.__enter__()
@@ -401,10 +402,13 @@ class RawModule:
         self.arrays, self.code = arrays, code
 
     def get_function(self, name: str) -> Callable[..., None]:
+        device = self.arrays.gpu.device_id
+
         def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert 0 < grid[0] <= 65535 and block == (128,)
             given = simulated_kernels.arguments(self.code, name, args)
-            self.arrays.gpu.launch(name, lambda: simulated_kernels.run(name, given))
+            devices = [device, *(each.device.id for each in args if isinstance(each, ndarray))]
+            self.arrays.gpu.launch(name, lambda: simulated_kernels.run(name, given), devices)
 
         return kernel
 
@@ -453,7 +457,7 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         RawModule=lambda code, options: RawModule(arrays, code, options),
         cuda=SimpleNamespace(
             Stream=lambda non_blocking: Stream(gpu),
-            ExternalStream=lambda address, device: External(gpu.streams[address]),
+            ExternalStream=lambda address, device: External(gpu.streams[address], device),
             Event=lambda disable_timing: Event(gpu),
             Device=lambda number=None: Device(gpu, number),
             get_current_stream=lambda: gpu.current[-1],

@@ -13,7 +13,7 @@ import random
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -136,8 +136,13 @@ class Gpu:
         """Give a stream work, CuPy's current one by default."""
         (stream or self.current[-1]).put(work)
 
-    def launch(self, name: str, work: Callable[[], Any]) -> None:
-        """Launch a kernel in CuPy's current stream; the first time it is loaded."""
+    def launch(self, name: str, work: Callable[[], Any], devices: Iterable[int] = ()) -> None:
+        """Launch a kernel in CuPy's current stream; the first time it is loaded.
+
+        devices: of its arrays, and the one that it was loaded on: all must be the current one
+        """
+        others = {*devices, self.current[-1].device()} - {self.device_id}
+        assert not others, f"{name}: of GPU {others}, launched on GPU {self.device_id}"
         graph = self.current[-1].graph
         if graph is not None and name not in self.loaded:
             graph.fail(UNSUPPORTED)  # by drivers for CUDA before 12.3
@@ -300,9 +305,8 @@ class Stream:
     Destroyed, what it was given goes on, and another may get its address.
     """
 
-    device_id = 0
-
     def __init__(self, gpu: Gpu, ptr: int | None = None) -> None:
+        self.device_id = 0 if ptr == 0 else gpu.device_id
         if ptr is None:
             ptr = gpu.destroyed.pop() if gpu.destroyed else next(gpu.numbers)
         self.gpu, self.ptr, self.work = gpu, ptr, Queue()
@@ -310,6 +314,10 @@ class Stream:
         gpu.streams[self.ptr] = self
         gpu.queues = [each for each in gpu.queues if each or not each.ended] + [self.work]
         weakref.finalize(self, end, gpu, ptr, self.work).atexit = False
+
+    def device(self) -> int:
+        """The GPU whose stream it is; each has a null stream."""
+        return self.device_id if self.ptr else self.gpu.device_id
 
     def put(self, work: Callable[[], Any]) -> None:
         """Take work, or capture it."""
@@ -364,11 +372,12 @@ class Event:
     """cupy.cuda.Event."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.ptr = gpu, next(gpu.numbers)
+        self.gpu, self.ptr, self.device_id = gpu, next(gpu.numbers), gpu.device_id
         self.ticket: Ticket | Graph | None = None
         gpu.events[self.ptr] = self
 
     def record(self, stream: Stream) -> None:
+        assert stream.device() == self.device_id, "an event of another GPU's stream"
         if stream.graph is not None:
             self.ticket = stream.graph
             return

@@ -80,6 +80,7 @@ def test_digits_have_the_bits_of_the_cpu(gpu, world, direct, tmp_path_factory, o
 def test_means_have_the_bits_of_the_cpu(gpu, direct, name, options):
     """With overlap, whose thread has a stream of its own, under which MPI's messages go on."""
     world = World(timeout_s=TIMEOUT_S, gpu_direct=direct)
+    use_gpu(world, oversubscribe=True)  # of a machine that has one
     expected, _ = steps(CPU, name, options, torch.float32, world=world)
     found, _ = steps(DEVICE, name, options, torch.float32, world=world, overlap=True)
     world.free()
@@ -100,6 +101,8 @@ def test_what_differs_between_ranks_is_said_on_all(gpu, world, direct):
     with pytest.raises(ValueError, match=r"0\.weight is on cuda:0, 1\.weight on cpu: should be on"):
         GradientReducer(network(DEVICE) if world.process else model, world)
     gpu.first = 0  # so that both processes see the same one
+    with pytest.raises(UserError, match=r"model: processes 0, 1 of a node share a GPU \(cuda:0, c"):
+        GradientReducer(network(DEVICE), world)
     job, data = digits({"device": "gpu", "oversubscribe_gpus": False}), Digits().load()
     with pytest.raises(UserError, match=r"processes 0, 1 would share GPUs of their node"):
         prepare(job, world, data, None)
