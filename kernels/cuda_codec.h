@@ -64,6 +64,18 @@ __device__ int values_of_tile(i64 n, i64 t) {
     return n - t * CPD_TILE < CPD_TILE ? (int)(n - t * CPD_TILE) : CPD_TILE;
 }
 
+// Calls a function of the numbers of this lane's values of a tile.
+template <class Body>
+__device__ void each_of_tile(i64 n, i64 t, Body body) {
+    const i64 first = t * CPD_TILE + lane_of_thread();
+    if (values_of_tile(n, t) == CPD_TILE) {
+#pragma unroll 8
+        for (int r = 0; r < CPD_COLUMN; ++r) body(first + r * CPD_LANES);
+    } else {
+        for (i64 i = first; i < n; i += CPD_LANES) body(i);
+    }
+}
+
 __device__ u32 warp_largest(u32 value) {
     for (int step = CPD_LANES / 2; step; step /= 2)
         value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
@@ -277,8 +289,7 @@ __device__ void pack_float8(const How& how, const Column& c, u32* words) {
             u32 halves[2];
             each(2, [&](int h) {
                 const float* two = c.rows + b * rows + 4 * w + 2 * h;
-                halves[h] =
-                    two_codes(how.cast, multiply(two[0], factor), multiply(two[1], factor));
+                halves[h] = two_codes(how.cast, multiply(two[0], factor), multiply(two[1], factor));
             });
             words[(b * rows / 4 + w) * how.value_step()] = halves[0] | halves[1] << 16;
         });

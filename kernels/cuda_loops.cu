@@ -58,7 +58,8 @@ __global__ void unpack(int bits, const u32* words, i64 n, u32* codes) {
 
 __global__ void amax_tiles(const float* x, i64 n, u32* amax) {
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
-        u32 most = amax_column(x + t * CPD_TILE, n - t * CPD_TILE, lane_of_thread());
+        u32 most = 0;
+        each_of_tile(n, t, [&](i64 i) { most = larger(most, bits_of(x[i]) & CPD_MAGNITUDE); });
         most = warp_largest(most);
         if (lane_of_thread() == 0) amax[t] = most;
     }

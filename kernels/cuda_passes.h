@@ -7,13 +7,12 @@ __global__ void accumulate(const float* x, const float* kept, float factor, cons
                            i64 n, float* sum, float* total, u32* amax) {
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
         u32 most = 0;
-        for (i64 i = t * CPD_TILE + lane_of_thread(); i < n && i < (t + 1) * CPD_TILE;
-             i += CPD_LANES) {
+        each_of_tile(n, t, [&](i64 i) {
             F value = add(x[i], multiply(factor, kept[i]));  // by 1 it stays as it is
             sum[i] = value;
             if (more) total[i] = value = add(value, more[i]);
             most = larger(most, bits_of(value) & CPD_MAGNITUDE);
-        }
+        });
         most = warp_largest(most);
         if (lane_of_thread() == 0) amax[t] = most;
     }
@@ -22,11 +21,66 @@ __global__ void accumulate(const float* x, const float* kept, float factor, cons
 // out = x cut to its run's limit, limits being the bits of positive numbers; NaN stays as it is.
 __global__ void cut_runs(const float* x, i64 n, const u32* limits, const i64* ends, i64 runs,
                          float* out) {
-    for (i64 i = first_thread(); i < n; i += thread_stride()) {
-        const u32 bits = bits_of(x[i]), limit = limits[run_of(ends, runs, i)];
-        const u32 magnitude = bits & CPD_MAGNITUDE;
-        const u32 cut = magnitude > CPD_INF ? magnitude : smaller(magnitude, limit);
+    by_run(n, ends, runs, [&](i64 i, i64 run) {
+        const u32 bits = bits_of(x[i]), magnitude = bits & CPD_MAGNITUDE;
+        const u32 cut = magnitude > CPD_INF ? magnitude : smaller(magnitude, limits[run]);
         out[i] = from_bits(cut | (bits & ~CPD_MAGNITUDE));
+    });
+}
+
+// Where in each chunk its largest magnitude is first, a warp a chunk; chunk_values below 2^32.
+__global__ void chunk_leaders(const float* x, i64 n, i64 chunk_values, i64 chunks, i64* places) {
+    for (i64 c = first_tile(); c < chunks; c += tile_stride()) {
+        const float* v = x + c * chunk_values;
+        const i64 rest = n - c * chunk_values, size = rest < chunk_values ? rest : chunk_values;
+        u32 most = 0, at = ~0u;
+        for (i64 i = lane_of_thread(); i < size; i += CPD_LANES) {
+            const u32 a = bits_of(v[i]) & CPD_MAGNITUDE;
+            if (a > most || at == ~0u) most = a, at = (u32)i;
+        }
+        const u32 first = ~warp_largest(most == warp_largest(most) ? ~at : 0);
+        if (lane_of_thread() == 0) places[c] = first;
+    }
+}
+
+// sum = x + kept; highest: of each bin the bits of the sum's largest magnitude; words: a bit for
+// each value that is not 0 and reaches it when rate * x is added, and else zeros. A warp a bin.
+__global__ void bin_leaders(const float* x, const float* kept, float rate, i64 n, i64 bin_values,
+                            i64 bins, float* sum, u32* highest, u32* words) {
+    for (i64 b = first_tile(); b < bins; b += tile_stride()) {
+        const i64 first = b * bin_values + lane_of_thread();
+        const i64 stop = n - b * bin_values < bin_values ? n : (b + 1) * bin_values;
+        u32 most = 0;
+        for (i64 i = first; i < stop; i += CPD_LANES) {
+            sum[i] = add(x[i], kept[i]);
+            most = larger(most, bits_of(sum[i]) & CPD_MAGNITUDE);
+        }
+        most = warp_largest(most);
+        if (lane_of_thread() == 0) highest[b] = most;
+        for (i64 i = first; i < stop; i += CPD_LANES) {
+            const u32 reached = bits_of(add(multiply(x[i], rate), sum[i])) & CPD_MAGNITUDE;
+            if (reached >= most && bits_of(sum[i]) & CPD_MAGNITUDE)
+                atomicOr(words + i / 32, 1u << i % 32);
+        }
+    }
+}
+
+// Adds to each value of rows what a row's pair, below and above, has for its sign, of which a bit,
+// from the highest of a byte, says whether it is above.
+__global__ void add_signs(const u8* signs, const float* pairs, i64 columns, i64 n, float* out) {
+    const bool is_short = n < (i64)1 << 32;  // a division of 64 bits takes long
+    for (i64 i = first_thread(); i < n; i += thread_stride()) {
+        const i64 row = is_short ? (u32)i / (u32)columns : i / columns;
+        out[i] = add(out[i], pairs[2 * row + (signs[i / 8] >> (7 - i % 8) & 1)]);
+    }
+}
+
+// out = x less what its row's pair, below and above, has for its sign.
+__global__ void subtract_signs(const float* x, const float* pairs, i64 columns, i64 n, float* out) {
+    const bool is_short = n < (i64)1 << 32;
+    for (i64 i = first_thread(); i < n; i += thread_stride()) {
+        const i64 row = is_short ? (u32)i / (u32)columns : i / columns;
+        out[i] = subtract(x[i], pairs[2 * row + !is_below(x[i])]);
     }
 }
 

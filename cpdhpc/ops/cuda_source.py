@@ -47,6 +47,8 @@ ARITHMETIC = (
     "multiply_floats",
     "divide_floats",
     "leaf_sums",
+    "tree_sums",
+    "join_sums",
     "multiply_runs",
     "divide_runs",
     "row_products",
@@ -54,6 +56,11 @@ ARITHMETIC = (
     "outer",
     "accumulate",
     "cut_runs",
+    "run_maxima",
+    "chunk_leaders",
+    "bin_leaders",
+    "add_signs",
+    "subtract_signs",
     "move_boxes",
 )
 

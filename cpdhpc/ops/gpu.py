@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import cupy
@@ -47,6 +46,7 @@ from .gpu_runtime import (
     products_on_device,
     tile_blocks,
     to_host,
+    warp_blocks,
 )
 from .products import FLOAT32, Inputs, Products
 
@@ -274,11 +274,11 @@ def count_bits(words: Array) -> Array:
 
 
 def unpack_bitmap(words: Array) -> Array:
-    """Return where bits are set, ascending: uint32[w] to uint32[m]. Waits for the counts."""
-    counts = to_host(count_bits(words))
-    ends = np.cumsum(counts, dtype=np.uint32)
-    places = cupy.empty(int(ends[-1]) if ends.size else 0, np.uint32)
-    arrays = (words, np.int64(words.size), cupy.asarray(ends - counts), places)
+    """Return where bits are set, ascending: uint32[w] to uint32[m]. Waits for their number."""
+    counts = count_bits(words)
+    ends = cupy.cumsum(counts, dtype=np.uint32)
+    places = cupy.empty(int(to_host(ends[-1:])[0]) if ends.size else 0, np.uint32)
+    arrays = (words, np.int64(words.size), ends - counts, places)
     launch("unpack_bitmap", tile_blocks(32 * words.size), *arrays, np.int64(places.size))
     return places
 
@@ -445,42 +445,49 @@ def move_boxes(
     )
 
 
-# Sums and products in NumPy's order of additions. The GPU sums up to 128 values a thread, the
-# leaves of NumPy's tree; the tree's upper part, a 64th of the bytes, is summed on the CPU.
+# Sums and products in NumPy's order of additions: a thread sums up to 128 values, a leaf of NumPy's
+# tree, a block the lowest 7 levels, and one block of each part what is above.
+SUMMED = (*TERMS, "above", "below")  # as kernels/cuda_sums.h numbers them
 LEAF = 128  # values that NumPy sums without halving them
+INNER = 7  # levels of a tree that a block sums
 BUFFER = 8192  # values that NumPy makes float64 at once; it adds those sums one after another
 
 
 def _pairwise(x: Array, starts: HostArray, stops: HostArray, of: str, center: float) -> HostArray:
     """Return the sum of each part of float32[n]: int64[parts] to NumPy's float64[parts].
 
-    of: one of TERMS, what is added of each value
+    of: one of SUMMED, what is added of each value
     """
-    sizes, halved = stops - starts, list[HostArray]()
-    while (is_long := sizes > LEAF).any():
-        counts = 1 + is_long
-        half = np.where(is_long, sizes // 2 // 8 * 8, sizes)
-        second = (np.cumsum(counts) - 1)[is_long]
-        rest = (sizes - half)[is_long]
-        starts, sizes = np.repeat(starts, counts), np.repeat(half, counts)
-        starts[second] += half[is_long]
-        sizes[second] = rest
-        halved.append(is_long)
-    found = cupy.empty(starts.size, np.float64)
-    leaves = (cupy.asarray(starts), cupy.asarray(sizes), np.int64(starts.size), found)
-    term = np.int32(TERMS.index(of)), np.float64(center)
-    launch("leaf_sums", element_blocks(starts.size), *term, x, *leaves)
-    sums = to_host(found)
-    for is_long in reversed(halved):
-        first = np.cumsum(1 + is_long) - (1 + is_long)
-        joined = sums[first]
-        joined[is_long] += sums[first[is_long] + 1]
-        sums = joined
-    return np.asarray(sums)
+    parts, sizes = np.int64(starts.size), stops - starts
+    totals = cupy.empty(starts.size, np.float64)
+    term = np.int32(SUMMED.index(of)), np.float64(center), x
+    borders = cupy.asarray(starts), cupy.asarray(stops)
+    if sizes.max(initial=0) <= LEAF:
+        launch("leaf_sums", element_blocks(starts.size), *term, *borders, parts, totals)
+        return to_host(totals)
+    ends = np.cumsum(_blocks_of(sizes))
+    blocks, lists = int(ends[-1]), (*borders, cupy.asarray(ends), parts)
+    sums = cupy.empty(blocks, np.float64)
+    launch("tree_sums", blocks, *term, *lists, np.int64(blocks), sums)
+    launch("join_sums", starts.size, *lists, sums, totals)
+    return to_host(totals)
+
+
+def _blocks_of(sizes: HostArray) -> HostArray:
+    """Return how many blocks sum each of some parts, int64, by the depth of its tree."""
+    longest, depths = sizes.copy(), np.zeros_like(sizes)
+    while (is_long := longest > LEAF).any():
+        longest -= np.where(is_long, longest // 2 // 8 * 8, 0)
+        depths += is_long
+    return np.left_shift(1, np.maximum(depths - INNER, 0))
 
 
 def row_sums(x: Array) -> HostArray:
     """Return the sum of each row: float32[rows, columns] to NumPy's float64[rows]."""
+    return _row_sums(x, "value")
+
+
+def _row_sums(x: Array, of: str) -> HostArray:
     check("x", x, np.float32)
     rows, columns = x.shape
     if not columns:
@@ -488,7 +495,7 @@ def row_sums(x: Array) -> HostArray:
     begins = np.arange(0, columns, BUFFER)
     starts = (np.arange(rows)[:, None] * columns + begins).ravel()
     stops = starts + np.tile(np.minimum(columns - begins, BUFFER), rows)
-    parts = _pairwise(x.reshape(-1), starts, stops, "value", 0.0).reshape(rows, -1)
+    parts = _pairwise(x.reshape(-1), starts, stops, of, 0.0).reshape(rows, -1)
     total = np.zeros(rows)
     for part in parts.T:
         total += part
@@ -547,26 +554,16 @@ def _runs(name: str, x: Array, each: HostArray, ends: HostArray, out: Array) -> 
     check("x", x, np.float32)
     check("out", out, np.float32, x.size)
     runs = (cupy.asarray(each), cupy.asarray(ends), np.int64(ends.size))
-    launch(name, element_blocks(x.size), x, np.int64(x.size), *runs, out)
+    launch(name, tile_blocks(x.size), x, np.int64(x.size), *runs, out)
 
 
 def run_maxima(x: Array, ends: HostArray) -> HostArray:
-    """Return the largest magnitude of each run of float32[n], NumPy's float32[runs].
-
-    Of equally long runs those of all, of a lone one by tiles.
-    """
+    """Return the largest magnitude of each run of float32[n], NumPy's float32[runs]."""
     check("x", x, np.float32)
-    borders = np.concatenate([[0], ends])
-    found, sizes = [np.empty(0, np.uint32)], np.diff(borders)
-    first_of_equals = np.flatnonzero(np.diff(sizes, prepend=-1, append=-1))
-    for first, behind in pairwise(first_of_equals):
-        part = x[borders[first] : borders[behind]]
-        if behind - first == 1:
-            rows = amax_tiles(part).reshape(1, -1)
-        else:
-            rows = part.view(np.uint32).reshape(behind - first, -1) & np.uint32(MAGNITUDE)
-        found.append(to_host(rows.max(axis=1)))
-    return np.concatenate(found).view(np.float32)
+    most = cupy.zeros(ends.size, np.uint32)
+    runs = (cupy.asarray(ends), np.int64(ends.size))
+    launch("run_maxima", tile_blocks(x.size), x, np.int64(x.size), *runs, most)
+    return to_host(most).view(np.float32)
 
 
 def accumulate(
@@ -610,19 +607,13 @@ def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
 ) -> tuple[HostArray, HostArray, HostArray]:
     """Write x + kept into out; return its bins' largest values, and what about reaches them."""
-    accumulate(x, kept, out)
-    size = -(-x.size // bin_values) * bin_values
-    own, reach = (cupy.zeros(size, np.float32) for _ in range(2))
-    own[: x.size] = out
-    add(multiply(x, np.float32(rate)), out, reach[: x.size])
-    shape = (-1, bin_values)
-    magnitudes, reached = (
-        each.view(np.uint32).reshape(shape) & np.uint32(MAGNITUDE) for each in (own, reach)
-    )
-    highest = magnitudes.max(axis=1)
-    is_chosen = reached >= highest[:, None]
-    is_chosen &= magnitudes != 0
-    found = cupy.flatnonzero(is_chosen).astype(np.uint32)
+    for name, array in (("x", x), ("kept", kept), ("out", out)):
+        check(name, array, np.float32, x.size)
+    bins = -(-x.size // bin_values)
+    highest, words = cupy.empty(bins, np.uint32), cupy.zeros(-(-x.size // 32), np.uint32)
+    sizes = (np.int64(x.size), np.int64(bin_values), np.int64(bins))
+    launch("bin_leaders", warp_blocks(bins), x, kept, np.float32(rate), *sizes, out, highest, words)
+    found = unpack_bitmap(words)
     values = gather(out, found)
     return to_host(highest).view(np.float32), to_host(found), to_host(values)
 
@@ -630,10 +621,12 @@ def accumulate_leaders(
 def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
     """Return where in each chunk its largest magnitude is first: float32[n] to int64[chunks]."""
     check("x", x, np.float32)
-    size = -(-x.size // chunk_values) * chunk_values
-    bits = cupy.full_like(x, -1, np.int32, shape=(size,))  # in the order of magnitudes
-    bits[: x.size] = x.view(np.int32) & np.int32(MAGNITUDE)
-    return np.asarray(to_host(bits.reshape(-1, chunk_values).argmax(axis=1)), np.int64)
+    check_size("chunk_leaders", chunk_values)
+    chunks = -(-x.size // chunk_values)
+    places = cupy.empty(chunks, np.int64)
+    sizes = (np.int64(x.size), np.int64(chunk_values), np.int64(chunks))
+    launch("chunk_leaders", warp_blocks(chunks), x, *sizes, places)
+    return to_host(places)
 
 
 def encode_signs(
@@ -644,24 +637,15 @@ def encode_signs(
     bits = total.view(np.int32)
     magnitude = bits & np.int32(MAGNITUDE)  # subnormal numbers are not 0
     positive = (bits >= 0) | (magnitude == 0) | (magnitude > np.int32(NONFINITE_BITS))
-    mask = np.negative(positive.astype(np.int32))
     counts = to_host(positive.sum(axis=1, dtype=np.int32))
-    above = row_sums((bits & mask).view(np.float32))
-    below = row_sums((bits & ~mask).view(np.float32))
+    above, below = _row_sums(total, "above"), _row_sums(total, "below")
     means = (below / np.maximum(x.shape[1] - counts, 1), above / np.maximum(counts, 1))
     pairs = np.stack(means, axis=1).astype(np.float32)
     if rest is not None:
-        subtract(total, _by_sign(mask, pairs), rest)
+        check("rest", rest, np.float32, x.size)
+        numbers = (cupy.asarray(pairs), np.int64(x.shape[1]), np.int64(x.size))
+        launch("subtract_signs", element_blocks(x.size), total, *numbers, rest)
     return to_host(cupy.packbits(positive)), pairs, _largest(total)
-
-
-def _by_sign(mask: Array, pairs: HostArray) -> Array:
-    """Return what masks of all or no bits, int32[rows, columns], and pairs stand for."""
-    bits = cupy.asarray(pairs.view(np.int32))
-    below, above = bits[:, :1], bits[:, 1:]
-    chosen = mask & (below ^ above)
-    chosen ^= below
-    return chosen.view(np.float32)
 
 
 def decode_signs(
@@ -671,8 +655,8 @@ def decode_signs(
     check("out", out, np.float32)
     out[...] = 0
     for sign, pair in zip(signs, pairs, strict=True):
-        positive = cupy.unpackbits(cupy.asarray(sign))[: out.size].reshape(out.shape)
-        add(out, _by_sign(np.negative(positive.astype(np.int32)), pair), out)
+        numbers = (cupy.asarray(pair), np.int64(out.shape[1]), np.int64(out.size))
+        launch("add_signs", element_blocks(out.size), cupy.asarray(sign), *numbers, out)
     divide(out, np.float32(divisor), out)
     return _largest(out)
 
@@ -694,7 +678,7 @@ def encode_runs(
     divide_runs(x, each, ends, scaled)
     if factor != 1:
         multiply(scaled, np.float32(factor), scaled)
-    shifts = cupy.asarray(np.full(tiles(x.size), shift, np.uint8))
+    shifts = cupy.full_like(x, shift, np.uint8, shape=(tiles(x.size),))
     size = packed_bytes(x.size, cast.fmt.bits)
     words = cupy.empty(size, np.uint8) if trits else payload
     encode_tiles(scaled, cast, words, shifts, key=key)
@@ -716,7 +700,7 @@ def mean_runs(
     out[...] = 0
     fmt, term = FloatFormat(1, bits - 2, "none"), cupy.empty(out.size, np.float32)
     of_one = int(np.log2(fmt.smallest)) + SHIFT_BIAS
-    shifts = cupy.asarray(np.full(tiles(out.size), of_one, np.uint8))
+    shifts = cupy.full_like(out, of_one, np.uint8, shape=(tiles(out.size),))
     for payload, numbers in zip(payloads, each, strict=True):
         words = cupy.asarray(payload)
         if trits:
@@ -769,5 +753,6 @@ def _products(name: str, m: Array, rows: Array, summed: int, kept: int) -> Array
     check("rows", rows, np.float32, len(rows) * m.shape[summed])
     out = cupy.empty((len(rows), m.shape[kept]), np.float32)
     sizes = (np.int64(m.shape[0]), np.int64(m.shape[1]))
-    launch(name, element_blocks(out.size), m, *sizes, rows, np.int64(len(rows)), out)
+    threads = 4 * out.size if name == "row_products" else out.size
+    launch(name, element_blocks(threads), m, *sizes, rows, np.int64(len(rows)), out)
     return out

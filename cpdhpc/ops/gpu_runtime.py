@@ -22,7 +22,7 @@ Array = Any  # cupy.ndarray
 Result = TypeVar("Result")
 
 _BLOCK = 128  # threads: CPD_WARPS warps of 32
-_TILES_PER_BLOCK = 4
+_WARPS = 4  # of a block
 _MAX_BLOCKS = 65535
 FIXED_CASTS = 256  # of a process; each takes NVRTC a second the first time, and memory of the GPU
 NULL = np.uint64(0)  # a pointer to nothing
@@ -176,7 +176,12 @@ def element_blocks(n: int) -> int:
 
 def tile_blocks(n: int) -> int:
     """Return the blocks of a kernel that takes a tile a warp."""
-    return -(-tiles(n) // _TILES_PER_BLOCK)
+    return warp_blocks(tiles(n))
+
+
+def warp_blocks(n: int) -> int:
+    """Return the blocks of a kernel that takes an element a warp."""
+    return -(-n // _WARPS)
 
 
 def key_numbers(key: Key, offset: int) -> tuple[Any, ...]:

@@ -278,6 +278,12 @@ inline T atomicAdd(T* at, T value) {
     return before;
 }
 template <class T>
+inline T atomicMax(T* at, T value) {
+    T before = *at;
+    *at = std::max(before, value);
+    return before;
+}
+template <class T>
 inline T atomicOr(T* at, T value) {
     T before = *at;
     *at |= value;

@@ -122,12 +122,64 @@ def _stream(kernel: Callable[..., object], a: SimpleNamespace, *arrays: np.ndarr
     kernel(*arrays)
 
 
+def _sum_of(a: SimpleNamespace, start: int, stop: int) -> np.float64:
+    x = a.x[start:stop].astype(np.float64)
+    is_below = x < 0
+    parts = np.where(is_below, 0, x), np.where(is_below, x, 0)
+    terms = (x, np.abs(x), np.square(x - a.center), *parts)[a.of]
+    return terms.sum() if x.size else np.float64(-0.0)
+
+
 def _leaf_sums(a: SimpleNamespace) -> None:
-    for leaf, (start, size) in enumerate(zip(a.starts, a.sizes, strict=True)):
-        assert size <= 128  # NumPy does not halve these
-        x = a.x[start : start + size].astype(np.float64)
-        terms = (x, np.abs(x), np.square(x - a.center))[a.of]
-        a.sums[leaf] = terms.sum() if size else -0.0
+    for leaf, (start, stop) in enumerate(zip(a.starts, a.stops, strict=True)):
+        assert stop - start <= 128  # NumPy does not halve these
+        a.sums[leaf] = _sum_of(a, start, stop)
+
+
+def _tree_sums(a: SimpleNamespace) -> None:
+    """The whole sum of a part in place of its first block's."""
+    assert a.ends[-1] == a.count == a.sums.size and a.ends.size == a.parts
+    firsts = np.append(0, a.ends[:-1])
+    for first, start, stop in zip(firsts, a.starts, a.stops, strict=True):
+        a.sums[first] = _sum_of(a, start, stop)
+
+
+def _join_sums(a: SimpleNamespace) -> None:
+    a.totals[...] = a.sums[np.append(0, a.ends[:-1])]
+
+
+def _run_maxima(a: SimpleNamespace) -> None:
+    magnitudes = a.x[: a.n].view(np.uint32) & 0x7FFFFFFF
+    assert not a.most.any() and a.ends[-1] == a.n
+    for run, (start, stop) in enumerate(pairwise([0, *a.ends])):
+        a.most[run] = magnitudes[start:stop].max(initial=0)
+
+
+def _chunk_leaders(a: SimpleNamespace) -> None:
+    assert a.places.size == a.chunks == -(-a.n // a.chunk_values)
+    a.places[...] = reference.chunk_leaders(a.x[: a.n], a.chunk_values)
+
+
+def _bin_leaders(a: SimpleNamespace) -> None:
+    given = a.x[: a.n], a.kept[: a.n], a.sum[: a.n]
+    highest, found, _ = reference.accumulate_leaders(*given, a.rate, a.bin_values)
+    a.highest[...] = highest.view(np.uint32)
+    np.bitwise_or.at(a.words, found // 32, np.uint32(1) << (found % 32).astype(np.uint32))
+
+
+def _by_sign(a: SimpleNamespace, is_above: np.ndarray) -> np.ndarray:
+    rows = np.arange(a.n) // a.columns
+    return a.pairs.reshape(-1, 2)[rows, is_above.reshape(-1)[: a.n].astype(int)]
+
+
+def _add_signs(a: SimpleNamespace) -> None:
+    out = a.out.reshape(-1)
+    out += _by_sign(a, np.unpackbits(a.signs))
+
+
+def _subtract_signs(a: SimpleNamespace) -> None:
+    x = a.x.reshape(-1)
+    np.subtract(x, _by_sign(a, ~(x < 0)), out=a.out.reshape(-1))
 
 
 def _of_runs(a: SimpleNamespace) -> np.ndarray:
@@ -240,6 +292,13 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "multiply_floats": lambda a: np.multiply(a.a, np.float32(a.b), out=a.out),
     "divide_floats": lambda a: np.divide(a.a, np.float32(a.b), out=a.out),
     "leaf_sums": _leaf_sums,
+    "tree_sums": _tree_sums,
+    "join_sums": _join_sums,
+    "run_maxima": _run_maxima,
+    "chunk_leaders": _chunk_leaders,
+    "bin_leaders": _bin_leaders,
+    "add_signs": _add_signs,
+    "subtract_signs": _subtract_signs,
     "multiply_runs": lambda a: np.multiply(a.x, _of_runs(a), out=a.out),
     "divide_runs": lambda a: np.divide(a.x, _of_runs(a), out=a.out),
     "row_products": lambda a: np.einsum("ij,rj->ri", a.m, a.rows, out=a.out),
