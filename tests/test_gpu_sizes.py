@@ -30,7 +30,7 @@ PLACE = (1 << 32) + 77  # a value
 
 
 class Array(NamedTuple):
-    """A kernel's array: values for each tile, or for each value; of what numbers; how it is read."""
+    """A kernel's array: how many for each tile or value; of what; whether it is written."""
 
     each: int
     dtype: str = "f4"
