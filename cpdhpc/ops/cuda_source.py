@@ -55,6 +55,9 @@ ARITHMETIC = (
     "accumulate",
     "cut_runs",
     "move_boxes",
+    "amax_two_scales",
+    "encode_two_scales",
+    "decode_two_scales",
 )
 
 
