@@ -13,7 +13,6 @@ import numpy as np
 from .. import _cpu
 from ..formats import NAMED, RANDOM_BITS, Cast, Format, Microscaling, Rounding, TableFormat, tiles
 from ..randomness import Key
-from . import two_scales
 from .common import (
     MAGNITUDE,
     NONFINITE_BITS,
@@ -788,6 +787,8 @@ def encode_two_scales(
     offset: int = 0,
 ) -> None:
     """Write x as NVFP4; see ops.two_scales."""
+    from . import two_scales
+
     two_scales.encode(sys.modules[__name__], x, cast, words, scales, scale, key, offset)
 
 
@@ -795,4 +796,6 @@ def decode_two_scales(
     words: Array, scales: Array, scale: Array, out: Array, more: Array | None = None
 ) -> int:
     """Write the numbers of NVFP4, plus more if given, into out; see ops.two_scales."""
+    from . import two_scales
+
     return two_scales.decode(sys.modules[__name__], words, scales, scale, out, more)
