@@ -209,6 +209,35 @@ class Microscaling(FloatFormat):
         return 0x7FFFFF
 
 
+NVFP4_BLOCK = 16  # neighbours that share a scale
+
+
+@dataclass(frozen=True)
+class TwoScales(FloatFormat):
+    """NVFP4: e2m1 in blocks of 16 neighbours, which share a scale e4m3, and all a float32.
+
+    Payloads are elements in order, two in a byte, the first in its lower half; a byte for the scale
+    of each block, a code of e4m3fn; zeros up to a whole word; the float32. ops/two_scales.py says
+    how scales are chosen.
+    Source: NVIDIA, arXiv 2509.25149.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the wire and of tensors."""
+        return "nvfp4"
+
+    @property
+    def element(self) -> FloatFormat:
+        """The format of an element by itself."""
+        return FloatFormat(self.exp, self.man, self.special)
+
+
+def nvfp4_blocks(n: int) -> int:
+    """Number of blocks that hold n values."""
+    return -(-n // NVFP4_BLOCK)
+
+
 def _float32_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
@@ -240,11 +269,11 @@ def parse_format(name: str | Format) -> Format:
     mean something only beside a scale, intN, ternary and mxfp*, are refused: wire_format has them.
     """
     scaled = name if isinstance(name, str) else getattr(name, "name", "")
-    if scaled in MICROSCALING:
+    if scaled in IN_BLOCKS:
         raise ValueError(
-            f"parse_format: {scaled!r}: 32 neighbours share a scale, which a value alone does not "
-            "have: precision.quantize, tensors of policies and wires take it; its elements are "
-            f"{MICROSCALING[scaled].element.name}"
+            f"parse_format: {scaled!r}: {SHARED[wire_scaling(scaled)]} neighbours share a scale, "
+            "which a value alone does not have: precision.quantize, tensors of policies and wires "
+            f"take it; its elements are {IN_BLOCKS[scaled].element.name}"
         )
     if scaled in INTEGERS:
         raise ValueError(
@@ -286,7 +315,9 @@ MICROSCALING = {
     "mxfp6-e3m2": Microscaling(3, 2, "none"),
     "mxfp4": Microscaling(2, 1, "none"),
 }
-NAMED_WIRES = {**INTEGERS, **MICROSCALING}
+NVFP4 = TwoScales(2, 1, "none")
+IN_BLOCKS: dict[str, Microscaling | TwoScales] = {**MICROSCALING, "nvfp4": NVFP4}
+NAMED_WIRES = {**INTEGERS, **IN_BLOCKS}
 
 
 def wire_format(wire: str) -> Format | None:
@@ -366,7 +397,9 @@ def _is_wire(name: str) -> bool:
 
 def wire_scaling(wire: object) -> str:
     """Return the scaling of a packed wire, given by name or format, of those in SHARED."""
-    return "block32" if isinstance(wire, str) and wire in MICROSCALING else "tile"
+    if not isinstance(wire, str) or wire not in IN_BLOCKS:
+        return "tile"
+    return "block32" if wire in MICROSCALING else "block16"
 
 
 def overflow_shows(fmt: Format) -> bool:
@@ -377,7 +410,7 @@ def overflow_shows(fmt: Format) -> bool:
     """
     if isinstance(fmt, TableFormat):
         return None not in fmt.infinities
-    return fmt.carries_nonfinite and not isinstance(fmt, Microscaling)
+    return fmt.carries_nonfinite and not isinstance(fmt, Microscaling | TwoScales)
 
 
 @dataclass(frozen=True)

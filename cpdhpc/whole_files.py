@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -12,7 +13,7 @@ import secrets
 import stat
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,41 @@ def open_own(path: str | Path, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre mounted without flock, as one
+PAUSE_S = 0.05  # between two looks whether a lock is free
+
+
+@contextmanager
+def once_for_all(path: Path, most_s: float) -> Iterator[tuple[bool, Callable[[], None]]]:
+    """Hold a file's lock for a while; yield whether its work is to be done, and what notes that.
+
+    For work that several processes need and one should do: the others wait, and find it done. The
+    lock ends with its process. Who has waited for most_s, or finds no locks or no folder to write
+    to, does the work without. Nobody is to rely on it: it saves time only.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        yield True, lambda: None
+        return
+    try:
+        end_s = time.monotonic() + most_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in NO_LOCKS or time.monotonic() > end_s:
+                    break
+                if not isinstance(error, BlockingIOError):
+                    raise
+            time.sleep(PAUSE_S)
+        yield not os.fstat(descriptor).st_size, lambda: os.truncate(descriptor, 1)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -150,3 +150,5 @@ __global__ void divide_floats(const float* a, float b, float* out, i64 n) {
 #include "cuda_sums.h"
 //
 #include "cuda_passes.h"
+//
+#include "cuda_two_scales.h"

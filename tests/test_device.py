@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,9 @@ from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import cpu, to_host
 from cpdhpc.ops.products import FLOAT32, Products
 from cpdhpc.ops.tensors import OwnStream, in_stream
+from cpdhpc.whole_files import once_for_all
 from cpdhpc.world import gpu_messages
-from cpdhpc.world.gpu_messages import carrier_of_gpu, refuse_shared, use_gpu
+from cpdhpc.world.gpu_messages import carrier_of_gpu, check_gpus, use_gpu
 from cpdhpc.world.ranks import Loopback
 
 
@@ -164,7 +166,7 @@ def test_torch_is_given_the_gpu_too_and_its_own_choice_comes_first(
 
 
 def test_each_gpu_has_kernels_tables_and_streams_of_its_own() -> None:
-    """The simulated GPU refuses a launch of another one's kernel, with its arrays, in its stream."""
+    """The simulated GPU refuses a launch of another one's kernel, arrays or stream."""
     x, cast = np.arange(2048, dtype=np.float32), Cast(parse_format("e4m3"))
     how, world = Products(Cast(FLOAT32), Cast(FLOAT32)), Loopback()
     with simulated() as (gpu, cupy):
@@ -258,7 +260,7 @@ def test_a_device_is_a_threads_own() -> None:
 
 
 def shares(place: int, allowed: bool = False) -> Any:
-    return bus(place)[0], f"cuda:{place}", allowed
+    return bus(place)[0], f"cuda:{place}", allowed, True
 
 
 @pytest.mark.parametrize(
@@ -281,7 +283,97 @@ def test_a_model_on_a_gpu_that_others_have_is_refused(
             world = Processes(process, nodes, [shares(each, allowed) for each in places])
             world.shares_gpus = allowed
             with pytest.raises(UserError, match=said) if said else nullcontext():
-                refuse_shared(world, "R", place)
+                check_gpus(world, "R", place, 4096)
+
+
+def test_memory_that_mpi_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's with expandable_segments, where MPI would be given it as it is."""
+    told = [shares(0), shares(1)[:3] + (False,)]
+    for aware in (True, False):
+        answer = gpu_messages.Answer(aware, "simulated")
+        monkeypatch.setattr(gpu_messages, "gpu_aware", lambda world, answer=answer: answer)
+        for process in range(2):
+            with simulated() as (gpu, _):
+                gpu.count, gpu.closed = 2, process == 1
+                world = Processes(process, [0, 0], told)
+                said = r"^R: memory of torch on process 1 cannot be shared by CUDA IPC, as MPI does"
+                with pytest.raises(UserError, match=said) if aware else nullcontext():
+                    check_gpus(world, "R", process, 4096)
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "capability", "hip", "said"),
+    [
+        (
+            13,
+            70,
+            False,
+            r"process 0 has a GPU of compute capability 7\.0, and CUDA 13 compiles for 7",
+        ),
+        (13, 75, False, ""),
+        (12, 70, False, ""),
+        (12, 90, True, r"process 0 has CuPy for ROCm: the kernels are CUDA's, for NVIDIA's GPUs"),
+    ],
+)
+def test_gpus_that_have_no_kernels_are_refused_early(
+    toolkit: int, capability: int, hip: bool, said: str
+) -> None:
+    with simulated() as (gpu, cupy):
+        gpu.toolkit, gpu.capability, cupy.cuda.runtime.is_hip = toolkit, capability, hip
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            use_gpu(Loopback())
+        with pytest.raises(UserError, match="cpdhpc: this ") if said else nullcontext():
+            arrays.quantize(cupy.zeros(3, np.float32), "e4m3")
+
+
+def test_one_process_compiles_and_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others wait for its lock; whoever holds it too long is not waited for."""
+    for _ in range(2):
+        with simulated() as (gpu, cupy):
+            arrays.quantize(cupy.zeros(3, np.float32), "e2m5")
+            assert gpu.compiled == 1
+        said = capfd.readouterr().err
+    assert not said
+    path = Path(gpu.folder) / "work"
+    doing, order = Event(), list[str]()
+
+    def work(name: str) -> None:
+        with once_for_all(path, 10) as (is_first, done):
+            doing.set()
+            sleep(0.1 if is_first else 0)
+            order.append(f"{name} {is_first}")
+            done()
+
+    threads = [Thread(target=work, args=(name,)) for name in "ab"]
+    threads[0].start()
+    doing.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert order == ["a True", "b False"]
+    with once_for_all(path, 10), once_for_all(path, 0.1) as (is_first, _):
+        assert not is_first
+    with once_for_all(Path("/proc/nothing/here"), 10) as (is_first, done):
+        done()
+        assert is_first
+
+
+def test_a_wait_leaves_the_core_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    class Slow:
+        def Test(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return monotonic() - start > 0.3
+
+    with simulated():
+        from cpdhpc.ops import gpu_runtime
+
+        monkeypatch.setattr(gpu_runtime, "MOST_PAUSE_S", 1e-3)
+        start = monotonic()
+        gpu_runtime.wait(Slow())  # type: ignore[arg-type]
+    assert looks < 20_000  # some while it spins, and then one a millisecond
 
 
 def test_wrong_arguments_of_use_gpu_are_named() -> None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import simulated_kernels
+from gpus import OnGpu
 
 from cpdhpc.formats import SHIFT_BIAS, Cast, parse_format
+from cpdhpc.ops import cpu
 from cpdhpc.ops.cpu import CAST_NUMBERS, cast_numbers, product_numbers
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, cuda_source
 from cpdhpc.ops.products import FLOAT32, Products
@@ -30,7 +33,7 @@ PLACE = (1 << 32) + 77  # a value
 
 
 class Array(NamedTuple):
-    """A kernel's array: values for each tile, or for each value; of what numbers; how it is read."""
+    """A kernel's array: how many for each tile or value; of what; whether it is written."""
 
     each: int
     dtype: str = "f4"
@@ -91,6 +94,7 @@ OF_VALUES: dict[str, dict[str, Any]] = {
     "gather": {"x": None, "indices": Array(1, "u4"), "values": OUT_ONE},
 }
 ELSEWHERE = {  # why a kernel is not in the tables
+    "amax_two_scales": "below", "encode_two_scales": "below", "decode_two_scales": "below",
     "matmul": "below",
     "clear": "below", "scatter_add": "below", "pack_bitmap": "below",
     "count_bits": "below", "unpack_bitmap": "places are 32 bits: test_bitmaps below",
@@ -286,6 +290,55 @@ def test_an_index_at_the_end_is_outside(cupy: Any, size: int) -> None:
     )
 
 
+N = 40 * TILE + 5  # for which two blocks are too few
+X, Y = np.random.default_rng(5).normal(size=(2, N)).astype(np.float32)
+PLACES = np.arange(1, N, 2, dtype=np.uint32)
+STREAM = np.random.default_rng(7).integers(0, 17, N).astype(np.uint32)
+ENDS, EACH = np.array([N // 3, N]), np.array([2, 3], np.float32)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "pack": lambda ops: ops.pack(STREAM, 5),
+    "unpack": lambda ops: ops.unpack(cpu.pack(STREAM, 5), 5, N),
+    "encode": lambda ops: ops.encode(X, Cast(parse_format("e4m3"))),
+    "decode": lambda ops: ops.decode(STREAM, parse_format("e4m3")),
+    "amax_tiles": lambda ops: ops.amax_tiles(X),
+    "add": lambda ops: ops.add(X, Y),
+    "subtract": lambda ops: ops.subtract(X, Y),
+    "multiply": lambda ops: ops.multiply(X, np.float32(3)),
+    "divide": lambda ops: ops.divide(X, np.float32(3)),
+    "gather": lambda ops: ops.gather(X, PLACES),
+    "scatter_add": lambda ops: written(ops.scatter_add, PLACES, Y[: PLACES.size]),
+    "clear": lambda ops: written(ops.clear, PLACES),
+    "select_above": lambda ops: ops.select_above(X, 0.5),
+    "pack_bitmap": lambda ops: ops.pack_bitmap(PLACES, N),
+    "count_digits": lambda ops: ops.count_digits(X, 0, 20, 2048),
+    "multiply_runs": lambda ops: written(lambda out: ops.multiply_runs(X, EACH, ENDS, out)),
+    "divide_runs": lambda ops: written(lambda out: ops.divide_runs(X, EACH, ENDS, out)),
+    "accumulate": lambda ops: written(lambda out: ops.accumulate(X, Y, out)),
+    "row_sums": lambda ops: ops.row_sums(X.reshape(5, -1)),
+    "row_products": lambda ops: ops.row_products(X[:40000].reshape(4000, 10), Y[:10][None]),
+    "column_products": lambda ops: ops.column_products(X[:40000].reshape(10, 4000), Y[:10][None]),
+    "matmul": lambda ops: ops.matmul(X[None, :999, None], Y[None, None, :99], FLOATS_ALONE),
+}
+FLOATS_ALONE = Products(Cast(FLOAT32), Cast(FLOAT32))
+
+
+def written(call: Callable[..., Any], *arguments: Any) -> np.ndarray:
+    """Return what a call writes into a copy of X."""
+    out = X.copy()
+    call(out, *arguments)
+    return out
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_two_blocks_do_all_the_work(cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As 65,535 do that of arrays too large for tests."""
+    from cpdhpc.ops import gpu, gpu_runtime
+
+    monkeypatch.setattr(gpu_runtime, "_MAX_BLOCKS", 2)
+    found, expected = CALLS[name](OnGpu(gpu, cupy)), CALLS[name](cpu)
+    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+
+
 def test_bitmaps_and_streams_beyond_2_to_the_32(kernels: Any) -> None:
     """Words of bits, and codes in streams whose tiles begin where they are told to."""
     tile = (1 << 27) + 1  # of 32 words: its words lie beyond 2**32
@@ -313,6 +366,32 @@ def test_bitmaps_and_streams_beyond_2_to_the_32(kernels: Any) -> None:
     again = sparse(codes.size, "u4")
     run(kernels, "unpack_stream", given | {"codes": again}, grid, block)
     assert again[place * TILE :].tobytes() == codes[place * TILE :].tobytes()
+
+
+def test_blocks_of_nvfp4_beyond_2_to_the_32(kernels: Any) -> None:
+    """The last block of an array, whose elements are read again by the number of their value."""
+    block = (1 << 28) + 5
+    x = sparse(16 * (block + 1), "f4")
+    x[16 * block :] = np.random.default_rng(1).normal(size=16)
+    elements = Cast(parse_format("e2m1fn"))
+    expected, amax = np.zeros(8, np.uint8), np.zeros(1, np.uint32)
+    scales, scale = np.zeros(1, np.uint8), np.zeros(1, np.float32)
+    cpu.encode_two_scales(x[16 * block :].copy(), elements, expected, scales, scale)
+    given: dict[str, Any] = {"x": x, "n": x.size, "amax": amax, "key_low": 0, "key_high": 0}
+    given |= {"cast_numbers": numbers_of_cast("e2m1fn"), "offset": 0}
+    given |= {"scale_numbers": numbers_of_cast("e4m3fn"), "words": sparse(2 * (block + 1), "u4")}
+    given |= {"scales": sparse(block + 1, "u1"), "scale": np.zeros(1, np.float32)}
+    grid, at = block // THREADS + 1, block // THREADS
+    run(kernels, "amax_two_scales", given, grid, at)
+    run(kernels, "encode_two_scales", given, grid, at)
+    assert given["words"][2 * block :].tobytes() == expected.tobytes() != bytes(8)
+    assert given["scales"][block] == scales[0]
+    out, last = sparse(x.size, "f4"), x.size - 1
+    given |= {"scale": scale, "more": None, "out": out, "nonfinite": np.zeros(1, np.uint64)}
+    run(kernels, "decode_two_scales", given, last // THREADS + 1, last // THREADS)
+    numbers = np.zeros(16, np.float32)
+    cpu.decode_two_scales(expected, scales, scale, numbers)
+    assert out[16 * block :].tobytes() == numbers.tobytes()
 
 
 @pytest.mark.parametrize("name", ["row_products", "column_products", "add_outer"])

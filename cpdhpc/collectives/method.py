@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..formats import (
+    IN_BLOCKS,
     INTEGERS,
-    MICROSCALING,
     RANDOM_BITS,
     SHARED,
     SHIFT_BIAS,
@@ -30,6 +30,7 @@ from ..formats import (
     Overflow,
     Rounding,
     TableFormat,
+    TwoScales,
     named,
     tiles,
     wire_scaling,
@@ -37,7 +38,7 @@ from ..formats import (
 from ..methods import EXACT, GROW, SCALINGS, USUAL, check_integer, said_by, suggest
 from ..ops import placed
 from ..ops.common import fitting_shift
-from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
+from ..ops.payloads import Exact, Packed, Raw, TwoScaled, Wire, parse_wire
 from ..randomness import check_key
 from .blocks import ALLREDUCE, Blocks
 from .rank_program import ACCUMULATES, Plan
@@ -351,8 +352,8 @@ class Method:
         if self.exact:
             self._check_exact()
         own, kind = wire_scaling(self.wire), self.parsed_scaling.kind
-        if isinstance(self.wire, str) and self.wire in MICROSCALING and own != kind:
-            element = MICROSCALING[self.wire].element.name
+        if isinstance(self.wire, str) and self.wire in IN_BLOCKS and own != kind:
+            element = IN_BLOCKS[self.wire].element.name
             raise ValueError(
                 f"allreduce: scaling={self.scaling or kind!r}: wire={self.wire!r} is scaled by "
                 f"{own}: for another scaling name its format, {element}"
@@ -396,8 +397,10 @@ class Method:
         allowed = schedule.accumulates if schedule else ()
         if self.algorithm == AUTO or (self.algorithm == USUAL and self.fmt):
             allowed = tuple(ACCUMULATES)
-        if isinstance(self.fmt, TableFormat):
+        if isinstance(self.fmt, TableFormat | TwoScales):
             allowed = tuple(each for each in allowed if each != GROW)
+        if isinstance(self.fmt, TwoScales):
+            return allowed
         if self.fmt:
             return (*allowed, EXACT)
         return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
@@ -526,7 +529,7 @@ class Method:
         nodes: the node of each rank
         """
         few = len(nodes) <= MOST_RANKS or len(set(nodes)) == 1
-        return few and self.algorithm in SCHEDULES
+        return few and self.algorithm in SCHEDULES and not isinstance(self.fmt, TwoScales)
 
     @cached_property
     def shares_shifts(self) -> bool:
@@ -599,6 +602,8 @@ class Method:
         cast = self._cast(self.fmt)
         if self.exact:
             return Exact(cast, trits=self.wire == "ternary")
+        if isinstance(self.fmt, TwoScales):
+            return TwoScaled(cast)
         kind = self.parsed_scaling.kind
         return Packed(cast, fit=kind in SHARED, shared=SHARED.get(kind, TILE))
 

@@ -91,6 +91,16 @@ class Kernels:
         decode_s = 0.0 if out is None else self.machine.decode_s
         return self._work(self.machine.hop_s + decode_s, x.size, [x], out)
 
+    def encode_two_scales(self, x: Array, *_: Any, **__: Any) -> None:
+        """Take the time of encoding: two passes where others have one are not in the model."""
+        self.encode_tiles(x)
+
+    def decode_two_scales(self, *_: Any, out: Array, more: Array | None) -> int:
+        """Take the time of decoding, or into a sum."""
+        if more is None:
+            return self.decode_tiles(out=out)
+        return self._work(self.machine.decode_add_s, more.size, [more], out)
+
     def pack_trits(self, *_: Any) -> None:
         """Take no time: it is in that of encoding."""
 

@@ -33,12 +33,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError
 from ..formats import (
     SHARED,
     TILE,
     Cast,
     Format,
     Microscaling,
+    TwoScales,
     packed_bytes,
     shift_count,
     tiles,
@@ -145,7 +147,10 @@ class _Kind(NamedTuple):
 
 
 def _kind(name: str, wire: str) -> _Kind:
-    return _Kind(parse_wire(wire, name), SHARED[wire_scaling(wire)])
+    fmt = parse_wire(wire, name)
+    if isinstance(fmt, TwoScales):
+        raise ArgumentError(name, "wire", wire, "goes with all-reduces: its scale is a tensor's")
+    return _Kind(fmt, SHARED[wire_scaling(wire)])
 
 
 def _bin_bits(count: int, size: int) -> int:

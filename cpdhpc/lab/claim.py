@@ -6,7 +6,6 @@ no claim in it, treats ENOSYS alone as a file system without locks, and leaves t
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import socket
@@ -20,7 +19,7 @@ from typing import TextIO
 
 from .. import ordinary
 from ..config import UserError
-from ..whole_files import open_own, put, sealed_json, unsealed_json
+from ..whole_files import NO_LOCKS, open_own, put, sealed_json, unsealed_json
 from .schedulers import current
 
 JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
@@ -107,9 +106,6 @@ def _is_cpdhpc(pid: int) -> bool:
 
 class ClaimError(UserError):
     """Files on which another process is at work, or that cannot be written."""
-
-
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre mounted without flock, as one
 
 
 @contextmanager

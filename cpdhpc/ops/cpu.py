@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, get_args
@@ -774,3 +775,28 @@ def _low_of(sample: Array, k: int, n: int) -> int:
     if reach >= sample.size:
         return 1
     return max(1, _kth(sample, reach))
+
+
+def encode_two_scales(
+    x: Array,
+    cast: Cast,
+    words: Array,
+    scales: Array,
+    scale: Array,
+    *,
+    key: Key = (0, 0),
+    offset: int = 0,
+) -> None:
+    """Write x as NVFP4; see ops.two_scales."""
+    from . import two_scales
+
+    two_scales.encode(sys.modules[__name__], x, cast, words, scales, scale, key, offset)
+
+
+def decode_two_scales(
+    words: Array, scales: Array, scale: Array, out: Array, more: Array | None = None
+) -> int:
+    """Write the numbers of NVFP4, plus more if given, into out; see ops.two_scales."""
+    from . import two_scales
+
+    return two_scales.decode(sys.modules[__name__], words, scales, scale, out, more)

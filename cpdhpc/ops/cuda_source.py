@@ -62,6 +62,9 @@ ARITHMETIC = (
     "add_signs",
     "subtract_signs",
     "move_boxes",
+    "amax_two_scales",
+    "encode_two_scales",
+    "decode_two_scales",
 )
 
 

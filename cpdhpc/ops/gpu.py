@@ -9,12 +9,14 @@ import cupy
 import numpy as np
 
 from ..formats import (
+    NVFP4_BLOCK,
     SHIFT_BIAS,
     TILE,
     TRIT_BYTES,
     Cast,
     FloatFormat,
     Format,
+    nvfp4_blocks,
     packed_bytes,
     tiles,
 )
@@ -49,6 +51,7 @@ from .gpu_runtime import (
     warp_blocks,
 )
 from .products import FLOAT32, Inputs, Products
+from .two_scales import ELEMENT, SCALE
 
 Array = Any  # cupy.ndarray
 HostArray = np.ndarray[Any, np.dtype[Any]]
@@ -756,3 +759,48 @@ def _products(name: str, m: Array, rows: Array, summed: int, kept: int) -> Array
     threads = 4 * out.size if name == "row_products" else out.size
     launch(name, element_blocks(threads), m, *sizes, rows, np.int64(len(rows)), out)
     return out
+
+
+def encode_two_scales(
+    x: Array,
+    cast: Cast,
+    words: Array,
+    scales: Array,
+    scale: Array,
+    *,
+    key: Key = (0, 0),
+    offset: int = 0,
+) -> None:
+    """Write x as NVFP4; see ops.two_scales."""
+    check("x", x, np.float32)
+    _check_two_scales(words, scales, scale, x.size)
+    amax, n = cupy.zeros((), np.uint32), np.int64(x.size)
+    blocks = element_blocks(nvfp4_blocks(x.size))
+    launch("amax_two_scales", blocks, x, n, amax)
+    casts = cast_on_device(cast), cast_on_device(SCALE)
+    arrays = (x, n, amax, words, scales, scale)
+    launch("encode_two_scales", blocks, *casts, *key_numbers(key, offset), *arrays)
+
+
+def decode_two_scales(
+    words: Array, scales: Array, scale: Array, out: Array, more: Array | None = None
+) -> Array:
+    """Write the numbers of NVFP4, plus more if given, into out; see ops.two_scales.
+
+    Returns how many are not finite, uint64[], on the GPU.
+    """
+    check("out", out, np.float32)
+    _check_two_scales(words, scales, scale, out.size)
+    if more is not None:
+        check("more", more, np.float32, out.size)
+    casts = cast_on_device(Cast(ELEMENT)), cast_on_device(SCALE)
+    nonfinite = cupy.zeros((), np.uint64)
+    arrays = (words, scales, scale, NULL if more is None else more, out, np.int64(out.size))
+    launch("decode_two_scales", element_blocks(out.size), *casts, *arrays, nonfinite)
+    return nonfinite
+
+
+def _check_two_scales(words: Array, scales: Array, scale: Array, n: int) -> None:
+    check_words("words", words, nvfp4_blocks(n) * NVFP4_BLOCK // 2)
+    check("scales", scales, np.uint8, nvfp4_blocks(n))
+    check("scale", scale, np.float32, 1)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import cupy
 import cupyx
 import numpy as np
 
+from ..errors import UserError
 from ..formats import LANES, SHARED, TILE, Cast, Format, Microscaling, shift_count, tiles
 from ..randomness import Key
+from ..whole_files import once_for_all
 from .cpu import CAST_NUMBERS, cast_numbers, product_numbers
 from .cuda_source import OPTIONS, Fixed, codec_source, cuda_source
 from .products import Arithmetic, Products
@@ -25,6 +31,10 @@ _BLOCK = 128  # threads: CPD_WARPS warps of 32
 _WARPS = 4  # of a block
 _MAX_BLOCKS = 65535
 FIXED_CASTS = 256  # of a process; each takes NVRTC a second the first time, and memory of the GPU
+LEAST_OF_CUDA_13 = 75  # compute capability; NVIDIA's release notes of CUDA 13.0
+DEFAULT_WAIT_S = 600.0  # as a World's
+_most_wait = [DEFAULT_WAIT_S]
+SPIN_S, MOST_PAUSE_S = 1e-4, 1e-3  # whoever waits for longer sleeps between two looks
 NULL = np.uint64(0)  # a pointer to nothing
 
 
@@ -49,6 +59,32 @@ def use_device(place: int, chosen: int = 0) -> tuple[int, str]:
     return current_device(), address_of(current_device())
 
 
+def unsupported() -> str:
+    """Return why kernels cannot be compiled for CuPy's current GPU, "" where they can."""
+    if cupy.cuda.runtime.is_hip:
+        return "has CuPy for ROCm: the kernels are CUDA's, for NVIDIA's GPUs alone"
+    capability, (version, _) = (
+        int(cupy.cuda.Device().compute_capability),
+        cupy.cuda.nvrtc.getVersion(),
+    )
+    if version >= 13 and capability < LEAST_OF_CUDA_13:
+        least = f"{LEAST_OF_CUDA_13 / 10:.1f}"
+        return (
+            f"has a GPU of compute capability {capability / 10:.1f}, and CUDA {version} compiles "
+            f"for {least} or more: pip install 'cpdhpc[gpu12]' in place of gpu13"
+        )
+    return ""
+
+
+def can_be_shared(address: int) -> bool:
+    """Whether other processes can be given memory of the GPU, as MPI does by CUDA IPC."""
+    try:
+        cupy.cuda.runtime.ipcGetMemHandle(address)
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return False
+    return True
+
+
 def address_of(device: int) -> str:
     """Return the address of a GPU on its node's bus, the same in all processes of the node."""
     return str(cupy.cuda.Device(device).pci_bus_id)
@@ -56,7 +92,40 @@ def address_of(device: int) -> str:
 
 @cache
 def _module(device: int) -> Any:
-    return cupy.RawModule(code=cuda_source(), options=OPTIONS)
+    return _compiled(cuda_source())
+
+
+def kept_by_cupy() -> Path:
+    """Return the folder where CuPy keeps what it has compiled, as its documentation says."""
+    return Path(os.environ.get("CUPY_CACHE_DIR", Path.home() / ".cupy" / "kernel_cache"))
+
+
+def _compiled(source: str) -> Any:
+    """Return a module of kernels for CuPy's current GPU, which one process compiles for all.
+
+    It takes NVRTC a minute at worst, and then CuPy has it in its folder. So a process that finds
+    another at it waits, on a lock in that folder, and loads what that one has made. Whoever dies
+    lets go of the lock. Where the folder has no locks, each compiles for itself.
+    Raises UserError where kernels cannot be compiled for this GPU.
+    """
+    if why := unsupported():
+        raise UserError(f"cpdhpc: this process {why}")
+    module = cupy.RawModule(code=source, options=OPTIONS)
+    capability, toolkit = cupy.cuda.Device().compute_capability, cupy.cuda.nvrtc.getVersion()
+    made_of = repr((source, OPTIONS, capability, toolkit, cupy.__version__))
+    name = f"cpdhpc-{hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()}"
+    folder = kept_by_cupy()
+    with once_for_all(folder / name, _most_wait[0]) as (is_first, done):
+        if is_first:
+            print(
+                f"cpdhpc: compiling CUDA kernels for compute capability {capability}, up to a "
+                f"minute; {folder} keeps them",
+                file=sys.stderr,
+                flush=True,
+            )
+        module.compile()
+        done()
+    return module
 
 
 @cache
@@ -69,7 +138,7 @@ def _codec(fixed: Fixed, device: int) -> Any:
     """Compile the codec for one cast; casts beyond FIXED_CASTS share the kernels for all."""
     if _codec.cache_info().currsize >= FIXED_CASTS:
         return _module(device)
-    return cupy.RawModule(code=codec_source(fixed), options=OPTIONS)
+    return _compiled(codec_source(fixed))
 
 
 @cache
@@ -391,10 +460,6 @@ def zeros(size_bytes: int) -> Array:
     return cupy.zeros(size_bytes, np.uint8)
 
 
-DEFAULT_WAIT_S = 600.0  # as a World's
-_most_wait = [DEFAULT_WAIT_S]
-
-
 def wait_at_most(timeout_s: float) -> None:
     """Let wait wait for as long as a World does that is about to use the GPU."""
     _most_wait[0] = timeout_s
@@ -403,12 +468,17 @@ def wait_at_most(timeout_s: float) -> None:
 def wait(event: Event) -> None:
     """Wait until the GPU has come to an event; whoever waits for a GPU does it here.
 
+    It looks all the time at first, and then sleeps in between for a twentieth of what it has
+    waited, so that the core is free and the wait a twentieth longer at most.
     Raises TimeoutError after the time-out of the last World that used the GPU: CUDA itself waits
     for ever for one that hangs.
     """
     start, most_s = time.monotonic(), _most_wait[0]
     while not event.Test():
-        if time.monotonic() - start > most_s:
+        waited_s = time.monotonic() - start
+        if waited_s > SPIN_S:
+            time.sleep(min(waited_s / 20, MOST_PAUSE_S))
+        if waited_s > most_s:
             raise TimeoutError(f"GPU {current_device()}: is at work for more than {most_s:g} s")
 
 

@@ -20,6 +20,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import (
     NAMED,
     NAMED_WIRES,
+    NVFP4_BLOCK,
     SHARED,
     TILE,
     TRIT_BYTES,
@@ -27,6 +28,8 @@ from ..formats import (
     FloatFormat,
     Format,
     TableFormat,
+    TwoScales,
+    nvfp4_blocks,
     packed_bytes,
     shift_count,
     sum_bits,
@@ -311,7 +314,80 @@ class Packed:
         return hop(words_in, used_in, self.cast, x, words, used, **options)
 
 
-Wire = Raw | Packed | Exact
+@dataclass(frozen=True)
+class TwoScaled:
+    """NVFP4: payloads of formats.TwoScales, which have all scales in them.
+
+    A sum on its way is encoded anew, with scales of its own: what a chunk of it needs.
+    """
+
+    cast: Cast
+    kernels: Any = field(default=None, repr=False, compare=False)
+
+    def of(self, terms: int) -> TwoScaled:
+        """Return the wire of sums of so many contributions: itself."""
+        return self
+
+    def size_bytes(self, n: int, terms: int | None = None) -> int:
+        """Bytes of n values; sums are no wider."""
+        blocks = nvfp4_blocks(n)
+        return blocks * NVFP4_BLOCK // 2 + -(-blocks // 4) * 4 + 4 if n else 0
+
+    @staticmethod
+    def _split(payload: Array, n: int) -> tuple[Array, Array, Array]:
+        """Return the elements, the scales of blocks, and that of all, float32[1]."""
+        blocks = nvfp4_blocks(n)
+        border = blocks * NVFP4_BLOCK // 2
+        return payload[:border], payload[border : border + blocks], payload[-4:].view(FLOAT32)
+
+    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
+        """Write x, float32[n], into payload, uint8[size_bytes(n)].
+
+        key, offset: the random stream, and the place of x in it
+        """
+        if x.size:
+            words, scales, scale = self._split(payload, x.size)
+            payload[words.size + scales.size :] = 0
+            kernels = self.kernels or backend_of(x)
+            kernels.encode_two_scales(x, self.cast, words, scales, scale, key=key, offset=offset)
+
+    def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
+        """Write the values into out, float32[n]; return how many are not finite."""
+        return self._decoded(payload, None, out)
+
+    def _decoded(self, payload: Array, more: Array | None, out: Array) -> int:
+        if not out.size:
+            return 0
+        kernels = self.kernels or backend_of(out)
+        return kernels.decode_two_scales(*self._split(payload, out.size), out=out, more=more)
+
+    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
+        """Write x plus the values, summed in float32, into out, which may be x."""
+        self._decoded(payload, x, out)
+
+    def add_encode(
+        self,
+        came: Array,
+        came_shifts: Array | None,
+        x: Array,
+        shifts: Array | None,
+        key: Key,
+        offset: int,
+        payload: Array,
+        out: Array | None,
+    ) -> int:
+        """Write x plus the values of the payload came into payload.
+
+        out: float32[n] for what payload decodes to, or None
+        Returns how many values of out are not finite, 0 without it.
+        """
+        total = np.empty_like(x)
+        self._decoded(came, x, total)
+        self.encode(total, None, key, offset, payload)
+        return 0 if out is None else self.decode(payload, None, out)
+
+
+Wire = Raw | Packed | Exact | TwoScaled
 
 
 def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
@@ -341,4 +417,6 @@ def packed_wire(wire: str | Format, name: str) -> Packed | None:
     Raises as parse_wire.
     """
     fmt = parse_wire(wire, name)
+    if isinstance(fmt, TwoScales):
+        raise ArgumentError(name, "wire", wire, "goes with all-reduces: its scale is a tensor's")
     return None if fmt is None else Packed(Cast(fmt), fit=True, shared=SHARED[wire_scaling(wire)])

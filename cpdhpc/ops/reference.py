@@ -7,6 +7,7 @@ bits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..formats import (
     tiles,
 )
 from ..randomness import Key
-from . import products, tables
+from . import products, tables, two_scales
 from .common import MAGNITUDE, Term, check_rank, threshold_bits
 from .common import fitting_shift as fitting_shift
 from .common import stream_words as stream_words
@@ -912,3 +913,24 @@ def unpack_stream(words: Array, widths: Array, n: int) -> Array:
         )
         start += used
     return codes
+
+
+def encode_two_scales(
+    x: Array,
+    cast: Cast,
+    words: Array,
+    scales: Array,
+    scale: Array,
+    *,
+    key: Key = (0, 0),
+    offset: int = 0,
+) -> None:
+    """Write x as NVFP4; see ops.two_scales."""
+    two_scales.encode(sys.modules[__name__], x, cast, words, scales, scale, key, offset)
+
+
+def decode_two_scales(
+    words: Array, scales: Array, scale: Array, out: Array, more: Array | None = None
+) -> int:
+    """Write the numbers of NVFP4, plus more if given, into out; see ops.two_scales."""
+    return two_scales.decode(sys.modules[__name__], words, scales, scale, out, more)

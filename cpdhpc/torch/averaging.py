@@ -25,7 +25,7 @@ from ..ops import backend_of, placed, to_host
 from ..ops.tensors import CPU, PLACES, as_bytes, check_device, in_stream, values_of
 from ..options import Agreed, made
 from ..randomness import random_key
-from ..world.gpu_messages import refuse_shared
+from ..world.gpu_messages import check_gpus
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from .buffers import Named
@@ -150,13 +150,13 @@ class Averaging:
             bucket.clear_gaps(out)
         return mean
 
-    def _refuse_shared_gpus(self, function: str, device: torch.device) -> None:
-        """Raise UserError on all ranks where processes of a node share the model's GPU. Collective.
+    def _check_gpus(self, function: str, tensor: torch.Tensor) -> None:
+        """Raise UserError on all ranks as world.gpu_messages.check_gpus. Collective.
 
-        function: for the error; device: of the model, of one type on all ranks
+        function: for the error; tensor: of the model, on one type of device on all ranks
         """
-        if device.type == "cuda":
-            refuse_shared(self.world, function, device.index)
+        if tensor.is_cuda:
+            check_gpus(self.world, function, tensor.device.index, tensor.data_ptr())
 
     def _watch_momentum(self) -> None:
         """Let steps of optimisers with momentum raise ValueError where means have some already.

@@ -75,7 +75,6 @@ class DdpHook(Averaging):
         self.parameters = []  # so that ids stay theirs
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._scales: Buffers | None = None
-        self._device = CPU  # of the model's parameters, where they are known
         self._executor = reducing_thread(self.world) if overlap else None
         self._stream = OwnStream(CPU)
         with alike_on_all(self.world, "ddp_hook: options") as settings:
@@ -96,9 +95,10 @@ class DdpHook(Averaging):
                 "overlap": overlap,
                 "layers": self.layers,
                 "precision": "" if model is None else str(policies_of(model)),
-                "device": self._device.type,
+                "device": self.parameters[0].device.type if self.parameters else "",
             }
-        self._refuse_shared_gpus("ddp_hook", self._device)
+        if self.parameters:
+            self._check_gpus("ddp_hook", self.parameters[0])
         self._watch_momentum()
         self._begin()
 
@@ -108,7 +108,6 @@ class DdpHook(Averaging):
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         for name, parameter in named(bare, True):
             self._name_it(parameter, name)
-            self._device = parameter.device
         self.frozen = shapes_of(named(bare, False))
         if scales_of(survey(model)[1]):
             self._scales = Buffers(model, self.world, "broadcast")

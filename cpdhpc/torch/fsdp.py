@@ -88,7 +88,7 @@ class FsdpHook(Averaging):
                 "precision": str(policies_of(model)),
                 "device": self.parameters[0].device.type,
             }
-        self._refuse_shared_gpus("fsdp_hook", self.parameters[0].device)
+        self._check_gpus("fsdp_hook", self.parameters[0])
         self._watch_momentum()
 
     def _learn(self, model: FullyShardedDataParallel) -> None:

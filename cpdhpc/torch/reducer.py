@@ -53,7 +53,8 @@ class GradientReducer(Averaging):
 
     world: World, Loopback or an mpi4py communicator
     model: on the CPU or on one GPU, where its gradients stay: work goes on in torch's current
-        stream. Processes of a node have a GPU each (cpdhpc.use_gpu) unless use_gpu was told else. Its parameters that require a gradient must be float32, bfloat16 or float16;
+        stream. Processes of a node have a GPU each, as by use_gpu, unless that was told else.
+        Its parameters that require a gradient must be float32, bfloat16 or float16;
         which do is settled here. One frozen later counts as one without gradient. Gradients of
         float32 live where they are sent from: p.grad is a view of one of two buffers, by turns,
         which a later backward overwrites. Others are raised to float32 there, and their means
@@ -124,7 +125,7 @@ class GradientReducer(Averaging):
             }
             settings["precision"] = policies_of(model)
             settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
-        self._refuse_shared_gpus(self._name, self.device)
+        self._check_gpus(self._name, self.parameters[0])
         self._watch_momentum()
         for _, tensor in tensors:
             broadcast(self.world, tensor)

@@ -28,10 +28,10 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     """Make a GPU that no other process of the node has the current one; return its number.
 
     It is that of CuPy, and of torch if that is loaded: call it before model.cuda(), or give the
-    number, as in model.to(f"cuda:{use_gpu(world)}"). A process that sees one GPU, as under Slurm's
-    --gpus-per-task, takes that; one that has chosen another than the first, of torch or CuPy, keeps
-    it. World does the same for CuPy, without complaint, where that is loaded already. A thread takes
-    it by cupy.cuda.Device(number).use() and torch.cuda.set_device(number). Collective.
+    number, as in model.to(f"cuda:{use_gpu(world)}"). A process that sees one GPU, as under
+    Slurm's --gpus-per-task, takes that; one that has chosen another than the first, of torch or
+    CuPy, keeps it. World does the same for CuPy, without complaint, where that is loaded already. A
+    thread takes it by cupy.cuda.Device(number).use() and torch.cuda.set_device(number). Collective.
     oversubscribe: processes may share a GPU; reducers and hooks on this world allow it then too
     Raises UserError on all processes where one sees no GPU, or shares it and one does not allow
     that; TypeError for a wrong argument.
@@ -41,6 +41,11 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     world.agreed(lambda: check_bool("use_gpu: oversubscribe", oversubscribe), told=TypeError)
     number, address = use_own_gpu(world, with_torch=True)
     lacks = "has no CuPy: pip install 'cpdhpc[gpu]'" if find_spec("cupy") is None else "sees no GPU"
+    if address:
+        from ..ops import gpu_runtime
+
+        if lacks := gpu_runtime.unsupported():
+            address = ""
     told = world.gather((address, lacks, oversubscribe), "GPU")
     for process, (gpu, why, _) in enumerate(told):
         if not gpu:
@@ -56,22 +61,33 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     return number
 
 
-def refuse_shared(world: Ranks, function: str, device: int) -> None:
-    """Raise UserError on all processes where some of a node share a GPU. Collective.
+def check_gpus(world: Ranks, function: str, device: int, memory: int) -> None:
+    """Raise UserError on all processes unless each has a GPU of its own, and memory MPI can take.
 
-    Unless use_gpu was told that they may. function: for the error; device: the number of the GPU
-    that this process computes on
+    Processes of a node may share one where use_gpu was told so. MPI is given memory of another
+    library's as it is if it takes GPU memory, and shares that of a node by CUDA IPC. Collective.
+    function: for the error; device: the number of the GPU that this process computes on; memory:
+        an address there
     """
     if world.processes < 2:
         return
     from ..ops import gpu_runtime
 
-    def place() -> tuple[str, str, bool]:
-        return gpu_runtime.address_of(device), f"cuda:{device}", world.shares_gpus
+    def place() -> tuple[str, str, bool, bool]:
+        can_be_shared = gpu_runtime.can_be_shared(memory)
+        return gpu_runtime.address_of(device), f"cuda:{device}", world.shares_gpus, can_be_shared
 
     told = world.gather_from(place, function)
-    shared = sharing(world, [gpu for gpu, _, _ in told])
-    if shared and not all(allowed for _, _, allowed in told):
+    closed = [process for process, each in enumerate(told) if not each[3]]
+    if closed and gpu_aware(world).yes:
+        raise UserError(
+            f"{function}: memory of torch on process {closed[0]} cannot be shared by CUDA IPC, as "
+            "MPI does: leave expandable_segments and cudaMallocAsync out of "
+            "PYTORCH_CUDA_ALLOC_CONF, or let arrays be staged: World(gpu_direct=False), "
+            "train.gpu_direct = 'never'"
+        )
+    shared = sharing(world, [each[0] for each in told])
+    if shared and not all(each[2] for each in told):
         named = ", ".join(told[int(each)][1] for each in shared)
         raise UserError(
             f"{function}: model: processes {', '.join(shared)} of a node share a GPU ({named}): "

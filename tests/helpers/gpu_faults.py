@@ -4,7 +4,8 @@ Each is compiled into the kernels, and the tests of emulated_gpu run until one f
 GPU arrays those of MPI, on one rank. Those of graphs and of memory are planted in a copy of the
 package, those of graphs tested on two ranks.
 
-    python tests/helpers/gpu_faults.py [kernels] [sizes] [conversions] [moves] [graphs] [devices] [memory]
+    python tests/helpers/gpu_faults.py [kernels] [sizes] [conversions] [moves] [graphs] [devices]
+        [memory]
 """
 
 from __future__ import annotations
@@ -230,11 +231,12 @@ FAULTS_OF_SIZES = {  # in kernels: numbers of 32 bits, work without strides, one
     ),
     "values to encode at 32 bits": (
         "load_column(how, c, x + t * CPD_TILE, values_of_tile(n, t));\n        encode_column",
-        "load_column(how, c, x + (u32)(t * CPD_TILE), values_of_tile(n, t));\n        encode_column",
+        "load_column(how, c, x + (u32)(t * CPD_TILE), values_of_tile(n, t));\n"
+        "        encode_column",
     ),
     "decoded values at 32 bits": (
-        "words + t * how.words_of_tile(), out + t * CPD_TILE,\n                      values_of_tile(n, t), count);\n    }",
-        "words + t * how.words_of_tile(), out + (u32)(t * CPD_TILE),\n                      values_of_tile(n, t), count);\n    }",
+        "words + t * how.words_of_tile(), out + t * CPD_TILE,",
+        "words + t * how.words_of_tile(), out + (u32)(t * CPD_TILE),",
     ),
     "words of a hop at 32 bits": (
         "const i64 first = t * how.words_of_tile(), shift",
@@ -378,10 +380,25 @@ FAULTS_OF_DEVICES = {  # of several GPUs
     ),
     "a shared device is let through": (
         MESSAGES,
-        "    shared = sharing(world, [gpu for gpu, _, _ in told])\n    if shared and not all(allowed "
-        "for _, _, allowed in told):\n        named",
-        "    shared = sharing(world, [gpu for gpu, _, _ in told])\n    if False:\n        named",
+        "if shared and not all(each[2] for each in told):",
+        "if False:",
     ),
+    "memory that cannot be shared is let through": (
+        MESSAGES,
+        "if closed and gpu_aware(world).yes:",
+        "if False:",
+    ),
+    "a GPU without kernels is found when they are launched": (
+        MESSAGES,
+        "if lacks := gpu_runtime.unsupported():",
+        "if False:",
+    ),
+    "every process compiles": (
+        "cpdhpc/whole_files.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                break",
+        "break",
+    ),
+    "who waits keeps the core": (RUNTIME, "if waited_s > SPIN_S:", "if False:"),
 }
 FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI has still to read it
     "means are let go while buckets behind them are averaged": (

@@ -65,7 +65,7 @@ def encodes(cast: Cast, every: int) -> int:
 
 
 def decodes(cast: Cast) -> int:
-    """Return how many bytes differ of codes with all shifts, 255 too, alone and added to numbers."""
+    """Return how many bytes differ of codes with all shifts, 255 too, alone and in sums."""
     fmt = cast.fmt
     codes = cupy.tile(cupy.arange(256, dtype=np.uint8), 4 * 512)
     codes[codes.size // 2 :] %= np.uint8(fmt.max_code + 1)  # tiles without infinity and NaN

@@ -167,8 +167,8 @@ def shortest(code: list[str]) -> list[str]:
     """Return the instructions of the shortest way round the loop over tiles.
 
     Each way round encodes or decodes a tile: the shortest is that of a whole tile whose values all
-    stay inside the format, and of a hop whose sums are not wanted. Where the GPU converts by itself,
-    the way that does: another one is that of a tile that is NaN throughout.
+    stay inside the format, and of a hop whose sums are not wanted. Where the GPU converts by
+    itself, it is the way that does: another one is that of a tile that is NaN throughout.
     """
     labels = {line: at for at, line in enumerate(code) if line.startswith(".L")}
     jumps = {

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -368,6 +369,7 @@ class Device:
     def __init__(self, gpu: Gpu, number: int | None) -> None:
         self.gpu, self.id = gpu, gpu.device_id if number is None else number
         assert self.id < gpu.count
+        self.compute_capability = str(gpu.capability)
         self.pci_bus_id = f"0000:{gpu.first + self.id:02x}:00.0"
 
     def use(self) -> None:
@@ -400,6 +402,10 @@ class RawModule:
 
     def __init__(self, arrays: Arrays, code: str, options: tuple[str, ...]) -> None:
         self.arrays, self.code = arrays, code
+
+    def compile(self) -> None:
+        """Compile, or load what CuPy's folder has."""
+        self.arrays.gpu.compiled += 1
 
     def get_function(self, name: str) -> Callable[..., None]:
         device = self.arrays.gpu.device_id
@@ -445,14 +451,20 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
             raise Error(100)
         return gpu.count
 
+    def handle(address: int) -> bytes:
+        if gpu.closed:
+            raise Error(1)
+        return address.to_bytes(64, "little")
+
     runtime = SimpleNamespace(
         CUDARuntimeError=Error, memcpyHostToDevice=1, memcpyDeviceToHost=2,
         eventQuery=gpu.query, memcpyAsync=gpu.copy,
         getDeviceProperties=lambda number: {"name": b"simulated"},
-        getDeviceCount=count,
+        getDeviceCount=count, is_hip=False, ipcGetMemHandle=handle,
     )  # fmt: skip
     vars(cupy).update(
         ndarray=ndarray,
+        __version__="14.0.0",
         asnumpy=lambda a: a.get(),
         RawModule=lambda code, options: RawModule(arrays, code, options),
         cuda=SimpleNamespace(
@@ -464,6 +476,7 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
             get_allocator=lambda: gpu.allocator,
             using_allocator=gpu.using_allocator,
             runtime=runtime,
+            nvrtc=SimpleNamespace(getVersion=lambda: (gpu.toolkit, 0)),
         ),
     )
     cupy.__spec__ = ModuleSpec("cupy", None)
@@ -481,6 +494,9 @@ def simulated(seed: int = 0) -> Iterator[tuple[Gpu, ModuleType]]:
     before = {name: sys.modules.get(name) for name in ("cupy", "cupyx")} | ours
     attributes = {name: vars(ops).pop(name, None) for name in OURS}
     sys.modules.update(cupy=cupy, cupyx=cupyx)
+    runtime = importlib.import_module("cpdhpc.ops.gpu_runtime")
+    # A look does some of the work here: who sleeps in between only makes tests slow.
+    vars(runtime).update(MOST_PAUSE_S=0.0, kept_by_cupy=lambda: Path(gpu.folder))
     try:
         yield gpu, cupy
     finally:

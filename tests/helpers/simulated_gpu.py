@@ -9,13 +9,15 @@ writes too early or lets go too early gets wrong numbers.
 
 from __future__ import annotations
 
+import atexit
 import random
+import tempfile
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -45,6 +47,14 @@ class Error(RuntimeError):
 Error.__module__ = "cupy_backends.cuda.api.runtime"  # as CuPy's
 UNSUPPORTED, INVALIDATED, ISOLATION, CAPTURED = 900, 901, 905, 907  # cudaErrorStreamCapture...
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+@cache
+def folder() -> str:
+    """Return the folder of what CuPy has compiled, which goes with the process."""
+    kept = tempfile.TemporaryDirectory(prefix="cupy-")
+    atexit.register(kept.cleanup)
+    return kept.name
 
 
 class Graph:
@@ -82,6 +92,8 @@ class Gpu:
     """All streams, and who does their work.
 
     aware: whether MPI may be given this GPU's memory, which is the host's
+    closed: whether its memory cannot be shared by CUDA IPC, as torch's expandable segments
+    compiled, folder: modules so far, and where CuPy keeps them; capability, toolkit: see NVRTC
     copies_last: do the work of other streams only when the null stream cannot go on
     count, device_id: GPUs that this process sees, and the current one of them
         which each thread has its own of, as of the current stream
@@ -95,8 +107,10 @@ class Gpu:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self.aware = self.copies_last = False
+        self.aware = self.copies_last = self.closed = False
         self.count, self.first = 1, 0
+        self.compiled, self.capability, self.toolkit = 0, 90, 13
+        self.folder = folder()
         self.lock, self.fault = threading.RLock(), 0
         self.launched: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()

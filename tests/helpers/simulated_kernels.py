@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cpdhpc import _cpu
-from cpdhpc.ops import reference
+from cpdhpc.formats import Cast
+from cpdhpc.ops import reference, two_scales
 from cpdhpc.ops.cpu import CAST_NUMBERS
 
 POINTERS = {  # C type -> the dtypes that an argument may have, and its alignment
@@ -259,6 +260,29 @@ def _sum(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u2")
 
 
+def _encode_two_scales(a: SimpleNamespace) -> None:
+    blocks = np.pad(a.x[: a.n], (0, -a.n % 16)).reshape(-1, 16)
+    bits = (blocks.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(1, initial=0)
+    assert int(a.amax) == int(bits[bits < 0x7F800000].max(initial=0))
+    formats = {0: "nearest", 1: "zero", 2: "stochastic", 3: "up", 4: "down", 5: "odd"}
+    cast = Cast(two_scales.ELEMENT, formats[a.cast[2]])  # type: ignore[arg-type]
+    reference.encode_two_scales(
+        a.x[: a.n], cast, a.words, a.scales, a.scale, key=a.key, offset=a.offset
+    )
+
+
+def _decode_two_scales(a: SimpleNamespace) -> None:
+    more = None if a.more is None else a.more[: a.n]
+    lost = reference.decode_two_scales(a.words, a.scales, a.scale, a.out[: a.n], more)
+    a.nonfinite += np.uint64(lost)
+
+
+def _amax_two_scales(a: SimpleNamespace) -> None:
+    blocks = np.pad(a.x[: a.n], (0, -a.n % 16)).reshape(-1, 16)
+    bits = (blocks.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(1, initial=0)
+    a.amax[...] = bits[bits < 0x7F800000].max(initial=0)
+
+
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "encode": lambda a: _cpu.encode(1, a.cast, a.k, a.key, a.offset, a.x, a.codes),
     "decode": lambda a: _cpu.decode(1, a.cast, a.k, a.codes, a.out),
@@ -307,4 +331,7 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "accumulate": _accumulate,
     "cut_runs": _cut_runs,
     "move_boxes": _move_boxes,
+    "amax_two_scales": _amax_two_scales,
+    "encode_two_scales": _encode_two_scales,
+    "decode_two_scales": _decode_two_scales,
 }

@@ -15,9 +15,10 @@ from ...compress.bucket import NEVER
 from ...compress.flexpoint import autoflex
 from ...config import Section, Share
 from ...formats import (
+    IN_BLOCKS,
     INTEGERS,
-    MICROSCALING,
     NAMED_WIRES,
+    NVFP4_BLOCK,
     SHARED,
     SHIFT_BIAS,
     SHIFT_NONFINITE,
@@ -28,6 +29,8 @@ from ...formats import (
     Microscaling,
     Overflow,
     Rounding,
+    TwoScales,
+    nvfp4_blocks,
     packed_bytes,
     wire_format,
     wire_scaling,
@@ -46,7 +49,8 @@ class TensorFormat(Section):
     """One tensor of a policy: a format's name, or a table.
 
     format: a name of parse_format; int2 .. int16 or ternary, which need a scaling, by default
-        "aps"; or mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4 with scaling "block32"
+        "aps"; mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4 with scaling "block32"; or nvfp4 with
+        "block16", whose scales are e4m3 times a float32 of the tensor (ops/two_scales.py)
     scaling: what the tensor is multiplied by before it is rounded, and divided by afterwards
         "none": nothing
         "amax": the largest number of the format / amax / 2^margin in float32, of this tensor now
@@ -90,8 +94,8 @@ class TensorFormat(Section):
             return table
         own = "aps" if name in INTEGERS else wire_scaling(name)
         given = table.get("scaling", own)
-        if name in MICROSCALING and given != own:
-            fmt = MICROSCALING[name].element.name
+        if name in IN_BLOCKS and given != own:
+            fmt = IN_BLOCKS[name].element.name
             raise ValueError(f"scaling={given!r}: {name} has {own}: for another one name {fmt}")
         if given == "none":
             raise ValueError(f"scaling='none': {name} is integers times a power of two: name one")
@@ -140,7 +144,9 @@ class TensorFormat(Section):
         """How numbers are rounded."""
         fmt = wire_format(self.format)
         assert fmt is not None, "a validator has asked"
-        if isinstance(fmt, Microscaling):  # blocks lie along an axis, padded by themselves
+        if isinstance(
+            fmt, Microscaling | TwoScales
+        ):  # blocks lie along an axis, padded by themselves
             if self.overflow == "inf":
                 Cast(fmt, self.rounding, "inf")  # raises
             fmt = fmt.element
@@ -188,6 +194,8 @@ class TensorFormat(Section):
         if not self.rounds:
             return x.copy()
         scaling, flat = SCALINGS[self.scaling], x.reshape(-1)
+        if isinstance(wire_format(self.format), TwoScales):
+            return _by_two_scales(x, self.cast, axis, key)
         if scaling.scale is None:
             return _in_blocks(x, self.cast, SHARED[self.scaling], axis, key)
         amax, finite = amax_of(flat)
@@ -297,6 +305,20 @@ def _in_blocks(x: Array, cast: Cast, block: int, axis: int, key: Key) -> Array:
     backend.decode_tiles(words, shifts, cast.fmt, out)
     back = out.reshape(-1, block, 32).transpose(0, 2, 1).reshape(-1, block)
     kept = back[: len(blocks)].reshape(padded.shape)[..., : rows.shape[-1]]
+    return np.ascontiguousarray(np.moveaxis(kept, -1, axis))
+
+
+def _by_two_scales(x: Array, cast: Cast, axis: int, key: Key) -> Array:
+    """Round blocks along an axis as NVFP4, by a float32 of the tensor."""
+    rows = np.moveaxis(x, axis, -1)
+    padded = np.zeros((*rows.shape[:-1], nvfp4_blocks(rows.shape[-1]) * NVFP4_BLOCK), np.float32)
+    padded[..., : rows.shape[-1]] = rows
+    flat, out, backend = padded.reshape(-1), np.empty(padded.size, np.float32), backend_of(padded)
+    words, scales = np.empty(flat.size // 2, np.uint8), np.empty(flat.size // 16, np.uint8)
+    scale = np.empty(1, np.float32)
+    backend.encode_two_scales(flat, cast, words, scales, scale, key=key)
+    backend.decode_two_scales(words, scales, scale, out)
+    kept = out.reshape(padded.shape)[..., : rows.shape[-1]]
     return np.ascontiguousarray(np.moveaxis(kept, -1, axis))
 
 

@@ -1,0 +1,92 @@
+"""NVFP4: blocks of 16 elements e2m1 with a scale e4m3 each, and a float32 for all of them.
+
+The specification, in NumPy; the kernels of kernels/cuda_two_scales.h have its bits. Each operation
+on a value is one of float32, rounded once to nearest. encode, decode: those of ops.reference, or of
+ops.cpu with the same bits.
+
+With amax the largest finite magnitude of all and b that of a block:
+
+    spread = min(448 * 6 / amax, the largest float32); 1 where amax is 0
+    scale  = 1 / spread                              the float32 of all
+    s      = e4m3fn(min(b / 6 * spread, 448))        the block's
+    code   = e2m1fn(x * min(1 / (s * scale), the largest float32)), which saturates
+    number = e2m1 * (s * scale)
+
+Source: NVIDIA, Pretraining Large Language Models with NVFP4, arXiv 2509.25149, appendix C. It says
+nothing of NaN and infinity: here a block that holds one has the scale NaN and elements 0.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..formats import NVFP4_BLOCK, Cast, FloatFormat, nvfp4_blocks
+from ..randomness import Key
+from .common import NONFINITE_BITS
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SCALE = Cast(FloatFormat(4, 3, "nan"), overflow="saturate")
+ELEMENT = FloatFormat(2, 1, "none")
+MOST = np.float32(np.finfo(np.float32).max)
+LARGEST, LARGEST_SCALE = np.float32(6), np.float32(448)
+
+
+def spread_of(amax: np.float32) -> np.float32:
+    """Return what brings the largest magnitude of all to the largest that NVFP4 has, 2,688."""
+    if amax == 0:
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        return np.minimum(LARGEST * LARGEST_SCALE / amax, MOST)
+
+
+def encode(
+    ops: ModuleType,
+    x: Array,
+    cast: Cast,
+    words: Array,
+    scales: Array,
+    scale: Array,
+    key: Key = (0, 0),
+    offset: int = 0,
+) -> None:
+    """Write x, float32[n], as elements, two in a byte and the first in its lower half, and scales.
+
+    cast: of the elements, to e2m1fn; element i draws the random bits of offset + i
+    words: uint8[8 b], scales: uint8[b], codes of e4m3fn, b blocks; scale: float32[1]; all written.
+        The last block is filled up with zeros
+    """
+    blocks = np.zeros((nvfp4_blocks(x.size), NVFP4_BLOCK), np.float32)
+    blocks.reshape(-1)[: x.size] = x
+    bits = (blocks.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(1, initial=0)
+    is_marked = bits >= NONFINITE_BITS
+    largest = np.where(is_marked, 0, bits).astype(np.uint32).view(np.float32)
+    spread = spread_of(largest.max(initial=0))
+    scale[0] = np.float32(1) / spread
+    with np.errstate(over="ignore", divide="ignore"):
+        codes = ops.encode(np.minimum(largest / LARGEST * spread, LARGEST_SCALE), SCALE)
+        factors = np.minimum(1 / (ops.decode(codes, SCALE.fmt) * scale[0]), MOST)
+        blocks[is_marked] = 0
+        scaled = (blocks * factors[:, None]).reshape(-1)
+    scales[:] = np.where(is_marked, SCALE.fmt.nan_code, codes)
+    elements = ops.encode(scaled, cast, 0, key, offset)
+    words[:] = elements[::2] | elements[1::2] << np.uint32(4)
+
+
+def decode(
+    ops: ModuleType, words: Array, scales: Array, scale: Array, out: Array, more: Array | None
+) -> int:
+    """Write the numbers, plus more if given, into out, float32[n]; return how many are not finite.
+
+    words, scales, scale: as of encode
+    """
+    both = np.stack([words & np.uint8(15), words >> np.uint8(4)], axis=-1)
+    elements = ops.decode(both.reshape(-1).astype(np.uint32), ELEMENT)
+    with np.errstate(over="ignore", invalid="ignore"):
+        factors = ops.decode(scales.astype(np.uint32), SCALE.fmt) * scale[0]
+        numbers = (elements.reshape(-1, NVFP4_BLOCK) * factors[:, None]).reshape(-1)[: out.size]
+        np.copyto(out, numbers) if more is None else np.add(more, numbers, out=out)
+    return int(out.size - np.isfinite(out).sum())
