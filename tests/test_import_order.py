@@ -28,7 +28,7 @@ ORDER = (  # parts of the package: each may import itself and those before it
     *("lab/schedulers", "lab/claim"),
     *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
     *("lab/study_data", "lab/report", "lab/precision", "lab/kinds", "lab/bench", "lab/study"),
-    *("lab/commands", "lab/cli", "__main__"),
+    *("lab/verify", "lab/commands", "lab/cli", "__main__"),
 )
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("world/mpi.py",),
