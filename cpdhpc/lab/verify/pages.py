@@ -214,8 +214,15 @@ def _rates(name: str, pairs: Array, sizes: Array, times_s: Array) -> Chart:
                  columns=1, colours="% of the highest rate", scale=(1.4, 1.2))  # fmt: skip
 
 
+def side_by_side(*paths: Path) -> Report:
+    """Return the report of several files side by side. Raises StoreError."""
+    several = [read(path) for path in paths]
+    names = [path.stem for path in paths]
+    return compare_report(several, names if len({*names}) == len(names) else [*map(str, paths)])
+
+
 def compare_report(several: Sequence[Results], names: Sequence[str]) -> Report:
-    """Return machines side by side."""
+    """Return machines side by side; names: of them."""
     verdicts = [["verdict", *(each.verdict for each in several)]]
     rows = dict.fromkeys(row.name for each in several for row in each.rows)
     status = [{row.name: row.status for row in each.rows} for each in several]

@@ -15,7 +15,8 @@ from .base import DEVICES, GPU_LIMIT_S, Check, Checks, Found, Place
 from .results import NOT_RUN, RIGHT, Results, Row, joined
 from .watch import GRACE_S, Guard, Outcome, Watch
 
-CHECKS: Checks = there.CHECKS | exact.CHECKS | speed.CHECKS
+# Speeds first: on a GPU the kernels of so many casts as exactness has are not all compiled apart.
+CHECKS: Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
 
 
 class Asked(NamedTuple):
@@ -101,7 +102,7 @@ def _carry_out(
         if device == "gpu" and trouble:
             run = partial(Found, not_run=trouble)
         place.device = device
-        _limit_waits(place, limit_s)
+        _limit_waits(place, limit_s, device == "gpu" and not trouble)
         outcomes: dict[int, Outcome]
         before = set(watch.alive)
         outcomes = watch.meet(watch.carry_out(run, limit_s))
@@ -123,10 +124,10 @@ def _carry_out(
             place.world = watch.world()
 
 
-def _limit_waits(place: Place, limit_s: float) -> None:
+def _limit_waits(place: Place, limit_s: float, on_gpu: bool) -> None:
     """Let waits for a GPU end with the check."""
     place.world.timeout_s = limit_s
-    if place.device == "gpu":
+    if on_gpu:
         from ...ops import gpu_runtime
 
         gpu_runtime.wait_at_most(limit_s)

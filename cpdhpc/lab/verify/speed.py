@@ -157,6 +157,8 @@ CHECKS: dict[str, Check] = {
     "codec": Check("speed", "the codec beside a copy", codec),
     "beside MPI": Check("speed", "all-reduces beside MPI_Allreduce", partial(beside, "mpi")),
     "small beside MPI": Check("speed", "small all-reduces beside MPI_Allreduce", latency),
+}
+OTHERS: dict[str, Check] = {  # last: a library may wait for ever
     "beside gloo": Check(
         "speed", "all-reduces beside torch's gloo", partial(beside, "gloo"), devices=("cpu",)
     ),

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
 from ...world.mpi import World
 from ...world.ranks import is_agreed
 from ..signals import STOPPING
@@ -27,7 +29,7 @@ END_S = 2.0  # for the rank that writes, before the others of a job that ends en
 PAUSE_S = 0.0005  # between two looks for a message
 
 
-OWN = ("_ring", "look", "_look", "_end", "abort")  # functions that raise Left
+OWN = ("carry_out", "_ring", "look", "_look", "_end", "abort")  # functions that raise Left
 
 
 class Left(BaseException):
@@ -130,7 +132,8 @@ class Watch:
         outcome = Outcome(None, "was not begun")
         try:
             self.running = True
-            outcome = Outcome(run())
+            with np.errstate(all="ignore"):  # operations are given NaN and infinity
+                outcome = Outcome(run())
             self.running = False
         except (Exception, Left) as error:
             self.running = False
@@ -151,16 +154,16 @@ class Watch:
         from ...ops import is_of_gpu
 
         self._kept.append(error)  # its frames have buffers that MPI may still use
-        frames = traceback.extract_tb(error.__traceback__)
-        ours = [each for each in frames if "cpdhpc" in each.filename and each.name not in OWN]
-        own = ours or frames
+        frames = list(traceback.extract_tb(error.__traceback__))
+        frames = [each for each in frames if each.name not in OWN] or frames
+        own = [each for each in frames if "cpdhpc" in each.filename] or frames
         waited = any(each.filename.endswith("world/ending.py") for each in frames)
         where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
         on_gpu = isinstance(error, Exception) and is_of_gpu(error)
-        if isinstance(error, Left):
-            said = f"{error}, at {where}"
-        else:
-            said = f"{type(error).__name__}: {str(error).strip()}, at {where}"
+        said = (str(error).strip().splitlines() or [""])[0]  # others are of a traceback
+        if not isinstance(error, Left):
+            said = f"{type(error).__name__}: {said}"
+        said += f", at {where}"
         agreed = isinstance(error, Exception) and is_agreed(error)
         return Outcome(None, said, left=not agreed, waited=waited, on_gpu=on_gpu)
 
