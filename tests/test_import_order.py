@@ -45,6 +45,8 @@ ALONE = {  # module that only one of its room imports -> why it is one
     "torch/backend/registration": "torch calls it as it is imported: it loads nothing else",
     "torch/backend/start": "how groups are made, not what they do; a login node registers it alone",
     "torch/backend/wires": "it loads all-reduces, which a program without wires does not need",
+    "lab/verify/speed": "a section of checks, with its table",
+    "lab/verify/there": "a section of checks, with its table",
     "lab/bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
 }
 

@@ -34,6 +34,7 @@ from ...methods import COLLECTIVES
 from ...ops import cpu, reference, to_host
 from ...ops.products import Products
 from ...ops.steps import PART, RULES, Layer, Numbers
+from ...world.gpu_messages import use_gpu
 from ...world.ranks import Loopback
 from ..darray_show import HaloSpec
 from ..kinds.codec_cases import format_of
@@ -468,15 +469,13 @@ def training(place: Place) -> Found:
 
     from ...torch.reducer import GradientReducer
 
-    device = torch.device("cpu")
+    found, world, device = Found(), place.world, torch.device("cpu")
     if place.device == "gpu":
         if not torch.cuda.is_available():
             return Found(not_run=f"torch {torch.__version__} finds no GPU")
-        from ...ops import gpu_runtime
+        number = use_gpu(world, oversubscribe=place.oversubscribe)  # torch is loaded by now
+        device = torch.device("cuda", number)
 
-        device = torch.device("cuda", gpu_runtime.current_device())
-
-    found, world = Found(), place.world
     for name, options in WAYS.items():
         model = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
         with torch.no_grad():

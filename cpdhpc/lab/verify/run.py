@@ -121,7 +121,9 @@ def _carry_out(
         if any(each.left for each in outcomes.values()) or len(outcomes) < len(before):
             watch.dirty = True
             watch.keep(place.world)
-            place.world = watch.world()
+            world = watch.world()
+            world.shares_gpus = place.world.shares_gpus
+            place.world = world
 
 
 def _limit_waits(place: Place, limit_s: float, on_gpu: bool) -> None:
