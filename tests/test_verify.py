@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpus import card
 from simulated_cupy import simulated
 from test_faults import LATE_S, ROOT, needs_mpirun
 from training import environment
@@ -26,6 +27,7 @@ from cpdhpc.lab.verify.results import FAILED, NOT_RUN, RIGHT, WRONG, Results, Ro
 from cpdhpc.lab.verify.run import CHECKS, planned
 from cpdhpc.lab.verify.watch import Outcome
 from cpdhpc.ops import cpu, reference
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi_skip
 HELPERS = ROOT / "tests" / "helpers"
@@ -218,6 +220,15 @@ def test_a_changed_result_of_a_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         before = gpu.accumulate
         monkeypatch.setattr(gpu, "accumulate", lambda *a, **more: before(*a, **more) ^ 1)
         assert CHECKS["passes"].run(place("gpu")).wrong
+
+
+@pytest.mark.gpu
+def test_a_training_on_the_gpu_has_numpys_bits() -> None:
+    with card():
+        world = World()
+        found = CHECKS["training"].run(Place(world, True, "gpu", "gpu", False))
+        world.free()
+    assert found.counted and not found.wrong and not found.not_run
 
 
 def test_all_codes_of_8_bits_are_there() -> None:
