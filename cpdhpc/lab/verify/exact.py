@@ -266,6 +266,24 @@ def steps(place: Place) -> Found:
     return found
 
 
+def on_host(place: Place) -> Found:
+    """Pack codes of places in bins, and mark what is drawn: what compressors do on the host."""
+    found = Found()
+    for n, bin_values in product((1, 900, 9001), (1, 50, 500)):
+        x = values(n, n)
+        indices = np.flatnonzero(np.random.default_rng(n).random(n) < 0.1).astype(np.uint32)
+        args = (bin_values, indices, x[indices])
+        codes, got = reference.pack_bins(*args), cpu.pack_bins(*args)
+        found.compare(f"pack_bins of {bin_values}", same(got, codes), n)
+        wanted, back = (o.unpack_bins(bin_values, codes, 0.25, 7) for o in (reference, cpu))
+        found.compare(f"unpack_bins of {bin_values}", not differing([*back], [*wanted]), n)
+        draws = np.random.default_rng(n).integers(0, 2**64, n, np.uint64)
+        marks = [np.zeros(-(-n // 32), np.uint32) for _ in range(2)]
+        counts = [o.mark_drawn(draws, n, w) for o, w in zip((reference, cpu), marks, strict=True)]
+        found.compare(f"mark_drawn of {n}", counts[0] == counts[1] and same(*marks), n)
+    return found
+
+
 def digest(result: Any) -> str:
     """Return what stands for the bits of a result: an array's, or the words of an error."""
     if isinstance(result, str):
@@ -551,6 +569,9 @@ CHECKS: dict[str, Check] = {
     "products": Check("exactness", "products of matrices with chosen roundings", products),
     "optimisers": Check(
         "exactness", "steps of optimisers that adapt to layers", steps, devices=("cpu",)
+    ),
+    "codes on the host": Check(
+        "exactness", "codes of places in bins, draws without repeats", on_host, devices=("cpu",)
     ),
     "all-reduces": Check(
         "exactness", "every schedule times wire on all ranks, as simulated", schedules
