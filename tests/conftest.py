@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from gpus import OnGpu, real_cupy
+from gpus import real_cupy
 from stand_ins import Slurm
 
 from cpdhpc import _cpu
 from cpdhpc.lab.report.figures import draw
+from cpdhpc.lab.verify.outcomes import OnGpu
 
 
 def pytest_configure() -> None:
@@ -40,8 +41,8 @@ def unsynced() -> Iterator[None]:
 
 def _backend(name: str) -> Any:
     if name == "gpu":
-        cupy = real_cupy()  # first: it skips where there is none
-        return OnGpu(importlib.import_module("cpdhpc.ops.gpu"), cupy)
+        real_cupy()  # first: it skips where there is none
+        return OnGpu(importlib.import_module("cpdhpc.ops.gpu"))
     return importlib.import_module(f"cpdhpc.ops.{name}")
 
 

@@ -15,7 +15,6 @@ from allreduce_oracle import expected
 from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outcomes import differing, of_tiles
 from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
@@ -42,6 +41,7 @@ from cpdhpc.lab.bench import accuracy as bench_rounding
 from cpdhpc.lab.bench import allreduce as bench_allreduce
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.study.cases import expand, load_study
+from cpdhpc.lab.verify.outcomes import differing, of_tiles
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.payloads import Packed
 from cpdhpc.world.ranks import Loopback

@@ -12,11 +12,10 @@ import ptx
 import pytest
 import simulated_cupy
 import simulated_kernels
-from gpus import OnGpu
-from outcomes import differing, of_tiles
 from sass import VERSIONS, ptx_of
 
 from cpdhpc.formats import MICROSCALING, Cast, parse_format
+from cpdhpc.lab.verify.outcomes import OnGpu, differing, of_tiles
 from cpdhpc.ops import reference
 from cpdhpc.ops.cuda_source import OPTIONS
 
@@ -55,8 +54,8 @@ def kernels_of(raw_module: type) -> Iterator[Any]:
     before = simulated_cupy.RawModule
     simulated_cupy.RawModule = raw_module  # type: ignore[misc]
     try:
-        with simulated_cupy.simulated() as (_, cupy):
-            yield OnGpu(importlib.import_module("cpdhpc.ops.gpu"), cupy)
+        with simulated_cupy.simulated():
+            yield OnGpu(importlib.import_module("cpdhpc.ops.gpu"))
     finally:
         simulated_cupy.RawModule = before  # type: ignore[misc]
 
@@ -132,7 +131,7 @@ def test_kernels_give_the_specified_bits(
     for kept in (runtime._codec, runtime._codec_kernel):
         kept.cache_clear()
     try:
-        assert not differences(OnGpu(importlib.import_module("cpdhpc.ops.gpu"), cupy), CASES[case])
+        assert not differences(OnGpu(importlib.import_module("cpdhpc.ops.gpu")), CASES[case])
     finally:
         for kept in (runtime._codec, runtime._codec_kernel):
             kept.cache_clear()

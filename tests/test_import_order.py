@@ -28,7 +28,7 @@ ORDER = (  # parts of the package: each may import itself and those before it
     *("lab/schedulers", "lab/claim"),
     *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
     *("lab/study_data", "lab/report", "lab/precision", "lab/kinds", "lab/bench", "lab/study"),
-    *("lab/commands", "lab/cli", "__main__"),
+    *("lab/verify", "lab/commands", "lab/cli", "__main__"),
 )
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("world/mpi.py",),
@@ -45,6 +45,8 @@ ALONE = {  # module that only one of its room imports -> why it is one
     "torch/backend/registration": "torch calls it as it is imported: it loads nothing else",
     "torch/backend/start": "how groups are made, not what they do; a login node registers it alone",
     "torch/backend/wires": "it loads all-reduces, which a program without wires does not need",
+    "lab/verify/speed": "a section of checks, with its table",
+    "lab/verify/there": "a section of checks, with its table",
     "lab/bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
 }
 

@@ -11,7 +11,6 @@ import oracles
 import pytest
 from allreduce_oracle import float32_of, format_of
 from every import every
-from outcomes import differing, of_sums
 
 from cpdhpc.formats import (
     INTEGERS,
@@ -23,6 +22,7 @@ from cpdhpc.formats import (
     sum_bits,
     tiles,
 )
+from cpdhpc.lab.verify.outcomes import differing, of_sums
 from cpdhpc.ops import cpu, reference
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,7 +12,6 @@ import pytest
 from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outcomes import KEY, OFFSET, differing, of_tiles
 
 from cpdhpc.formats import (
     SHIFT_BIAS,
@@ -24,6 +23,7 @@ from cpdhpc.formats import (
     parse_format,
     tiles,
 )
+from cpdhpc.lab.verify.outcomes import KEY, OFFSET, differing, of_tiles
 from cpdhpc.ops import reference
 from cpdhpc.ops.common import NONFINITE_BITS, fitting_shift
 

@@ -13,10 +13,9 @@ import pytest
 from gpus import either_cupy
 
 from cpdhpc import _cpu
-from cpdhpc.formats import INTEGERS, SHIFT_BIAS, Cast
+from cpdhpc.lab.verify.outcomes import of_passes, values
 from cpdhpc.ops import cpu, reference, set_kernel_threads, to_host
 from cpdhpc.ops.common import NONFINITE_BITS
-from cpdhpc.ops.payloads import Exact
 
 LARGE = (1 << 19) + 1234  # goes past the caches
 SIZES = (1, 7, 33, 1025, 9001)
@@ -30,90 +29,16 @@ def clone(clone: str) -> Iterator[str]:
     set_kernel_threads(1)
 
 
-def values(n: int, seed: int) -> Array:
-    """Of many magnitudes, so that another order or another rounding shows; zeros of both signs."""
-    rng = np.random.default_rng(seed)
-    x = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 3, n)).astype(np.float32)
-    x[::11], x[5::17], x[3::19] = 0.0, -0.0, 1e-44
-    return x
-
-
-def results(ops: Any, n: int, there: Callable[[Array], Any], here: Callable[[Any], Array]) -> list:
-    """What all passes make of n values: arrays and numbers by name."""
-    x, kept, more = (there(values(n, seed)) for seed in range(3))
-    out, total, found = there(np.ones(n, np.float32)), there(np.ones(n, np.float32)), []
-
-    def note(name: str, *parts: Any) -> None:
-        found.append((name, *(here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)))
-
-    note("accumulate", ops.accumulate(x, kept, out), out)
-    note("factor", ops.accumulate(x, kept, out, factor=0.9), out)
-    bits = ops.accumulate(x, kept, out, factor=0.9, more=more, total=total)
-    note("more", bits, out, total)
-    for k in (0, 1, n // 100, n // 3, n):
-        note("largest", k, ops.accumulate_largest(x, kept, out, k), out)
-        options = {"factor": 0.5, "more": more, "total": total}
-        note("of more", k, ops.accumulate_largest(x, kept, out, k, **options), out, total)
-    for bin_values in (1, 50, 500, 5000):
-        leaders = ops.accumulate_leaders(x, kept, out, 1.5, bin_values)
-        note("leaders", bin_values, out, *leaders)
-        note("chunks", ops.chunk_leaders(x, bin_values))
-    ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
-    each = np.abs(values(ends.size, 5)) + np.float32(0.5)
-    limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
-    note("divide all", ops.divide_all(x, 3.0, out), out)
-    note("maxima", ops.run_maxima(x, ends))
-    note("multiply", ops.multiply_runs(x, each, ends, out), out)
-    ops.divide_runs(x, each, ends, out, limits=limits)
-    note("divide", out)
-    for rows in (row for row in (1, 3, 7) if n >= 3 * row):
-        shape = (rows, n // rows)
-        m, r, rest = (each[: rows * shape[1]].reshape(shape) for each in (x, kept, out))
-        signs, pairs, bits = ops.encode_signs(m, r, rest)
-        note("signs", signs, pairs, bits, rest)
-        note("without rest", *ops.encode_signs(m, r))
-        note("without memory", *ops.encode_signs(m, None, rest), rest)
-        note("mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0))
-        note("decoded", rest)
-        firsts, seconds = there(values(2 * rows, 8)), there(values(2 * shape[1], 9))
-        firsts, seconds = firsts.reshape(2, rows), seconds.reshape(2, shape[1])
-        note("outer", ops.outer(firsts, seconds, rest), rest)
-        note("row sums", ops.row_sums(m))
-        rows_of, columns_of = ops.row_products(m, seconds), ops.column_products(m, firsts)
-        note("products", here(rows_of), here(columns_of))
-    starts = np.concatenate([[0], ends[:-1]]) if ends[0] else np.zeros(1, np.int64)
-    for of in ("magnitude", "square"):
-        note("sums", of, ops.run_sums(x, starts, of))
-    note("square sum", ops.square_sum(x), ops.square_sum(x, 0.1))
-    for name in ("ternary", "int4", "int16"):
-        wire, mean = Exact(Cast(INTEGERS[name], "stochastic"), trits=name == "ternary"), out
-        shift, payloads = SHIFT_BIAS + int(np.log2(wire.cast.fmt.smallest)), []
-        for key in ((1, 2), (3, 4)):
-            payload = there(np.zeros(wire.size_bytes(n), np.uint8))
-            cut = np.where(np.isinf(limits), np.float32(9e9), each)
-            ops.encode_runs(x, cut, ends, 0.9, wire.cast, shift, payload, trits=wire.trits, key=key)
-            payloads.append(here(payload))
-        note("codes", *payloads)
-        fmt = wire.cast.fmt
-        both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, mean, trits=wire.trits)
-        note("mean of codes", both, mean)
-    indices = there(np.arange(0, n, 3, dtype=np.uint32))
-    ops.clear_all(out)
-    ops.put(out, indices, there(values(indices.size, 4)))
-    note("put", out)
-    return found
-
-
 def same(array: Array) -> Array:
     return array
 
 
 @pytest.mark.parametrize("n", [*SIZES, LARGE])
 def test_clones_and_threads_do_as_the_reference(clone: str, n: int) -> None:
-    expected = results(reference, n, np.copy, same)
+    expected = of_passes(reference, n, np.copy, same)
     for threads in (1, 3) if n == LARGE else (1,):
         set_kernel_threads(threads)
-        found = results(cpu, n, np.copy, same)
+        found = of_passes(cpu, n, np.copy, same)
         assert [a[0] for a, b in zip(found, expected, strict=True) if a != b] == []
 
 
@@ -122,8 +47,8 @@ def test_the_gpu_does_as_the_reference(where: str) -> None:
     with either_cupy(where) as cupy:
         gpu = import_module("cpdhpc.ops.gpu")
         for n in SIZES:
-            found = results(gpu, n, lambda x: cupy.asarray(x.copy()), to_host)
-            expected = results(reference, n, np.copy, same)
+            found = of_passes(gpu, n, lambda x: cupy.asarray(x.copy()), to_host)
+            expected = of_passes(reference, n, np.copy, same)
             assert [a[0] for a, b in zip(found, expected, strict=True) if a != b] == []
 
 

@@ -210,7 +210,7 @@ def test_where_a_training_computes(
 def test_standalone_scripts_of_a_site() -> None:
     site = load_site(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
     texts = scripts(site)
-    assert list(texts) == ["train.sbatch", "allreduce_scaling.sbatch"]
+    assert list(texts) == ["train.sbatch", "allreduce_scaling.sbatch", "verify.sbatch"]
     for text in texts.values():
         assert "module load openmpi/5.0" in text
         assert not [each for each in directives(text) if "gpus" in each], "the job file decides"

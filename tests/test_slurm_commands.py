@@ -255,6 +255,7 @@ def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFi
     assert status == 0 and text.split() == [
         str(out / "train.sbatch"),
         str(out / "allreduce_scaling.sbatch"),
+        str(out / "verify.sbatch"),
     ]
     assert call(capsys, "scripts", "--out", str(out))[0] == 0
     for path in out.iterdir():

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import OnGpu
-from outcomes import differing, of_codes, of_sums, of_tiles
 from simulated_cupy import simulated
 from simulated_gpu import Gpu
 from simulated_kernels import BODIES
@@ -19,6 +17,7 @@ from simulated_kernels import BODIES
 from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, Cast, parse_format
+from cpdhpc.lab.verify.outcomes import OnGpu, differing, of_codes, of_sums, of_tiles
 from cpdhpc.ops import cpu
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS
 from cpdhpc.world import gpu_messages
@@ -62,7 +61,7 @@ def test_every_kernel_has_a_stand_in() -> None:
 def test_kernels_get_their_arguments(gpu: Any, name: str) -> None:
     """Every operation of ops.gpu calls its kernel with what the kernel's signature asks for."""
     cast, x, found = Cast(parse_format(name), "stochastic"), gradients(1)[0], []
-    for ops in (cpu, OnGpu(importlib.import_module("cpdhpc.ops.gpu"), gpu[1])):
+    for ops in (cpu, OnGpu(importlib.import_module("cpdhpc.ops.gpu"))):
         found.append(of_tiles(ops, x, x[::-1].copy(), cast) + of_codes(ops, x, cast))
         found[-1] += of_sums(ops, x, INTEGERS["int2"], "stochastic", 126)
         found[-1] += [ops.add(x, x), ops.subtract(x, x[::-1].copy())]

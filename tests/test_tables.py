@@ -12,7 +12,6 @@ import oracles
 import pytest
 from allreduce_oracle import expected
 from every import every
-from outcomes import differing, of_tiles
 
 import cpdhpc
 from cpdhpc.collectives.allreduce import simulate
@@ -20,6 +19,7 @@ from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import Cast, Rounding, TableFormat, parse_format
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.train.job import load
+from cpdhpc.lab.verify.outcomes import differing, of_tiles
 from cpdhpc.ops import reference
 from cpdhpc.table_formats import spelled
 

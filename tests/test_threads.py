@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from every import every
-from outcomes import of_codes, of_sums, of_tiles
 from refusing import refused
 
 from cpdhpc.config import UserError
 from cpdhpc.formats import TILE, Cast, FloatFormat, parse_format
+from cpdhpc.lab.verify.outcomes import of_codes, of_sums, of_tiles
 from cpdhpc.ops import common, cpu, kernel_threads, omp_num_threads, set_kernel_threads
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.ranks import Loopback

@@ -314,6 +314,12 @@ COMMANDS: dict[str, Command | Group] = {
     "info": Command(
         "show versions, the MPI library, hosts, kernels, the GPU", "provenance", "info", True
     ),
+    "verify": Command(
+        "prove on this machine that kernels, collectives and trainings are right, and how fast; "
+        "under mpirun",
+        "commands.verify",
+        on_ranks=True,
+    ),
     "study": Group(
         "plan and run a sweep here or as jobs, collect it; needs no MPI",
         actions(

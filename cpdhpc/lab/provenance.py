@@ -26,7 +26,10 @@ from ..world.mpi import library_version
 from ..world.ranks import Ranks
 from .schedulers import SCHEDULERS
 
-PACKAGES = ("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic", "cupy-cuda12x")
+PACKAGES = (
+    *("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic"),
+    *("cupy-cuda12x", "cupy-cuda13x"),
+)
 
 
 @cache
@@ -116,9 +119,19 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 def run_info(arguments: argparse.Namespace, world: Ranks) -> None:
     """Print a table from process 0. Collective."""
+    rows = [*info_rows(world), ("GPU", gpu() or "none"), *gpu_rows(world)]
+    if world.process == 0:
+        table = Table(show_header=False)
+        for name, value in rows:
+            table.add_row(name, value)
+        Console(soft_wrap=True).print(table)
+
+
+def info_rows(world: Ranks) -> list[tuple[str, str]]:
+    """Return versions, MPI, processes and their cores, by name. Collective."""
     names = hosts(world)
     threads = str(threads_of_rank(world))  # of torch in train, of kernels in train and bench
-    rows = [
+    return [
         *versions().items(),
         ("MPI library", library_version()),
         ("processes", f"{world.processes} on {', '.join(sorted(set(names)))}"),
@@ -126,14 +139,7 @@ def run_info(arguments: argparse.Namespace, world: Ranks) -> None:
         ("torch threads", threads if find_spec("torch") else "torch is not installed"),
         ("kernel threads", threads),
         ("CPU kernels", cpu_clone()),
-        ("GPU", gpu() or "none"),
-        *gpu_rows(world),
     ]
-    if world.process == 0:
-        table = Table(show_header=False)
-        for name, value in rows:
-            table.add_row(name, value)
-        Console(soft_wrap=True).print(table)
 
 
 def gpu() -> str:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,32 +17,6 @@ from simulated_gpu import Gpu
 
 from cpdhpc.world import gpu_messages
 from cpdhpc.world.mpi import World
-
-
-class OnGpu:
-    """ops.gpu for NumPy arrays: moves the arguments over, and what was written back."""
-
-    def __init__(self, ops: ModuleType, cupy: ModuleType) -> None:
-        self._ops, self._cupy = ops, cupy
-
-    def __getattr__(self, name: str) -> Any:
-        function, cupy = getattr(self._ops, name), self._cupy
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            moved: dict[int, Any] = {}
-
-            def move(value: Any) -> Any:
-                if not isinstance(value, np.ndarray):
-                    return value
-                return moved.setdefault(id(value), cupy.asarray(value))
-
-            result = function(*map(move, args), **{k: move(v) for k, v in kwargs.items()})
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, np.ndarray) and value.flags.writeable:
-                    value[...] = cupy.asnumpy(moved[id(value)])
-            return cupy.asnumpy(result) if isinstance(result, cupy.ndarray) else result
-
-        return call
 
 
 def real_cupy() -> ModuleType:

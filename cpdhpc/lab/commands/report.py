@@ -42,10 +42,18 @@ def _influence_report(path: Path) -> Report:
     return Report(f"Influence: {path.name}", [], [Section("Influence", tables(path, TOP))])
 
 
+def _verify_report(path: Path) -> Report:
+    from ..verify.pages import report_of
+
+    return report_of(path)
+
+
+VERIFY = "verify"  # kind of files of that command
 TOP = 5  # samples that raised or lowered a loss most, as influence has it
 OF_KIND = {  # by attribute of files
     REPLAY: replay_report,
     "precision search": _search_report,
+    VERIFY: _verify_report,
     "influence": _influence_report,
     "autoencoder": autoencoder_report,
     "autoencoder probe": probe_report,
@@ -279,12 +287,20 @@ def compare_files(
 ) -> int:
     """Print what changed from a reference to a study; return how many points are slower.
 
+    Of two files of verify: print them side by side, and return 0.
     before: a study, or a TOML file that names one with tolerances (compare.Reference)
     fails: whether it is asked for that nothing is slower
-    Raises UserError for anything but two studies of one kind; behind the tables, where it fails if
-    something is slower, but no point can be judged.
+    Raises UserError for anything but two studies of one kind, or files of verify; behind the
+    tables, where it fails if something is slower, but no point can be judged.
     """
     outputs.check()
+    if other_files.is_hdf5(after) and store.read_attributes(after).get("kind") == VERIFY:
+        if fails or tolerance is not None:
+            raise ReportError("--tolerance, --fail-on-slower: are of studies")
+        from ..verify.pages import side_by_side
+
+        outputs.give([side_by_side(after, before)])
+        return 0
     reference = load_reference(before, tolerance)
     comparison = compare(_study(Path(reference.study)), _study(after), reference)
     outputs.give([compare_report(comparison)], last=verdict(comparison))
@@ -370,7 +386,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "files FILE.h5",
-        "studies and records of training runs, or directories of them",
+        "studies, records of training runs, or directories of them; files of verify and others",
         Path,
         nargs="+",
     )
@@ -414,7 +430,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--compare FILE",
-        "what changed since this study, or the one that a TOML file names with tolerances",
+        "what changed since this study, or the one that a TOML file names with tolerances; "
+        "two files of verify stand side by side",
         Path,
     )
     add("--tolerance SHARE", "with --compare: how much longer a point may take, as 0.05", float)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ...collectives.engine import carrier_of
 from ...config import ConfigError, UserError, parse_bytes
 from ...methods import reason
 from ...ops import on_gpu
@@ -198,7 +199,7 @@ def take_device(arguments: argparse.Namespace, world: Ranks) -> str:
     return f"arrays on a GPU of each process, {', '.join(names)}; MPI takes its memory: {direct}"
 
 
-def on_device(x: NDArray[np.float32], device: str) -> Any:
+def on_device(x: NDArray[Any], device: str) -> Any:
     """Return x, or its copy on CuPy's current GPU."""
     if device == "cpu":
         return x
@@ -287,20 +288,36 @@ def ping_pong(
     """Return seconds per message and per byte between the first and the last process. Collective.
 
     sizes: of the messages, in bytes
-    Half of a message's way there and back, polled as the all-reduce does.
     """
-    first, last = 0, world.processes - 1
+    return line(sizes, message_times(world, (0, world.processes - 1), sizes, repeats, warmup))
+
+
+def message_times(
+    world: Ranks,
+    ends: tuple[int, int],
+    sizes: Sequence[int] = PING_BYTES,
+    repeats: int = 10,
+    warmup: int = 2,
+    device: str = "cpu",
+) -> list[float]:
+    """Return seconds of a message of each size between two processes, medians. Collective.
+
+    Half of a message's way there and back, polled as the all-reduce does.
+    sizes: in bytes; device: where the bytes are
+    """
+    first, last = ends
     other = {first: last, last: first}.get(world.process)
 
     def bounce(size: int) -> Callable[[], None]:
-        ball, caught = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+        ball, caught = (on_device(np.zeros(size, np.uint8), device) for _ in range(2))
+        carrier = carrier_of(world, ball)
 
         def send() -> None:
-            requests = world.isend(world.process, other or 0, ball)
+            requests = carrier.isend(world.process, other or 0, ball)
             world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s to send")])
 
         def receive() -> None:
-            requests = world.irecv(other or 0, world.process, caught)
+            requests = carrier.irecv(other or 0, world.process, caught)
             world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s")])
 
         calls = (send, receive) if world.process == first else (receive, send)
@@ -312,8 +329,7 @@ def ping_pong(
         return both
 
     times = interleave_ranks(world, {size: bounce(size) for size in sizes}, repeats, warmup)
-    halves = [float(np.median(times[size][warmup:, first])) / 2 for size in sizes]
-    return line(sizes, halves)
+    return [float(np.median(times[size][warmup:, first])) / 2 for size in sizes]
 
 
 def nonnegative(a: Floats, b: Floats) -> Floats:

@@ -321,6 +321,7 @@ class Program:
 PROGRAMS = {  # name of the template and of the script: what it runs
     "train": Program((1, 2), 60),
     "allreduce_scaling": Program((2, 2), 60),
+    "verify": Program((1, 2), 30),
 }
 
 

@@ -1,0 +1,76 @@
+"""Prove on this machine, on all ranks of mpirun, that cpdhpc is right there, and how fast it is.
+
+Shows what is there, compares kernels, collectives, windows and a training with their
+specification, bit for bit, and times them beside copies and other libraries. A check that fails or
+hangs is said, and the others go on. The exit status is 1 if anything is wrong; a speed outside what
+is expected is only said. report shows the file, and two of them side by side: report --compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from ... import store
+from ...lazy import to_install
+from ...world.mpi import World
+from ..kinds.harness import add_device, machine_line
+from ..settings import check_file, options
+from ..verify.pages import verify_report
+from ..verify.results import KIND, Results
+from ..verify.run import Asked, verify
+from .report import page
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of verify."""
+    add_device(parser)
+    add = options(parser)
+    add("--quick", "take 20 seconds rather than minutes")
+    add("--out FILE.h5", "write all that is found", Path("verify.h5"), type=Path)
+    add("--html FILE.html", "write one self-contained page", Path)
+    add("--limit SECONDS", "of each check (default 60 if quick, else 240; on GPUs 240 more)", float)
+
+
+def run(arguments: argparse.Namespace, world: World) -> int:
+    """Carry out all checks, print a line of each, and return the exit status. Collective."""
+    world.on_first(lambda: _check_files(arguments))
+    asked = Asked(
+        arguments.out,
+        arguments.device,
+        arguments.quick,
+        arguments.oversubscribe_gpus,
+        arguments.limit,
+    )
+    where = machine_line(world)
+    if world.process == 0:
+        print(f"verify: {where}", flush=True)
+    status, clean = verify(
+        world, asked, partial(print, flush=True), partial(_write_page, arguments.html)
+    )
+    if not clean:  # MPI would wait for what never comes
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    check_file(arguments.out, "--out")
+    store.check_target(arguments.out, KIND)
+    if arguments.html is not None:
+        check_file(arguments.html, "--html")
+
+
+def _write_page(path: Path | None, results: Results) -> None:
+    """Write the page, or say why there is none."""
+    if path is None:
+        return
+    try:
+        store.put(path, page([verify_report(results)]).encode())
+        print(f"wrote {path}", flush=True)
+    except ModuleNotFoundError as error:
+        print(f"no page: {to_install(error, 'lab') or error}", flush=True)

@@ -1,0 +1,268 @@
+"""All that the array operations write and return, to compare implementations of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ...formats import (
+    INTEGERS,
+    SHIFT_BIAS,
+    TILE,
+    TRIT_BYTES,
+    Cast,
+    FloatFormat,
+    packed_bytes,
+    shift_count,
+    sum_bits,
+)
+from ...formats import tiles as tiles_of
+from ...ops import to_host
+from ...ops.payloads import Exact
+from ...ops.products import Products
+
+Array = np.ndarray[Any, np.dtype[Any]]
+There = Callable[[Array], Any]  # a copy of a NumPy array, where the operations want it
+Here = Callable[[Any], Array]  # and back
+KEY, OFFSET = (7, 2**32 - 1), 2**40 + 2**32 - 2048  # whose upper half changes on the way
+
+
+class OnGpu:
+    """ops.gpu for NumPy arrays: moves the arguments over, and what was written back."""
+
+    def __init__(self, gpu: ModuleType) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, name: str) -> Any:
+        function, gpu = getattr(self._gpu, name), self._gpu
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            moved: dict[int, Any] = {}
+
+            def move(value: Any) -> Any:
+                if not isinstance(value, np.ndarray):
+                    return value
+                return moved.setdefault(id(value), gpu.asarray(value))
+
+            result = function(*map(move, args), **{k: move(v) for k, v in kwargs.items()})
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, np.ndarray) and value.flags.writeable:
+                    value[...] = to_host(moved[id(value)])
+            return to_host(result) if hasattr(result, "get") else result
+
+        return call
+
+
+def of_tiles(
+    ops: Any,
+    x: Array,
+    y: Array,
+    cast: Cast,
+    shared: int = TILE,
+    *,
+    fit: bool = True,
+    counted: bool = True,
+    shift: int = 127,
+) -> list[Array]:
+    """Of floats in tiles: x is encoded, and y is added to it.
+
+    shared: how many values have a shift in common; fit: whether it is chosen, else shift, a byte
+    """
+    n, fmt, most = x.size, cast.fmt, packed_bytes(x.size, cast.fmt.bits)
+    words, given, gone, alone = (np.full(most, 0xA5, np.uint8) for _ in range(4))
+    shifts, chosen, again = (np.full(shift_count(n, shared), shift, np.uint8) for _ in range(3))
+    counts = np.zeros((2, tiles_of(n), 3), np.uint32)
+    out, total, after, inside = (np.zeros(n, np.float32) for _ in range(4))
+    inside[:] = y
+    how: dict[str, Any] = {"key": KEY, "offset": OFFSET}
+    first, second = ({"counts": each} if counted else {} for each in counts)
+    with np.errstate(all="ignore"):
+        ops.encode_tiles(x, cast, words, shifts, fit=fit, **how, **first)
+        ops.encode_tiles(x, cast, given, shifts, **how)
+        lost = ops.decode_tiles(words, shifts, fmt, out)
+        ops.decode_add_tiles(words, shifts, fmt, y, total)
+        ops.decode_add_tiles(words, shifts, fmt, inside, inside)
+        hop = words, shifts, cast, y
+        found = ops.decode_add_encode_tiles(*hop, gone, chosen, fit=fit, **how, **second, out=after)
+        ops.decode_add_encode_tiles(*hop, alone, again, fit=fit, **how)
+    returned: list[Array] = [np.asarray(each, np.uint64) for each in (lost, found)]
+    written: list[Array] = [
+        words,
+        given,
+        shifts,
+        gone,
+        chosen,
+        alone,
+        again,
+        counts,
+        out,
+        total,
+        inside,
+        after,
+    ]
+    return [*written, *returned]
+
+
+def of_codes(ops: Any, x: Array, cast: Cast, shift: int = 2) -> list[Array]:
+    """Of floats and their codes without tiles, and of the largest values."""
+    codes = ops.encode(x, cast, shift, KEY, OFFSET)
+    packed = ops.pack(codes, cast.fmt.bits)
+    back = ops.unpack(packed, cast.fmt.bits, x.size)
+    return [codes, packed, back, ops.decode(codes, cast.fmt, shift), ops.amax_tiles(x)]
+
+
+def of_sums(ops: Any, x: Array, fmt: FloatFormat, rounding: Any, shift: int = 127) -> list[Array]:
+    """Of exact sums of two and three contributions, and of ternary codes."""
+    cast, n, bits = Cast(fmt, rounding), x.size, sum_bits(fmt, 2)
+    shifts = np.full(tiles_of(n), shift, np.uint8)
+    codes, two, three = (
+        np.zeros(packed_bytes(n, each), np.uint8) for each in (fmt.bits, bits, bits + 1)
+    )
+    counts, out = np.zeros((tiles_of(n), 3), np.uint32), np.zeros(n, np.float32)
+    how: dict[str, Any] = {"key": KEY, "offset": OFFSET, "counts": counts}
+    ops.encode_tiles(x, cast, codes, shifts, key=(1, 2))
+    ops.add_encode_integers_tiles(codes, 0, cast, x, shifts, two, bits, **how)
+    ops.add_integers_tiles(two, bits, codes, 0, fmt, three, bits + 1)
+    lost = ops.decode_integers_tiles(three, bits + 1, shifts, fmt, out)
+    ternary = np.resize(codes, 256 * tiles_of(n))
+    trits, back = np.zeros(TRIT_BYTES * tiles_of(n), np.uint8), np.zeros_like(ternary)
+    ops.pack_trits(ternary, trits)
+    ops.unpack_trits(trits, back)
+    return [codes, two, three, counts, out, trits, back, np.asarray(lost, np.uint64)]
+
+
+def values(n: int, seed: int) -> Array:
+    """Of many magnitudes, so that another order or another rounding shows; zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 3, n)).astype(np.float32)
+    x[::11], x[5::17], x[3::19] = 0.0, -0.0, 1e-44
+    return x
+
+
+Noted = list[tuple[Any, ...]]
+
+
+def of_passes(ops: Any, n: int, there: There, here: Here) -> Noted:
+    """Of the passes over gradients: arrays, as bytes, and numbers, by name."""
+    x, kept, more = (there(values(n, seed)) for seed in range(3))
+    out, total, found = there(np.ones(n, np.float32)), there(np.ones(n, np.float32)), Noted()
+
+    def note(name: str, *parts: Any) -> None:
+        found.append((name, *(here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)))
+
+    note("accumulate", ops.accumulate(x, kept, out), out)
+    note("factor", ops.accumulate(x, kept, out, factor=0.9), out)
+    bits = ops.accumulate(x, kept, out, factor=0.9, more=more, total=total)
+    note("more", bits, out, total)
+    for k in (0, 1, n // 100, n // 3, n):
+        note("largest", k, ops.accumulate_largest(x, kept, out, k), out)
+        options = {"factor": 0.5, "more": more, "total": total}
+        note("of more", k, ops.accumulate_largest(x, kept, out, k, **options), out, total)
+    for bin_values in (1, 50, 500, 5000):
+        leaders = ops.accumulate_leaders(x, kept, out, 1.5, bin_values)
+        note("leaders", bin_values, out, *leaders)
+        note("chunks", ops.chunk_leaders(x, bin_values))
+    ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
+    each = np.abs(values(ends.size, 5)) + np.float32(0.5)
+    limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
+    note("divide all", ops.divide_all(x, 3.0, out), out)
+    note("maxima", ops.run_maxima(x, ends))
+    note("multiply", ops.multiply_runs(x, each, ends, out), out)
+    ops.divide_runs(x, each, ends, out, limits=limits)
+    note("divide", out)
+    for rows in (row for row in (1, 3, 7) if n >= 3 * row):
+        shape = (rows, n // rows)
+        m, r, rest = (each[: rows * shape[1]].reshape(shape) for each in (x, kept, out))
+        signs, pairs, bits = ops.encode_signs(m, r, rest)
+        note("signs", signs, pairs, bits, rest)
+        note("without rest", *ops.encode_signs(m, r))
+        note("without memory", *ops.encode_signs(m, None, rest), rest)
+        note("mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0))
+        note("decoded", rest)
+        firsts, seconds = there(values(2 * rows, 8)), there(values(2 * shape[1], 9))
+        firsts, seconds = firsts.reshape(2, rows), seconds.reshape(2, shape[1])
+        note("outer", ops.outer(firsts, seconds, rest), rest)
+        note("row sums", ops.row_sums(m))
+        rows_of, columns_of = ops.row_products(m, seconds), ops.column_products(m, firsts)
+        note("products", here(rows_of), here(columns_of))
+    starts = np.concatenate([[0], ends[:-1]]) if ends[0] else np.zeros(1, np.int64)
+    for of in ("magnitude", "square"):
+        note("sums", of, ops.run_sums(x, starts, of))
+    note("square sum", ops.square_sum(x), ops.square_sum(x, 0.1))
+    for name in ("ternary", "int4", "int16"):
+        wire, mean = Exact(Cast(INTEGERS[name], "stochastic"), trits=name == "ternary"), out
+        shift, payloads = SHIFT_BIAS + int(np.log2(wire.cast.fmt.smallest)), []
+        for key in ((1, 2), (3, 4)):
+            payload = there(np.zeros(wire.size_bytes(n), np.uint8))
+            cut = np.where(np.isinf(limits), np.float32(9e9), each)
+            ops.encode_runs(x, cut, ends, 0.9, wire.cast, shift, payload, trits=wire.trits, key=key)
+            payloads.append(here(payload))
+        note("codes", *payloads)
+        fmt = wire.cast.fmt
+        both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, mean, trits=wire.trits)
+        note("mean of codes", both, mean)
+    indices = there(np.arange(0, n, 3, dtype=np.uint32))
+    ops.clear_all(out)
+    ops.put(out, indices, there(values(indices.size, 4)))
+    note("put", out)
+    return found
+
+
+def of_selection(ops: Any, x: Array, there: There, here: Here) -> Noted:
+    """Of the operations on the largest of float32[n], on indices, and on streams of bits."""
+    n, found = x.size, Noted()
+
+    def note(name: str, *parts: Any) -> None:
+        found.append((name, *(here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)))
+
+    given = there(x)
+    for k in sorted({0, 1, n // 100, n // 3, n}):
+        note("select_magnitude", k, ops.select_magnitude(given, k))
+        if k:
+            note("kth_magnitude", k, int(ops.kth_magnitude(given, k)))
+    for threshold in (0.0, 0.5, 1e30):
+        note("select_above", threshold, ops.select_above(given, threshold))
+    marks = ops.mark_above(given, 0x3F000000)  # of 0.5
+    note("mark_above", marks)
+    note("count_bits", ops.count_bits(marks))
+    places = ops.unpack_bitmap(marks)
+    note("unpack_bitmap", places)
+    note("pack_bitmap", ops.pack_bitmap(places, n))
+    for low, shift, buckets in ((0, 20, 2048), (0x3F800000, 10, 1024), (0x3F800005, 0, 7)):
+        note("count_digits", low, ops.count_digits(given, low, shift, buckets))
+    picked, total = ops.gather(given, places), there(x)
+    note("gather", picked)
+    ops.scatter_add(total, places, picked)
+    note("scatter_add", total)
+    ops.clear(total, places)
+    note("clear", total)
+    some = here(places)
+    widths = np.random.default_rng(0).integers(0, 33, tiles_of(some.size)).astype(np.uint8)
+    words = ops.pack_stream(places, widths)
+    note("pack_stream", words)
+    note("unpack_stream", ops.unpack_stream(words, widths, some.size))
+    return found
+
+
+def of_products(ops: Any, how: Products, m: int, k: int, n: int) -> list[Array]:
+    """Of products of matrices, float32[2, m, k] and float32[2, k, n]."""
+    a, b = values(2 * m * k, 3).reshape(2, m, k), values(2 * k * n, 4).reshape(2, k, n)
+    return [np.asarray(ops.matmul(a, b, how, KEY))]
+
+
+def differing(ours: list[Array], theirs: list[Array], *, any_nan: bool = False) -> list[int]:
+    """Where two outcomes differ in a bit; any_nan: a NaN is as good as another."""
+    return [
+        place
+        for place, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if a.shape != b.shape or a.dtype != b.dtype or not _same(a, b, any_nan)
+    ]
+
+
+def _same(a: Array, b: Array, any_nan: bool) -> bool:
+    if any_nan and a.dtype == np.float32:
+        a, b = (np.where(np.isnan(each), np.float32(np.nan), each) for each in (a, b))
+    return a.tobytes() == b.tobytes()

@@ -1,0 +1,199 @@
+"""What checks have found, of all ranks, as rows and as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import store
+from .base import Array, Found, Ratio
+from .watch import Outcome
+
+KIND, SCHEMA = "verify", 1
+RIGHT, WRONG, FAILED, NOT_RUN = "right", "wrong", "failed", "not run"
+MOST_SAID = 20  # lines of what is wrong, of a check
+
+
+@dataclass(frozen=True)
+class Row:
+    """A check that was carried out, or was not.
+
+    status: RIGHT, WRONG (something differs), FAILED (it did not come to its end), or NOT_RUN
+    counted: comparisons, or measurements, of all ranks; said: what is wrong, or why not, in lines
+    """
+
+    name: str
+    section: str
+    what: str
+    device: str
+    status: str
+    counted: int = 0
+    time_s: float = 0.0
+    said: tuple[str, ...] = ()
+
+    @property
+    def bad(self) -> bool:
+        """Whether it speaks against this machine, or this program on it."""
+        return self.status in (WRONG, FAILED)
+
+
+def joined(outcomes: Mapping[int, Outcome], lost: Iterable[int]) -> tuple[str, tuple[str, ...]]:
+    """Return the status of a check and what is said, from the outcomes of ranks.
+
+    lost: ranks that were not heard of any more
+    """
+    said = [f"rank {rank}: hangs, and is left behind" for rank in lost]
+    errors = {rank: each.error for rank, each in outcomes.items() if each.found is None}
+    causes = [rank for rank in errors if not _follows(outcomes[rank])]
+    for rank in [*causes, *(rank for rank in errors if rank not in causes)]:
+        said.append(f"rank {rank}: {errors[rank]}")
+    if said:
+        return FAILED, _short(said)
+    founds = {rank: each.found for rank, each in outcomes.items() if each.found is not None}
+    for rank, found in founds.items():
+        said += [f"rank {rank}: {line}" for line in found.wrong]
+    if said:
+        return WRONG, _short(said)
+    why = {found.not_run for found in founds.values() if found.not_run}
+    return (NOT_RUN, tuple(sorted(why))) if why else (RIGHT, ())
+
+
+def _follows(outcome: Outcome) -> bool:
+    """Whether a rank left a check because of another one."""
+    return outcome.waited or outcome.error.startswith("another rank")
+
+
+def _short(lines: list[str]) -> tuple[str, ...]:
+    more = len(lines) - MOST_SAID
+    return (*lines[:MOST_SAID], *([f"and {more} more"] if more > 0 else []))
+
+
+@dataclass
+class Results:
+    """All that was found until now.
+
+    asked: how many checks there are; attributes: of the machine and the job, for the file
+    ended: why the job ended before them, "" if it did not
+    """
+
+    title: str
+    asked: int
+    attributes: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    ratios: list[Ratio] = field(default_factory=list)
+    arrays: dict[str, Array] = field(default_factory=dict)
+    ended: str = ""
+
+    def add(self, row: Row, found: Found | None) -> None:
+        """Add a check, with what the first rank found."""
+        self.rows.append(row)
+        if found is not None:
+            self.facts |= found.facts
+            self.ratios += found.ratios
+            self.arrays |= found.arrays
+
+    @property
+    def right(self) -> bool:
+        """Whether all checks came to their end, and nothing is wrong."""
+        return not self.ended and not any(row.bad for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """What to say in a line."""
+        bad = [row for row in self.rows if row.bad]
+        done = [row for row in self.rows if row.status != NOT_RUN]
+        slow = [each for each in self.ratios if not each.expected]
+        parts = []
+        if self.ended:
+            parts.append(f"{self.ended}; {len(self.rows)} of {self.asked} checks were done")
+        if bad:
+            parts.append(
+                f"{len(bad)} of {len(done)} checks: "
+                + "; ".join(f"{row.name}: {row.said[0] if row.said else row.status}" for row in bad)
+            )
+        elif not self.ended:
+            count = sum(row.counted for row in self.rows)
+            parts.append(f"{len(done)} checks, {count:,} comparisons and measurements")
+        if len(done) < len(self.rows):
+            parts.append(f"{len(self.rows) - len(done)} not run")
+        if self.ratios:
+            parts.append(f"{len(slow)} of {len(self.ratios)} speeds outside what is expected")
+        return f"{'RIGHT' if self.right else 'WRONG'}: {', '.join(parts)}"
+
+    def write(self, path: Path) -> None:
+        """Write the file. Raises StoreError."""
+        groups: dict[str, dict[str, Any]] = {
+            "checks": _columns(
+                ("name", "section", "what", "device", "status", "counted", "time_s", "said"),
+                [
+                    (r.name, r.section, r.what, r.device, r.status, r.counted, r.time_s,
+                     "\n".join(r.said))
+                    for r in self.rows
+                ],
+            ),
+            "facts": _columns(("name", "value"), list(self.facts.items())),
+            "ratios": _columns(
+                ("what", "beside", "device", "size_bytes", "low", "high", "advice"),
+                [
+                    (r.what, r.beside, r.device, r.size_bytes, r.low, r.high, r.advice)
+                    for r in self.ratios
+                ],
+            ),
+            "arrays": dict(self.arrays),
+        }  # fmt: skip
+        if self.ratios:
+            most = max(max(len(r.times_s), len(r.beside_s)) for r in self.ratios)
+            places = store.Variable(("repeat",), np.arange(most), "repeat")
+            groups["ratios"]["repeat"] = places
+            groups["ratios"]["times_s"] = _padded([r.times_s for r in self.ratios], most)
+            groups["ratios"]["beside_s"] = _padded([r.beside_s for r in self.ratios], most)
+        notes = {"kind": KIND, "schema": SCHEMA, "title": self.title, "verdict": self.verdict}
+        notes |= {"right": int(self.right), "asked": self.asked, "ended": self.ended}
+        store.write(path, {k: v for k, v in groups.items() if v}, self.attributes | notes)
+
+
+def _columns(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the columns of rows as labelled variables; none where there are no rows."""
+    if not rows:
+        return {}
+    columns = zip(names, zip(*rows, strict=True), strict=True)
+    found = {name: store.Variable(("row",), np.array(values), name) for name, values in columns}
+    return found | {"row": store.Variable(("row",), np.arange(len(rows)), "row")}
+
+
+def _padded(rows: list[Any], most: int) -> store.Variable:
+    data = np.full((len(rows), most), np.nan)
+    for row, values in zip(data, rows, strict=True):
+        row[: len(values)] = values
+    return store.Variable(("row", "repeat"), data, "time of a call, of the slowest rank", "s")
+
+
+def read(path: Path) -> Results:
+    """Return what a file holds. Raises StoreError."""
+    groups, notes = store.read(path)
+    if notes.get("kind") != KIND or notes.get("schema") != SCHEMA:
+        raise store.StoreError(f"{path}: is no file of verify that this version reads")
+
+    def rows(group: str) -> list[dict[str, Any]]:
+        columns = groups.get(group, {})
+        columns = {k: v for k, v in columns.items() if k not in ("row", "repeat")}
+        listed = [column.tolist() for column in columns.values()]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*listed, strict=True)]
+
+    title, asked = str(notes["title"]), int(notes["asked"])
+    results = Results(title, asked, notes, ended=str(notes["ended"]))
+    for row in rows("checks"):
+        said = row.pop("said")
+        results.rows.append(Row(**row, said=tuple(said.split("\n")) if said else ()))
+    results.facts = {row["name"]: row["value"] for row in rows("facts")}
+    for row in rows("ratios"):
+        for name in ("times_s", "beside_s"):
+            row[name] = [each for each in row[name] if each == each]
+        results.ratios.append(Ratio(**row))
+    results.arrays = dict(groups.get("arrays", {}))
+    return results

@@ -1,0 +1,145 @@
+"""All checks of the table, one after the other, whatever becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ...world.mpi import World
+from ...world.ranks import Ranks
+from ..provenance import attributes
+from . import exact, speed, there
+from .base import DEVICES, GPU_LIMIT_S, Check, Checks, Found, Place
+from .results import NOT_RUN, RIGHT, Results, Row, joined
+from .watch import GRACE_S, Guard, Outcome, Watch
+
+# Speeds first: on a GPU the kernels of so many casts as exactness has are not all compiled apart.
+CHECKS: Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
+
+
+class Asked(NamedTuple):
+    """What is asked for; device: "cpu" or "gpu", which is done beside the CPU.
+
+    limit_s: of each check in place of its own, or None; grace_s: behind it
+    """
+
+    out: Path
+    device: str = "cpu"
+    quick: bool = False
+    oversubscribe: bool = False
+    limit_s: float | None = None
+    grace_s: float = GRACE_S
+
+
+def planned(checks: Checks, device: str) -> Iterator[tuple[str, Check, str]]:
+    """Yield the name, the row and the device of all checks, in order."""
+    for name, check in checks.items():
+        for each in check.devices:
+            if each == "cpu" or each == device:
+                several = f"{name} on the {DEVICES[each]}"
+                yield name if check.devices == ("cpu",) else several, check, each
+
+
+def verify(
+    world: World,
+    asked: Asked,
+    say: Callable[[str], None],
+    finish: Callable[[Results], None],
+    checks: Checks = CHECKS,
+) -> tuple[int, bool]:
+    """Carry out all checks and write the file after each; return the exit status. Collective.
+
+    say: shows a line; finish: writes what else is made of the results, on the first rank that is
+    left. Also returns whether MPI can end as usual: not where ranks are left behind, or messages.
+    """
+    plan = list(planned(checks, asked.device))
+    results = Results(_title(world), len(plan), dict(attributes(world)))
+    results.attributes |= {"device": asked.device, "quick": int(asked.quick)}
+    watch = Watch(world, asked.grace_s)
+
+    def save(why: str) -> None:
+        """Write and say what was found before the job ends; of the guard's thread."""
+        under_way = plan[len(results.rows)][0] if len(results.rows) < len(plan) else "the end"
+        results.ended = f"{why} in {under_way}"
+        results.write(asked.out)
+        say(f"{results.verdict}\nwrote {asked.out}")
+        finish(results)
+
+    with Guard(world, watch, save).watching():
+        _carry_out(watch, plan, asked, results, say)
+        status = None
+        if watch.first:
+            results.ended = ""
+            results.write(asked.out)
+            finish(results)
+            say(f"{results.verdict}\nwrote {asked.out}")
+            status = 0 if results.right else 1
+        return watch.part(status, limit_s=300.0), not watch.dirty
+
+
+def _title(world: Ranks) -> str:
+    return f"Verification on {world.ranks} rank{'s' * (world.ranks > 1)}"
+
+
+def _carry_out(
+    watch: Watch,
+    plan: list[tuple[str, Check, str]],
+    asked: Asked,
+    results: Results,
+    say: Callable[[str], None],
+) -> None:
+    place = Place(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
+    trouble = ""  # of the GPU: then it is left alone
+    for name, check, device in plan:
+        if watch.first:
+            results.ended = f"was not heard of any more in {name}"
+            results.write(asked.out)
+        limit_s = check.limit_s[0 if asked.quick else 1] + GPU_LIMIT_S * (device == "gpu")
+        limit_s = asked.limit_s or limit_s
+        run: Callable[[], Found] = partial(check.run, place)
+        if device == "gpu" and trouble:
+            run = partial(Found, not_run=trouble)
+        place.device = device
+        _limit_waits(place, limit_s, device == "gpu" and not trouble)
+        outcomes: dict[int, Outcome]
+        before = set(watch.alive)
+        outcomes = watch.meet(watch.carry_out(run, limit_s))
+        status, said = joined(outcomes, sorted(before - set(outcomes)))
+        founds = [each.found for each in outcomes.values() if each.found is not None]
+        time_s = max(each.time_s for each in outcomes.values())
+        counted = sum(found.counted for found in founds)
+        row = Row(name, check.section, check.what, device, status, counted, time_s, said)
+        results.add(row, founds[0] if founds else None)
+        if watch.first:
+            say(_line(row))
+        if name == "GPUs" and status != RIGHT:
+            trouble = f"there is no GPU to use: {said[0]}"
+        if any(each.on_gpu for each in outcomes.values()):
+            trouble = f"the GPU failed in {name}"
+        if any(each.left for each in outcomes.values()) or len(outcomes) < len(before):
+            watch.dirty = True
+            watch.keep(place.world)
+            world = watch.world()
+            world.shares_gpus = place.world.shares_gpus
+            place.world = world
+
+
+def _limit_waits(place: Place, limit_s: float, on_gpu: bool) -> None:
+    """Let waits for a GPU end with the check."""
+    place.world.timeout_s = limit_s
+    if on_gpu:
+        from ...ops import gpu_runtime
+
+        gpu_runtime.wait_at_most(limit_s)
+
+
+def _line(row: Row) -> str:
+    shown = f"  {row.status:>7}  {row.name}"
+    if row.status == NOT_RUN:
+        return f"{shown}: {'; '.join(row.said)}"
+    counted = f"{row.counted:,}" if row.counted else "-"
+    return "\n".join(
+        [f"{shown}: {counted} in {row.time_s:.1f} s", *(f"{'':11}{line}" for line in row.said)]
+    )

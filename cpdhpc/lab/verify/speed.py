@@ -1,0 +1,168 @@
+"""Speeds beside what this machine does in the same run: copies, MPI_Allreduce, gloo, NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...collectives.allreduce import Allreduce
+from ...formats import Cast
+from ...methods import MEMCPY
+from ...world.cores import own_cores
+from ..kinds.allreduce_cases import cases_of_size, group_of, missing
+from ..kinds.codec_cases import format_of, operations
+from ..kinds.harness import interleave_ranks, on_device
+from .base import Check, Found, Place, Ratio
+
+Times = Sequence[float]
+
+
+class Expected(NamedTuple):
+    """Where the speed over that of the other should be, and what to do where it is not."""
+
+    low: float
+    high: float
+    advice: str
+
+    def beside(
+        self, what: str, other: str, device: str, size_bytes: int, times_s: Times, beside_s: Times
+    ) -> Ratio:
+        """Return the ratio of times that should be so."""
+        return Ratio(what, other, device, size_bytes, times_s, beside_s, *self)
+
+
+ANY = float("inf")
+NONE = Expected(0.0, ANY, "")  # for what depends on the machine alone
+SCALAR = "info shows the kernels, of which v3 and v4 are fast; a rank needs a core of its own"
+
+BUSY = "another process may use the GPU; nvidia-smi shows clocks and power"
+# Of the codec beside a copy by all ranks at once. On the CPU what docs/performance.md has of two
+# processors, widened by half; on the GPU what its table of predictions has, less a third.
+CODEC: dict[str, dict[str, Expected]] = {
+    "cpu": {
+        "encode tile": Expected(0.35, ANY, SCALAR),
+        "decode": Expected(0.35, ANY, SCALAR),
+        "decode_add": Expected(0.35, ANY, SCALAR),
+        "hop tile": Expected(0.25, ANY, SCALAR),
+    },
+    "gpu": {
+        "encode tile": Expected(0.65, ANY, BUSY),
+        "decode": Expected(0.65, ANY, BUSY),
+        "decode_add": Expected(0.65, ANY, BUSY),
+        "hop tile": Expected(0.45, ANY, BUSY),
+    },
+}
+WARMUP = 2
+MIB = 1 << 20
+
+
+def codec(place: Place) -> Found:
+    """Time the codec beside a copy of the same data, all ranks at once."""
+    found, world = Found(), place.world
+    mib = place.of(8, 64) if place.device == "cpu" else place.of(64, 512)
+    n = mib * MIB // 4
+    normal = np.random.default_rng(0).standard_normal(n, np.float32)
+    with own_cores(world):
+        x = on_device(normal, place.device)
+        for name in place.of(("e4m3",), ("e4m3", "e2m1fn", "bf16")):
+            runs: Any = operations(x, Cast(format_of(name)))
+            wanted = CODEC[place.device]
+            some = {each: runs[each] for each in (MEMCPY, *wanted)}
+            times = interleave_ranks(world, some, place.of(5, 15), WARMUP)
+            slowest = {each: t[WARMUP:].max(axis=1).tolist() for each, t in times.items()}
+            for operation, row in wanted.items():
+                beside = slowest[MEMCPY]
+                data = place.device, 4 * n, slowest[operation], beside
+                found.ratios.append(row.beside(f"{operation} {name}", MEMCPY, *data))
+                found.counted += len(beside)
+    return found
+
+
+OTHER = "bench allreduce --algorithms ring,tree,direct,hier shows which algorithm suits the machine"
+SMALL = "start ranks on cores of their own (--bind-to core); bench latency shows all sizes"
+# Of all-reduces of ours over the library's. What docs/performance.md has of MPI on a node is 1.4 to
+# 4.2 for large arrays, of gloo more; NCCL copies between GPUs in kernels, ours are messages.
+LIBRARIES: dict[str, dict[str, Expected]] = {
+    "mpi": {"raw": Expected(0.8, ANY, OTHER), "e4m3": Expected(0.8, ANY, OTHER)},
+    "gloo": {"raw": Expected(1.0, ANY, OTHER), "e4m3": Expected(1.0, ANY, OTHER)},
+    "nccl": {
+        "raw": Expected(0.02, ANY, "between GPUs of a node NCCL is meant; see docs/gpu.md"),
+        "e4m3": Expected(0.05, ANY, "between GPUs of a node NCCL is meant; see docs/gpu.md"),
+    },
+}
+
+
+def beside(library: str, place: Place) -> Found:
+    """Time all-reduces beside those of a library, and beside a copy by all ranks."""
+    world, found = place.world, Found()
+    if world.ranks < 2:
+        return Found(not_run="there is one rank")
+    why = missing(world, library)
+    if why:
+        return Found(not_run=why)
+    sizes = place.of((64 << 10, 4 * MIB), (64 << 10, MIB, 16 * MIB, 64 * MIB))
+    with own_cores(world), group_of(world, [library]):
+        for size_bytes in sizes:
+            given = [Allreduce("raw"), Allreduce("e4m3")], [library, MEMCPY]
+            times, names = _times(place, size_bytes, *given, "prepared")
+            found.counted += sum(map(len, times))
+            data = place.device, size_bytes
+            for name, mine in zip(names[2:], times[2:], strict=True):
+                row, what = LIBRARIES[library][name], f"all-reduce {name}"
+                found.ratios.append(row.beside(what, library, *data, mine, times[0]))
+                if library == "mpi":
+                    found.ratios.append(NONE.beside(what, MEMCPY, *data, mine, times[1]))
+    return found
+
+
+def _times(
+    place: Place,
+    size_bytes: int,
+    methods: Sequence[Allreduce],
+    baselines: Sequence[str],
+    call: str,
+    repeats: int = 0,
+) -> tuple[list[list[float]], list[str]]:
+    """Return the slowest rank's times of all cases, each checked before, and their wires."""
+    world = place.world
+    cases = cases_of_size(world, size_bytes, methods, baselines, place.device, [call])
+    runs = {i: case.run for i, case in enumerate(cases)}
+    prepare = lambda i: cases[i].prepare()  # noqa: E731
+    times = interleave_ranks(world, runs, repeats or place.of(7, 15), WARMUP, prepare)
+    for case in cases:
+        case.free()
+    return [times[i][WARMUP:].max(axis=1).tolist() for i in runs], [case.wire for case in cases]
+
+
+def latency(place: Place) -> Found:
+    """Time small all-reduces that are prepared beside MPI's."""
+    if place.world.ranks < 2:
+        return Found(not_run="there is one rank")
+    found, call = Found(), "prepared" if place.device == "cpu" else "graphs"
+    row = Expected(0.5, ANY, SMALL) if place.device == "cpu" else Expected(0.2, ANY, SMALL)
+    with own_cores(place.world):
+        for size_bytes in place.of((64,), (64, 4096)):
+            given = [Allreduce("raw", "tree")], ["mpi"]
+            times, _ = _times(place, size_bytes, *given, call, place.of(100, 300))
+            data = place.device, size_bytes, times[1], times[0]
+            found.ratios.append(row.beside("all-reduce raw, tree", "mpi", *data))
+            found.counted += len(times[0])
+    return found
+
+
+CHECKS: dict[str, Check] = {
+    "codec": Check("speed", "the codec beside a copy", codec),
+    "beside MPI": Check("speed", "all-reduces beside MPI_Allreduce", partial(beside, "mpi")),
+    "small beside MPI": Check("speed", "small all-reduces beside MPI_Allreduce", latency),
+}
+OTHERS: dict[str, Check] = {  # last: a library may wait for ever
+    "beside gloo": Check(
+        "speed", "all-reduces beside torch's gloo", partial(beside, "gloo"), devices=("cpu",)
+    ),
+    "beside NCCL": Check(
+        "speed", "all-reduces beside torch's NCCL", partial(beside, "nccl"), devices=("gpu",)
+    ),
+}
