@@ -50,7 +50,7 @@ ON_GPU: list[tuple[str, dict[str, Any]]] = [
     ("oktopk", {"estimate_every": 2, "rebalance_every": 3}),
     ("oktopk", {"density": 0.05, "estimate_every": 1, "wire": "e4m3"}),
 ]
-SUMS = (1, 2, 7, 9, 128, 129, 137, 1000, 8192, 8193, 20_011, 100_003)  # halves, buffers, what is left over
+SUMS = (1, 2, 7, 9, 128, 129, 137, 1000, 8192, 8193, 20_011, 100_003)  # halves, buffers, a rest
 
 
 def gradients(bucket: Bucket, ranks: int, iteration: int) -> list[np.ndarray]:
