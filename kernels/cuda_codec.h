@@ -76,6 +76,25 @@ __device__ void each_of_tile(i64 n, i64 t, Body body) {
     }
 }
 
+// Calls use(i, load(i)) for this lane's values from start to stop, at most a tile. A whole tile is
+// loaded in batches before any of a batch is used: no load waits for a store, which it might be of.
+template <class Load, class Use>
+__device__ void in_batches(i64 start, i64 stop, Load load, Use use) {
+    const int batch = 8;
+    const i64 first = start + lane_of_thread();
+    if (stop - start == CPD_TILE) {
+        for (int r = 0; r < CPD_COLUMN; r += batch) {
+            decltype(load(first)) loaded[batch];
+#pragma unroll
+            for (int k = 0; k < batch; ++k) loaded[k] = load(first + (r + k) * CPD_LANES);
+#pragma unroll
+            for (int k = 0; k < batch; ++k) use(first + (r + k) * CPD_LANES, loaded[k]);
+        }
+    } else {
+        for (i64 i = first; i < stop; i += CPD_LANES) use(i, load(i));
+    }
+}
+
 __device__ u32 warp_largest(u32 value) {
     for (int step = CPD_LANES / 2; step; step /= 2)
         value = max(value, __shfl_xor_sync(ALL_LANES, value, step));

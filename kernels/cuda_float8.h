@@ -1,6 +1,6 @@
 // e4m3, e4m3fn and e5m2 by the GPU's own conversions, two values an instruction, where these give
-// the bits of float_format.h: for values that are finite and stay inside the format, by a near shift.
-// Instructions: NVIDIA's PTX ISA, cvt (sm_90 or later).
+// the bits of float_format.h: for values that are finite and stay inside the format, by a near
+// shift. Instructions: NVIDIA's PTX ISA, cvt (sm_90 or later).
 #ifndef CPD_CUDA_FLOAT8_H
 #define CPD_CUDA_FLOAT8_H
 

@@ -1,5 +1,13 @@
 // Passes over gradients for the GPU, a warp a tile; the rest of cuda_loops.cu, which includes it.
 
+namespace {
+
+struct Terms {
+    float x, kept, more;
+};
+
+}  // namespace
+
 extern "C" {
 
 // sum = x + factor * kept, and where more is given total = sum + more; amax: of the last, per tile
@@ -7,10 +15,12 @@ __global__ void accumulate(const float* x, const float* kept, float factor, cons
                            i64 n, float* sum, float* total, u32* amax) {
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
         u32 most = 0;
-        each_of_tile(n, t, [&](i64 i) {
-            F value = add(x[i], multiply(factor, kept[i]));  // by 1 it stays as it is
+        const i64 start = t * CPD_TILE, stop = start + values_of_tile(n, t);
+        const auto load = [&](i64 i) { return Terms{x[i], kept[i], more ? more[i] : 0.0f}; };
+        in_batches(start, stop, load, [&](i64 i, Terms terms) {
+            F value = add(terms.x, multiply(factor, terms.kept));  // by 1 it stays as it is
             sum[i] = value;
-            if (more) total[i] = value = add(value, more[i]);
+            if (more) total[i] = value = add(value, terms.more);
             most = larger(most, bits_of(value) & CPD_MAGNITUDE);
         });
         most = warp_largest(most);
@@ -21,10 +31,10 @@ __global__ void accumulate(const float* x, const float* kept, float factor, cons
 // out = x cut to its run's limit, limits being the bits of positive numbers; NaN stays as it is.
 __global__ void cut_runs(const float* x, i64 n, const u32* limits, const i64* ends, i64 runs,
                          float* out) {
-    by_run(n, ends, runs, [&](i64 i, i64 run) {
-        const u32 bits = bits_of(x[i]), magnitude = bits & CPD_MAGNITUDE;
-        const u32 cut = magnitude > CPD_INF ? magnitude : smaller(magnitude, limits[run]);
-        out[i] = from_bits(cut | (bits & ~CPD_MAGNITUDE));
+    by_run(x, n, ends, runs, limits, out, [](float value, u32 limit) {
+        const u32 bits = bits_of(value), magnitude = bits & CPD_MAGNITUDE;
+        const u32 cut = magnitude > CPD_INF ? magnitude : smaller(magnitude, limit);
+        return from_bits(cut | (bits & ~CPD_MAGNITUDE));
     });
 }
 

@@ -87,11 +87,12 @@ __global__ void count_digits(u32 low, int shift, u32 buckets, const float* x, i6
     for (u32 b = lane_of_thread(); b < buckets; b += CPD_LANES) table[b] = 0;
     __syncwarp();
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride())
-        for (i64 i = t * CPD_TILE + lane_of_thread(); i < n && i < (t + 1) * CPD_TILE;
-             i += CPD_LANES) {
-            u32 bucket = bucket_of(bits_of(x[i]), low, shift);
-            if (bucket < buckets) atomicAdd(table + bucket, 1u);
-        }
+        in_batches(
+            t * CPD_TILE, t * CPD_TILE + values_of_tile(n, t),
+            [&](i64 i) { return bucket_of(bits_of(x[i]), low, shift); },
+            [&](i64, u32 bucket) {
+                if (bucket < buckets) atomicAdd(table + bucket, 1u);
+            });
     __syncwarp();
     for (u32 b = lane_of_thread(); b < buckets; b += CPD_LANES)
         if (table[b]) atomicAdd(counts + b, table[b]);

@@ -40,6 +40,7 @@ __device__ double sum_leaf(int of, double center, const float* v, i64 n) {
     double sum = -0.0;
     if (n >= 8) {
         double side[8];
+#pragma unroll 4
         for (; i < n - n % 8; i += 8) {
             float x[8];
             if (ALIGNED) {
@@ -125,17 +126,14 @@ __device__ void each_part_of_run(i64 n, const i64* ends, i64 runs, Body body) {
     }
 }
 
-// Calls a function of each value's number and its run's.
-template <class Body>
-__device__ void by_run(i64 n, const i64* ends, i64 runs, Body body) {
+// Writes what a function makes of each value and its run's number to out, which may be x.
+template <class Number, class Body>
+__device__ void by_run(const float* x, i64 n, const i64* ends, i64 runs, const Number* each,
+                       float* out, Body body) {
     each_part_of_run(n, ends, runs, [&](i64 start, i64 stop, i64 run) {
-        if (stop - start == CPD_TILE) {
-#pragma unroll 8
-            for (int r = 0; r < CPD_COLUMN; ++r)
-                body(start + r * CPD_LANES + lane_of_thread(), run);
-        } else {
-            for (i64 i = start + lane_of_thread(); i < stop; i += CPD_LANES) body(i, run);
-        }
+        const Number number = each[run];
+        const auto load = [&](i64 i) { return x[i]; };
+        in_batches(start, stop, load, [&](i64 i, float value) { out[i] = body(value, number); });
     });
 }
 
@@ -199,13 +197,15 @@ __global__ void join_sums(const i64* starts, const i64* stops, const i64* ends, 
 
 __global__ void multiply_runs(const float* x, i64 n, const float* each, const i64* ends, i64 runs,
                               float* out) {
-    by_run(n, ends, runs, [&](i64 i, i64 run) { out[i] = multiply(x[i], each[run]); });
+    by_run(x, n, ends, runs, each, out, [](float value, float by) { return multiply(value, by); });
 }
 
 __global__ void divide_runs(const float* x, i64 n, const float* each, const i64* ends, i64 runs,
                             float* out) {
-    by_run(n, ends, runs, [&](i64 i, i64 run) {
-        asm("div.rn.f32 %0, %1, %2;" : "=f"(out[i]) : "f"(x[i]), "f"(each[run]));
+    by_run(x, n, ends, runs, each, out, [](float value, float by) {
+        float found;
+        asm("div.rn.f32 %0, %1, %2;" : "=f"(found) : "f"(value), "f"(by));
+        return found;
     });
 }
 
@@ -247,13 +247,13 @@ __global__ void column_products(const float* m, i64 n, i64 columns, const float*
                                 float* out) {
     for (i64 at = first_thread(); at < columns * count; at += thread_stride()) {
         const float *a = m + at % columns, *b = rows + at / columns * n;
-        float sum = 0.0f, next[16];
+        float sum = 0.0f, next[64];
         i64 i = 0;
-        for (; i + 16 <= n; i += 16) {  // all loads first: additions wait for one another
+        for (; i + 64 <= n; i += 64) {  // all loads first: additions wait for one another
 #pragma unroll
-            for (int k = 0; k < 16; ++k) next[k] = a[(i + k) * columns];
+            for (int k = 0; k < 64; ++k) next[k] = a[(i + k) * columns];
 #pragma unroll
-            for (int k = 0; k < 16; ++k) sum = add(multiply(next[k], b[i + k]), sum);
+            for (int k = 0; k < 64; ++k) sum = add(multiply(next[k], b[i + k]), sum);
         }
         for (; i < n; ++i) sum = add(multiply(a[i * columns], b[i]), sum);
         out[at] = sum;

@@ -1,7 +1,7 @@
 // NVFP4 for the GPU: a thread a block of 16, or a value; the rest of cuda_loops.cu, which includes
 // it. ops/two_scales.py says what each does.
-#define CPD_BLOCK 16             // values of a block
-#define CPD_SPREAD 2688.0f       // the largest element times the largest scale
+#define CPD_BLOCK 16        // values of a block
+#define CPD_SPREAD 2688.0f  // the largest element times the largest scale
 #define CPD_FLOAT_MAX 0x7f7fffffu
 #define CPD_SCALE_MAX 0x43e00000u  // 448
 

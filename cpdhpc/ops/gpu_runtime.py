@@ -100,6 +100,16 @@ def kept_by_cupy() -> Path:
     return Path(os.environ.get("CUPY_CACHE_DIR", Path.home() / ".cupy" / "kernel_cache"))
 
 
+@cache
+def _announce(capability: str, folder: Path) -> None:
+    print(
+        f"cpdhpc: compiling CUDA kernels for compute capability {capability}, up to a minute; "
+        f"{folder} keeps them",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def _compiled(source: str) -> Any:
     """Return a module of kernels for CuPy's current GPU, which one process compiles for all.
 
@@ -117,12 +127,7 @@ def _compiled(source: str) -> Any:
     folder = kept_by_cupy()
     with once_for_all(folder / name, _most_wait[0]) as (is_first, done):
         if is_first:
-            print(
-                f"cpdhpc: compiling CUDA kernels for compute capability {capability}, up to a "
-                f"minute; {folder} keeps them",
-                file=sys.stderr,
-                flush=True,
-            )
+            _announce(capability, folder)
         module.compile()
         done()
     return module

@@ -289,12 +289,6 @@ inline T atomicOr(T* at, T value) {
     *at |= value;
     return before;
 }
-template <class T>
-inline T atomicMax(T* at, T value) {
-    T before = *at;
-    *at = std::max(before, value);
-    return before;
-}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
