@@ -16,6 +16,7 @@ from cpdhpc.lab.schedulers.slurm import LAUNCHERS
 from cpdhpc.lab.study.cases import Batch
 from cpdhpc.lab.study.site import (
     PROGRAMS,
+    Counts,
     Site,
     array_script,
     arrays,
@@ -30,6 +31,7 @@ from cpdhpc.lab.study.spec import Study
 
 TEXTS = golden()
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
+COUNTS = Counts("4", "2", "2")
 pytestmark = pytest.mark.mpi_skip
 
 
@@ -58,7 +60,8 @@ def test_a_scheduler_has_what_the_rest_asks_for(name: str) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    there = {*GOLDEN.iterdir(), *(ROOT / "slurm").glob("*.sbatch")}
+    there = {path for name in SCHEDULERS for path in (GOLDEN / name).iterdir()}
+    there |= {*(ROOT / "slurm").glob("*.sbatch")}
     assert there == set(TEXTS)
 
 
@@ -70,14 +73,20 @@ def test_scripts_are_sound(name: str) -> None:
     )
     assert checked.returncode == 0 and not checked.stderr
     head, _, body = text.partition("\n\n")
-    assert all(line.startswith("#") for line in head.splitlines()), "sbatch stops at a command"
-    assert "#SBATCH" not in body
+    assert all(line.startswith("#") for line in head.splitlines()), "options end at a command"
+    assert not any(word in body for word in ("#SBATCH", "#PBS", "#BSUB", "# flux:"))
+    assert "PROCID" not in text and "None" not in text
+    assert "{{" not in text.replace("{{id.dec}}", ""), "Flux fills that in"
+
+
+@every("name", [name for name in NAMES if name.endswith(".sbatch")])
+def test_scripts_ask_for_ranks_on_each_node(name: str) -> None:
+    text = TEXTS[ROOT / name]
     given = directives(text)
     assert len({line.partition("=")[0] for line in given}) == len(given), "an option twice"
     assert any(line.startswith("--ntasks-per-node=") for line in given)
     assert not [line for line in given if line.startswith("--ntasks=")]
-    assert body.startswith("unset SLURM_EXPORT_ENV")
-    assert "PROCID" not in text and "{{" not in text and "None" not in text
+    assert text.partition("\n\n")[2].startswith("unset SLURM_EXPORT_ENV")
 
 
 @every("launcher", LAUNCHERS)
@@ -95,7 +104,7 @@ def test_options_of_a_launcher(launcher: str, study: Study) -> None:
     )
     assert (" --distribution=block:block --cpu-bind=cores " in text) == (not to_the_script)
     assert {"--requeue", "--open-mode=append", "--array=2-3%8", "--nodes=2"} <= set(given)
-    assert f"{launch(LAUNCHERS[launcher], '4', '2', near_gpus=True)} python -m cpdhpc batch" in text
+    assert f"{launch(LAUNCHERS[launcher], COUNTS, near_gpus=True)} python -m cpdhpc batch" in text
 
 
 def words(command: str, **environment: str) -> list[str]:
@@ -108,8 +117,9 @@ def words(command: str, **environment: str) -> list[str]:
 def test_cores_a_rank_are_those_that_the_job_was_given() -> None:
     """By the script's --cpus-per-task or by sbatch's, which wins; none: as the launcher does."""
     many = {"SLURM_CPUS_PER_TASK": "16"}
-    mpirun = launch(LAUNCHERS["mpirun"], "8", "4", ["--mca", "a b"])
-    mpiexec, srun = (launch(LAUNCHERS[name], "8", "4") for name in ("mpiexec", "srun-pmix"))
+    counts = Counts("8", "4", "2")
+    mpirun = launch(LAUNCHERS["mpirun"], counts, flags=["--mca", "a b"])
+    mpiexec, srun = (launch(LAUNCHERS[name], counts) for name in ("mpiexec", "srun-pmix"))
     assert words(mpirun, **many) == [
         "mpirun",
         "-n",
@@ -124,7 +134,7 @@ def test_cores_a_rank_are_those_that_the_job_was_given() -> None:
     assert words(mpiexec) == ["mpiexec", "-n", "8", "-ppn", "4"]
     assert "--cpus-per-task=16" in words(srun, **many) and "--cpus-per-task=1" in words(srun)
     for site in (Site(), Site(cpus_per_rank=16)):
-        assert f"{launch(LAUNCHERS['mpirun'], '4', '2')} python" in array_of(site)
+        assert f"{launch(LAUNCHERS['mpirun'], COUNTS)} python" in array_of(site)
 
 
 def test_names_that_need_quotes() -> None:

@@ -15,6 +15,7 @@ from studies import some_result
 
 from cpdhpc.config import UserError, validate
 from cpdhpc.lab.claim import ClaimError
+from cpdhpc.lab.schedulers import calls
 from cpdhpc.lab.schedulers import slurm as queue
 from cpdhpc.lab.schedulers.base import NoAnswer, SchedulerError
 from cpdhpc.lab.study import submit as module
@@ -157,7 +158,7 @@ def test_a_full_controller_is_not_waited_for(
     fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At MaxJobCount sbatch itself tries for two minutes."""
-    monkeypatch.setattr(queue, "RETRIES_S", 0.1)
+    monkeypatch.setattr(calls, "RETRIES_S", 0.1)
     Path("full").write_text(
         "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying\n"
     )
@@ -443,7 +444,7 @@ def test_slurm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_slurm_that_does_not_answer(fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("squeue", "sbatch"):
         (fake_slurm.directory / "bin" / name).write_text("#!/bin/bash\nexec sleep 60\n")
-    monkeypatch.setattr(queue, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(calls, "TIMEOUT_S", 0.2)
     with pytest.raises(SchedulerError, match=r"squeue has not answered in 0\.2 s"):
         queue.states([1])
     (fake_slurm.directory / "bin" / "squeue").write_text("#!/bin/bash\necho down >&2\nexit 1\n")

@@ -1,11 +1,11 @@
-"""Slurm scripts as golden files hold them; `python tests/helpers/rendering.py` writes them anew."""
+"""Job scripts as golden files hold them; `python tests/helpers/rendering.py` writes them anew."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from cpdhpc.config import validate
-from cpdhpc.lab.schedulers.slurm import LAUNCHERS
+from cpdhpc.lab.schedulers import DEFAULT, SCHEDULERS
 from cpdhpc.lab.study.cases import Batch, batches, expand
 from cpdhpc.lab.study.site import (
     Site,
@@ -18,7 +18,7 @@ from cpdhpc.lab.study.site import (
 from cpdhpc.lab.study.spec import Study
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "slurm"
+GOLDEN = ROOT / "tests" / "golden"
 FOLDER = Path("results/demo")
 STUDY = validate(
     Study,
@@ -45,22 +45,38 @@ def array_of(site: Site, nodes: int = 2, study: Study = STUDY) -> str:
     return array_script(array, site, study, FOLDER)
 
 
+def full_site(scheduler: str) -> Site:
+    """A site of a scheduler, with all keys that it knows."""
+    keys = {key: f"its-{key}" for key in SCHEDULERS[scheduler].KEYS}
+    return Site(scheduler=scheduler, directives=("--mine",), modules=("mpi",), **keys)
+
+
 def golden() -> dict[Path, str]:
     """Text by path: an array for each launcher with CPUs and GPUs, the sites' and slurm/'s own.
 
     A site with GPUs has the array of the study on GPUs.
     """
     found: dict[Path, str] = {}
-    for launcher in LAUNCHERS:
-        for kind, gpus in (("cpu", 0), ("gpu", 4)):
-            site = Site(launcher=launcher, gpus_per_node=gpus, cpus_per_rank=4 if gpus else 1)
-            study = GPU_STUDY if gpus else STUDY
-            found[GOLDEN / f"array-{launcher}-{kind}.sbatch"] = array_of(site, study=study)
+    for name, scheduler in SCHEDULERS.items():
+        to, suffix = GOLDEN / name, scheduler.SUFFIX
+        for launcher in scheduler.LAUNCHERS:
+            for kind, gpus in (("cpu", 0), ("gpu", 4)):
+                cores = 4 if gpus else 1
+                keys = {"scheduler": name, "launcher": launcher}
+                site = Site(**keys, gpus_per_node=gpus, cpus_per_rank=cores)
+                study = GPU_STUDY if gpus else STUDY
+                found[to / f"array-{launcher}-{kind}{suffix}"] = array_of(site, study=study)
+        if name != DEFAULT:
+            site = full_site(name)
+            found[to / f"collect{suffix}"] = collect_script(site, "demo", FOLDER)
+            found |= {to / file: text for file, text in scripts(site).items()}
     for path in sorted((ROOT / "slurm" / "sites").glob("*.toml")):
         site = load_site(path)
         study = GPU_STUDY if site.gpus_per_node else STUDY
-        found[GOLDEN / f"array-site-{site.name}.sbatch"] = array_of(site, study=study)
-        found[GOLDEN / f"collect-site-{site.name}.sbatch"] = collect_script(site, "demo", FOLDER)
+        found[GOLDEN / DEFAULT / f"array-site-{site.name}.sbatch"] = array_of(site, study=study)
+        found[GOLDEN / DEFAULT / f"collect-site-{site.name}.sbatch"] = collect_script(
+            site, "demo", FOLDER
+        )
     return found | {ROOT / "slurm" / name: text for name, text in scripts(Site()).items()}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import slurm
+from . import flux, lsf, pbs, slurm
 from .base import Scheduler
 
-SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm}
+SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm, "pbs": pbs, "lsf": lsf, "flux": flux}
 DEFAULT = "slurm"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...config import UserError
 
@@ -61,20 +61,29 @@ class Taken:
     indices: tuple[int, ...]
 
 
+FIELDS = ("ranks", "ppn", "nodes", "cores")  # ppn: ranks of a node; cores: of a rank
+
+
 @dataclass(frozen=True)
 class Launcher:
     """A way to start ranks.
 
-    command: of the shell, with the fields ranks and ppn (ranks per node); cores per rank are what
-        the job was given, in the script or when it is submitted
+    command: of the shell, with the fields of FIELDS; Slurm's own take the cores of a rank from the
+        job, which may be submitted with others than its script has
     in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
         where GPUs are numbered along the sockets
-    signal: how the script asks for a signal before its time is over, in the scheduler's words
+    signal: how the script asks Slurm for a signal before its time is over; "": for the script
+    several: what gives a rank its cores if it has more than one
+    gpus: what gives each rank a GPU, where the launcher is to be told
+    forward: how the script forwards the signal "$1" to the ranks
     """
 
     command: str
-    in_order: str
-    signal: str
+    in_order: str = ""
+    signal: str = ""
+    several: str = ""
+    gpus: str = ""
+    forward: str = 'kill -"$1" "$launched"'
 
     @property
     def program(self) -> str:
@@ -82,19 +91,29 @@ class Launcher:
         return self.command.split()[0]
 
 
+Arrays = Literal["any", "run", "one"]
+
+
 class Scheduler(Protocol):
     """What a module of this room has: a row of SCHEDULERS, in whose terms the rest is written.
 
-    TITLE: its name in messages; SUFFIX: of the names of scripts, and of their templates before .j2
-    LAUNCHERS: the ways to start ranks in its jobs, "mpirun" among them, which profiles have unless
-        they name another
-    Templates are batch and collect, of studies, and those of study.site.PROGRAMS. An element of an
-    array writes its log to logs/NAME-JOB_INDEX.log in the study's folder.
+    TITLE: its name in messages; SUFFIX: of the names of scripts; the template of that name has the
+        words in which its scripts differ from others'
+    LAUNCHERS: the ways to start ranks in its jobs; profiles have the first unless they name another
+    ARRAYS: which indices the elements of an array may have: any; a run of neighbours, two at
+        least; "one": there are no arrays
+    FIRST: the smallest index; also that of the one element, if it has no array for that
+    KEYS: of profiles, those that it has a word for, among partition, account, qos, constraint and
+        reservation
+    An element of an array writes its log to logs/NAME-JOB_INDEX.log in the study's folder.
     """
 
     TITLE: str
     SUFFIX: str
     LAUNCHERS: dict[str, Launcher]
+    ARRAYS: Arrays
+    FIRST: int
+    KEYS: Collection[str]
 
     def own_job(self) -> str:
         """Return the id of the job that this process is in, "" if it is in none."""
@@ -165,4 +184,5 @@ def _templates() -> Environment:
 
 def script(scheduler: Scheduler, template: str, **values: Any) -> str:
     """Return the text of a scheduler's script; values: what the template needs."""
-    return _templates().get_template(f"{template}{scheduler.SUFFIX}.j2").render(values)
+    by = _templates().get_template(f"{scheduler.SUFFIX[1:]}.j2").make_module(values)
+    return _templates().get_template(f"{template}.j2").render(values, by=by)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from .base import (
+    Arrays,
     JobState,
     Launcher,
     NoAnswer,
@@ -19,8 +19,12 @@ from .base import (
     States,
     Taken,
 )
+from .calls import answer, call
 
 TITLE, SUFFIX = "Slurm", ".sbatch"
+ARRAYS: Arrays = "any"
+FIRST = 0
+KEYS: Collection[str] = ("partition", "account", "qos", "constraint", "reservation")
 # srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
 # --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
 # are a little later would be killed, and theirs would be srun's status.
@@ -36,14 +40,10 @@ LAUNCHERS = {
     "mpirun": Launcher(  # Open MPI
         "mpirun -n {ranks} --map-by ppr:{ppn}:node"
         '"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"',
-        "",
-        "B:USR1",
     ),
     "mpiexec": Launcher(  # MPICH's hydra and what descends from it
         "mpiexec -n {ranks} -ppn {ppn} "
         "${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
-        "",
-        "B:USR1",
     ),
     "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1"),
     "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1"),
@@ -114,11 +114,8 @@ def after(jobs: Iterable[int]) -> list[str]:
     return [f"--dependency=afterany:{numbers}"] if numbers else []
 
 
-TIMEOUT_S = 60.0
-LOOK_S = 0.2  # between looks at what a command that runs has said
 # sbatch itself asks a full queue 15 times in 2 min, and says so once it has been refused.
 RETRIES = re.compile("sleeping and retrying|disabled, retrying")
-RETRIES_S = 5.0
 FULL = re.compile(
     f"{RETRIES.pattern}|SubmitJob|Resource temporarily unavailable|temporarily unable to accept"
 )
@@ -158,8 +155,8 @@ def test_only(script: Path) -> str:
     What it refuses sbatch may take all the same: a job whose nodes are drained waits for them.
     Raises NoAnswer, SchedulerError where there is no sbatch.
     """
-    done = _call(["sbatch", "--test-only", str(script)])
-    said = _said(done)
+    done = call(TITLE, ["sbatch", "--test-only", str(script)])
+    said = answer(done)
     if done.returncode and UNSURE.search(said):
         raise NoAnswer(f"sbatch --test-only has no answer: {said}")
     return f"warning: --test-only refuses it as things are: {said}" if done.returncode else said
@@ -170,11 +167,11 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
 
     Raises QueueFull; NoAnswer, and taken tells then; Refusal.
     """
-    done = _call(["sbatch", "--parsable", *options, str(script)], until=RETRIES)
+    done = call(TITLE, ["sbatch", "--parsable", *options, str(script)], until=RETRIES)
     found = re.match(r"(\d+)", done.stdout)  # "12" or "12;cluster"
     if not done.returncode and found is not None:
         return int(found[1])
-    said = _said(done)
+    said = answer(done)
     if UNSURE.search(said):
         raise NoAnswer(f"{script}: sbatch has no answer: {said}")
     if FULL.search(said) or (POLICY in said and not OTHER_LIMIT.search(said)):
@@ -190,7 +187,7 @@ def taken(scripts: Collection[Path]) -> list[Taken]:
     scripts: as they were handed to sbatch, absolute
     """
     form = "--format=%F %K %j %o"  # the last is the script's path
-    done = _call(["squeue", f"--user={os.getuid()}", "--array", "--noheader", form])
+    done = call(TITLE, ["squeue", f"--user={os.getuid()}", "--array", "--noheader", form])
     if done.returncode:
         raise _no_answer(done)
     found: dict[tuple[int, str], list[int]] = {}
@@ -204,9 +201,9 @@ def taken(scripts: Collection[Path]) -> list[Taken]:
 
 def cancel(jobs: Iterable[int]) -> None:
     """Cancel jobs, arrays whole. Raises SchedulerError where scancel does not do it."""
-    done = _call(["scancel", *map(str, jobs)])
+    done = call(TITLE, ["scancel", *map(str, jobs)])
     if done.returncode:
-        raise SchedulerError(f"scancel refuses it: {_said(done)}")
+        raise SchedulerError(f"scancel refuses it: {answer(done)}")
 
 
 def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
@@ -233,7 +230,7 @@ def live(state: str) -> bool:
 def _queued(job: int) -> States:
     form = ",".join(f"{name}:{width}" for name, width in FIELDS.items())
     options = ["--array", "--states=all", "--noheader", f"--jobs={job}", f"--Format={form}"]
-    done = _call(["squeue", *options])
+    done = call(TITLE, ["squeue", *options])
     if done.returncode:
         if "Invalid job id" in done.stderr:
             return {}
@@ -242,7 +239,7 @@ def _queued(job: int) -> States:
 
 
 def _no_answer(done: subprocess.CompletedProcess[str]) -> SchedulerError:
-    said = _said(done)
+    said = answer(done)
     return (NoAnswer if UNSURE.search(said) else SchedulerError)(f"squeue does not answer: {said}")
 
 
@@ -266,7 +263,7 @@ def _accounted(jobs: set[int]) -> States:
     ]
     flags = ["--allocations", "--noheader", "--parsable2"]  # --array is new in Slurm 23
     try:
-        done = _call(["sacct", *flags, *options])
+        done = call(TITLE, ["sacct", *flags, *options])
     except SchedulerError:
         return {}  # squeue has answered; this is a second source
     if done.returncode:  # 1 where accounting is switched off
@@ -288,56 +285,3 @@ def _accounted_rows(line: str) -> States:
     ranges = re.findall(r"(\d+)(?:-(\d+))?", indices.partition("%")[0])
     every = (i for first, last in ranges for i in range(int(first), int(last or first) + 1))
     return {(int(number), index): found for index in every}
-
-
-def _call(
-    command: list[str], until: re.Pattern[str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, or for RETRIES_S where it says what until matches.
-
-    Raises NoAnswer after TIMEOUT_S, SchedulerError where it cannot be run.
-    """
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"LC_ALL": "C"},
-        )
-    except FileNotFoundError:
-        raise SchedulerError(
-            f"{command[0]} is not on PATH: is this a login node of a cluster with Slurm? "
-            "study run needs none"
-        ) from None
-    except OSError as error:
-        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}") from None
-    with process:
-        try:
-            return _ended(process, command, until)
-        finally:
-            process.kill()
-
-
-def _ended(
-    process: subprocess.Popen[bytes], command: list[str], until: re.Pattern[str] | None
-) -> subprocess.CompletedProcess[str]:
-    began_s = time.monotonic()
-    while True:
-        try:
-            out, err = process.communicate(timeout=LOOK_S)
-        except subprocess.TimeoutExpired as late:
-            waited_s = time.monotonic() - began_s
-            said = (late.stderr or b"").decode(errors="replace")
-            if waited_s > RETRIES_S and until is not None and until.search(said):
-                return subprocess.CompletedProcess(command, 1, "", said)
-            if waited_s > TIMEOUT_S:
-                raise NoAnswer(f"{command[0]} has not answered in {TIMEOUT_S:g} s") from None
-            continue
-        texts = (text.decode(errors="replace") for text in (out, err))
-        return subprocess.CompletedProcess(command, process.returncode, *texts)
-
-
-def _said(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    return "; ".join(lines) or f"it ends with status {done.returncode} and says nothing"

@@ -279,7 +279,7 @@ def recorded(folder: Folder) -> list[Job]:
         raise FolderError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError:  # a UserError, too
         raise FolderError(
-            f"{path}: is no record of jobs, or damaged: move it away, and scancel what still runs"
+            f"{path}: is no record of jobs, or damaged: move it away, and cancel what still runs"
         ) from None
 
 

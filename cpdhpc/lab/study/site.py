@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
+from string import Formatter
 from typing import Annotated, Any
 
 from pydantic import (
@@ -22,21 +23,36 @@ from pydantic import (
 from ...config import Section, Whole, among, dump_toml, one_of, validate
 from ...whole_files import check_sealed, read_file_of
 from ..schedulers import DEFAULT, SCHEDULERS
-from ..schedulers.base import Launcher, Scheduler, script
+from ..schedulers.base import FIELDS, Launcher, Scheduler, script
 from .cases import Batch
 from .spec import Study
 
 
+@dataclass(frozen=True)
+class Counts:
+    """How many ranks start: in all, on a node, on how many nodes; words of the shell."""
+
+    ranks: str
+    ppn: str
+    nodes: str
+
+
 def launch(
-    way: Launcher, ranks: str, ppn: str, flags: Iterable[str] = (), near_gpus: bool = False
+    way: Launcher,
+    counts: Counts,
+    cores: int = 1,
+    flags: Iterable[str] = (),
+    near_gpus: bool = False,
+    has_gpus: bool = False,
 ) -> str:
     """Return the words of the shell before the program; flags come last, and so win.
 
-    near_gpus: whether each rank is to be near its GPU
-    ranks, ppn: numbers, or shell words that become numbers in the job
+    cores: of a rank
+    near_gpus: whether each rank is to be near its GPU; has_gpus: whether it has one
     """
-    command = way.command.format(ranks=ranks, ppn=ppn)
-    return " ".join([command + way.in_order * near_gpus, *map(quote, flags)])
+    form = way.command + way.several * (cores > 1)
+    command = form.format(ranks=counts.ranks, ppn=counts.ppn, nodes=counts.nodes, cores=cores)
+    return " ".join([command + way.in_order * near_gpus + way.gpus * has_gpus, *map(quote, flags)])
 
 
 def _line(text: str) -> str:
@@ -57,7 +73,23 @@ def _option(text: str, info: ValidationInfo) -> str:
 
 
 def _launcher(name: str, info: ValidationInfo) -> str:
-    return among(_of(info).LAUNCHERS)(name)
+    """Check the name of a launcher, or one's own: its command with the fields of FIELDS."""
+    if "{" not in name:
+        return among(_of(info).LAUNCHERS)(name)
+    try:
+        found = {field for _, field, _, _ in Formatter().parse(name) if field is not None}
+    except ValueError as error:
+        raise ValueError(f"{error}: braces are for fields, and {{{{ is a brace") from None
+    if not found <= set(FIELDS) or "ranks" not in found or name[0] == "{":
+        raise ValueError(
+            "a launcher of one's own begins with its program, and has the fields {ranks} and "
+            f"perhaps {', '.join(f'{{{field}}}' for field in FIELDS[1:])}"
+        )
+    return _line(name)
+
+
+def _first_launcher(given: dict[str, Any]) -> str:
+    return next(iter(SCHEDULERS[given.get("scheduler", DEFAULT)].LAUNCHERS))
 
 
 def _of(info: ValidationInfo) -> Scheduler:
@@ -87,6 +119,7 @@ class Site(Section):
     python: what starts Python in a job; container: an image that it is in, started by runtime
     nodes, cores_per_node, max_time_min: the most that a job may ask for; None: not known
     gpus_per_node: a job whose ranks use GPUs asks for one for each rank
+    launcher: a name, or a command with {ranks} in it
     cpus_per_rank: cores
     grace_s: how long before the time limit a job is told to write its checkpoint
     max_array: one more than the largest index of an array
@@ -106,7 +139,7 @@ class Site(Section):
     python: Line = "python"
     container: Line | None = None
     runtime: Line = "apptainer exec"
-    launcher: Annotated[str, AfterValidator(_launcher)] = "mpirun"
+    launcher: Annotated[str, AfterValidator(_launcher)] = Field(default_factory=_first_launcher)
     mpi_flags: Lines = ()
     nodes: PositiveInt | None = None
     cores_per_node: PositiveInt | None = None
@@ -126,10 +159,23 @@ class Site(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _what_the_scheduler_knows(self) -> Site:
+        keys = ("partition", "account", "qos", "constraint", "reservation")
+        for key in keys:
+            if getattr(self, key) is not None and key not in self.by.KEYS:
+                raise ValueError(f"{key}: {self.by.TITLE} has none: directives has other options")
+        return self
+
     @property
     def by(self) -> Scheduler:
         """The scheduler."""
         return SCHEDULERS[self.scheduler]
+
+    @property
+    def way(self) -> Launcher:
+        """The launcher."""
+        return self.by.LAUNCHERS.get(self.launcher) or Launcher(self.launcher)
 
     @property
     def command(self) -> str:
@@ -182,21 +228,22 @@ COLLECT_MIN = 15
 
 @dataclass(frozen=True)
 class Array:
-    """Batches of one shape, which run as one array; an element's index is number - offset.
+    """Batches of one shape, which run as one array.
 
-    has_gpus: whether the ranks use GPUs
+    has_gpus: whether the ranks use GPUs; start: the batch whose element has the index first
     """
 
     nodes: int
     ppn: int
     has_gpus: bool
-    offset: int
+    start: int
     batches: tuple[Batch, ...]
+    first: int = 0
 
     @property
     def name(self) -> str:
         """A name for files."""
-        first = f"-from{self.offset}" if self.offset else ""
+        first = f"-from{self.start}" if self.start else ""
         return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{first}"
 
     @property
@@ -208,7 +255,11 @@ class Array:
     @property
     def indices(self) -> str:
         """The indices of the elements, as text."""
-        return ranges(batch.number - self.offset for batch in self.batches)
+        return ranges(map(self.index, self.batches))
+
+    def index(self, batch: Batch) -> int:
+        """Return the index of a batch's element."""
+        return batch.number - self.start + self.first
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -220,13 +271,24 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
     """Return the arrays that batches run as: one per shape, more if an array is too short."""
+    longest = 1 if site.by.ARRAYS == "one" else site.max_array - site.by.FIRST
 
     def key(batch: Batch) -> tuple[int, int, bool, int]:
-        offset = batch.number // site.max_array * site.max_array
-        return batch.nodes, batch.ppn, batch.has_gpus, offset
+        return batch.nodes, batch.ppn, batch.has_gpus, batch.number // longest * longest
 
-    grouped = groupby(sorted(batches, key=lambda batch: (*key(batch), batch.number)), key)
-    return [Array(*shape, tuple(members)) for shape, members in grouped]
+    found = []
+    for shape, group in groupby(sorted(batches, key=lambda each: (*key(each), each.number)), key):
+        members = tuple(group)
+        for run in runs(members) if site.by.ARRAYS == "run" else [members]:
+            start = shape[3] if site.by.ARRAYS == "any" else run[0].number
+            found.append(Array(*shape[:3], start, run, site.by.FIRST))
+    return found
+
+
+def runs(batches: Iterable[Batch]) -> list[tuple[Batch, ...]]:
+    """Return batches in runs of neighbouring numbers, from batches in order."""
+    found = groupby(enumerate(batches), key=lambda pair: pair[1].number - pair[0])
+    return [tuple(batch for _, batch in run) for _, run in found]
 
 
 def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
@@ -239,14 +301,15 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
         "batch",
         site,
         (array.nodes, array.ppn),
-        (str(array.nodes * array.ppn), str(array.ppn)),
+        Counts(str(array.nodes * array.ppn), str(array.ppn), str(array.nodes)),
         array.has_gpus,
         name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
         study=study.name,
         folder=folder,
-        offset=array.offset,
-        indices=array.indices,
+        logs=f"{folder / 'logs'}/",
+        offset=array.start - array.first,
+        array=array.indices,
         throttle=study.run.throttle,
         retries=study.run.retries,
         jobs=len(array.batches),
@@ -265,6 +328,9 @@ def collect_script(site: Site, study: str, folder: Path) -> str:
         ppn=1,
         cpus=1,
         gpus=0,
+        parallel=False,
+        array="",
+        logs=f"{folder / 'logs'}/",
         time_min=COLLECT_MIN,
         study=study,
         folder=folder,
@@ -281,30 +347,32 @@ def parallel_script(
     template: str,
     site: Site,
     shape: tuple[int, int],
-    counts: tuple[str, str],
+    counts: Counts,
     has_gpus: bool,
     **values: Any,
 ) -> str:
     """Return a script that starts ranks and forwards signals to them.
 
     shape: nodes and ranks per node that the job asks for
-    counts: the ranks and the ranks per node that start, as words of the shell
+    counts: what starts
     has_gpus: whether it asks for a GPU for each rank
     values: what else the template needs
     """
     nodes, ppn = shape
-    way = site.by.LAUNCHERS[site.launcher]
+    way, cores = site.way, site.cpus_per_rank
     return script(
         site.by,
         template,
         site=site,
         nodes=nodes,
         ppn=ppn,
-        cpus=site.cpus_per_rank,
+        cpus=cores,
         gpus=ppn * has_gpus,
-        launch=launch(way, *counts, site.mpi_flags, site.gpus_per_node > 0),
+        parallel=True,
+        launch=launch(way, counts, cores, site.mpi_flags, site.gpus_per_node > 0, has_gpus),
         program=way.program,
         signal=way.signal,
+        forward=way.forward,
         more_to_do=MORE_TO_DO,
         **values,
     )
@@ -328,7 +396,7 @@ PROGRAMS = {  # name of the template and of the script: what it runs
 def scripts(site: Site) -> dict[str, str]:
     """Return the text of a site's scripts by the names of their files; slurm/ has the defaults'."""
     title = "Open MPI, CPUs" if site == Site() else f"site {site.name}"
-    counts = ('"$((nodes * ppn))"', '"$ppn"')
+    counts = Counts('"$((nodes * ppn))"', '"$ppn"', '"$nodes"')
     return {
         (file := f"{name}{site.by.SUFFIX}"): parallel_script(
             name,
@@ -340,6 +408,8 @@ def scripts(site: Site) -> dict[str, str]:
             title=title,
             name=name,
             time_min=program.time_min,
+            array="",
+            logs="",
             retries=0,
         )
         for name, program in PROGRAMS.items()

@@ -136,7 +136,7 @@ def _adopt(folder: Folder, by: Scheduler, busy: Mapping[int, int], say: Say) -> 
         if each.number in known:
             continue
         first = re.search(r"-from(\d+)$", each.name)
-        offset = int(first[1]) if first else 0
+        offset = (int(first[1]) if first else 0) - by.FIRST
         job = Job(each.number, each.name, {offset + index: index for index in each.indices})
         if job.batches and job.batches.keys() <= busy.keys():
             by.cancel([job.number])
@@ -169,9 +169,11 @@ class _Submission:
         queued: jobs of the study. With a throttle each array waits for those before, as the
         throttle holds within one alone.
         """
+        throttle = self.study.run.throttle
+        apart = max(throttle, 1) if self.by.ARRAYS == "one" else 1  # jobs of one element at a time
         for array in todo:
-            before = {self.new[-1].number} if self.new else queued
-            options = self.by.after(before) if self.study.run.throttle else []
+            before = {self.new[-apart].number} if len(self.new) >= apart else queued
+            options = self.by.after(before) if throttle else []
             try:
                 count = 0 if self.full else self._part(array, options)
             except Refusal as error:
@@ -194,7 +196,7 @@ class _Submission:
             except QueueFull as error:
                 self.full, count = str(error), count // 2
                 continue
-            batches = {batch.number: batch.number - array.offset for batch in part.batches}
+            batches = {batch.number: array.index(batch) for batch in part.batches}
             self._went_in(Job(number, f"{self.study.name}-{array.name}", batches))
             self.say(f"job {number}: {array.shape}, elements {part.indices}")
             break

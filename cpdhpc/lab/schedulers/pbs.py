@@ -1,0 +1,211 @@
+"""PBS Professional and OpenPBS: launchers, options and variables, and its commands."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import subprocess
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from .base import (
+    Arrays,
+    JobState,
+    Launcher,
+    NoAnswer,
+    QueueFull,
+    Refusal,
+    SchedulerError,
+    States,
+    Taken,
+)
+from .calls import answer, call
+
+TITLE, SUFFIX = "PBS", ".pbs"
+ARRAYS: Arrays = "run"
+FIRST = 0  # qsub -J takes a range of two elements at least
+KEYS: Collection[str] = ("partition", "account", "constraint")  # a reservation is a queue
+LAUNCHERS = {
+    "mpirun": Launcher(  # Open MPI, with or without PBS in it
+        'mpirun -n {ranks} --hostfile "$PBS_NODEFILE" --map-by ppr:{ppn}:node',
+        several=":PE={cores}",
+    ),
+    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
+        'mpiexec -n {ranks} -f "$PBS_NODEFILE" -ppn {ppn}',
+        several=" -bind-to core:{cores}",
+    ),
+    "pals": Launcher("mpiexec -n {ranks} --ppn {ppn} --depth {cores} --cpu-bind depth"),  # Cray
+}
+OWN = ("-J", "-N", "-S", "-j", "-o", "-e", "-I", "-C", "-z")  # what scripts and submit see to
+FACTS = ("PBS_QUEUE", "PBS_SERVER", "NCPUS")
+UNKNOWN = re.compile(r"Unknown Job Id", re.IGNORECASE)
+UNSURE = re.compile("cannot connect|Connection refused|timed out|Communication failure", re.I)
+FULL = re.compile("would exceed|exceeds? .*limit on number of jobs|limit .*jobs", re.IGNORECASE)
+STATES = {  # of jobs, by their letters: whether they live, and their name for all
+    "B": (True, "BEGUN"),
+    "E": (True, "EXITING"),
+    "F": (False, "FINISHED"),
+    "H": (True, "PENDING"),
+    "M": (False, "MOVED"),
+    "Q": (True, "PENDING"),
+    "R": (True, "RUNNING"),
+    "S": (True, "SUSPENDED"),
+    "T": (True, "PENDING"),
+    "U": (True, "SUSPENDED"),
+    "W": (True, "PENDING"),
+    "X": (False, "FINISHED"),
+}
+TERMINATED = 91  # substate of a finished job that qdel ended
+
+
+def own_job() -> str:
+    """Return the id of the job that this process is in, "" if it is in none."""
+    return os.environ.get("PBS_JOBID", "")
+
+
+def restarts() -> int:
+    """Return how often that job was put into the queue again: it is not said."""
+    return 0
+
+
+def facts() -> dict[str, str]:
+    """Return what is the same for jobs of one kind."""
+    return {name: os.environ[name] for name in FACTS if name in os.environ}
+
+
+def shape(nodes: int, ppn: int) -> str:
+    """Return what a job is asked for by, to have so many ranks on each node."""
+    return f"-l select={nodes}:mpiprocs={ppn} -l place=scatter"
+
+
+def check_option(text: str) -> None:
+    """Raise ValueError for what is no option of qsub, or one of OWN."""
+    if not text.startswith("-"):
+        raise ValueError("should be an option of qsub, as '-m e'")
+    if text[:2] in OWN or re.match("-l *(select|place|walltime)", text):
+        raise ValueError(f"{text.split()[0]} is not for directives: the scripts see to it")
+
+
+def check_path(path: str) -> str:
+    """Return why it would take a path for another one: it never does, as it gets none."""
+    return ""
+
+
+def after(jobs: Iterable[int]) -> list[str]:
+    """Return the options by which a job waits until others have ended, if any have not."""
+    ids = sorted({_number(each)[1] for each in _asked(jobs, finished=False)})
+    return ["-W", f"depend=afterany:{':'.join(ids)}"] if ids else []
+
+
+def test_only(script: Path) -> str:
+    """Return that nothing is known: qsub judges a script if it takes it."""
+    return f"{TITLE} says what it thinks of it when it is submitted"
+
+
+def submit(script: Path, options: Iterable[str] = ()) -> int:
+    """Submit a script and return the number of its job.
+
+    Raises QueueFull; NoAnswer, and taken tells then; Refusal.
+    """
+    done = call(TITLE, ["qsub", *options, str(script)])
+    found = re.match(r"(\d+)", done.stdout)  # "12.server" or "12[].server"
+    if not done.returncode and found is not None:
+        return int(found[1])
+    said = answer(done)
+    if UNSURE.search(said):
+        raise NoAnswer(f"{script}: qsub has no answer: {said}")
+    if FULL.search(said):
+        raise QueueFull(f"{script}: qsub takes no more: {said}")
+    raise Refusal(f"{script}: qsub refuses it: {said}")
+
+
+def taken(scripts: Collection[Path]) -> list[Taken]:
+    """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
+
+    scripts: as they were handed to qsub, absolute
+    """
+    done = call(TITLE, ["qselect", "-u", getpass.getuser()])
+    if done.returncode:
+        raise _no_answer("qselect", done)
+    every = _jobs(done.stdout.split(), finished=False)
+    found: dict[tuple[int, str], list[int]] = {}
+    for at, job in every.items():
+        given = str(job.get("Submit_arguments", "")).strip()
+        own = any(given == str(path) or given.endswith(f" {path}") for path in scripts)
+        number, whole, index = _number(at)
+        if own and STATES[job["job_state"]][0]:
+            indices = found.setdefault((number, job["Job_Name"]), [])
+            indices += [] if whole.endswith("[]") and index is None else [index or FIRST]
+    return [Taken(number, name, tuple(own)) for (number, name), own in found.items()]
+
+
+def cancel(jobs: Iterable[int]) -> None:
+    """Cancel jobs, arrays whole. Raises SchedulerError where qdel does not do it."""
+    ids = sorted({_number(each)[1] for each in _asked(jobs, finished=False)})
+    if not ids:
+        return
+    done = call(TITLE, ["qdel", *ids])
+    if done.returncode:
+        raise SchedulerError(f"qdel refuses it: {answer(done)}")
+
+
+def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
+    """Return the states of jobs and of all elements of arrays, of those that PBS remembers.
+
+    Finished ones are remembered where the server keeps a history (job_history_enable).
+    """
+    return {
+        (number, FIRST if index is None else index): _state(job)
+        for at, job in _asked(jobs, finished=True).items()
+        for number, whole, index in [_number(at)]
+        if index is not None or not whole.endswith("[]")
+    }
+
+
+def _state(job: dict[str, Any]) -> JobState:
+    live, name = STATES[job["job_state"]]
+    status = job.get("Exit_status")
+    exit_code = None if live or status is None or not 0 <= int(status) < 128 else int(status)
+    killed = int(job.get("substate", 0)) == TERMINATED and exit_code is None
+    state = "CANCELLED" if killed else name
+    return JobState(job["Job_Name"], state, exit_code, str(job.get("comment", "")), live)
+
+
+def _number(at: str) -> tuple[int, str, int | None]:
+    """Return of "12[3].server" the number, the id of the whole job, and the index."""
+    found = re.match(r"(\d+)(\[(\d*)\])?", at)
+    if found is None:
+        raise SchedulerError(f"qstat: {at!r} is no id of a job")
+    return int(found[1]), found[1] + "[]" * bool(found[2]), int(found[3]) if found[3] else None
+
+
+def _asked(jobs: Iterable[int], finished: bool) -> dict[str, dict[str, Any]]:
+    """Return what qstat says of jobs, by their ids: as one job and as an array, whichever it is."""
+    ids = [f"{job}{sign}" for job in sorted(set(jobs)) for sign in ("", "[]")]
+    return _jobs(ids, finished)
+
+
+def _jobs(ids: list[str], finished: bool) -> dict[str, dict[str, Any]]:
+    if not ids:
+        return {}
+    done = call(TITLE, ["qstat", *["-x"] * finished, "-t", "-f", "-F", "json", *ids])
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode and not (lines and all(map(_forgotten, lines))):
+        raise _no_answer("qstat", done)
+    try:
+        return dict(json.loads(done.stdout or "{}", strict=False).get("Jobs", {}))
+    except json.JSONDecodeError as error:
+        raise SchedulerError(f"qstat -F json: what it says is no JSON: {error}") from None
+
+
+def _forgotten(line: str) -> bool:
+    return bool(UNKNOWN.search(line)) or "has finished" in line
+
+
+def _no_answer(command: str, done: subprocess.CompletedProcess[str]) -> SchedulerError:
+    said = answer(done)
+    kind = NoAnswer if UNSURE.search(said) else SchedulerError
+    return kind(f"{command} does not answer: {said}")
