@@ -180,11 +180,13 @@ PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
         arrays[0].view.len != list->high[0] - list->low[0])
         return PyLong_FromLongLong(STRANGE);
     if (overlap(arrays)) return PyLong_FromLongLong(OVERLAPS);
+    const i64 came = traced();
     board->come(number);
     if (!board->meet(board->spins)) {  // most come in less: the GIL stays where it is
         Unlocked unlocked;
         if (!board->meet(looks)) count = 0;
     }
+    if (came) timeline.add(WAITING_FOR, came, ticks(), 0);
     if (!count) return PyLong_FromLongLong(ABSENT);
     if (!board->is_same()) return PyLong_FromLongLong(UNLIKE);
     return start_list(list, arrays, threads, looks);

@@ -16,6 +16,7 @@
 #endif
 
 #include "cpu_threads.h"
+#include "cpu_timeline.h"
 #include "loans.h"
 
 namespace {
@@ -36,6 +37,7 @@ struct Step {
     bool counts;   // whether what the call returns is values of the result that are not finite
     i64 n, label;  // of values; of a wait, for the caller
     void* target;  // a word that is shared, or a request
+    i64 doing;     // of a timeline
     std::function<i64(const Block&)> body;
 };
 
@@ -75,7 +77,8 @@ struct CallList : Held {
     std::vector<i64> used;                     // the serial of the last segment, by slot
     i64 serial = 0, threads = 1, spins = 0;
     bool counts = false;  // of the calls that are written down now
-    bool lends = false;   // whether others read x or out where they lie: a run ends when they have
+    i64 doing = COMPUTES;
+    bool lends = false;  // whether others read x or out where they lie: a run ends when they have
     PyTypeObject* kind = nullptr;  // of X
     size_t turns = 1, turn = 0;    // a run does one of so many equal parts of the segments
     struct {
@@ -86,7 +89,8 @@ struct CallList : Held {
     std::vector<Segment*> under_way;
     size_t opened = 0, last = 0;
     i64 bad = 0;
-    int error = 0;  // of MPI
+    int error = 0;                     // of MPI
+    i64 idle_since = 0, last_end = 0;  // for a timeline: since when it waits; the end of a step
     Helpers* helping = nullptr;
 
     ~CallList() {
@@ -105,6 +109,17 @@ struct CallList : Held {
         helping->run((int)threads, step.n, body);
         return count;
     }
+    // For a timeline: the time when a step begins, after a wait or the last step; 0 without one.
+    i64 wakes() {
+        if (!timeline.on()) return 0;
+        if (idle_since || !last_end) last_end = ticks();
+        if (idle_since) timeline.add(WAITING_FOR, idle_since, last_end, 0);
+        idle_since = 0;
+        return last_end;
+    }
+    void idles() {
+        if (!idle_since && timeline.on()) idle_since = ticks();
+    }
     // Does a step, or returns false where it waits.
     bool done(const Step& step, i64 number) {
         i64* word = static_cast<i64*>(step.target);
@@ -112,18 +127,24 @@ struct CallList : Held {
         int flag = 1;
         switch (step.kind) {
             case KERNEL: {
+                const i64 begun = wakes();
                 i64 found = called(step);
                 if (step.counts) bad += found;
+                if (begun) timeline.add(step.doing, begun, last_end = ticks(), step.n);
                 return true;
             }
             case TELL:
+                if (const i64 now_at = wakes()) timeline.add(SENDS, now_at, now_at, 0);
                 __atomic_store_n(word, number, __ATOMIC_RELEASE);
                 return true;
             case HEAR:
                 return word_of(word) >= number;
-            case START:
+            case START: {
+                const i64 begun = wakes();
                 error = library.start(step.target);
+                if (begun) timeline.add(SENDS, begun, last_end = ticks(), 0);
                 return !error;
+            }
             case TEST:
                 error = library.test(step.target, &flag, status);
                 return !error && flag;
@@ -182,14 +203,17 @@ struct CallList : Held {
     // Goes on up to the end, an error, or so many looks in vain after one another.
     void run(i64 most) {
         Looks looks{spins, most};
+        last_end = idle_since = 0;
         while (!is_over() && !error) {
             if (advance()) {
                 looks.spent = 0;
                 continue;
             }
+            idles();
             poke();
-            if (!looks.more()) return;
+            if (!looks.more()) break;
         }
+        if (idle_since) wakes();
     }
 };
 
@@ -235,7 +259,8 @@ PyObject* write_down(int threads, i64 n, const Work& body) {
         return nullptr;
     }
     std::function<i64(const Block&)> kept(body);
-    list.segments.back().steps.push_back(Step{KERNEL, list.counts, n, 0, nullptr, std::move(kept)});
+    list.segments.back().steps.push_back(
+        Step{KERNEL, list.counts, n, 0, nullptr, list.doing, std::move(kept)});
     return PyLong_FromLong(0);
 }
 

@@ -128,15 +128,17 @@ PyObject* begin_segment(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// record(list, counts): kernels that this thread calls from here on are written down; counts:
-// whether what they find not finite is in the result. record(None, False): they are done again.
+// record(list, counts, doing): kernels that this thread calls from here on are written down;
+// counts: whether what they find not finite is in the result; doing: their kind for a timeline.
+// record(None, False): they are done again.
 PyObject* record(PyObject*, PyObject* args) {
     PyObject* capsule;
     int counts;
-    if (!PyArg_ParseTuple(args, "Op", &capsule, &counts)) return nullptr;
+    long long doing = COMPUTES;
+    if (!PyArg_ParseTuple(args, "Op|L", &capsule, &counts, &doing)) return nullptr;
     CallList* list = capsule == Py_None ? nullptr : list_of(capsule);
     if (!list && capsule != Py_None) return nullptr;
-    if (list) list->counts = counts;
+    if (list) list->counts = counts, list->doing = doing;
     recording = list;
     Py_RETURN_NONE;
 }
@@ -160,7 +162,7 @@ PyObject* add_word(PyObject*, PyObject* args) {
     CallList* list = list_of(capsule);
     i64* word;
     if (!list || !keep_word(*list, object, &word)) return nullptr;
-    return add_step(list, Step{label < 0 ? TELL : HEAR, false, 0, label, word, {}});
+    return add_step(list, Step{label < 0 ? TELL : HEAR, false, 0, label, word, SENDS, {}});
 }
 
 // add_start(list, address), add_test(list, address, label): start a request of MPI's, and wait for
@@ -170,7 +172,7 @@ PyObject* add_start(PyObject*, PyObject* args) {
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "OK", &capsule, &address)) return nullptr;
     void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
-    return add_step(list_of(capsule), Step{START, false, 0, 0, request, {}});
+    return add_step(list_of(capsule), Step{START, false, 0, 0, request, SENDS, {}});
 }
 
 PyObject* add_test(PyObject*, PyObject* args) {
@@ -179,7 +181,7 @@ PyObject* add_test(PyObject*, PyObject* args) {
     long long label;
     if (!PyArg_ParseTuple(args, "OKL", &capsule, &address, &label)) return nullptr;
     void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
-    return add_step(list_of(capsule), Step{TEST, false, 0, label, request, {}});
+    return add_step(list_of(capsule), Step{TEST, false, 0, label, request, SENDS, {}});
 }
 
 // use_library(start, test): the addresses of MPI_Start and MPI_Test.

@@ -2,6 +2,7 @@
 // A program is checked once, against its memory and against arrays like those it is run on.
 #include <vector>
 
+#include "cpu_timeline.h"
 #include "moves.h"
 
 namespace {
@@ -166,6 +167,24 @@ PyObject* read_memory(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+// Writes what rows do into a timeline: those of a kind that follow one another are one.
+struct MoveTimes {
+    i64 doing = -1, since = 0;
+
+    void operator()(const Row& row) {
+        const bool tells = row.op == POST || row.op == LEND;
+        const bool waits = row.op == AWAIT || row.op == SETTLE || row.op == RECALL;
+        turn(tells ? SENDS : waits ? WAITING_FOR : COPIES);
+    }
+    void turn(i64 next) {
+        if (next == doing) return;
+        const i64 now_at = ticks();
+        if (doing >= 0) timeline.add(doing, since, now_at, 0);
+        doing = next, since = now_at;
+    }
+    ~MoveTimes() { turn(-1); }
+};
+
 // run_moves(program, first, last, serial, number, looks, x, out): does rows first..last and
 // returns last; or the row that waits; or -1 - row where the number differs there; or None where
 // x or out lies otherwise than those that the program was made for.
@@ -199,8 +218,13 @@ PyObject* run_moves(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Outcome outcome;
     {
         Unlocked unlocked;
-        outcome = do_rows(program->rows.data(), row, last, program->bases.data(), arrays,
-                          numbers[2], numbers[3], numbers[4]);
+        MoveTimes times;
+        if (timeline.on())
+            outcome = do_rows(program->rows.data(), row, last, program->bases.data(), arrays,
+                              numbers[2], numbers[3], numbers[4], std::ref(times));
+        else
+            outcome = do_rows(program->rows.data(), row, last, program->bases.data(), arrays,
+                              numbers[2], numbers[3], numbers[4], [](const Row&) {});
     }
     return PyLong_FromLongLong(outcome == DIFFERS ? -1 - row : row);
 }

@@ -6,10 +6,12 @@ from math import isnan
 from pathlib import Path
 
 import pytest
+from stand_ins import Slurm
 from studies import fill, small_study, some_result
 
 from cpdhpc import store
 from cpdhpc.lab.kinds import place
+from cpdhpc.lab.schedulers import slurm
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study_data import Result
@@ -62,3 +64,31 @@ def test_a_column_only_where_a_node_counts(tmp_path: Path, known: bool) -> None:
     if known:
         first, second, *_ = groups["samples"]["energy_j"].tolist()
         assert isnan(first) and second == 2.5
+
+
+def test_slurm_knows_the_energy_of_jobs(
+    fake_slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its mean power by the time of a repeat, where no counter was read."""
+    study, folder = small_study(tmp_path), Folder(tmp_path / "small")
+    cases = fill(folder, study)
+    plain = some_result()
+    for case, job, further in zip(
+        cases, ("12", "13", "14", "15"), ({}, {"energy_j": 2.5}, {}, {}), strict=False
+    ):
+        outcomes = {"job_id": job, **further}
+        result = Result(plain.times_s, plain.is_warmup, outcomes, plain.environment)
+        write_result(folder.case_file(case), case, result)
+    Path("accounts").write_text(
+        "12|3000|60|COMPLETED\n12.batch|100|60|COMPLETED\n13|3000|60|COMPLETED\n"
+        "14|0|60|COMPLETED\n15|900|30|RUNNING\n"
+    )
+    assert slurm.mean_power_w(["12", "13", "14", "15"]) == {"12": 50.0, "13": 50.0}
+    collect(study, folder)
+    groups, _ = store.read(folder.study_file)
+    first, second, *rest = groups["samples"]["energy_j"].tolist()
+    assert first == pytest.approx(50 * plain.times_s[:, 0].mean()) and second == 2.5
+    assert all(map(isnan, rest))
+    assert "ConsumedEnergy of the job, by time" in groups["environment"]["energy"].tolist()
+    Path("accounts").unlink()  # accounting is switched off
+    assert slurm.mean_power_w(["12"]) == {}

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ops import backend_of, is_of_gpu, on_gpu
+from ..world import timeline
 from ..world.ranks import RankFailure, Ranks, Wait
 
 if TYPE_CHECKING:
@@ -259,13 +260,15 @@ class _Run(Generic[Result]):
 
     def _advance(self, piece: _Piece[Result], rank: int, received: Array | None) -> None:
         """Resume a program up to its next exchange, send its message, look for the other."""
-        program = piece.programs[rank]
+        program, since = piece.programs[rank], timeline.began()
         try:
             exchange = next(program) if received is None else program.send(received)
         except StopIteration as stop:
             piece.results[rank] = stop.value
             piece.running -= 1
             return
+        finally:
+            timeline.done(timeline.ENCODE, since)
         if exchange.send_to is not None and exchange.payload is not None and exchange.payload.size:
             self._send(piece, rank, exchange.send_to, exchange.payload, exchange)
         source = exchange.recv_from
@@ -289,7 +292,9 @@ class _Run(Generic[Result]):
         """Send a message, or hand it to a rank of this process."""
         self.world.count(rank, payload.size)
         if to not in self.world.hosted:
+            since = timeline.began()
             requests = self.carrier.isend(rank, to, payload, piece.number)
+            timeline.done(timeline.SEND, since, payload.size)
             piece.sends.append(wait_to_send(requests, rank, self.what, exchange))
             return
         waiting = self.local.get((piece.number, to))

@@ -23,6 +23,7 @@ from ..ops import cpu, kernel_threads
 from ..ops.cpu import ABSENT, FEW_LOOKS, LOOKS, OVERLAPS, STRANGE, UNLIKE, WAITING
 from ..ops.payloads import Array
 from ..randomness import random_key
+from ..world import timeline
 from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared, round_trip_ns
 from ..world.ranks import Ranks, Wait
@@ -46,6 +47,13 @@ KEPT = 64  # methods and sizes, those that were used last
 # iteration of one recording is one of another.
 DIGEST, ITERATION, MASK = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, (1 << 62) - 1
 
+# What kernels are in a timeline, those of wires being encode.
+DOING = {
+    "copy": timeline.COPY,
+    "copy_past_caches": timeline.COPY,
+    "add": timeline.COMPUTE,
+    "divide": timeline.COMPUTE,
+}
 LISTS = list, tuple
 new_reduced = partial(tuple.__new__, Reduced)  # in half the time that Reduced takes
 
@@ -107,7 +115,7 @@ class Kernels:
         if all(each.size for each in arguments if isinstance(each, np.ndarray)):
             out = options.get("out")
             counts = counts or (out is not None and np.may_share_memory(out, self._out))
-            _cpu.record(self._list, counts)
+            _cpu.record(self._list, counts, DOING.get(kernel.__name__, timeline.ENCODE))
             try:
                 kernel(*arguments, **options)
             finally:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..ops.moves import ADDED
 from ..ops.payloads import Packed
+from ..world import timeline
 from ..world.gpu_messages import Direct, Staged
 from ..world.ranks import Ranks
 from .compiled import Plain, Program
@@ -176,13 +177,17 @@ class Channel:
         frame = self.frame(call)
         for outbox, message in self.sending:
             outbox.reserve(call.slot, call.serial)
+            since = timeline.began()
             payload = outbox.payload(call.slot)
             memory = self._cells_of(message, payload)
             values = frame.backend.stage(frame.owned, memory)
             do(self.operation.pack(frame, message, values))
             if self.wire is not None:
                 self.wire.encode(memory.view(np.float32), None, NO_KEY, 0, payload)
+            timeline.done(self._packs, since, payload.size)
+            since = timeline.began()
             outbox.send(call.slot, call.serial, call.number)
+            timeline.done(timeline.SEND, since, payload.size)
         do(self.operation.own(frame))
 
     def progress(self, call: Call) -> bool:
@@ -210,14 +215,22 @@ class Channel:
     def _finish_by_slices(self, call: Call) -> None:
         frame = self.frame(call)
         for inbox, message in self.receiving:
+            since = timeline.began()
             inbox.receive(call.slot, call.serial, call.number)
-            payload = inbox.payload(call.slot)
+            timeline.done(timeline.WAIT, since)
+            payload, since = inbox.payload(call.slot), timeline.began()
             memory = self._cells_of(message, payload)
             if self.wire is not None:
                 self.wire.decode(payload, None, memory.view(np.float32))
             values = frame.backend.stage(frame.owned, memory)
             do(self.operation.unpack(frame, message, values))
+            timeline.done(self._packs, since, payload.size)
             inbox.release(call.slot, call.serial)
+
+    @property
+    def _packs(self) -> int:
+        """What packing a message is in a timeline."""
+        return timeline.COPY if self.wire is None else timeline.ENCODE
 
     def _cells_of(self, message: Message, payload: Bytes) -> Bytes:
         """Return memory for the cells of a message: its payload, unless the wire changes them."""

@@ -60,13 +60,18 @@ def path_of(text: str) -> Path:
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add the time after which a wait for other processes ends the job."""
+    """Add the time after which a wait for other processes ends the job, and the file of a trace."""
     from .settings import options
 
     options(parser)(
         "--timeout SECONDS",
         "end the job, and say who waits for whom, where a wait takes longer (default 600)",
         seconds,
+    )
+    options(parser)(
+        "--trace FILE",
+        "write what each rank did when, for Perfetto; FILE.gz: compressed (docs/performance.md)",
+        path_of,
     )
 
 
@@ -484,6 +489,21 @@ def _check_alike(arguments: argparse.Namespace, world: World) -> None:
                 )
 
 
+def _traced(command: Command, arguments: argparse.Namespace, world: World) -> int:
+    """Run a command, and write a timeline of it if that is asked for. Collective."""
+    from ..world.timeline import traced
+    from .settings import check_file
+
+    path: Path | None = arguments.trace
+    if path is not None:
+        world.on_first(partial(check_file, path, "--trace"))
+    with traced(world, path):
+        status = command.run(arguments, world)
+    if path is not None and world.process == 0:
+        print(f"trace: {path}")
+    return status
+
+
 def _refuse(said: str, shown: bool = True) -> int:
     """Say in one line what the user can mend; return the exit status."""
     if shown:
@@ -537,7 +557,7 @@ def main(argv: list[str] | None = None) -> int:
         world = World(timeout_s=timeout_s)
         world.agree(wrong, of_call=True)
         _check_alike(arguments, world)
-        return command.run(arguments, world)
+        return _traced(command, arguments, world)
     except Interrupted as stop:
         return stop.status
     except UserError as error:

@@ -22,7 +22,7 @@ import numpy as np
 from .. import _cpu
 from ..errors import UserError
 from ..methods import check_whole
-from . import ending
+from . import ending, timeline
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
 from .node_memory import Shared, share
 from .ranks import Array, RankFailure, Ranks, Wait, check_process_list, named, numbered, of_rank
@@ -334,16 +334,19 @@ class World(Ranks):
 
     def wait_any(self, waits: Sequence[Wait]) -> None:
         """Return once a wait is done; after the time-out end the job with all the reasons."""
+        since = timeline.began()
         self._timeout.wait(
             lambda: any(map(self.done, waits)),
             lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
         )
+        timeline.done(timeline.WAIT, since)
 
     def _complete(self, start: Callable[[], Any], what: str, pause_s: float = 0.0) -> None:
         """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
         try:
             self._begun.append(self._begun[-1].next(start))
+            since = timeline.began()
             request = start()
             self._timeout.wait(
                 request.Test,
@@ -353,6 +356,7 @@ class World(Ranks):
                 ],
                 pause_s,
             )
+            timeline.done(timeline.WAIT, since)
         except Exception as error:
             if error is self.refusal:  # all are in the call by now
                 said = str(error)

@@ -19,6 +19,7 @@ from ...config import UserError
 from ..report import other_files, units
 from ..report.compare import compare, compare_report, load_reference, verdict
 from ..report.figures import Chart, image
+from ..report.history import history_report, latest, load_history, place
 from ..report.other_files import KIND as REPLAY
 from ..report.other_files import autoencoder_report, probe_report, replay_report
 from ..report.scaling import ALL, Choice
@@ -288,7 +289,8 @@ def compare_files(
     """Print what changed from a reference to a study; return how many points are slower.
 
     Of two files of verify: print them side by side, and return 0.
-    before: a study, or a TOML file that names one with tolerances (compare.Reference)
+    before: a study, or a TOML file that names one with tolerances (compare.Reference), or a
+        library as keep makes it, whose last study before this one counts
     fails: whether it is asked for that nothing is slower
     Raises UserError for anything but two studies of one kind, or files of verify; behind the
     tables, where it fails if something is slower, but no point can be judged.
@@ -301,12 +303,44 @@ def compare_files(
 
         outputs.give([side_by_side(after, before)])
         return 0
+    study = _study(after)
+    if before.is_dir() and not (Folder(before).study_file.exists() or [*before.glob("*.h5")]):
+        before = latest(before, study)
     reference = load_reference(before, tolerance)
-    comparison = compare(_study(Path(reference.study)), _study(after), reference)
+    comparison = compare(_study(Path(reference.study)), study, reference)
     outputs.give([compare_report(comparison)], last=verdict(comparison))
     if fails and len(comparison.having("unknown")) == len(comparison.changes):
         raise ReportError("--fail-on-slower: no point has an interval: nothing can be judged")
     return len(comparison.having("slower"))
+
+
+def history(
+    paths: Sequence[Path], metric: str, outputs: Outputs = PLAIN, png: Path | None = None
+) -> int:
+    """Print one metric of a study over days and commits, and draw it; return 0. Raises UserError.
+
+    paths: files of studies, and folders of them, as --keep makes
+    """
+    outputs.check()
+    check_place(png)
+    shown = history_report(load_history(paths), metric)
+    if png is not None:
+        store.put(png, image(shown.charts[0], png.suffix[1:].lower() or "png"))
+    return outputs.give([shown], png=png)
+
+
+def keep(paths: Sequence[Path], library: Path) -> None:
+    """Copy studies into a library, as LIBRARY/STUDY/SYSTEM/DATE-COMMIT.h5. Raises UserError."""
+    for path in paths:
+        file = _study(path)
+        target = place(library, file)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content = file.path.read_bytes()
+        except OSError as error:
+            raise ReportError(f"--keep {library}: {error.strerror}: {error.filename}") from None
+        store.put(target, content)
+        print(f"kept {target}")
 
 
 def _study(path: Path) -> StudyFile:
@@ -397,6 +431,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--png FILE.png", "draw training runs", Path)
     add("--tasks", "each path has the runs of a task: methods beside its float32, a panel for each")
     add("--quiet", "print no table")
+    add("--keep DIR", "put studies into a library: DIR/STUDY/SYSTEM/DATE-COMMIT.h5", Path)
+    add(
+        "--history METRIC",
+        "time, or an outcome, of a study over days and commits: of files, or folders of a library",
+    )
     _add_choice(parser)
     _add_compare(parser)
 
@@ -430,8 +469,9 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--compare FILE",
-        "what changed since this study, or the one that a TOML file names with tolerances; "
-        "two files of verify stand side by side",
+        "what changed since this study, the one that a TOML file names with tolerances, or the "
+        "last one of this study and system in a library of --keep; two files of verify stand "
+        "side by side",
         Path,
     )
     add("--tolerance SHARE", "with --compare: how much longer a point may take, as 0.05", float)
@@ -447,6 +487,18 @@ def run(arguments: argparse.Namespace) -> int:
         if of.compare or choice != ALL:
             raise UserError("--tasks: goes not with --compare, --where, --x, --y, --by, --panel")
         return report_tasks(of.files, outputs, of.png)
+    if of.history is not None:
+        if of.compare or choice != ALL:
+            raise UserError("--history: goes not with --compare, --where, --x, --y, --by, --panel")
+        return history(of.files, of.history, outputs, of.png)
+    status = _run_studies(of, outputs, choice)
+    if of.keep is not None:  # after it was compared with what is there
+        keep(of.files, of.keep)
+    return status
+
+
+def _run_studies(of: argparse.Namespace, outputs: Outputs, choice: Choice) -> int:
+    """Show studies and runs, or what changed between two; return the exit status."""
     if of.compare is None:
         for name in ("fail_on_slower", "tolerance"):
             if getattr(of, name):

@@ -199,7 +199,7 @@ class _Training(Measuring):
 
     def result(self, place: Place) -> Result:
         """Return the times of all steps, and how training went."""
-        from ..train.step import PHASES
+        from ...world.timeline import PHASES
 
         assert self.training is not None, "visit has come to its end"
         training = self.training

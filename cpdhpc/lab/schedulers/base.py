@@ -166,6 +166,12 @@ class Scheduler(Protocol):
         Raises SchedulerError if it does not answer.
         """
 
+    def mean_power_w(self, jobs: Collection[str]) -> dict[str, float]:
+        """Return the mean power of ended jobs, of those whose energy it knows.
+
+        jobs: ids, as own_job has them in the job
+        """
+
 
 @cache
 def _templates() -> Environment:

@@ -150,6 +150,11 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
     return _listed(numbers) if numbers else {}
 
 
+def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
+    """Return the mean power of jobs: Flux knows of none."""
+    return {}
+
+
 def _listed(numbers: list[str]) -> States:
     done = call(TITLE, ["flux", "jobs", "--no-header", f"--format={FORM}", *numbers])
     lines = [line for line in done.stderr.splitlines() if line.strip()]

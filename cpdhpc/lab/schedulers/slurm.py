@@ -222,6 +222,31 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
     return (_accounted(forgotten) if forgotten else {}) | found
 
 
+def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
+    """Return the mean power of ended jobs, of those whose energy Slurm has counted.
+
+    That is ConsumedEnergy over the elapsed time, of whole nodes, if the site has a plugin for it
+    (AcctGatherEnergyType). Source: sacct(1), ConsumedEnergyRaw, in joules.
+    jobs: ids, as own_job has them in the job
+    """
+    if not jobs:
+        return {}
+    form = "--format=JobIDRaw,ConsumedEnergyRaw,ElapsedRaw,State"
+    listed = ",".join(sorted(jobs))
+    try:
+        done = call(TITLE, ["sacct", "--noheader", "--parsable2", form, f"--jobs={listed}"])
+    except SchedulerError:
+        return {}
+    found: dict[str, float] = {}
+    for line in done.stdout.splitlines() if not done.returncode else ():
+        job, energy_j, elapsed_s, state = line.split("|")
+        ended = state and not live(state.split()[0])  # a step, as 12.batch, is in its job's line
+        if job in jobs and ended and energy_j.isdigit() and elapsed_s.isdigit():
+            power_w = float(energy_j) / max(int(elapsed_s), 1)
+            found |= {job: power_w} if power_w > 0 else {}
+    return found
+
+
 def live(state: str) -> bool:
     """Return whether a job of that state waits or runs."""
     return state not in ENDED

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ... import store
 from ..._version import __version__
 from ...store import StoreError, Variable
+from ..schedulers.base import Scheduler
 from ..study_data import SHAPE, Array, Case, Factor, Result, Value
 from ..study_data.statistics import ratio_intervals, summarise
 from ..study_data.study_file import (
@@ -29,6 +30,7 @@ from ..study_data.study_file import (
 from .cases import SAME, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
+from .submit import kept_site
 
 
 @dataclass(frozen=True)
@@ -376,7 +378,8 @@ def collect(study: Study, folder: Folder) -> Found:
         print(f"left out: {name}: {reason}")
     if not found.results:
         raise FolderError(f"{folder.cases}: no case of study {study.name} is finished")
-    write_study(folder.study_file, study, found.results, len(found.missing))
+    results = with_energy(found.results, kept_site(folder).by)
+    write_study(folder.study_file, study, results, len(found.missing))
     for name in ALIKE:
         values = {_known(result, [name])[name] for _, result in found.results}
         if len(values) > 1:
@@ -384,6 +387,31 @@ def collect(study: Study, folder: Folder) -> Found:
     total = len(found.results) + len(found.missing)
     print(f"{folder.study_file}: {len(found.results)} of {total} cases")
     return found
+
+
+def with_energy(points: Points, by: Scheduler) -> Points:
+    """Return points with the energy of a repeat where no counter was read but the scheduler knows.
+
+    That is the mean power of the point's job by the mean time of a repeat: of whole nodes, other
+    cases of the job and what is idle included.
+    """
+    jobs = {
+        str(result.outcomes["job_id"])
+        for _, result in points
+        if result.outcomes.get("job_id") and "energy_j" not in result.outcomes
+    }
+    power_w = by.mean_power_w(jobs) if jobs else {}
+    return [(case, _energised(result, power_w)) for case, result in points]
+
+
+def _energised(result: Result, power_w: Mapping[str, float]) -> Result:
+    job = str(result.outcomes.get("job_id", ""))
+    if job not in power_w or "energy_j" in result.outcomes:
+        return result
+    energy_j = power_w[job] * float(result.times_s[:, 0].mean())  # of the slowest rank
+    outcomes = {**result.outcomes, "energy_j": energy_j}
+    environment = {**result.environment, "energy": "ConsumedEnergy of the job, by time"}
+    return replace(result, outcomes=outcomes, environment=environment)
 
 
 def find(folder: Folder, cases: list[Case]) -> Found:

@@ -13,8 +13,8 @@ from ...compress.base import Column, Mean
 from ...ops import on_gpu
 from ...store import Attributes, Variable, write
 from ...torch.reducer import GradientReducer
+from ...world.timeline import PHASES
 from .losses import Accuracy, CrossEntropy, Loss, Metric
-from .step import PHASES
 
 Array = npt.NDArray[Any]
 

@@ -28,7 +28,9 @@ from ...randomness import random_key
 from ...torch.controllers import Norms
 from ...torch.loss_scaling import LossScaler
 from ...torch.reducer import GradientReducer
+from ...world import timeline
 from ...world.ranks import Loopback, Ranks
+from ...world.timeline import KINDS, PHASES
 from .adversary import Adversary
 from .losses import LossFunction, Metric, MetricFunction, TargetError
 from .optimizers import Optimizer
@@ -208,24 +210,24 @@ def naming_items(index: Array) -> Iterator[None]:
         raise ConfigError(f"data: item {index[error.row]}: {error}") from None
 
 
-PHASES = ("data", "forward_backward", "reduce", "optimizer")
-
-
 @dataclass
 class Stopwatch:
-    """Nanoseconds spent in each phase."""
+    """Nanoseconds spent in each phase; since: of a timeline, the end of the last one."""
 
     time_ns: list[int]
     last_ns: int
+    since: int = 0
 
     @classmethod
     def start(cls) -> Stopwatch:
         """Return a stopwatch that runs from now on."""
-        return cls([0] * len(PHASES), time.perf_counter_ns())
+        return cls([0] * len(PHASES), time.perf_counter_ns(), timeline.began())
 
     def lap(self, phase: str) -> None:
         """Add the time since the last call to a phase."""
         now = time.perf_counter_ns()
+        timeline.done(KINDS.index(phase), self.since)
+        self.since = timeline.began()
         self.time_ns[PHASES.index(phase)] += now - self.last_ns
         self.last_ns = now
 
