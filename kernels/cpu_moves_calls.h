@@ -167,22 +167,31 @@ PyObject* read_memory(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// Writes what rows do into a timeline: those of a kind that follow one another are one.
+// Writes what rows do into a timeline: those of a kind that follow one another are one, words that
+// are told take no time, and a word that is there already is no wait.
 struct MoveTimes {
-    i64 doing = -1, since = 0;
+    i64 serial, doing = -1, since = ticks();
 
-    void operator()(const Row& row) {
-        const bool tells = row.op == POST || row.op == LEND;
-        const bool waits = row.op == AWAIT || row.op == SETTLE || row.op == RECALL;
-        turn(tells ? SENDS : waits ? WAITING_FOR : COPIES);
+    void operator()(const Row& row, const u8* word) {
+        if (row.op == POST || row.op == LEND) {
+            end();
+            timeline.add(SENDS, since, since, 0);
+            return;
+        }
+        const bool comes = row.op == AWAIT && word_of((const i64*)word) < serial + row.value;
+        turn(comes || row.op == SETTLE || row.op == RECALL ? WAITING_FOR : COPIES);
     }
     void turn(i64 next) {
-        if (next == doing) return;
-        const i64 now_at = ticks();
-        if (doing >= 0) timeline.add(doing, since, now_at, 0);
-        doing = next, since = now_at;
+        if (doing >= 0 && doing != next) end();
+        doing = next;
     }
-    ~MoveTimes() { turn(-1); }
+    void end() {
+        if (doing < 0) return;
+        const i64 now = ticks();
+        timeline.add(doing, since, now, 0);
+        doing = -1, since = now;
+    }
+    ~MoveTimes() { end(); }
 };
 
 // run_moves(program, first, last, serial, number, looks, x, out): does rows first..last and
@@ -218,13 +227,16 @@ PyObject* run_moves(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Outcome outcome;
     {
         Unlocked unlocked;
-        MoveTimes times;
-        if (timeline.on())
-            outcome = do_rows(program->rows.data(), row, last, program->bases.data(), arrays,
-                              numbers[2], numbers[3], numbers[4], std::ref(times));
-        else
-            outcome = do_rows(program->rows.data(), row, last, program->bases.data(), arrays,
-                              numbers[2], numbers[3], numbers[4], [](const Row&) {});
+        const auto go = [&](const auto& before) {
+            return do_rows(program->rows.data(), row, last, program->bases.data(), arrays,
+                           numbers[2], numbers[3], numbers[4], before);
+        };
+        if (timeline.on()) {
+            MoveTimes times{numbers[2]};
+            outcome = go(std::ref(times));
+        } else {
+            outcome = go([](const Row&, const u8*) {});
+        }
     }
     return PyLong_FromLongLong(outcome == DIFFERS ? -1 - row : row);
 }

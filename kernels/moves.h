@@ -139,15 +139,16 @@ inline void post_word(u8* word, i64 value, i64 number, i64 address) {
 const i64 X = 0, OUT = 1, MEMORY = 2;  // numbers of bases: two arrays, then memory
 
 // Does the rows first..last; stops at an AWAIT whose word does not come, or belongs to another
-// number. kind of an AWAIT: whether it is for a message. before: called with each row that comes.
+// number. kind of an AWAIT: whether it is for a message. before: called with each row that comes,
+// and its target.
 template <class Before>
 Outcome do_rows(const Row* rows, i64& first, i64 last, u8* const* memory, u8* const* arrays,
                 i64 serial, i64 number, i64 looks, const Before& before) {
     for (; first < last; ++first) {
         const Row& row = rows[first];
-        before(row);
         u8* out = (row.target < MEMORY ? arrays : memory)[row.target] + row.target_offset;
         u8* in = (row.source < MEMORY ? arrays : memory)[row.source] + row.source_offset;
+        before(row, out);
         Outcome found = DONE;
         switch (row.op) {
             case POST:

@@ -148,7 +148,7 @@ def test_a_note_tells_what_is_at_one_place() -> None:
         for name in sent
     ]  # fmt: skip
     (chart,) = score_charts("", trained, Score("accuracy", "%", lower=False, loss_unit="nat"))
-    assert chart.notes[1:] == ["At one place: a, b."]
+    assert chart.notes[1:] == ["Overlapping markers: a, b."]
 
 
 @pytest.mark.parametrize(("second", "panels"), [(90.5, 2), (80.0, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +107,7 @@ def test_scaling_table_agrees_with_the_summary(allreduce: Path) -> None:
     speedup = stored["median_s"][base] / stored["median_s"][index]
     assert float(row["speed-up"]) == pytest.approx(speedup, **DIGITS)
     assert float(row["efficiency %"]) == pytest.approx(100 * speedup / 2, **DIGITS)
-    ranks, time = row["base"].split(", ")
+    ranks, time = row["baseline"].split(", ")
     assert ranks == "2 ranks" and seconds(time) == pytest.approx(stored["median_s"][base], **DIGITS)
 
 
@@ -346,7 +347,7 @@ def test_speedups_over_another_algorithm(tmp_path: Path) -> None:
     fill(folder, study)
     collect(study, folder)
     rows = cells(folder.study_file, "Scaling")
-    assert [row["base"].split(",")[0] for row in rows] == ["1 rank", "2 ranks"] * 2
+    assert [row["baseline"].split(",")[0] for row in rows] == ["1 rank", "2 ranks"] * 2
     assert {row["speed-up"] for row in rows if row["algorithm"] == "mpi"} == {"1.00"}
     (chart,) = of(folder.study_file).charts
     (panel,) = chart.panels
@@ -450,3 +451,17 @@ def test_single_point(tmp_path: Path) -> None:
     ]
     assert "no interval, too few repeats, 1 point" in {each.what for each in of(path).listed}
     assert cells(path, "All-reduce")[0]["95 % CI"] == "-"
+
+
+def test_the_first_sentence_says_what_was_found(allreduce: Path, train: Path) -> None:
+    """By the numbers of the file's own summary: the best at most ranks, and the fastest method."""
+    file = load_study_file(allreduce)
+    found = dict(study_report(file).facts)["found"]
+    most = max(point.ranks for point in file.points)
+    far = [p for p in file.points if p.ranks == most and p.base >= 0 and p.base != p.index]
+    best = max(far, key=lambda point: point.summary["efficiency"])
+    assert found.startswith(f"On {most} ranks ")
+    [share] = re.findall(r", (\S+) % of the ideal", found)
+    assert float(share) == pytest.approx(100 * best.summary["efficiency"], rel=5e-3)
+    assert re.search(r"The fastest method is .*, at \d+ of \d+ places; ", found), found
+    assert dict(study_report(load_study_file(train)).facts)["found"]

@@ -200,7 +200,9 @@ def test_a_base_that_is_named(tmp_path: Path) -> None:
         tmp_path, base={"algorithm": "mpi", "wire": "raw", "ranks": "same"}, sweep=sweep
     )
     assert all(base == (own[0], "mpi", own[2]) for own, base in points_of(same))
-    assert str(Base.of(same)).startswith("of the points that have algorithm = mpi and wire = raw")
+    rule = "algorithm = mpi and wire = raw, otherwise the same settings"
+    assert str(Base.of(same)) == rule
+    assert str(Base.of(small_study(tmp_path, sweep=sweep))) == "same settings, fewest ranks"
     packed = small_study(
         tmp_path,
         base={"algorithm": "mpi", "wire": "raw"},

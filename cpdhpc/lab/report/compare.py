@@ -229,6 +229,7 @@ def compare_report(comparison: Comparison) -> Report:
     return Report(
         f"{before.name} and {after.name}" if before.name != after.name else before.name,
         [
+            ("found", f"{verdict(comparison)}."),
             ("A", f"{before.path}, {before.attributes.get('date', '')}"),
             ("B", f"{after.path}, {after.attributes.get('date', '')}"),
             ("points in both", str(points)),

@@ -718,7 +718,9 @@ def _covered(trained: Sequence[Trained]) -> list[str]:
     for each in trained:
         place = each.panel, f"{each.sent_bytes:.2g}", f"{each.scores.mean():.3g}"
         places.setdefault(place, []).append(each.name)
-    return [f"At one place: {', '.join(names)}." for names in places.values() if len(names) > 1]
+    return [
+        f"Overlapping markers: {', '.join(names)}." for names in places.values() if len(names) > 1
+    ]
 
 
 SEEDS = "Mean over seeds; bars: from the least to the greatest of the seeds."

@@ -78,7 +78,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
         Column("speed-up", lambda g: units.digits(g.speedup.value)),
         Column(f"{file.percent} CI", interval),
         Column("effi-\nciency %", lambda g: units.digits(100 * g.efficiency.value)),
-        Column("base", _base, numbers=False),
+        Column("baseline", _base, numbers=False),
     ]
     ordered = [group for each in layout.series(groups) for group in each]
     return tabulate("Scaling", columns, ordered, _caption(file))
@@ -144,14 +144,14 @@ def _base(group: SeedGroup) -> str:
 
 
 GAIN = {
-    "strong": "Speed-up: time of the base / time; efficiency: speed-up / ratio of ranks.",
-    "weak": "Speed-up: work per time / that of the base; efficiency: speed-up / ratio of ranks.",
+    "strong": "Speed-up: time of the baseline / time; efficiency: speed-up / ratio of ranks.",
+    "weak": "Speed-up: work per time / the baseline's; efficiency: speed-up / ratio of ranks.",
 }
 
 
 def _caption(file: StudyFile) -> str:
     return (
-        f"{GAIN[file.scaling]} Base: {file.base_rule}; its absolute time is in the last column. "
+        f"{GAIN[file.scaling]} Baseline: {file.base_rule}; its time is in the last column. "
         + _weak(file)
         + "Times: median of the slowest rank's. The interval of a speed-up takes in both medians'."
     )
@@ -192,7 +192,7 @@ def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
         lambda g: g.speedup,
         lambda g: g.ideal,
         doublings,
-        said="ideal" if grows else "base",
+        said="ideal" if grows else "baseline",
         fit=partial(fit, file),
     )
     found = [_throughput(file) if file.scaling == THROUGHPUT else speedup]
@@ -248,7 +248,7 @@ def _chart(file: StudyFile, panels: Panels, quantity: Quantity) -> Chart:
     what = quantity.axis.partition(" /")[0]
     by = "by size" if file.scaling == THROUGHPUT else f"{file.scaling} scaling"
     relative = quantity.style is IDEAL and quantity.said
-    base = f" Base: {_bases(file, panels.groups)}." if relative else ""
+    base = f" Baseline: {_bases(file, panels.groups)}." if relative else ""
     has_bars = any(isfinite(quantity.value(group).low) for group in panels.groups)
     bars = f", bars: {file.percent} CI" if has_bars else ""
     return Chart(

@@ -98,11 +98,12 @@ class Base:
         ]
 
     def __str__(self) -> str:
-        free = ", ".join(sorted(self.free - set(self.named)))
         named = " and ".join(f"{name} = {value}" for name, value in self.named.items())
-        alike = f"alike but in {free}" if free else "alike in all else"
-        where = f" that have {named} and are {alike}" if named else f" that are {alike}"
-        return f"of the points{where}, that of fewest ranks, then of least {self.work}"
+        free = self.free - self.named.keys()
+        same = "otherwise the same settings" if named else "same settings"
+        fewest = "fewest ranks" if free & SHAPE.keys() else ""
+        least = f"least {self.work}" if self.work in free else ""
+        return ", ".join(filter(None, [named, same, fewest, least]))
 
 
 Points = Sequence[tuple[Case, Result]]

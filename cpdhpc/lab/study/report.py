@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,7 +56,7 @@ def rules(file: StudyFile) -> list[str]:
         *(
             []
             if file.benchmark or file.scaling == THROUGHPUT
-            else [f"Base of speed-ups: {file.base_rule}."]
+            else [f"Baseline of speed-ups: {file.base_rule}."]
         ),
         "Rates are bytes over the median time. Ratios are never averaged.",
         "Bytes and errors are counted or computed, not sampled: they have no interval. A bound is "
@@ -241,11 +241,16 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     if choice.draws:
         plain = [replace(section, charts=()) for section in sections]
         sections = [chosen(file, found, choice), *plain]
+    slowdowns = _slowdowns(found)
     asked = [("where", " and ".join(choice.where))] if choice.where else []
     return Report(
         file.name,
-        [*asked, *_facts(part, found, len(file.points))],
-        [*_fastest(found), *sections, Section("Spread of times", tables=[_spread(found)])],
+        [
+            ("found", _finding(file, found, slowdowns)),
+            *asked,
+            *_facts(part, found, len(file.points)),
+        ],
+        [*_fastest(slowdowns), *sections, Section("Spread of times", tables=[_spread(found)])],
         [*_missing(file, choice.test(every)), *_shared(part), *_reserves(part)],
         rules(file),
         provenance(part),
@@ -275,15 +280,29 @@ def _facts(file: StudyFile, found: Sequence[SeedGroup], total: int) -> list[tupl
         ("points", f"{count}{rest}"),
         ("ranks", ", ".join(map(str, ranks))),
         ("repeats", f"{_range(repeats)} a point, without warm-ups"),
-        *([] if file.benchmark else [("base", file.base_rule)]),
+        *([] if file.benchmark else [("baseline", file.base_rule)]),
         *([("the same in all", ", ".join(same))] if same else []),
         ("hosts", "; ".join(hosts)),
         ("written", str(file.attributes.get("date", ""))),
     ]
 
 
-def _fastest(found: Sequence[SeedGroup]) -> list[Section]:
-    """Return how often each method is the fastest; nothing without several methods and places."""
+@dataclass(frozen=True)
+class Slowdowns:
+    """Methods at the same places. by: method -> slowdown against the fastest, at each place."""
+
+    words: Sequence[str]
+    numbers: Sequence[str]
+    by: Mapping[str, Sequence[float]]
+
+    @property
+    def ordered(self) -> list[str]:
+        """The methods, those first that are most often the fastest."""
+        return sorted(self.by, key=lambda name: -self.by[name].count(1.0))
+
+
+def _slowdowns(found: Sequence[SeedGroup]) -> Slowdowns | None:
+    """Return how far methods are behind the fastest; None without several methods and places."""
     found = [group for group in found if group.factors.get("algorithm") != MEMCPY]  # sums nothing
     factors = [group.factors for group in found]
     differing = varying(factors, ())
@@ -294,27 +313,83 @@ def _fastest(found: Sequence[SeedGroup]) -> list[Section]:
         places.setdefault(tuple(group.factors.get(name) for name in numbers), []).append(group)
     shared = [each for each in places.values() if len(each) > 1]
     if len(shared) < 2:
-        return []
+        return None
     behind: dict[str, list[float]] = {}
     for each in shared:
         best_s = min(group.time_s.value for group in each)
         for group in each:
             name = label(group.factors, words) or units.NONE
             behind.setdefault(name, []).append(quotient(group.time_s.value, best_s))
+    return Slowdowns(words, numbers, behind)
+
+
+def _fastest(slowdowns: Slowdowns | None) -> list[Section]:
+    """Return how often each method is the fastest, if there are some."""
+    if slowdowns is None:
+        return []
+    behind, numbers, words = slowdowns.by, slowdowns.numbers, slowdowns.words
     columns: list[Column[str]] = [
         Column(" ".join(heading(name) for name in words), numbers=False),
         Column("places", lambda name: str(len(behind[name]))),
         Column("fastest\nat", lambda name: str(behind[name].count(1.0))),
-        Column("time by that of\nthe fastest: median", lambda n: units.digits(median(behind[n]))),
-        Column("greatest", lambda name: units.digits(max(behind[name]))),
+        Column("slowdown against\nthe fastest: median", lambda n: units.digits(median(behind[n]))),
+        Column("largest", lambda name: units.digits(max(behind[name]))),
     ]
     caption = (
-        f"Places: points alike in {', '.join(map(heading, numbers))}. Which is the fastest there "
-        "may be chance where intervals overlap."
+        f"A place is one setting of {', '.join(map(heading, numbers))}. Slowdown: time over that "
+        "of the fastest method there. If intervals overlap, which one is fastest may be chance."
     )
-    ordered = sorted(behind, key=lambda name: -behind[name].count(1.0))
-    table = tabulate("Fastest methods", columns, ordered, caption)
+    table = tabulate("Fastest methods", columns, slowdowns.ordered, caption)
     return [Section("Summary", tables=[table])]
+
+
+def _finding(file: StudyFile, found: Sequence[SeedGroup], slowdowns: Slowdowns | None) -> str:
+    """Return in a sentence or two what was found: how it scales, and which method is fastest."""
+    most = max(group.ranks for group in found)
+    far = [
+        group
+        for group in found
+        if group.ranks == most and group.base_points and group.base_points[0].ranks < most
+    ]
+    said = []
+    if far and file.scaling != THROUGHPUT:
+        names = varying([group.factors for group in far])
+        best, worst = max(far, key=_efficiency), min(far, key=_efficiency)
+        ranks = units.count(most, "rank")
+        what = label(best.factors, names)
+        said.append(
+            f"On {ranks} {what or 'the study'} reaches a speed-up of "
+            f"{units.with_interval(*best.speedup)}, {units.digits(100 * _efficiency(best))} % of "
+            f"the ideal"
+            + (
+                f"; the least of {len(far)} settings, {label(worst.factors, names)}, reaches "
+                f"{units.digits(100 * _efficiency(worst))} %."
+                if len(far) > 1
+                else "."
+            )
+        )
+    if slowdowns is not None and len(slowdowns.by) > 1:
+        first, *_, last = slowdowns.ordered
+        times = slowdowns.by[first]
+        said.append(
+            f"The fastest method is {first}, at {times.count(1.0)} of "
+            f"{units.count(len(times), 'place')}; {last} takes "
+            f"{units.digits(median(slowdowns.by[last]))} times as long as the fastest there "
+            "(median)."
+        )
+    if not said:
+        slowest = max(found, key=lambda group: group.time_s.value)
+        quickest = min(found, key=lambda group: group.time_s.value)
+        said.append(
+            f"Medians of {units.count(len(found), 'point')} are from "
+            f"{units.time(quickest.time_s.value)} to {units.time(slowest.time_s.value)}."
+        )
+    return " ".join(said)
+
+
+def _efficiency(group: SeedGroup) -> float:
+    value = group.efficiency.value
+    return value if isfinite(value) else 0.0
 
 
 def _range(numbers: Sequence[int]) -> str:
