@@ -8,7 +8,6 @@ Source: Trace Event Format, Google, 2016; https://ui.perfetto.dev opens such fil
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .._cpu import set_timeline, timeline_add, timeline_now
-from ..whole_files import replacing
 from .ranks import Ranks, Wait
 
 Rows = npt.NDArray[np.int64]  # [n, 5]: kind, thread, begin_ns, end_ns, amount
@@ -149,6 +147,10 @@ def _write_together(world: Ranks, path: Path, own: Rows, lost: list[int]) -> Non
 
 
 def _write(world: Ranks, path: Path, own: Rows, counts: list[int], lost: list[int]) -> None:
+    import gzip
+
+    from ..whole_files import replacing  # an all-reduce loads as little as it can
+
     every, start_ns = [own], own[:, 2].min(initial=np.iinfo(np.int64).max)
     for process, count in enumerate(counts[1:], start=1):
         rows = np.empty((count, 5), np.int64)

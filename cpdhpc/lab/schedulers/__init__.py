@@ -12,3 +12,8 @@ DEFAULT = "slurm"
 def current() -> Scheduler:
     """Return the scheduler whose job this process is in, the default one outside of jobs."""
     return next((each for each in SCHEDULERS.values() if each.own_job()), SCHEDULERS[DEFAULT])
+
+
+def told() -> dict[str, Scheduler]:
+    """Return the schedulers that records speak of: the default one, and that of this job."""
+    return {k: each for k, each in SCHEDULERS.items() if k == DEFAULT or each.own_job()}
