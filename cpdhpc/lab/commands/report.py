@@ -433,7 +433,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", "print no table")
     add("--keep DIR", "put studies into a library: DIR/STUDY/SYSTEM/DATE-COMMIT.h5", Path)
     add(
-        "--history METRIC",
+        "--history NAME",
         "time, or an outcome, of a study over days and commits: of files, or folders of a library",
     )
     _add_choice(parser)
