@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from training import write_idx, write_job
 
 from cpdhpc import World, allreduce
 from cpdhpc._cpu import set_timeline
 from cpdhpc.darray import DistArray, Layout, WindowPlan, receptive
+from cpdhpc.lab.cli import main
 from cpdhpc.world import timeline
 from cpdhpc.world.timeline import traced
 
@@ -159,3 +161,30 @@ def test_a_place_that_cannot_be_written_is_an_error_of_all(world: World, tmp_pat
     path = shared_path(world, tmp_path, "not there") / "t.json"
     with pytest.raises(Exception, match="not there"), traced(world, path):
         pass
+
+
+def test_a_job(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its phases follow one another on each rank, and what reduces lies inside reduce."""
+    folder = Path(world.gather(str(tmp_path))[0])
+    images, path, out = folder / "images", folder / "job.json", str(folder / "out")
+    if world.process == 0:
+        images.mkdir()
+        write_idx(images)
+        write_job(folder, "good", images)
+    world.barrier()
+    job = str(folder / "good.toml")
+    assert main(["train", job, "--out", out, "--trace", str(path)]) == 0
+    assert world.process or f"trace: {path}" in capsys.readouterr().out
+    events = events_of(world, path)
+    check_nesting(events)
+    for process in range(world.processes):
+        own = [each for each in events if each["pid"] == process]
+        phases = [each for each in own if each["name"] in timeline.PHASES]
+        steps = [each["name"] for each in phases if each["name"] != "reduce"]
+        once = ["data", "forward_backward", "optimizer"]
+        assert steps == once * (len(steps) // 3) and steps
+        ends = [each["ts"] + each["dur"] for each in phases]
+        assert all(b["ts"] >= a - 2e-3 for a, b in zip(ends, phases[1:], strict=False))
+    wrong = folder / "not there" / "x.json"
+    assert main(["train", job, "--out", out, "--resume", "--trace", str(wrong)]) == 2
+    assert world.process or "is no directory that can be written to" in capsys.readouterr().err
