@@ -355,24 +355,21 @@ def _finding(file: StudyFile, found: Sequence[SeedGroup], slowdowns: Slowdowns |
     if far and file.scaling != THROUGHPUT:
         names = varying([group.factors for group in far])
         best, worst = max(far, key=_efficiency), min(far, key=_efficiency)
-        ranks = units.count(most, "rank")
         what = label(best.factors, names)
-        said.append(
-            f"On {ranks} {what or 'the study'} reaches a speed-up of "
-            f"{units.with_interval(*best.speedup)}, {units.digits(100 * _efficiency(best))} % of "
-            f"the ideal"
-            + (
-                f"; the least of {len(far)} settings, {label(worst.factors, names)}, reaches "
-                f"{units.digits(100 * _efficiency(worst))} %."
-                if len(far) > 1
-                else "."
+        text = f"On {units.count(most, 'rank')} the best speed-up is "
+        text += units.with_interval(*best.speedup) + (f", of {what}" if what else "")
+        text += f": {units.digits(100 * _efficiency(best))} % of the ideal"
+        if len(far) > 1:
+            text += (
+                f"; the least of {len(far)} settings is {units.digits(worst.speedup.value)}, of "
             )
-        )
+            text += f"{label(worst.factors, names)}: {units.digits(100 * _efficiency(worst))} %"
+        said.append(f"{text}.")
     if slowdowns is not None and len(slowdowns.by) > 1:
         first, *_, last = slowdowns.ordered
         times = slowdowns.by[first]
         said.append(
-            f"The fastest method is {first}, at {times.count(1.0)} of "
+            f"Most often the fastest is {first}, at {times.count(1.0)} of "
             f"{units.count(len(times), 'place')}; {last} takes "
             f"{units.digits(median(slowdowns.by[last]))} times as long as the fastest there "
             "(median)."
