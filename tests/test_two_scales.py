@@ -13,6 +13,9 @@ from gpus import OnGpu
 import cpdhpc
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS
+from cpdhpc.compress.base import Mean
+from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.payload import encode_sparse
 from cpdhpc.formats import IN_BLOCKS, NVFP4, Cast, nvfp4_blocks, parse_format, wire_format
 from cpdhpc.ops import cpu, reference
@@ -146,6 +149,15 @@ def test_payloads_have_elements_scales_and_a_float32_in_this_order() -> None:
     assert wire.size_bytes(1024) == 1024 * 9 // 16 + 4
 
 
+def test_a_compressor_counts_what_becomes_zero() -> None:
+    x = values(4096, "wide")
+    bucket = Bucket(("a", "b"), ((1024,), (3072,)), 1024)
+    lost = COMPRESSORS["lowbit"](wire="nvfp4").observe(x, bucket, Mean(x, {}))
+    zeros = (defined(x)[3] == 0) & (x != 0)
+    assert lost["underflow_share"].tolist() == [zeros[:1024].sum(), zeros[1024:].sum()]
+    assert zeros.any() and not lost["saturated_share"].any()
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "rhd", "hier", "gather"])
 def test_sums_are_those_of_a_wire_of_blocks(algorithm: str) -> None:
     """Three roundings at most: each is off by a sixth of a value, or of a step of its block."""
@@ -164,6 +176,7 @@ def test_sums_are_those_of_a_wire_of_blocks(algorithm: str) -> None:
     [
         (lambda: Allreduce("nvfp4", accumulate="exact"), "accumulate='exact'"),
         (lambda: Allreduce("nvfp4", accumulate="grow"), "accumulate='grow'"),
+        (lambda: COMPRESSORS["topk"](wire="nvfp4"), "goes with all-reduces"),
         (lambda: Allreduce("nvfp4", scaling="tile"), "is scaled by block16"),
         (lambda: parse_format("nvfp4"), "16 neighbours share a scale"),
         (lambda: TensorFormat(format="nvfp4", scaling="block32"), "nvfp4 has block16"),
