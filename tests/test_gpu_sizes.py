@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import simulated_kernels
-from gpus import OnGpu
 
 from cpdhpc.formats import SHIFT_BIAS, Cast, parse_format
+from cpdhpc.lab.verify.outcomes import OnGpu
 from cpdhpc.ops import cpu
 from cpdhpc.ops.cpu import CAST_NUMBERS, cast_numbers, product_numbers
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, cuda_source
@@ -342,7 +342,7 @@ def test_two_blocks_do_all_the_work(cupy: Any, monkeypatch: pytest.MonkeyPatch, 
     from cpdhpc.ops import gpu, gpu_runtime
 
     monkeypatch.setattr(gpu_runtime, "_MAX_BLOCKS", 2)
-    found, expected = CALLS[name](OnGpu(gpu, cupy)), CALLS[name](cpu)
+    found, expected = CALLS[name](OnGpu(gpu)), CALLS[name](cpu)
     assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
 
 

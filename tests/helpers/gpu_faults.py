@@ -493,11 +493,7 @@ FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI 
     ),
 }
 MOVES = ["--with-mpi", "-m", "not gpu and not slow", str(HERE / "mpi" / "test_mpi_darray_gpu.py")]
-SIZES = [
-    "-m",
-    "gpu and not slow",
-    *(str(HERE / f"test_{x}.py") for x in ("gpu_sizes", "ops", "selection", "products")),
-]
+SIZES = ["-m", "gpu and not slow", str(HERE / "test_gpu_sizes.py")]
 CONVERSIONS = ["-m", "gpu and not slow", str(HERE / "test_cuda_codec.py")]
 SERIAL = ["-m", "not slow", "-k", "gpu or simulated", *map(str, TESTS)]
 OPTIONS = ["-q", "-x", "--no-header", "--color=no", "-p", "no:cacheprovider"]
