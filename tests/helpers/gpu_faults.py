@@ -302,10 +302,11 @@ FAULTS_OF_CONVERSIONS = {  # in kernels: e4m3 and e5m2 by the GPU itself
         "halves[0] | halves[1] << 16;",
         "halves[1] | halves[0] << 16;",
     ),
-    "other formats of 8 bits are converted too": (
+    "a format without NaN is converted too": (
         "(cast.max_code == 0x77 || cast.max_code == 0x7e)",
         "cast.max_code",
     ),
+    "e5m2fn is converted too": ("cast.man == 2 && cast.max_code == 0x7b", "cast.man == 2"),
 }
 MESSAGES, CHANNEL = "cpdhpc/world/gpu_messages.py", "cpdhpc/darray/device.py"
 REDUCER, TENSORS, OVER = "cpdhpc/torch/reducer.py", "cpdhpc/ops/tensors.py", "cpdhpc/world/mpi.py"
