@@ -104,8 +104,8 @@ FAULTS = {  # what is wrong: the code, and what it becomes
     ),
     "the lanes before this one include it": ("return sum - value;", "return sum;"),
     "the largest of a sum is that of its first two terms": (
-        "more[i]);\n            most = larger(most, bits_of(value) & CPD_MAGNITUDE);",
-        "more[i]);\n            most = larger(most, bits_of(sum[i]) & CPD_MAGNITUDE);",
+        "terms.more);\n            most = larger(most, bits_of(value) & CPD_MAGNITUDE);",
+        "terms.more);\n            most = larger(most, bits_of(sum[i]) & CPD_MAGNITUDE);",
     ),
     "what is cut loses its sign": (
         "from_bits(cut | (bits & ~CPD_MAGNITUDE))",
