@@ -17,6 +17,7 @@ Number formats, on CPU and GPU:
     quantize    round float32 to a format, kept as float32
     encode, decode      values as codes of a format, and back
     pack, unpack        codes as bits without gaps, and back
+    pack_blocks, unpack_blocks   mxfp8, nvfp4 and so on: elements and scales, as others have them
     parse_format        a FloatFormat or TableFormat by its name; Cast is how it is rounded
     kernel_threads, set_kernel_threads      how many threads work on large arrays
 
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from .arrays import decode as decode
     from .arrays import encode as encode
     from .arrays import pack as pack
+    from .arrays import pack_blocks as pack_blocks
     from .arrays import quantize as quantize
     from .arrays import unpack as unpack
+    from .arrays import unpack_blocks as unpack_blocks
     from .collectives.allreduce import Allreduce as Allreduce
     from .collectives.allreduce import allreduce as allreduce
     from .collectives.allreduce import simulate as simulate
@@ -100,6 +103,7 @@ else:
             "formats": "",
             "kernel_threads": "ops",
             "pack": "arrays",
+            "pack_blocks": "arrays",
             "parse_format": "formats",
             "quantize": "arrays",
             "set_kernel_threads": "ops",
@@ -109,6 +113,7 @@ else:
                 ("precision", "quantized", "split_images", "train"), ""
             ),  # former names
             "unpack": "arrays",
+            "unpack_blocks": "arrays",
             "use_gpu": "world.gpu_messages",
         },
     )
@@ -135,6 +140,7 @@ __all__ = [
     "gather",
     "kernel_threads",
     "pack",
+    "pack_blocks",
     "parse_format",
     "quantize",
     "reduce",
@@ -144,5 +150,6 @@ __all__ = [
     "simulate",
     "torch",
     "unpack",
+    "unpack_blocks",
     "use_gpu",
 ]

@@ -1,15 +1,29 @@
-"""Arrays in small formats: quantize, encode, decode, pack and unpack for NumPy, CuPy and torch."""
+"""Arrays in small formats for NumPy, CuPy and torch: rounded, as codes, as bits, in blocks."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .errors import ArgumentError
-from .formats import Cast, Format, Overflow, Rounding, named, packed_bytes, parse_format
+from .formats import (
+    IN_BLOCKS,
+    SHARED,
+    Cast,
+    Format,
+    Microscaling,
+    Overflow,
+    Rounding,
+    TwoScales,
+    named,
+    packed_bytes,
+    parse_format,
+    shift_count,
+    wire_scaling,
+)
 from .methods import check_integer, said_by
 from .ops import backend_of, misread, type_name
 from .randomness import check_key, random_key
@@ -127,6 +141,97 @@ def unpack(packed: Any, bits: int, n: int) -> Any:
         )
     codes = backend_of(flat).unpack(flat, bits, n)
     return restore(codes.astype(_code_dtype(bits)), (n,))
+
+
+class Blocks(NamedTuple):
+    """Elements in blocks that share a scale, as other libraries keep them.
+
+    elements: uint8[..., k * bits / 8], in order, the lowest bits first: of 4 bits two in a byte,
+        the first in its lower half
+    scales: uint8[..., k / block]: of mxfp* E8M0, blocks of 32; of nvfp4 codes of e4m3fn, of 16
+    scale: of nvfp4 float32[1], by which all is multiplied; None of mxfp*
+    """
+
+    elements: Any
+    scales: Any
+    scale: Any = None
+
+
+def pack_blocks(x: Any, fmt: str, rounding: Rounding = "nearest", *, seed: int = 0) -> Blocks:
+    """Return x in a format whose neighbours share scales, along its last axis.
+
+    x: float32[..., k], k a multiple of 32, of nvfp4 of 16; NumPy array, CuPy array or torch tensor
+        on the CPU
+    fmt: "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2", "mxfp4" or "nvfp4"; seed: as for quantize
+    Returns arrays of x's kind. A block with NaN or infinity has the scale NaN.
+    Raises TypeError where x is something else; ValueError for another format or k.
+    Source: OCP Microscaling Formats v1.0; of nvfp4 NVIDIA, arXiv 2509.25149.
+    """
+    kind, block = _blocked("pack_blocks", fmt)
+    flat, restore = _flat("pack_blocks", "x", x, ("float32",))
+    shape, n = tuple(x.shape), flat.size
+    if not shape or shape[-1] % block:
+        allowed = f"the last axis must be a multiple of {block}"
+        raise ArgumentError("pack_blocks", "x.shape", shape, allowed)
+    check_key("pack_blocks: seed", seed)
+    ops, scale, key = backend_of(flat), None, random_key(seed)
+
+    def room(size: int, dtype: type[np.generic] = np.uint8) -> Any:
+        return np.empty_like(flat, dtype, shape=(size,))
+
+    if isinstance(kind, TwoScales):
+        words, scales, scale = room(n // 2), room(n // block), room(1, np.float32)
+        ops.encode_two_scales(flat, Cast(kind, rounding), words, scales, scale, key=key)
+        scale = restore(scale, (1,))
+    else:  # whole tiles, of which the last may be longer than x
+        words, scales = room(packed_bytes(n, kind.bits)), room(shift_count(n, block))
+        ops.encode_tiles(flat, Cast(kind, rounding), words, scales, fit=True, key=key)
+    row = shape[-1] * kind.bits // 8
+    return Blocks(
+        restore(words[: n * kind.bits // 8], (*shape[:-1], row)),
+        restore(scales[: n // block], (*shape[:-1], shape[-1] // block)),
+        scale,
+    )
+
+
+def unpack_blocks(elements: Any, scales: Any, fmt: str, scale: Any = None) -> Any:
+    """Return the numbers of blocks, of pack_blocks or another library: float32[..., k].
+
+    elements, scales, scale: as of Blocks, of one kind; fmt: as for pack_blocks. Scales lie in the
+        order of the blocks: those that hardware wants shuffled are to be put back first
+    Raises TypeError where they are something else; ValueError for another format, and sizes that
+    do not belong together.
+    """
+    kind, block = _blocked("unpack_blocks", fmt)
+    words, restore = _flat("unpack_blocks", "elements", elements, ("uint8",))
+    factors, _ = _flat("unpack_blocks", "scales", scales, ("uint8",))
+    row, n = tuple(elements.shape), words.size * 8 // kind.bits
+    count = tuple(scales.shape)
+    if not row or row[:-1] != count[:-1] or row[-1] * 8 != count[-1] * block * kind.bits:
+        raise ValueError(
+            f"unpack_blocks: elements of shape {list(row)}, scales of {list(count)}: {fmt} has "
+            f"{block * kind.bits // 8} bytes of elements for each scale of {block}"
+        )
+    if (scale is not None) != isinstance(kind, TwoScales):
+        allowed = "a float32[1] is needed" if scale is None else "mxfp* have none"
+        raise ArgumentError("unpack_blocks", "scale", scale, f"{fmt}: {allowed}")
+    ops, out = backend_of(words), np.empty_like(words, np.float32, shape=(n,))
+    if isinstance(kind, TwoScales):
+        of_all, _ = _flat("unpack_blocks", "scale", scale, ("float32",))
+        ops.decode_two_scales(words, factors, of_all, out)
+    else:
+        tile_words = np.zeros_like(words, shape=(packed_bytes(n, kind.bits),))
+        tile_scales = np.zeros_like(words, shape=(shift_count(n, block),))
+        tile_words[: words.size], tile_scales[: factors.size] = words, factors
+        ops.decode_tiles(tile_words, tile_scales, kind, out)
+    return restore(out, (*row[:-1], count[-1] * block))
+
+
+def _blocked(function: str, fmt: str) -> tuple[Microscaling | TwoScales, int]:
+    """Return the format of a name whose neighbours share scales, and how many do."""
+    if not isinstance(fmt, str) or fmt not in IN_BLOCKS:
+        raise ArgumentError(function, "fmt", fmt, f"must be one of {', '.join(IN_BLOCKS)}")
+    return IN_BLOCKS[fmt], SHARED[wire_scaling(fmt)]
 
 
 def _cast(

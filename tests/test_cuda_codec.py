@@ -14,7 +14,7 @@ import simulated_cupy
 import simulated_kernels
 from sass import VERSIONS, ptx_of
 
-from cpdhpc.formats import MICROSCALING, Cast, parse_format
+from cpdhpc.formats import MICROSCALING, Cast, FloatFormat, parse_format
 from cpdhpc.lab.verify.outcomes import OnGpu, differing, of_tiles
 from cpdhpc.ops import reference
 from cpdhpc.ops.cuda_source import OPTIONS
@@ -114,6 +114,8 @@ CASES = {
     "conversions": Case(Cast(parse_format("e5m2")), 1024, False, False),
     "conversions of blocks": Case(Cast(parse_format("e4m3fn")), 16, True, False),
     "conversions of OCP's blocks": Case(Cast(MICROSCALING["mxfp8"]), 32, True, False),
+    "no conversions": Case(Cast(parse_format("e5m2fn")), 1024, True, False),
+    "no conversions either": Case(Cast(FloatFormat(4, 3, "none")), 1024, True, False),
     "zero": Case(Cast(parse_format("e6m9"), "zero"), 1024, True, False),
 }
 QUICK = ((12, 75), "nearest")  # whose code tests/test_cuda_source.py compiles too

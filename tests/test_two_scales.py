@@ -7,12 +7,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gpus import OnGpu
+import torch
 
+import cpdhpc
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS
+from cpdhpc.compress.base import Mean
+from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.payload import encode_sparse
-from cpdhpc.formats import NVFP4, Cast, nvfp4_blocks, parse_format, wire_format
+from cpdhpc.formats import IN_BLOCKS, NVFP4, Cast, nvfp4_blocks, parse_format, wire_format
+from cpdhpc.lab.verify.outcomes import OnGpu
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.payloads import TwoScaled
 from cpdhpc.torch.precision.tensors import TensorFormat
@@ -100,12 +105,12 @@ def test_gpus_have_the_bits_of_the_specification(cupy: Any, kind: str, rounding:
             x[:: max(1, n // 3)] = np.nan
             x[n // 2] = -np.inf
         how = {"key": (3, 4), "offset": 2**32 - 5}
-        found, expected = (encoded(ops, x, cast, **how) for ops in (OnGpu(gpu, cupy), reference))
+        found, expected = (encoded(ops, x, cast, **how) for ops in (OnGpu(gpu), reference))
         for mine, want in zip(found, expected, strict=True):
             both = np.isnan(mine) & np.isnan(want) if mine.dtype == np.float32 else False
             assert (np.where(both, 0, mine) == np.where(both, 0, want)).all()
         more, out = values(n, "normal"), np.zeros((2, n), np.float32)
-        for ops, row in zip((OnGpu(gpu, cupy), reference), out, strict=True):
+        for ops, row in zip((OnGpu(gpu), reference), out, strict=True):
             ops.decode_two_scales(*expected[:3], row, more)
         assert np.array_equal(*out, equal_nan=True)
 
@@ -144,6 +149,15 @@ def test_payloads_have_elements_scales_and_a_float32_in_this_order() -> None:
     assert wire.size_bytes(1024) == 1024 * 9 // 16 + 4
 
 
+def test_a_compressor_counts_what_becomes_zero() -> None:
+    x = values(4096, "wide")
+    bucket = Bucket(("a", "b"), ((1024,), (3072,)), 1024)
+    lost = COMPRESSORS["lowbit"](wire="nvfp4").observe(x, bucket, Mean(x, {}))
+    zeros = (defined(x)[3] == 0) & (x != 0)
+    assert lost["underflow_share"].tolist() == [zeros[:1024].sum(), zeros[1024:].sum()]
+    assert zeros.any() and not lost["saturated_share"].any()
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "rhd", "hier", "gather"])
 def test_sums_are_those_of_a_wire_of_blocks(algorithm: str) -> None:
     """Three roundings at most: each is off by a sixth of a value, or of a step of its block."""
@@ -162,6 +176,7 @@ def test_sums_are_those_of_a_wire_of_blocks(algorithm: str) -> None:
     [
         (lambda: Allreduce("nvfp4", accumulate="exact"), "accumulate='exact'"),
         (lambda: Allreduce("nvfp4", accumulate="grow"), "accumulate='grow'"),
+        (lambda: COMPRESSORS["topk"](wire="nvfp4"), "goes with all-reduces"),
         (lambda: Allreduce("nvfp4", scaling="tile"), "is scaled by block16"),
         (lambda: parse_format("nvfp4"), "16 neighbours share a scale"),
         (lambda: TensorFormat(format="nvfp4", scaling="block32"), "nvfp4 has block16"),
@@ -175,3 +190,83 @@ def test_what_nvfp4_does_not_go_with_is_refused(call: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()
     assert wire_format("nvfp4") == NVFP4
+
+
+MX = {  # elements, their largest exponent
+    "mxfp8": (ml_dtypes.float8_e4m3fn, 8),
+    "mxfp8-e5m2": (ml_dtypes.float8_e5m2, 15),
+    "mxfp4": (ml_dtypes.float4_e2m1fn, 2),
+}
+
+
+def written_elsewhere(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return elements, scales and numbers of MX as ml_dtypes has them: what others write."""
+    dtype, emax = MX[name]
+    blocks = x.reshape(-1, 32)
+    exponents = np.floor(np.log2(np.maximum(np.abs(blocks).max(1), 2.0**-126))) - emax
+    scales = np.exp2(exponents).astype(ml_dtypes.float8_e8m0fnu)
+    most = float(ml_dtypes.finfo(dtype).max)
+    scaled = blocks * np.exp2(-exponents)[:, None].astype(np.float32)
+    elements = np.clip(scaled, -most, most).astype(dtype)
+    numbers = elements.astype(np.float32) * scales.astype(np.float32)[:, None]
+    codes = elements.view(np.uint8).reshape(*x.shape[:-1], -1)
+    if name == "mxfp4":
+        codes = codes[..., ::2] & 15 | codes[..., 1::2] << 4
+    return codes, scales.view(np.uint8).reshape(*x.shape[:-1], -1), numbers.reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", MX)
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_bytes_of_mx_are_those_of_other_libraries(name: str, rows: int) -> None:
+    """Read from what ml_dtypes writes, and written as it does."""
+    x = values(rows * 96, "wide").reshape(rows, 96)
+    elements, scales, numbers = written_elsewhere(x, name)
+    assert cpdhpc.unpack_blocks(elements, scales, name).tobytes() == numbers.tobytes()
+    found = cpdhpc.pack_blocks(x, name)
+    assert found.elements.tobytes() == elements.tobytes() and found.elements.shape[0] == rows
+    assert found.scales.tobytes() == scales.tobytes() and found.scale is None
+
+
+def test_bytes_of_nvfp4_are_those_of_its_definition() -> None:
+    x = values(7 * 48, "wide").reshape(7, 48)
+    words, scales, scale, numbers = defined(x.reshape(-1))
+    found = cpdhpc.pack_blocks(torch.from_numpy(x), "nvfp4")
+    assert found.elements.numpy().tobytes() == words.tobytes()
+    assert found.scales.numpy().tobytes() == scales.tobytes() and found.scale.item() == scale
+    again = cpdhpc.unpack_blocks(found.elements, found.scales, "nvfp4", found.scale)
+    assert again.shape == (7, 48) and again.numpy().tobytes() == numbers.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_blocks_on_gpus_have_the_bytes_of_the_cpu(cupy: Any, name: str) -> None:
+    x = values(40 * 96, "wide").reshape(40, 96)
+    found, expected = cpdhpc.pack_blocks(cupy.asarray(x), name), cpdhpc.pack_blocks(x, name)
+    for mine, want in zip(found, expected, strict=True):
+        assert (mine is want is None) or mine.get().tobytes() == want.tobytes()
+    again = cpdhpc.unpack_blocks(found[0], found[1], name, found[2])
+    numbers = cpdhpc.unpack_blocks(expected[0], expected[1], name, expected[2])
+    assert again.get().tobytes() == numbers.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: cpdhpc.pack_blocks(np.zeros(32, "f4"), "e4m3"),
+            "fmt='e4m3': must be one of",
+        ),
+        (lambda: cpdhpc.pack_blocks(np.zeros((2, 33), "f4"), "mxfp8"), "a multiple of 32"),
+        (lambda: cpdhpc.unpack_blocks(np.zeros(32, "u1"), np.zeros(2, "u1"), "mxfp8"), "32 bytes"),
+        (lambda: cpdhpc.unpack_blocks(np.zeros(8, "u1"), np.zeros(1, "u1"), "nvfp4"), "float32"),
+        (
+            lambda: cpdhpc.unpack_blocks(
+                np.zeros(32, "u1"), np.zeros(1, "u1"), "mxfp8", np.ones(1, "f4")
+            ),
+            "mxfp.* have none",
+        ),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()

@@ -12,7 +12,7 @@ import numpy as np
 from ..formats import TILE, tiles
 from ..methods import GROW
 from ..ops import backend_of
-from ..ops.payloads import FLOAT32, Array, Exact, Packed, Raw, Wire
+from ..ops.payloads import FLOAT32, Array, Exact, Packed, Raw, TwoScaled, Wire
 from ..randomness import Key, random_key
 from .blocks import Blocks, Piece, Place, Places, rounds
 from .engine import Exchange, Program, ScheduleError, Take
@@ -215,7 +215,7 @@ class Chunk:
         return self.wire.dtype if isinstance(self.wire, Raw) else FLOAT32
 
     @property
-    def floats(self) -> Raw | Packed:
+    def floats(self) -> Raw | Packed | TwoScaled:
         """The wire, which is not one of exact sums."""
         assert not isinstance(self.wire, Exact), "exact sums are added by ExactChunk"
         return self.wire

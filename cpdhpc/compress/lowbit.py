@@ -23,6 +23,7 @@ from ..formats import (
     Overflow,
     Rounding,
     TableFormat,
+    TwoScales,
     packed_bytes,
     shift_count,
     tiles,
@@ -317,6 +318,10 @@ def count_losses(
     mean: whose "aps_shift", if any, is the shift of each layer; else tiles have their own
     """
     assert method.fmt is not None, "wire 'raw' is refused"
+    if isinstance(method.fmt, TwoScales):  # a block's scale lets nothing saturate
+        lost = (_rounded(gradient, method, ((), ()), []) == 0) & (gradient != 0)
+        each = [int(lost[start:stop].sum()) for _, start, stop in bucket.segments]
+        return dict(zip(LOST, (np.zeros(len(each), np.int64), np.array(each)), strict=True))
     cast = Cast(method.fmt)
     shifts, flat = mean.layers.get("aps_shift"), gradient
     edges = np.array([*(start // TILE for _, start, _ in bucket.segments), tiles(flat.size)])

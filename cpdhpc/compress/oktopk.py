@@ -26,7 +26,7 @@ from ..collectives.sparse import allgather, neighbours
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
 from ..ops.common import NONFINITE_BITS
-from ..ops.payloads import parse_wire
+from ..ops.payloads import packed_wire
 from ..options import Allowed
 from ..partition import split
 from ..world.ranks import Ranks
@@ -71,7 +71,7 @@ class OkTopk(SparseMessages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_wire(self.wire)
+        packed_wire(self.wire, "allreduce")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

@@ -15,7 +15,7 @@ from ..collectives.sparse import allgather
 from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
 from ..ops.common import NONFINITE_BITS
-from ..ops.payloads import parse_wire
+from ..ops.payloads import packed_wire
 from ..options import Allowed
 from .base import (
     RESIDUAL,
@@ -100,7 +100,7 @@ class LargestValues(SparseMessages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_wire(self.wire)
+        packed_wire(self.wire, "allreduce")
 
     def _density(self, context: Context) -> float:
         """Return the share of values that a rank sends."""

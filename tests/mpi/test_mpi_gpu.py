@@ -64,6 +64,14 @@ def test_bits_are_those_of_the_cpu(gpu, algorithm, accumulate):
     }
 
 
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "rhd", "hier"])
+def test_nvfp4_has_the_bits_of_the_cpu(gpu, algorithm):
+    """A payload has a float32 of its own, which is known on the GPU alone."""
+    for rounding in ("nearest", "stochastic"):
+        check(gpu, Allreduce("nvfp4", algorithm, rounding=rounding, op="mean"))
+
+
 @pytest.mark.parametrize("algorithm", [name for name, way in WAYS if way == "grow"])
 def test_partial_sums_that_grow(gpu, algorithm, monkeypatch):
     """With more bits than so few ranks would take, already in contributions that are not held."""

@@ -24,7 +24,7 @@ from ...collectives.rank_program import ACCUMULATES
 from ...collectives.recorded import empty_shared
 from ...collectives.schedules import SCHEDULES
 from ...config import UserError, among
-from ...formats import MICROSCALING, wire_scaling
+from ...formats import IN_BLOCKS, wire_scaling
 from ...methods import BASELINE_DEVICES, COLLECTIVES, MEMCPY, SCALINGS, SUMMING
 from ...ops import on_gpu
 from ...ops.payloads import parse_wire
@@ -152,7 +152,7 @@ def parse_methods(
     of = Allreduce if name == ALL_REDUCE else partial(Collective, collective=name)
     for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
         raw = wire == "raw"  # which neither scaling nor rounding touches
-        scaling = wire_scaling(wire) if raw or wire in MICROSCALING else scaling
+        scaling = wire_scaling(wire) if raw or wire in IN_BLOCKS else scaling
         options = (scaling, None if raw or way == "default" else way)
         try:
             methods[of(wire, algorithm, *options, machine=machine)] = None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import ConfigError, Raw, UserError, among
 from ...formats import (
+    IN_BLOCKS,
     INTEGERS,
-    MICROSCALING,
     SHARED,
     FloatFormat,
     sum_bits,
@@ -134,7 +134,7 @@ def _scaling(wire: str, accumulate: str, given: str) -> str:
         if kind not in allowed:
             what = f"wire {wire}" if wire in INTEGERS else "an exact sum"
             raise ValueError(f"{what} is scaled by {' or '.join(allowed)}, not by {kind}")
-    if wire in MICROSCALING and kind != wire_scaling(wire):
+    if wire in IN_BLOCKS and kind != wire_scaling(wire):
         raise ValueError(f"wire {wire} is scaled by {wire_scaling(wire)}, not by {kind}")
     if kind == "static":
         fmt = wire_format(wire)

@@ -20,7 +20,7 @@ from ...collectives.rank_program import NO_KEY
 from ...compress.base import Array, Mean
 from ...config import ConfigError, Share, one_of
 from ...formats import TILE
-from ...ops.payloads import Packed, packed_wire, parse_wire
+from ...ops.payloads import Packed, packed_wire
 from .update import NOTHING, OwnModels, OwnModelsRule
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class DecentLaMUpdate(Gossip):
 
 
 def _known_wire(name: str) -> str:
-    parse_wire(name, "update")
+    packed_wire(name, "update")
     return name
 
 

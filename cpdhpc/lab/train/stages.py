@@ -11,13 +11,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ...config import Above0, Positive, Section
-from ...ops.payloads import parse_wire
+from ...ops.payloads import packed_wire
 from ...world.mpi import World
 from ...world.ranks import Loopback, Ranks
 
 
 def _check_wire(wire: str) -> str:
-    parse_wire(wire, "stages")
+    packed_wire(wire, "stages")
     return wire
 
 
