@@ -113,6 +113,14 @@ def test_a_rank_that_hangs_is_named_and_the_rest_goes_on(
 
 
 @needs_mpirun
+def test_ranks_that_all_hang_end_the_job(tmp_path: Path) -> None:
+    more = ("--limit", "4")
+    code, shown, results = verify(tmp_path / "v.h5", "blocked", "all", "passes,windows", *more)
+    assert code != 0 and "WRONG: all ranks hang in windows on the CPU" in shown, shown
+    assert statuses(results) == {"passes on the CPU": RIGHT} and results.ended
+
+
+@needs_mpirun
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_rank_that_dies_is_named_and_what_was_found_is_there(tmp_path: Path, rank: str) -> None:
     code, shown, results = verify(tmp_path / "v.h5", "dies", rank, "passes,windows,selection")

@@ -173,6 +173,14 @@ def _padded(rows: list[Any], most: int) -> store.Variable:
     return store.Variable(("row", "repeat"), data, "time of a call, of the slowest rank", "s")
 
 
+def read_writer(path: Path) -> int:
+    """Return the process that wrote a file, -1 if there is none."""
+    try:
+        return int(store.read_attributes(path).get("writer", -1))
+    except store.StoreError:
+        return -1
+
+
 def read(path: Path) -> Results:
     """Return what a file holds. Raises StoreError."""
     groups, notes = store.read(path)

@@ -12,7 +12,7 @@ from ...world.ranks import Ranks
 from ..provenance import attributes
 from . import exact, speed, there
 from .base import DEVICES, GPU_LIMIT_S, Check, Checks, Found, Place
-from .results import NOT_RUN, RIGHT, Results, Row, joined
+from .results import NOT_RUN, RIGHT, Results, Row, joined, read_writer
 from .watch import GRACE_S, Guard, Outcome, Watch
 
 # Speeds first: on a GPU the kernels of so many casts as exactness has are not all compiled apart.
@@ -57,6 +57,7 @@ def verify(
     plan = list(planned(checks, asked.device))
     results = Results(_title(world), len(plan), dict(attributes(world)))
     results.attributes |= {"device": asked.device, "quick": int(asked.quick)}
+    results.attributes["writer"] = world.process
     watch = Watch(world, asked.grace_s)
 
     def save(why: str) -> None:
@@ -67,7 +68,11 @@ def verify(
         say(f"{results.verdict}\nwrote {asked.out}")
         finish(results)
 
-    with Guard(world, watch, save).watching():
+    def overtaken() -> bool:
+        """Whether another process has gone on without this one, and written the file."""
+        return read_writer(asked.out) not in (-1, world.process)
+
+    with Guard(world, watch, save, overtaken).watching():
         _carry_out(watch, plan, asked, results, say)
         status = None
         if watch.first:
