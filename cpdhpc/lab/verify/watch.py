@@ -132,7 +132,7 @@ class Watch:
         self.limit_s, start_s = limit_s, time.monotonic()
         self.deadline_s = start_s + limit_s
         faulthandler.dump_traceback_later(limit_s + 2 * self.patience_s, exit=True)
-        signal.signal(signal.SIGALRM, self._ring)
+        before = signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)  # again, where a call swallows it
         outcome = Outcome(None, "was not begun")
         try:
@@ -146,6 +146,7 @@ class Watch:
         finally:
             self.running = False
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
         outcome = outcome._replace(time_s=time.monotonic() - start_s)
         if outcome.left:
             self._kept += [self._send(b"", each, ALARM) for each in self.alive if each != self.me]
