@@ -112,6 +112,13 @@ def test_a_rank_that_hangs_is_named_and_the_rest_goes_on(
     assert gone == ("left behind" in shown)
 
 
+def test_one_rank_goes_on_however_late_it_is(tmp_path: Path) -> None:
+    """C holds it for longer than others would wait for it."""
+    more = ("--limit", "2")
+    code, shown, results = verify(tmp_path / "v.h5", "held", "0", "windows,GPUs", *more, ranks=1)
+    assert code == 1 and statuses(results) == {"windows on the CPU": FAILED, "GPUs": RIGHT}, shown
+
+
 @needs_mpirun
 def test_ranks_that_all_hang_end_the_job(tmp_path: Path) -> None:
     more = ("--limit", "4")

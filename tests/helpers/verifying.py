@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from hashlib import pbkdf2_hmac
 from typing import Any
 from unittest.mock import patch
 
@@ -103,6 +104,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "error": lambda: in_check("windows", raised),
     "sleeps": lambda: in_check("windows", lambda: time.sleep(1000)),
     "blocked": lambda: in_check("windows", blocked),
+    "held": lambda: in_check("windows", lambda: pbkdf2_hmac("sha512", b"", b"", 8_000_000)),
     "dies": lambda: in_check("windows", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "failing gpu": failing_gpu,
 }

@@ -103,8 +103,8 @@ class Watch:
 
     def late(self, grace_s: float) -> bool:
         """Whether this process should have ended its check so long ago."""
-        begun = self.deadline_s and not self.parting and self.me >= 0
-        return bool(begun) and time.monotonic() > self.deadline_s + grace_s
+        checks = self.deadline_s > 0 and not self.parting
+        return checks and time.monotonic() > self.deadline_s + grace_s
 
     def _tag(self, kind: int) -> int:
         return 3 * self.number + kind
@@ -193,7 +193,7 @@ class Watch:
         The first one collects them and tells the others; who is not there in time is left behind,
         and does not come back from here. If the first is not there the next one does it.
         """
-        if time.monotonic() > self.deadline_s + self.grace_s / 2:
+        if len(self.alive) > 1 and self.late(self.grace_s / 2):
             self._idle()
         turn = 0
         while True:
@@ -224,8 +224,7 @@ class Watch:
         return found
 
     def _idle(self) -> NoReturn:
-        """Wait for the end of the job, which goes on without this process."""
-        self.me = -1
+        """Wait for the end of the job, which goes on without this process, or its guard ends it."""
         faulthandler.cancel_dump_traceback_later()
         while True:
             time.sleep(1.0)
