@@ -65,7 +65,7 @@ def verify(
         under_way = plan[len(results.rows)][0] if len(results.rows) < len(plan) else "the end"
         results.ended = f"{why} in {under_way}"
         results.write(asked.out)
-        say(f"{results.verdict}\nwrote {asked.out}")
+        say(f"wrote {asked.out}\n{results.verdict}")
         finish(results)
 
     def overtaken() -> bool:
@@ -79,7 +79,7 @@ def verify(
             results.ended = ""
             results.write(asked.out)
             finish(results)
-            say(f"{results.verdict}\nwrote {asked.out}")
+            say(f"wrote {asked.out}\n{results.verdict}")
             status = 0 if results.right else 1
         return watch.part(status, limit_s=300.0), not watch.dirty
 
