@@ -21,6 +21,7 @@ from mpi4py import MPI
 from simulated_cupy import simulated
 
 from cpdhpc.collectives import schedules
+from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.lab import cli
 from cpdhpc.lab.verify import run as verify_run
 from cpdhpc.lab.verify.base import Found, Place
@@ -44,16 +45,16 @@ def wrong_code() -> Any:
     return changed("encode", change)
 
 
-def wrong_hop() -> Any:
-    """A hop on its way to another rank changes a bit of the first value."""
-    before = cpu.decode_add_encode_tiles
+def wrong_result() -> Any:
+    """All-reduces return another bit in the first value."""
+    before = Allreduce.run
 
-    def hop(*args: Any, **more: Any) -> Any:
-        found = before(*args, **more)
-        args[4][:1] ^= 1
-        return found
+    def run(*args: Any, **more: Any) -> Any:
+        reduced = before(*args, **more)
+        reduced.arrays[0].view("u4")[:1] ^= 1
+        return reduced
 
-    return patch.object(cpu, "decode_add_encode_tiles", hop)
+    return patch.object(Allreduce, "run", run)
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def failing_gpu() -> Iterator[None]:
 FAULTS: dict[str, Callable[[], Any]] = {
     "wrong code": wrong_code,
     "wrong count": lambda: changed("decode_tiles", lambda lost: lost + 1),
-    "wrong hop": wrong_hop,
+    "wrong result": wrong_result,
     "wrong schedule": wrong_schedule,
     "error": lambda: in_check("windows", raised),
     "sleeps": lambda: in_check("windows", lambda: time.sleep(1000)),

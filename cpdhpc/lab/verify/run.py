@@ -64,8 +64,10 @@ def verify(
         """Write and say what was found before the job ends; of the guard's thread."""
         under_way = plan[len(results.rows)][0] if len(results.rows) < len(plan) else "the end"
         results.ended = f"{why} in {under_way}"
-        results.write(asked.out)
-        say(f"wrote {asked.out}\n{results.verdict}")
+        try:
+            results.write(asked.out)
+        finally:  # as on a full disk
+            say(results.verdict)
         finish(results)
 
     def overtaken() -> bool:
