@@ -138,6 +138,15 @@ def test_train_script_wants_a_job_file(tmp_path: Path) -> None:
     assert job.process.returncode == 2 and "sbatch slurm/train.sbatch JOB.toml" in shown
 
 
+def test_verify_script_names_its_files_by_the_job(tmp_path: Path) -> None:
+    text = standalone.scripts(Site())["verify.sbatch"]
+    shape = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2"}
+    job = Job(tmp_path, text, ENDS="1", **shape)
+    assert job.end()[0] == 1  # as verify's
+    launched = job.record.read_text().splitlines()[0]
+    assert "verify --out verify-7.h5 --html verify-7.html" in launched
+
+
 def test_without_the_launcher_it_says_what_to_load(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text(array_of(Site()))

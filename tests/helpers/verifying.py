@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from hashlib import pbkdf2_hmac
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from mpi4py import MPI
 from simulated_cupy import simulated
 
 from cpdhpc.collectives import schedules
+from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.lab import cli
 from cpdhpc.lab.verify import run as verify_run
 from cpdhpc.lab.verify.base import Found, Place
@@ -43,16 +45,16 @@ def wrong_code() -> Any:
     return changed("encode", change)
 
 
-def wrong_hop() -> Any:
-    """A hop on its way to another rank changes a bit of the first value."""
-    before = cpu.decode_add_encode_tiles
+def wrong_result() -> Any:
+    """All-reduces return another bit in the first value."""
+    before = Allreduce.run
 
-    def hop(*args: Any, **more: Any) -> Any:
-        found = before(*args, **more)
-        args[4][:1] ^= 1
-        return found
+    def run(*args: Any, **more: Any) -> Any:
+        reduced = before(*args, **more)
+        reduced.arrays[0].view("u4")[:1] ^= 1
+        return reduced
 
-    return patch.object(cpu, "decode_add_encode_tiles", hop)
+    return patch.object(Allreduce, "run", run)
 
 
 @contextmanager
@@ -98,11 +100,12 @@ def failing_gpu() -> Iterator[None]:
 FAULTS: dict[str, Callable[[], Any]] = {
     "wrong code": wrong_code,
     "wrong count": lambda: changed("decode_tiles", lambda lost: lost + 1),
-    "wrong hop": wrong_hop,
+    "wrong result": wrong_result,
     "wrong schedule": wrong_schedule,
     "error": lambda: in_check("windows", raised),
     "sleeps": lambda: in_check("windows", lambda: time.sleep(1000)),
     "blocked": lambda: in_check("windows", blocked),
+    "held": lambda: in_check("windows", lambda: pbkdf2_hmac("sha512", b"", b"", 8_000_000)),
     "dies": lambda: in_check("windows", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "failing gpu": failing_gpu,
 }

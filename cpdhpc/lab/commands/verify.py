@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", "take 20 seconds rather than minutes")
     add("--out FILE.h5", "write all that is found", Path("verify.h5"), type=Path)
     add("--html FILE.html", "write one self-contained page", Path)
-    add("--limit SECONDS", "of each check (default 60 if quick, else 240; on GPUs 240 more)", float)
+    add(
+        "--limit SECONDS", "of each check (default 120 if quick, else 480; on GPUs 240 more)", float
+    )
 
 
 def run(arguments: argparse.Namespace, world: World) -> int:

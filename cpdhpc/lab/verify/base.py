@@ -98,7 +98,7 @@ class Check:
     section: str
     what: str
     run: Callable[[Place], Found]
-    limit_s: tuple[float, float] = (60.0, 240.0)
+    limit_s: tuple[float, float] = (120.0, 480.0)
     devices: Sequence[str] = ("cpu", "gpu")
 
 

@@ -10,11 +10,14 @@ import numpy as np
 
 from ...formats import (
     INTEGERS,
+    NVFP4,
+    NVFP4_BLOCK,
     SHIFT_BIAS,
     TILE,
     TRIT_BYTES,
     Cast,
     FloatFormat,
+    nvfp4_blocks,
     packed_bytes,
     shift_count,
     sum_bits,
@@ -104,6 +107,18 @@ def of_tiles(
         after,
     ]
     return [*written, *returned]
+
+
+def of_two_scales(ops: Any, x: Array, y: Array, rounding: Any) -> list[Array]:
+    """Of floats in blocks of NVFP4: x is encoded, decoded, and added to y."""
+    blocks = nvfp4_blocks(x.size)
+    words, scales = np.zeros(blocks * NVFP4_BLOCK // 2, np.uint8), np.zeros(blocks, np.uint8)
+    scale, out, total = np.zeros(1, np.float32), np.zeros_like(x), np.zeros_like(x)
+    cast = Cast(NVFP4.element, rounding)
+    ops.encode_two_scales(x, cast, words, scales, scale, key=KEY, offset=OFFSET)
+    lost = [ops.decode_two_scales(words, scales, scale, out),
+            ops.decode_two_scales(words, scales, scale, total, y)]  # fmt: skip
+    return [words, scales, scale, out, total, *(np.asarray(each, np.uint64) for each in lost)]
 
 
 def of_codes(ops: Any, x: Array, cast: Cast, shift: int = 2) -> list[Array]:

@@ -11,7 +11,7 @@ from ..report import units
 from ..report.figures import BOUND, Axis, Chart, Map, Panel, Series, styles
 from ..report.tables import Column, Listed, Report, Section, Table, tabulate, words
 from .base import Array, Ratio
-from .results import Results, Row, read
+from .results import NOT_RUN, Results, Row, read
 
 SHOWN_ATTRIBUTES = ("date", "hosts", "processor", "cpu_clone", "mpi_library", "versions",
                     "kernel_threads", "git_commit", "slurm_job_id")  # fmt: skip
@@ -106,21 +106,27 @@ def _facts(results: Results) -> Table:
     return Table("What is there", words("", ""), [[*each] for each in results.facts.items()])
 
 
+SHORT_S = 0.01  # shorter checks are drawn there
+
+
 def _coverage(results: Results) -> list[Chart]:
-    """Return how long checks took, a place for each."""
-    rows = [row for row in results.rows if row.time_s > 0]
+    """Return how long checks took that were run, a place for each."""
+    rows = [row for row in results.rows if row.status != NOT_RUN]
     if not rows:
         return []
-    drawn = styles(["right", "wrong or failed", "not run"])
     series = []
-    for label, style in drawn.items():
-        statuses = ("wrong", "failed") if label == "wrong or failed" else (label,)
-        some = [(row.time_s, i) for i, row in enumerate(rows) if row.status in statuses]
+    for (label, bad), style in zip(
+        (("right", False), ("wrong or failed", True)), styles("ab").values(), strict=True
+    ):
+        some = [(max(row.time_s, SHORT_S), i) for i, row in enumerate(rows) if row.bad == bad]
         if some:
             x, y = zip(*some, strict=True)
             series.append(Series(label, style, x, y, join="none"))
     panel = Panel(
-        "", Axis("time of the check, s", "log"), Axis("", names=[row.name for row in rows]), series
+        "",
+        Axis(f"time of the check, s, at least {SHORT_S:g}", "log"),
+        Axis("", names=[row.name for row in rows]),
+        series,
     )
     caption = "Time of each check on the slowest rank, by what became of it."
     scale = (1.9, 0.075 * len(rows) + 0.35)
@@ -132,11 +138,10 @@ def _speeds(several: Sequence[Results], names: Sequence[str]) -> list[Chart]:
     rows = list(dict.fromkeys(_key(r) for each in several for r in each.ratios))
     if not rows:
         return []
-    panels = []
+    known = {_key(r): r for each in several for r in each.ratios}
+    charts = []
     for beside in dict.fromkeys(key[1] for key in rows):
         keys = [key for key in rows if key[1] == beside]
-        known = {_key(r): r for each in several for r in each.ratios}
-        labels = [_name(known[key]) for key in keys]
         series = [
             Series(name or "measured", style, *_places(each, keys), join="none")
             for each, name, style in zip(several, names, styles(names).values(), strict=True)
@@ -146,13 +151,15 @@ def _speeds(several: Sequence[Results], names: Sequence[str]) -> list[Chart]:
             label = "least that is expected" if i == 0 else ""
             series.append(Series(label, BOUND, [low, low], [at - 0.4, at + 0.4], join="line"))
         axis = Axis(f"times as fast as {beside}", "log")
-        panels.append(Panel(f"beside {beside}", axis, Axis("", names=labels), series))
-    high = max(len(panel.y.names) for panel in panels)
-    caption = (
-        "Speed over that of the other, by medians; right of the mark is as expected or better."
-    )
-    scale = (1.9, 0.09 * high + 0.35)
-    return [Chart("speeds", "Speeds", [], caption, panels, columns=1, shared=False, scale=scale)]
+        labels = [_name(known[key]) for key in keys]
+        panel = Panel("", axis, Axis("", names=labels), series)
+        caption = f"Speed over that of {beside}, by medians. Right of the mark is as expected."
+        scale = (1.9, 0.09 * len(keys) + 0.35)
+        charts.append(
+            Chart(f"speeds_beside_{beside}", f"Speeds beside {beside}", [], caption, [panel],
+                  columns=1, scale=scale)
+        )  # fmt: skip
+    return charts
 
 
 def _key(ratio: Ratio) -> tuple[str, str, str, int]:

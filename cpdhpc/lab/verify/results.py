@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import store
+from ..report import units
 from .base import Array, Found, Ratio
 from .watch import Outcome
 
@@ -110,19 +111,20 @@ class Results:
         slow = [each for each in self.ratios if not each.expected]
         parts = []
         if self.ended:
-            parts.append(f"{self.ended}; {len(self.rows)} of {self.asked} checks were done")
+            parts.append(f"{self.ended}; {len(self.rows)} of {self.asked} checks done")
         if bad:
             parts.append(
-                f"{len(bad)} of {len(done)} checks: "
+                f"{len(bad)} of {units.count(len(done), 'check')}: "
                 + "; ".join(f"{row.name}: {row.said[0] if row.said else row.status}" for row in bad)
             )
         elif not self.ended:
             count = sum(row.counted for row in self.rows)
-            parts.append(f"{len(done)} checks, {count:,} comparisons and measurements")
+            parts.append(f"{units.count(len(done), 'check')}, {count:,} comparisons")
         if len(done) < len(self.rows):
             parts.append(f"{len(self.rows) - len(done)} not run")
         if self.ratios:
-            parts.append(f"{len(slow)} of {len(self.ratios)} speeds outside what is expected")
+            several = units.count(len(self.ratios), "speed")
+            parts.append(f"{len(slow)} of {several} outside what is expected")
         return f"{'RIGHT' if self.right else 'WRONG'}: {', '.join(parts)}"
 
     def write(self, path: Path) -> None:
@@ -171,6 +173,14 @@ def _padded(rows: list[Any], most: int) -> store.Variable:
     for row, values in zip(data, rows, strict=True):
         row[: len(values)] = values
     return store.Variable(("row", "repeat"), data, "time of a call, of the slowest rank", "s")
+
+
+def read_writer(path: Path) -> int:
+    """Return the process that wrote a file, -1 if there is none."""
+    try:
+        return int(store.read_attributes(path).get("writer", -1))
+    except store.StoreError:
+        return -1
 
 
 def read(path: Path) -> Results:

@@ -12,7 +12,7 @@ from ...world.ranks import Ranks
 from ..provenance import attributes
 from . import exact, speed, there
 from .base import DEVICES, GPU_LIMIT_S, Check, Checks, Found, Place
-from .results import NOT_RUN, RIGHT, Results, Row, joined
+from .results import NOT_RUN, RIGHT, Results, Row, joined, read_writer
 from .watch import GRACE_S, Guard, Outcome, Watch
 
 # Speeds first: on a GPU the kernels of so many casts as exactness has are not all compiled apart.
@@ -57,24 +57,31 @@ def verify(
     plan = list(planned(checks, asked.device))
     results = Results(_title(world), len(plan), dict(attributes(world)))
     results.attributes |= {"device": asked.device, "quick": int(asked.quick)}
+    results.attributes["writer"] = world.process
     watch = Watch(world, asked.grace_s)
 
     def save(why: str) -> None:
         """Write and say what was found before the job ends; of the guard's thread."""
         under_way = plan[len(results.rows)][0] if len(results.rows) < len(plan) else "the end"
         results.ended = f"{why} in {under_way}"
-        results.write(asked.out)
-        say(f"{results.verdict}\nwrote {asked.out}")
+        try:
+            results.write(asked.out)
+        finally:  # as on a full disk
+            say(results.verdict)
         finish(results)
 
-    with Guard(world, watch, save).watching():
+    def overtaken() -> bool:
+        """Whether another process has gone on without this one, and written the file."""
+        return read_writer(asked.out) not in (-1, world.process)
+
+    with Guard(world, watch, save, overtaken).watching():
         _carry_out(watch, plan, asked, results, say)
         status = None
         if watch.first:
             results.ended = ""
             results.write(asked.out)
             finish(results)
-            say(f"{results.verdict}\nwrote {asked.out}")
+            say(f"wrote {asked.out}\n{results.verdict}")
             status = 0 if results.right else 1
         return watch.part(status, limit_s=300.0), not watch.dirty
 

@@ -101,6 +101,11 @@ class Watch:
         """How long after its limit the other ranks have gone on without a rank that is late."""
         return (2 * len(self.alive) + 2) * self.grace_s
 
+    def late(self, grace_s: float) -> bool:
+        """Whether this process should have ended its check so long ago."""
+        checks = self.deadline_s > 0 and not self.parting
+        return checks and time.monotonic() > self.deadline_s + grace_s
+
     def _tag(self, kind: int) -> int:
         return 3 * self.number + kind
 
@@ -127,7 +132,7 @@ class Watch:
         self.limit_s, start_s = limit_s, time.monotonic()
         self.deadline_s = start_s + limit_s
         faulthandler.dump_traceback_later(limit_s + 2 * self.patience_s, exit=True)
-        signal.signal(signal.SIGALRM, self._ring)
+        before = signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)  # again, where a call swallows it
         outcome = Outcome(None, "was not begun")
         try:
@@ -141,6 +146,7 @@ class Watch:
         finally:
             self.running = False
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
         outcome = outcome._replace(time_s=time.monotonic() - start_s)
         if outcome.left:
             self._kept += [self._send(b"", each, ALARM) for each in self.alive if each != self.me]
@@ -187,7 +193,7 @@ class Watch:
         The first one collects them and tells the others; who is not there in time is left behind,
         and does not come back from here. If the first is not there the next one does it.
         """
-        if time.monotonic() > self.deadline_s + self.grace_s / 2:
+        if len(self.alive) > 1 and self.late(self.grace_s / 2):
             self._idle()
         turn = 0
         while True:
@@ -218,8 +224,7 @@ class Watch:
         return found
 
     def _idle(self) -> NoReturn:
-        """Wait for the end of the job, which goes on without this process."""
-        self.me = -1
+        """Wait for the end of the job, which goes on without this process, or its guard ends it."""
         faulthandler.cancel_dump_traceback_later()
         while True:
             time.sleep(1.0)
@@ -250,10 +255,17 @@ class Guard:
     """A thread that ends the job if a process of it dies, a signal comes, or all ranks hang.
 
     save: writes what was found, and why the job ends, on the process that is the first then
+    overtaken: whether another process has written since this one did
     """
 
-    def __init__(self, world: World, watch: Watch, save: Callable[[str], None]) -> None:
-        self._watch, self._save = watch, save
+    def __init__(
+        self,
+        world: World,
+        watch: Watch,
+        save: Callable[[str], None],
+        overtaken: Callable[[], bool],
+    ) -> None:
+        self._watch, self._save, self._overtaken = watch, save, overtaken
         mine = socket.gethostname(), os.getpid()
         everyone = world.gather((*mine, _born(mine[1])), "processes")
         here = {i: each[1:] for i, each in enumerate(everyone) if each[0] == mine[0]}
@@ -293,15 +305,15 @@ class Guard:
                 self._end(f"rank {', '.join(map(str, dead))} died", dead)
             if asked:
                 self._end(f"the job was ended by {asked[0]}", dead)
-            late_s = watch.deadline_s + watch.patience_s + watch.grace_s
-            stuck = watch.deadline_s and not watch.parting and time.monotonic() > late_s
-            if stuck and watch.me >= 0 and watch.first:
+            if watch.late(watch.patience_s) and watch.first and not self._overtaken():
                 self._end("all ranks hang", [])
 
     def _end(self, why: str, dead: list[int]) -> None:
         """End this process, and with it the job, unless it has come to its end meanwhile."""
-        left = [each for each in self._watch.alive if each not in dead]
-        if left and left[0] == self._watch.me:
+        watch = self._watch
+        left = [each for each in watch.alive if each not in dead]
+        behind = watch.late(watch.grace_s) and self._overtaken()
+        if left and left[0] == watch.me and not behind:
             with suppress(Exception):
                 self._save(why)
         elif self._ended.wait(END_S):
