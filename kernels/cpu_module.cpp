@@ -23,6 +23,8 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 #include "cpu_steps_calls.h"
 //
 #include "cpu_passes_calls.h"
+//
+#include "cpu_places_calls.h"
 
 namespace {
 
@@ -265,6 +267,10 @@ PyMethodDef methods[] = {
     {"put", put, METH_VARARGS, nullptr},
     {"mark_drawn", mark_drawn, METH_VARARGS, nullptr},
     {"chunk_leaders", chunk_leaders, METH_VARARGS, nullptr},
+    {"mean_places", mean_places, METH_VARARGS, nullptr},
+    {"merge_places", merge_places, METH_VARARGS, nullptr},
+    {"accumulate_taking", accumulate_taking, METH_VARARGS, nullptr},
+    {"take", take, METH_VARARGS, nullptr},
     {"row_products", row_products, METH_VARARGS, nullptr},
     {"column_products", column_products, METH_VARARGS, nullptr},
     {"outer", outer, METH_VARARGS, nullptr},

@@ -257,30 +257,53 @@ void add_signs(const u8* packed, i64 first, float below, float above, i64 n, flo
 }
 
 // Where x + more * rate reaches the largest x of a bin of n values, highest, but for zeros: from
-// first on, into places. Returns how many there are.
+// first on, into places, and x there into values. Both have room for a group more than n. Returns
+// how many there are.
 i64 leaders_of(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
-               u32* places) {
+               u32* places, float* values) {
     const int most = (int)highest;
     i64 count = 0, i = 0;
+#if CPD_REGISTER == 64
+    for (; i < n; i += CPD_GROUP) {
+        const F value = load_some(x + i, n - i), reach = load_some(rate + i, n - i) * more + value;
+        const I reached = (I)(bits_of(reach) & CPD_MAGNITUDE) >= most;
+        const u32 found = signs(reached & ((I)(bits_of(value) & CPD_MAGNITUDE) != 0));
+        count += store_lanes(found, lane_numbers() + (first + (u32)i), value, places + count,
+                             values + count);
+    }
+#endif
     for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
         const F value = load(x, i, n), reach = load(rate, i, n) * more + value;
         const I reached = (I)(bits_of(reach) & CPD_MAGNITUDE) >= most;
         u32 found = signs(reached & ((I)(bits_of(value) & CPD_MAGNITUDE) != 0));
-        for (; found; found &= found - 1)
-            places[count++] = first + (u32)i + (u32)__builtin_ctz(found);
+        for (; found; found &= found - 1) {
+            const i64 k = i + __builtin_ctz(found);
+            places[count] = first + (u32)k, values[count++] = x[k];
+        }
     }
     for (; i < n; ++i)
         if (magnitude_of(rate[i] * more + x[i]) >= most && magnitude_of(x[i]))
-            places[count++] = first + (u32)i;
+            places[count] = first + (u32)i, values[count++] = x[i];
     return count;
 }
 
 // The first of a chunk's largest magnitudes.
 i64 leader_of(const float* x, i64 n) {
+#if CPD_REGISTER == 64
+    U largest = lanes(0);
+    for (i64 i = 0; i < n; i += CPD_GROUP)
+        largest = larger(largest, bits_of(load_some(x + i, n - i)) & CPD_MAGNITUDE);
+    const U highest = lanes(largest_lane(largest));
+    for (i64 i = 0;; i += CPD_GROUP) {
+        const U bits = bits_of(load_some(x + i, n - i)) & CPD_MAGNITUDE;
+        if (const u32 found = signs(equal(bits, highest))) return i + __builtin_ctz(found);
+    }
+#else
     const int most = (int)largest_of(x, n);
     i64 i = 0;
     while (magnitude_of(x[i]) != most) ++i;
     return i;
+#endif
 }
 
 // The integers of whole tiles of codes, a sign before a magnitude of the other bits.

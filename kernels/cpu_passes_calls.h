@@ -361,6 +361,17 @@ PyObject* bytes_of(const std::vector<T>& found) {
                                          (Py_ssize_t)(found.size() * sizeof(T)));
 }
 
+PyObject* both_bytes_of(const std::vector<u32>& places, const std::vector<float>& values) {
+    PyObject* where = bytes_of(places);
+    PyObject* what = where ? bytes_of(values) : nullptr;
+    PyObject* both = what ? PyTuple_Pack(2, where, what) : nullptr;
+    Py_XDECREF(where);
+    Py_XDECREF(what);
+    return both;
+}
+
+const i64 GROUP_VALUES = 16;  // of the widest register
+
 // accumulate_leaders(x, kept, more, bin, sum, highest): sum = x + kept, and the places where sum +
 // more * x reaches the largest of its bin of so many values, as a bytearray; highest: the bits of
 // each bin's largest, of which they are written.
@@ -375,39 +386,38 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
     const i64 n = floats_in(x);
     if (bin < 1 || !has_length(highest, "highest", (n + bin - 1) / bin * (i64)sizeof(u32)))
         return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "bin: %lld", bin);
-    std::vector<u32> found, some;
-    std::vector<float> values_of;
+    std::vector<u32> places;
+    std::vector<float> numbers;
+    i64 count = 0;
     bool full = false;
     {
         Unlocked unlocked;
         try {
             Written values(bin < STEP ? n : 0);
-            const i64 step = values.streams ? STEP / bin * bin : bin;
-            some.resize((size_t)bin);
-            for (i64 i = 0; i < n; i += bin) {
-                const i64 m = n - i < bin ? n - i : bin, in_step = i % step;
-                float* to = values.at(sum.at<float>(i - in_step)) + in_step;
-                const u32 largest = loops->accumulate(x.at<float>(i), kept.at<float>(i), 1, nullptr,
-                                                      m, to, nullptr);
-                *highest.at<u32>(i / bin) = largest;
-                const i64 count =
-                    loops->leaders_of(to, x.at<float>(i), more, largest, m, (u32)i, some.data());
-                found.insert(found.end(), some.begin(), some.begin() + count);
-                for (i64 k = 0; k < count; ++k) values_of.push_back(to[some[(size_t)k] - (u32)i]);
-                if (in_step + m == step || i + m == n)
-                    values.done(sum.at<float>(i - in_step), in_step + m);
+            const i64 step = bin < STEP ? STEP / bin * bin : bin;
+            for (i64 i = 0; i < n; i += step) {
+                const i64 m = n - i < step ? n - i : step;
+                const float* from = x.at<float>(i);
+                float* to = values.at(sum.at<float>(i));
+                loops->accumulate(from, kept.at<float>(i), 1, nullptr, m, to, nullptr);
+                const size_t room = (size_t)(count + m + GROUP_VALUES);
+                if (places.size() < room) places.resize(2 * room), numbers.resize(2 * room);
+                for (i64 j = 0; j < m; j += bin) {
+                    const i64 own = m - j < bin ? m - j : bin;
+                    const u32 largest = loops->largest_of(to + j, own);
+                    *highest.at<u32>((i + j) / bin) = largest;
+                    count += loops->leaders_of(to + j, from + j, more, largest, own, (u32)(i + j),
+                                               places.data() + count, numbers.data() + count);
+                }
+                values.done(sum.at<float>(i), m);
             }
+            places.resize((size_t)count), numbers.resize((size_t)count);
         } catch (const std::bad_alloc&) {
             full = true;
         }
     }
     if (full) return PyErr_NoMemory();
-    PyObject* places = bytes_of(found);
-    PyObject* numbers = places ? bytes_of(values_of) : nullptr;
-    PyObject* both = numbers ? PyTuple_Pack(2, places, numbers) : nullptr;
-    Py_XDECREF(places);
-    Py_XDECREF(numbers);
-    return both;
+    return both_bytes_of(places, numbers);
 }
 
 // How AdaComp's codes are laid out, of 8 bits or 16: see compress/adacomp.py.

@@ -81,6 +81,19 @@ CPD_FN F load(const float* x, i64 i, i64) {
     memcpy(&value, x + i, sizeof value);
     return value;
 }
+#if CPD_REGISTER == 64
+// Of n values, 1 or more, those from x on, and zeros behind them.
+CPD_FN F load_some(const float* x, i64 n) {
+    return _mm512_maskz_loadu_ps((__mmask16)(n < CPD_GROUP ? (1u << n) - 1 : 0xffff), x);
+}
+// Writes the lanes of mask, and something behind them, and returns how many these are.
+CPD_FN i64 store_lanes(u32 mask, U places, F values, u32* to, float* out) {
+    const __m512i packed = _mm512_maskz_compress_epi32((__mmask16)mask, (__m512i)places);
+    const F numbers = _mm512_maskz_compress_ps((__mmask16)mask, values);
+    memcpy(to, &packed, sizeof packed), memcpy(out, &numbers, sizeof numbers);
+    return __builtin_popcount(mask);
+}
+#endif
 CPD_FN void store(float* x, i64 i, i64, F value) { memcpy(x + i, &value, sizeof value); }
 CPD_FN U load(const u32* x, i64 i, i64) {
     U value;

@@ -70,11 +70,23 @@ void unpack_bitmap(const u32* words, i64 n, u32 first, const u32* starts, u32* o
 }
 
 i64 collect_tile(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values) {
+#if CPD_REGISTER == 64
+    const U limit = lanes(bits);
+    i64 some = 0;
+    for (i64 i = 0; i < n; i += CPD_GROUP) {
+        const F value = load_some(x + i, n - i);
+        const u32 above = signs(is_above(value, limit));
+        some += store_lanes(above, lane_numbers() + (first + (u32)i), value, places + some,
+                            values + some);
+    }
+    return some;
+#else
     u32 words[CPD_TILE / 32];
     mark_above(bits, x, n, words);
     i64 count = places_of_tile(words, (n + 31) / 32, first, places);
     for (i64 i = 0; i < count; ++i) values[i] = x[places[i] - first];
     return count;
+#endif
 }
 
 }  // namespace

@@ -133,15 +133,17 @@ PyObject* pack_bitmap(PyObject*, PyObject* args) {
 }
 
 // Whether indices ascend, are distinct and are below n.
-bool ascends(const char* name, const Buffer& indices, i64 n) {
-    const u32* given = indices.at<u32>(0);
-    i64 count = words_in(indices);
+bool ascend(const char* name, const u32* given, i64 count, i64 n) {
     bool wrong = count && given[count - 1] >= n;
     for (i64 i = 1; i < count; ++i) wrong |= given[i - 1] >= given[i];
     if (wrong)
         PyErr_Format(PyExc_ValueError, "%s: indices: must ascend, be distinct and be below %lld",
                      name, (long long)n);
     return !wrong;
+}
+
+bool ascends(const char* name, const Buffer& indices, i64 n) {
+    return ascend(name, indices.at<u32>(0), words_in(indices), n);
 }
 
 PyObject* gather(PyObject*, PyObject* args) {

@@ -57,7 +57,7 @@ struct Loops {
     i64 (*pack_signs)(const float* x, i64 n, i64 first, u8* out);
     void (*add_signs)(const u8* packed, i64 first, float below, float above, i64 n, float* x);
     i64 (*leaders_of)(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
-                      u32* places);
+                      u32* places, float* values);
     void (*levels_of)(int bits, const u32* words, i64 tiles, float* out);
     i64 (*leader_of)(const float* x, i64 n);
     void (*row_products)(const float* m, i64 n, i64 columns, const float* rows, i64 count,

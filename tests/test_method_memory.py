@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.compress import Context, State
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import Aggregator, Context, OkTopk, RandomK, ScaleCom, State, Strom
 from cpdhpc.compress.base import RESIDUAL
 from cpdhpc.compress.bucket import Bucket, Entry
 from cpdhpc.compress.dgc import Dgc
@@ -113,3 +115,29 @@ def test_memories_are_added_and_gaps_are_zeros() -> None:
             kept[:] = rank + 1
     found = with_residuals(TopK(), [np.arange(6, dtype=np.float32)] * 2, bucket, context)
     assert [x.tolist() for x in found] == [[1, 2, 3, 0, 5, 6], [2, 3, 4, 0, 6, 7]]
+
+
+NEXT_TO_MOST = np.float32(3e38)
+
+
+@every(
+    "method",
+    [RandomK(density=1.0), RandomK(), Strom(), Strom(tau=0.5), OkTopk(), TopK(), ScaleCom(rate=5)],
+)
+@every("value", [np.nan, np.inf, NEXT_TO_MOST])
+def test_the_layer_of_what_is_not_finite_is_named_and_nothing_is_kept(
+    method: Aggregator, value: float
+) -> None:
+    """In a gradient; or in its sum with what is kept, which is taken out of it before the check."""
+    bucket, context = BUCKETS[0], alone(2)
+    flats = [numbers(30, rank) for rank in range(2)]
+    method.aggregate(flats, bucket, context)
+    flats[1][25:] = value
+    if value == NEXT_TO_MOST:
+        for kept in context.state.own("b", RESIDUAL, (10,)):
+            kept[:] = value
+    before = [entry.array.tobytes() for _, entry in context.state]
+    with pytest.raises(NonFiniteGradient) as caught:
+        method.aggregate(flats, bucket, replace(context, iteration=1))
+    assert caught.value.segments == ("b",) and caught.value.ranks == (1,)
+    assert [entry.array.tobytes() for _, entry in context.state] == before

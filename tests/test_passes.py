@@ -98,7 +98,9 @@ def test_what_is_not_a_number_is_the_largest(ops: Any) -> None:
     x[39] = np.nan
     with np.errstate(all="ignore"):
         assert ops.accumulate(x, kept, out) > 0x7F800000
-        assert 39 in ops.accumulate_largest(x, kept, out, 1)
+        assert 39 in ops.accumulate_largest(x, kept, out, 1)[0]
+        most, found, _ = ops.accumulate_above(x, kept, out, 3.0)
+        assert most > NONFINITE_BITS and found.tolist() == [39]
         kept[3], x[39] = np.inf, 0
         assert ops.accumulate(x, kept, out) == 0x7F800000
         assert np.isinf(ops.run_maxima(out, np.array([20, 40]))[0])
@@ -175,6 +177,22 @@ def test_another_thread_runs_while_maxima_are_found() -> None:
     assert found
 
 
+@pytest.mark.parametrize("share", [0.0, 1e-3, 0.3])
+def test_sparse_arrays_are_merged_as_by_the_reference(share: float) -> None:
+    """In the order of arrays; what adds up to 0 is left out, NaN is not."""
+    n, rng = 30_000, np.random.default_rng(1)
+    lie = [np.flatnonzero(rng.random(n) < share).astype(np.uint32) for _ in range(3)]
+    own = [values(each.size, i) for i, each in enumerate(lie)]
+    lie += [lie[0][::2].copy(), np.array([n - 1], np.uint32)]
+    own += [-own[0][::2], np.array([np.nan], np.float32)]
+    for some in (0, 1, 3, 5):
+        places, sums = cpu.merge_places(lie[:some], own[:some], n)
+        expected = reference.merge_places(lie[:some], own[:some], n)
+        assert places.tobytes() == expected[0].tobytes()
+        assert np.array_equal(sums, expected[1], equal_nan=True)
+        assert np.all(sums != 0)
+
+
 @pytest.mark.parametrize("ops", [reference, cpu])
 def test_draws_are_marked_once(ops: Any) -> None:
     draws, words = np.array([5, 5, 2**63 + 7, 106], np.uint64), np.zeros(4, np.uint32)
@@ -209,6 +227,16 @@ def test_wrong_lengths_are_errors_and_never_a_crash() -> None:
         lambda: _cpu.column_products(4, x, x[:4], x[:15]),
         lambda: _cpu.outer(4, x[:4], x[:15], x),
         lambda: _cpu.put(1, x, np.array([64], "u4"), x[:1]),
+        lambda: _cpu.take(1, x.copy(), np.array([64], "u4"), x[:1].copy()),
+        lambda: _cpu.take(1, x.copy(), np.array([3, 2], "u4"), x[:2].copy()),
+        lambda: _cpu.take(1, x.copy(), np.array([3], "u4"), x[:2].copy()),
+        lambda: _cpu.accumulate_taking(1, x, x, x.copy(), np.array([64], "u4"), x[:1].copy()),
+        lambda: _cpu.accumulate_taking(1, x, x, short.copy(), np.array([4], "u4"), x[:1].copy()),
+        lambda: _cpu.mean_places(1, (np.array([64], "u4"),), (x[:1],), 1.0, x.copy()),
+        lambda: _cpu.mean_places(1, (np.array([6], "u4"),), (x[:2],), 1.0, x.copy()),
+        lambda: _cpu.mean_places(1, (np.array([6], "u4"),), (), 1.0, x.copy()),
+        lambda: _cpu.merge_places(64, (np.array([64], "u4"),), (x[:1],)),
+        lambda: cpu.mean_places([np.array([6])], [x[:1]], 1.0, x.copy()),
         lambda: _cpu.mark_drawn(np.zeros(1, "u8"), 33, np.zeros(1, "u4")),
         lambda: _cpu.mean_runs(1, 1, False, (), x[:1], i, 1.0, x),
         lambda: _cpu.mean_runs(1, 4, False, (np.zeros(511, "u1"),), x[:1], i, 1.0, x),

@@ -62,7 +62,7 @@ class Dgc(LargestValues):
         for name, start, stop in bucket.segments:
             if name in whole:
                 flat[start:stop] = pushed_whole[name]
-        for u, indices in zip(momenta, chosen, strict=True):
+        for u, (indices, _) in zip(momenta, chosen, strict=True):
             if self.masking and context.epoch >= max(self.dense_epochs, len(self.warmup)):
                 backend_of(u).clear(u, indices)
         layers.keep(waiting, context)

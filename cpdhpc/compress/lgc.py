@@ -109,16 +109,12 @@ class Lgc(DenseMessages):
         waiting = layers.waiting(gradients, context)
         chosen = self._chosen(waiting, layers.coded, context)
         places = placed(chosen.places, waiting[0])
-        values = [to_host(backend_of(x).gather(x, places)) for x in waiting]
+        values = [to_host(backend_of(x).take(x, places)) for x in waiting]
         training = context.iteration < self.dense_steps + self.training_steps
         found = (self._trained if training else self._decoded)(values, chosen, context)
-        mean = layers.cleared(context, waiting[0])
-        mean[layers.in_bucket(places, np.array(chosen.counts, np.int64))] = placed(
-            found.values, mean
-        )
-        for x in waiting:
-            backend_of(x).clear(x, places)
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
+        at = layers.in_bucket(places, np.array(chosen.counts, np.int64))
+        mean, most = layers.mean_of([at], [placed(found.values, at)], 1.0, context)
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
         layers.keep(waiting, context)
         return Mean.finite(flat, self._telemetry(layers, chosen, found))
 

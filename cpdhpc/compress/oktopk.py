@@ -24,20 +24,19 @@ import numpy as np
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather, neighbours
 from ..collectives.sparse import sum as sum_of_ranks
-from ..ops import backend_of, placed, to_host
+from ..ops import backend_of, cpu, placed, to_host
 from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import packed_wire
 from ..options import Allowed
 from ..partition import split
 from ..world.ranks import Ranks
-from .base import Array, Column, Context, Mean, bits_of_largest
+from .base import Array, Column, Context, Mean
 from .bucket import Bucket, Entry
-from .memory import give_spare, take_spare
+from .memory import clear_mean
 from .payload import decode_sparse, encode_sparse
-from .sparse import Density, SparseMessages, Warmup, count_of, density_at
+from .sparse import Density, Pairs, SparseLayers, SparseMessages, Warmup, count_of, density_at
 
 UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
-Pairs = tuple[Array, Array]  # indices, uint32[m], ascending, and their values, float32[m]
 Period = Annotated[int, Allowed(ge=1)]  # an option: iterations
 
 
@@ -77,62 +76,78 @@ class OkTopk(SparseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = self._layers(bucket, context)
         layers.check_place(self, gradients, context)
-        coded, waiting = layers.coded, layers.waiting(gradients, context)
-        mean, none = layers.cleared(context, waiting[0]), np.empty(0, np.uint32)
-        indices, values = none, np.empty(0, np.float32)
-        borders = [*(start for _, start, _ in coded.segments), coded.size]
-        if coded.size:
-            k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)
-            indices, sums = self._summed(waiting, k, coded.names[0], context)
-            values = np.divide(sums, np.float32(context.world.ranks), dtype=np.float32)
+        coded, size = layers.coded, layers.coded.size
+        if not size:
+            mean = clear_mean(context, bucket, gradients[0])
+            flat = layers.mean(mean, gradients, gradients, context, self.algorithm, 0)
+            return Mean.finite(flat, {"sent_share": layers.shares([])})
+        k = count_of(density_at(context.epoch, self.warmup, self.density), size)
+        waiting, chosen = self._chosen(gradients, layers, k, context)
+        indices, sums = self._summed(waiting, chosen, k, coded.names[0], context)
+        borders = [*(start for _, start, _ in coded.segments), size]
         counts = np.diff(np.searchsorted(indices, borders))
-        at = placed(layers.in_bucket(indices, counts), mean)
-        backend_of(mean).put(mean, at, placed(values, mean))
-        flat = layers.mean(
-            mean, waiting, gradients, context, self.algorithm, bits_of_largest([values])
-        )
+        at = placed(layers.in_bucket(indices, counts), waiting[0])
+        ranks, values = float(context.world.ranks), placed(sums, waiting[0])
+        mean, most = layers.mean_of([at], [values], ranks, context)
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
         layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
     @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite
-    def _summed(self, waiting: list[Array], k: int, layer: str, context: Context) -> Pairs:
+    def _summed(
+        self,
+        waiting: list[Array],
+        chosen: list[Pairs],
+        k: int,
+        layer: str,
+        context: Context,
+    ) -> Pairs:
         """Return the about k largest sums over ranks, taken out of what waits. Collective.
 
-        layer: with which thresholds and regions are kept
+        chosen: of each hosted rank; layer: with which thresholds and regions are kept
         Returns indices, uint32[m], ascending, and sums, float32[m], alike on all ranks.
         """
         world, n = context.world, waiting[0].size
-        chosen = self._chosen(waiting, k, layer, context)
-        edges = self._edges(chosen, n, layer, context)
-        sent, regions = self._reduced(waiting, chosen, edges, context)
+        edges = self._edges([indices for indices, _ in chosen], n, layer, context)
+        sent, regions = self._reduced(chosen, edges, context)
         indices, sums = self._gathered(regions, edges, k, layer, context)
         if not is_finite(sums):  # mean raises: what waits stays as it is
             return indices, sums
-        borders = np.searchsorted(indices, edges)
-        for rank, x, own, values, region in zip(
-            world.hosted, waiting, chosen, sent, regions, strict=True
+        borders, marks = np.searchsorted(indices, edges), cpu.pack_bitmap(indices, n)
+        for rank, x, (own, values), (places, before) in zip(
+            world.hosted, waiting, sent, regions, strict=True
         ):
-            is_global = np.isin(own, indices, assume_unique=True)
+            is_global = _marked(marks, own)
             _add(x, own[is_global], -values[is_global])
             part = slice(borders[rank], borders[rank + 1])
-            before = _taken(region, indices[part] - np.uint32(edges[rank]))
-            _add(x, indices[part], before - sums[part])
+            _add(x, indices[part], before[_marked(marks, places)] - sums[part])
         return indices, sums
 
-    def _chosen(self, waiting: list[Array], k: int, layer: str, context: Context) -> list[Array]:
-        """Return the indices of the about k largest values of each hosted rank, none of them 0."""
-        thresholds = context.state.own(layer, "threshold", (1,), "copy")
+    def _chosen(
+        self, gradients: list[Array], layers: SparseLayers, k: int, context: Context
+    ) -> tuple[list[Array], list[Pairs]]:
+        """Return what waits, and about the k largest values of it, none of them 0. Collective.
+
+        They are of each hosted rank, the largest values NumPy's.
+        """
+        names = layers.coded.names
+        thresholds = context.state.own(names[0], "threshold", (1,), "copy")
         scale = np.float32(context.loss_scale)
         is_due, found = context.iteration % self.estimate_every == 0, []
-        for x, threshold in zip(waiting, thresholds, strict=True):
-            indices = np.empty(0, np.uint32) if is_due else _above(x, threshold[0] * scale)
-            if not _is_about(indices.size, k):
-                largest = to_host(backend_of(x).select_magnitude(x, k))
-                magnitudes = np.abs(_taken(x, largest))
+        limits = [np.inf if is_due else float(each[0] * scale) for each in thresholds]
+        waiting, above = layers.waiting_above(
+            gradients, context, [[limit] * len(names) for limit in limits]
+        )
+        for x, pairs, threshold in zip(waiting, above, thresholds, strict=True):
+            if not _is_about(pairs[0].size, k):
+                kernels = backend_of(x)
+                largest = kernels.select_magnitude(x, k)
+                indices, values = to_host(largest), to_host(kernels.gather(x, largest))
+                magnitudes = np.abs(values)
                 threshold[0] = _below(magnitudes.min()) / scale
-                indices = largest[magnitudes > 0]
-            found.append(to_host(indices))
-        return found
+                pairs = indices[magnitudes > 0], values[magnitudes > 0]
+            found.append((to_host(pairs[0]), to_host(pairs[1])))
+        return waiting, found
 
     def _edges(self, chosen: list[Array], n: int, layer: str, context: Context) -> Array:
         """Return where the ranks' regions of n values begin and end, int64[ranks + 1]. Collective.
@@ -154,41 +169,41 @@ class OkTopk(SparseMessages):
         return edges
 
     def _reduced(
-        self, waiting: list[Array], chosen: list[Array], edges: Array, context: Context
-    ) -> tuple[list[Array], list[Array]]:
+        self, chosen: list[Pairs], edges: Array, context: Context
+    ) -> tuple[list[Pairs], list[Pairs]]:
         """Send the chosen values to the owners of their regions, who add them up. Collective.
 
-        Returns, of each hosted rank, its values as they came there, and the sums of its region.
+        Returns, of each hosted rank, its values as they came there, and the sums of its region
+        that are not 0.
         """
         world, sizes, sends, sent = context.world, np.diff(edges).tolist(), [], []
-        for rank, x, indices in zip(world.hosted, waiting, chosen, strict=True):
-            values = _taken(x, indices)
+        for rank, (indices, chosen_values) in zip(world.hosted, chosen, strict=True):
+            values = chosen_values.copy()
             borders, payloads = np.searchsorted(indices, edges).tolist(), {}
             for owner, part in enumerate(map(slice, borders, borders[1:])):
                 if owner != rank and part.start < part.stop:
                     at = indices[part] - np.uint32(edges[owner])
                     payload = encode_sparse(at, values[part], sizes[owner], self.wire)
-                    values[part] = decode_sparse(payload, sizes[owner], self.wire)[1]
+                    if self.wire != "raw":
+                        values[part] = decode_sparse(payload, sizes[owner], self.wire)[1]
                     payloads[owner] = payload
             sends.append(payloads)
-            sent.append(values)
-        sums, regions = take_spare(context, "sums", waiting[0].size, waiting[:1])[0], []
-        for rank, indices, values, came in zip(
-            world.hosted, chosen, sent, neighbours(world, sends), strict=True
+            sent.append((indices, values))
+        regions = []
+        for rank, (indices, values), came in zip(
+            world.hosted, sent, neighbours(world, sends), strict=True
         ):
-            region, size = sums[edges[rank] : edges[rank + 1]], sizes[rank]
-            backend_of(region).clear_all(region)
+            size, first = sizes[rank], np.uint32(edges[rank])
             part = slice(*np.searchsorted(indices, edges[rank : rank + 2]))
             terms = {r: decode_sparse(payload, size, self.wire) for r, payload in came.items()}
-            terms[rank] = indices[part] - np.uint32(edges[rank]), values[part]
-            for source in sorted(terms):
-                _add(region, *terms[source])
-            regions.append(region)
-        give_spare(context, "sums", [sums])  # not taken again in this iteration
+            terms[rank] = indices[part] - first, values[part]
+            parts = [terms[source] for source in sorted(terms)]
+            places, sums = cpu.merge_places([i for i, _ in parts], [x for _, x in parts], size)
+            regions.append((places + first, sums))
         return sent, regions
 
     def _gathered(
-        self, regions: list[Array], edges: Array, k: int, layer: str, context: Context
+        self, regions: list[Pairs], edges: Array, k: int, layer: str, context: Context
     ) -> Pairs:
         """Return the about k largest sums, and where they are, alike on all ranks. Collective."""
         world, n = context.world, int(edges[-1])
@@ -196,17 +211,14 @@ class OkTopk(SparseMessages):
         scale = np.float32(context.loss_scale)
         is_due = context.iteration % self.estimate_every == 0
         if not is_due:
-            chosen = [_above(region, threshold[0] * scale) for region in regions]
+            chosen = [_above(sums, threshold[0] * scale) for _, sums in regions]
             counts = _of_all(world, [each.size for each in chosen])
             is_due = not _is_about(sum(counts), k)
         if is_due:
-            least = _least(regions, k, world)
-            chosen = [_above(region, least) for region in regions]
+            least = _least([sums for _, sums in regions], k, world)
+            chosen = [_above(sums, least) for _, sums in regions]
             counts = _of_all(world, [each.size for each in chosen])
-        found = [
-            (i + np.uint32(edges[rank]), _taken(region, i))
-            for rank, i, region in zip(world.hosted, map(to_host, chosen), regions, strict=True)
-        ]
+        found = [(places[i], sums[i]) for i, (places, sums) in zip(chosen, regions, strict=True)]
         if max(counts) > UNEVEN * -(-sum(counts) // world.ranks):
             found = _dealt_out(found, counts, n, world)
         payloads = [encode_sparse(*each, n, self.wire) for each in found]
@@ -214,7 +226,7 @@ class OkTopk(SparseMessages):
             decode_sparse(each, n, self.wire) for each in allgather(world, payloads)
         )
         if is_due:
-            largest = backend_of(sums).select_magnitude(sums, min(k, sums.size))
+            largest = cpu.select_magnitude(sums, min(k, sums.size))
             indices, sums = indices[largest], sums[largest]
             smallest = np.fmin.reduce(np.abs(sums), initial=np.inf)  # NaN: of sums that overflow
             threshold[0] = _below(smallest) / scale
@@ -227,12 +239,13 @@ def _is_about(count: int, k: int) -> bool:
 
 
 def _above(x: Array, threshold: np.float32) -> Array:
-    return backend_of(x).select_above(x, float(threshold))
+    return cpu.select_above(x, float(threshold))
 
 
-def _taken(x: Array, indices: Array) -> Array:
-    """Return x[indices], wherever x lies, as a NumPy array."""
-    return to_host(backend_of(x).gather(x, placed(indices, x)))
+def _marked(marks: Array, indices: Array) -> Array:
+    """Return which indices are set in a bitmap of cpu.pack_bitmap, bool[m]."""
+    words: Array = marks[indices >> np.uint32(5)] >> (indices & np.uint32(31))
+    return words & np.uint32(1) != 0
 
 
 def _add(x: Array, indices: Array, values: Array) -> None:
@@ -263,7 +276,7 @@ def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
         if total <= 2 * k:
             return least
         found = [
-            backend_of(region).kth_magnitude(region, -(-k * size // total))
+            cpu.kth_magnitude(region, -(-k * size // total))
             if size
             else NONFINITE_BITS  # a rank without sums
             for region, size in zip(regions, sizes, strict=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..ops import backend_of, cpu, placed
 from ..randomness import Key
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, bits_of_largest, check_known
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
 from .bucket import Bucket
 from .sparse import (
     Density,
@@ -65,32 +65,31 @@ class RandomK(DenseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
         layers.check_place(self, gradients, context)
-        waiting = layers.waiting(gradients, context, self.error_feedback)
-        density = density_at(context.epoch, self.warmup, self.density)
-        drawn = {
-            name: placed(
-                drawn_alike(context.key(name), count_of(density, stop - start), stop - start)
-                + np.uint32(start),
-                waiting[0],
-            )
-            for name, start, stop in layers.coded.segments
-        }
-        kernels = backend_of(waiting[0])
-        means = self._mean(
-            {name: [kernels.gather(x, i) for x in waiting] for name, i in drawn.items()}, context
-        )
-        mean, shares, values = layers.cleared(context, waiting[0]), [], []
-        lies = {name: start for name, start, _ in bucket.segments}
-        for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
-            shares.append(index.size / (stop - start))
-            factor = 1.0 if self.error_feedback else (stop - start) / index.size
+        density, segments = density_at(context.epoch, self.warmup, self.density), {}
+        for name, start, stop in layers.coded.segments:
+            drawn = drawn_alike(context.key(name), count_of(density, stop - start), stop - start)
+            segments[name] = start, stop - start, placed(drawn, gradients[0])
+        kernels = backend_of(gradients[0])
+        if self.error_feedback:
+            inside = [drawn for _, _, drawn in segments.values()]
+            waiting, taken = layers.waiting_taking(gradients, context, inside)
+            parts = dict(zip(segments, map(list, zip(*taken, strict=True)), strict=True))
+        else:
+            waiting = layers.waiting(gradients, context, feedback=False)
+            parts = {
+                name: [kernels.gather(x[start : start + n], drawn) for x in waiting]
+                for name, (start, n, drawn) in segments.items()
+            }
+        means = self._mean(parts, context)
+        if not self.error_feedback:
             with np.errstate(over="ignore"):  # layers.mean sees what is not finite
-                values.append(kernels.multiply(means[name], np.float32(factor)))
-            kernels.put(mean, index + np.uint32(lies[name] - start), values[-1])
-            for x in waiting:
-                kernels.clear(x, index)
-        most = max(map(bits_of_largest, [[each] for each in values]), default=0)
+                for name, (_, n, drawn) in segments.items():
+                    factor = np.float32(n / drawn.size)
+                    means[name] = kernels.multiply(means[name], factor)
+        places = {name: drawn + np.uint32(start) for name, (start, _, drawn) in segments.items()}
+        mean, most = layers.mean_of_layers(places, means, context, gradients[0])
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
+        shares = [drawn.size / n for _, n, drawn in segments.values()]
         if self.error_feedback:
             layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})

@@ -20,7 +20,6 @@ from .base import (
     DenseMessages,
     Layers,
     Mean,
-    bits_of_largest,
     blocks,
     check_known,
 )
@@ -94,22 +93,11 @@ class ScaleCom(DenseMessages):
         layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        total, values = layers.cleared(context, waiting[0]), []
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
-        gather = backend_of(total).gather
-        if chosen:
-            lies = {name: start for name, start, _ in bucket.segments}
-            starts = {name: start for name, start, _ in coded.segments}
-            parts = {name: [gather(x, i) for x in waiting] for name, i in chosen.items()}
-            for name, mean in self._mean(parts, context).items():
-                at = chosen[name] + np.uint32(lies[name] - starts[name])
-                backend_of(total).put(total, at, mean)
-                values.append(mean)
-        most = max(map(bits_of_largest, [[each] for each in values]), default=0)
+        take = backend_of(waiting[0]).take
+        parts = {name: [take(x, i) for x in waiting] for name, i in chosen.items()}
+        total, most = layers.mean_of_layers(chosen, self._mean(parts, context), context, waiting[0])
         flat = layers.mean(total, waiting, gradients, context, self.algorithm, most)
-        for x in waiting:
-            for i in chosen.values():
-                backend_of(x).clear(x, i)
         if self.beta < 1:
             layers.add(waiting, context, RESIDUAL, 1 - self.beta, self.beta)
         layers.keep(waiting, context)

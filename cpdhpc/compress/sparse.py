@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -44,7 +44,6 @@ Density = Annotated[float, Allowed(gt=0, le=1)]  # an option: share of values
 Warmup = Annotated[tuple[Density, ...], Allowed(is_array=True)]  # an option: densities of epochs
 Epochs = Annotated[float, Allowed(ge=0)]  # an option: how long everything is sent
 Within = Literal["layer", "bucket"]
-FEW = 8  # of so many values one may be sent, and to look for these takes less than a pass over all
 
 
 @dataclass(frozen=True)
@@ -110,20 +109,18 @@ class LargestValues(SparseMessages):
     def _send(
         self,
         waiting: Sequence[Array],
-        chosen: Sequence[Array],
+        chosen: Sequence[Pairs],
         layers: SparseLayers,
         context: Context,
     ) -> Sent:
         """Send the largest values, and take them out of what waits. Collective. See exchange.
 
         waiting: float32[coded.size] of each hosted rank, not checked yet
-        chosen: which values each of them sends, uint32[m]: the largest ones
+        chosen: the largest values, which each of them sends
         """
-        coded, gather = layers.coded, backend_of(waiting[0]).gather
-        values = [gather(x, i) for x, i in zip(waiting, chosen, strict=True)]
-        layers.check_largest(waiting, values, context)
-        n, wire = coded.size, self.wire
-        payloads = [encode_sparse(*each, n, wire) for each in zip(chosen, values, strict=True)]
+        layers.check_largest(waiting, [values for _, values in chosen], context)
+        n, wire = layers.coded.size, self.wire
+        payloads = [encode_sparse(*each, n, wire) for each in chosen]
         decode = partial(decode_sparse, size=n, wire=wire, like=waiting[0])
         return exchange(context, payloads, decode, waiting, layers)
 
@@ -143,6 +140,9 @@ def density_at(epoch: float, warmup: Sequence[float], density: float) -> float:
 def count_of(density: float, n: int) -> int:
     """Return how many of n values are sent: one at least, where there are any."""
     return min(n, max(1, round(density * n)))
+
+
+Pairs = tuple[Array, Array]  # indices, uint32[m], ascending, and their values, float32[m]
 
 
 def largest(x: Array, coded: Bucket, density: float, within: Within) -> Array:
@@ -234,7 +234,7 @@ class SparseLayers:
         name = RESIDUAL if momentum is None else MOMENTUM
         sums = take_spare(context, RESIDUAL, self.coded.size, gradients)
         pushes = [] if momentum is None else take_spare(context, MOMENTUM, self.coded.size, sums)
-        chosen = [list[Array]() for _ in gradients]
+        chosen = [list[Pairs]() for _ in gradients]
         for (source, _), (place, memory), (_, residuals) in zip(
             self._places,
             self._memories(sums, context, name),
@@ -249,11 +249,70 @@ class SparseLayers:
                     more = {"factor": momentum, "more": residuals[row], "total": out}
                     out = pushes[row][place]
                 select = backend_of(out).accumulate_largest
-                chosen[row].append(select(x[source], kept, out, k, **more) + np.uint32(place.start))
+                found, values = select(x[source], kept, out, k, **more)
+                chosen[row].append((found + np.uint32(place.start), values))
         if within == "bucket":
-            chosen = [[largest(x, self.coded, density, within)] for x in sums]
-        none = np.empty_like(sums[0], shape=(0,), dtype=np.uint32)
-        return Waiting(sums, pushes, [np.concatenate([none, *each]) for each in chosen])
+            return Waiting(sums, pushes, [self.largest(x, density, within) for x in sums])
+        return Waiting(sums, pushes, [self._joined(each, sums[0]) for each in chosen])
+
+    def waiting_above(
+        self,
+        gradients: Sequence[Array],
+        context: Context,
+        thresholds: Sequence[Sequence[float] | Array],
+    ) -> tuple[list[Array], list[Pairs]]:
+        """Return what waits, and its values above a threshold, of each hosted rank. Collective.
+
+        thresholds: of each hosted rank those of the coded layers
+        Raises as waiting.
+        """
+        found, most = take_spare(context, RESIDUAL, self.coded.size, gradients), 0
+        above, memories = [list[Pairs]() for _ in found], self._memories(found, context, RESIDUAL)
+        for layer, ((source, _), (place, memory)) in enumerate(
+            zip(self._places, memories, strict=True)
+        ):
+            for row, (x, kept) in enumerate(zip(gradients, memory, strict=True)):
+                limit, out = float(thresholds[row][layer]), found[row][place]
+                select = backend_of(out).accumulate_above
+                bits, indices, values = select(x[source], kept, out, limit)
+                above[row].append((indices + np.uint32(place.start), values))
+                most = max(most, bits)
+        if self.coded.size:
+            shared_largest(context.world, found, self.coded, as_float(most))
+        return found, [self._joined(each, found[0]) for each in above]
+
+    def waiting_taking(
+        self, gradients: Sequence[Array], context: Context, drawn: Sequence[Array]
+    ) -> tuple[list[Array], list[list[Array]]]:
+        """Return what waits but for some values, and these, of each hosted rank. Collective.
+
+        drawn: their ascending places in each coded layer, uint32[m]; the values come by layer
+        Raises as waiting.
+        """
+        found, most = take_spare(context, RESIDUAL, self.coded.size, gradients), 0
+        taken, memories = [list[Array]() for _ in found], self._memories(found, context, RESIDUAL)
+        for at, (source, _), (place, memory) in zip(drawn, self._places, memories, strict=True):
+            for row, (x, kept) in enumerate(zip(gradients, memory, strict=True)):
+                out = found[row][place]
+                bits, values = backend_of(out).accumulate_taking(x[source], kept, out, at)
+                if bits >= NONFINITE_BITS:  # so that the error finds the layer
+                    backend_of(out).put(out, at, values)
+                taken[row].append(values)
+                most = max(most, bits)
+        if self.coded.size:
+            shared_largest(context.world, found, self.coded, as_float(most))
+        return found, taken
+
+    def _joined(self, parts: Sequence[Pairs], like: Array) -> Pairs:
+        """Return indices and values of all coded layers."""
+        none = np.empty_like(like, shape=(0,), dtype=np.uint32), like[:0]
+        indices, values = map(np.concatenate, zip(none, *parts, strict=True))
+        return indices, values
+
+    def largest(self, x: Array, density: float, within: Within) -> Pairs:
+        """Return the largest values of float32[coded.size]; see sparse.largest."""
+        indices = largest(x, self.coded, density, within)
+        return indices, backend_of(x).gather(x, indices)
 
     def add(
         self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float
@@ -295,9 +354,36 @@ class SparseLayers:
         if self.coded.size:
             shared_largest(context.world, xs, self.coded, amax(largest))
 
-    def cleared(self, context: Context, like: Array) -> Array:
-        """Return float32[bucket.size] of zeros, for the mean, where like lies."""
-        return clear_mean(context, self.bucket, like)
+    def mean_of(
+        self, indices: Sequence[Array], values: Sequence[Array], divisor: float, context: Context
+    ) -> tuple[Array, int]:
+        """Return the sum of sparse arrays over divisor, float32[bucket.size], and its largest bits.
+
+        indices: where each has values in the bucket, uint32[m], ascending; at least one array
+        """
+        flat = context.out
+        if flat is None:
+            flat = np.empty_like(values[0], shape=(self.bucket.size,))
+        return flat, backend_of(flat).mean_places(indices, values, divisor, flat)
+
+    def mean_of_layers(
+        self,
+        places: Mapping[str, Array],
+        means: Mapping[str, Array],
+        context: Context,
+        like: Array,
+    ) -> tuple[Array, int]:
+        """Return float32[bucket.size], the means at some places of coded layers, and their bits.
+
+        places: by layer where they are in coded, uint32[m], ascending; means: float32[m]
+        like: an array that lies where the mean is to be
+        """
+        names = self.coded.names
+        none = np.empty_like(like, shape=(0,), dtype=np.uint32)
+        at = np.concatenate([none, *(places[name] for name in names)])
+        counts = np.array([places[name].size for name in names], np.int64)
+        values = np.concatenate([like[:0], *(means[name].reshape(-1) for name in names)])
+        return self.mean_of([self.in_bucket(at, counts)], [values], 1.0, context)
 
     def in_bucket(self, indices: Array, counts: Array) -> Array:
         """Return where in the bucket values lie, uint32[m], whose places in coded are indices.
@@ -350,12 +436,12 @@ class Waiting(NamedTuple):
     """What waits of each hosted rank, and which of it is largest.
 
     sums: float32[coded.size]; pushes: the same of the momenta, if there are any
-    chosen: the ascending indices of the largest values, uint32[m]
+    chosen: the largest values
     """
 
     sums: list[Array]
     pushes: list[Array]
-    chosen: list[Array]
+    chosen: list[Pairs]
 
 
 class Sent(NamedTuple):
@@ -387,39 +473,19 @@ def exchange(
     """
     world, coded, kernels = context.world, layers.coded, backend_of(waiting[0])
     borders = np.array([*(start for _, start, _ in coded.segments), coded.size], np.int64)
-    total, counts = layers.cleared(context, waiting[0]), np.zeros(len(coded.names), np.int64)
-    sent = []
-    with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
-        for rank, payload in enumerate(allgather(world, payloads) if coded.size else ()):
-            indices, values = decode(payload)
-            ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
-            own_counts = np.diff(to_host(ends))
-            counts += own_counts
-            terms = placed(values, total)
-            at = placed(layers.in_bucket(indices, own_counts), total)
-            kernels.scatter_add(total, at, terms)
-            if world.hosts(rank):
-                own = waiting[rank - world.hosted.start]
-                negative = kernels.multiply(terms, np.float32(-1))
-                kernels.scatter_add(own, placed(indices, total), negative)
-            sent.append(at)
-        most = _divide(total, sent, world.ranks) if sent else 0  # no layer is coded: all zeros
+    counts, places, terms = np.zeros(len(coded.names), np.int64), list[Array](), list[Array]()
+    for rank, payload in enumerate(allgather(world, payloads) if coded.size else ()):
+        indices, values = decode(payload)
+        ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
+        own_counts = np.diff(to_host(ends))
+        counts += own_counts
+        terms.append(placed(values, waiting[0]))
+        places.append(placed(layers.in_bucket(indices, own_counts), waiting[0]))
+        if world.hosts(rank):
+            own = waiting[rank - world.hosted.start]
+            negative = kernels.multiply(terms[-1], np.float32(-1))
+            kernels.scatter_add(own, placed(indices, own), negative)
+    if not terms:  # no layer is coded
+        return Sent(clear_mean(context, layers.bucket, waiting[0]), 0, counts.astype(np.float64))
+    total, most = layers.mean_of(places, terms, float(world.ranks), context)
     return Sent(total, most, counts / (np.diff(borders) * world.ranks))
-
-
-def _divide(total: Array, sent: Sequence[Array], ranks: int) -> int:
-    """Divide a sum by ranks; return the bits of the mean's largest magnitude.
-
-    sent: where the terms of each rank are, uint32[m]; what no rank sends, 0, is left as it is
-    """
-    kernels, n = backend_of(total), total.size
-    if not any(indices.size for indices in sent):
-        return 0
-    if FEW * sum(indices.size for indices in sent) >= n:
-        return kernels.divide_all(total, float(ranks), total)
-    marks = reduce(np.bitwise_or, (kernels.pack_bitmap(indices, n) for indices in sent))
-    at = kernels.unpack_bitmap(marks)
-    values = kernels.gather(total, at)
-    most = kernels.divide_all(values, float(ranks), values)
-    kernels.put(total, at, values)
-    return most

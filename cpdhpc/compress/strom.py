@@ -10,8 +10,9 @@ import numpy as np
 
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
+from ..ops.common import NONFINITE_BITS
 from ..options import Allowed
-from .base import Array, Context, Mean
+from .base import Array, Context, Mean, as_float, shared_largest
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
 from .sparse import SparseLayers, SparseMessages, exchange
@@ -42,11 +43,10 @@ class Strom(SparseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers, follows = self._layers(bucket, context), self.tau is None
         layers.check_place(self, gradients, context)
-        coded, waiting = layers.coded, layers.waiting(gradients, context, check=follows)
+        coded = layers.coded
         squares = self._squares(layers, gradients, context) if follows else {}
         taus = self._taus(coded, squares, context)
-        chosen = [_beyond(x, coded, taus) for x in waiting]
-        layers.check_largest(waiting, [values for _, values in chosen], context)
+        waiting, chosen = layers.waiting_above(gradients, context, [taus] * len(gradients))
         payloads = [encode_sparse(i, np.copysign(ONE, x), coded.size, SIGN) for i, x in chosen]
         ends = np.array([stop for _, _, stop in coded.segments], np.uint32)
 
@@ -69,6 +69,7 @@ class Strom(SparseMessages):
         """Return each coded layer's running sum and weight of mean squares, float64[2]. Collective.
 
         The squares are those of gradients without the loss scale, which may change.
+        Raises NonFiniteGradient on all ranks if a gradient is not finite.
         """
         names = layers.coded.names
         if not names:
@@ -77,6 +78,10 @@ class Strom(SparseMessages):
             np.array([backend_of(part).square_sum(part) / part.size for part in layers.parts(x)])
             for x in gradients
         ]
+        is_good = all(np.isfinite(each).all() for each in own)  # of finite values: below 2**256
+        shared_largest(
+            context.world, gradients, layers.bucket, as_float(0 if is_good else NONFINITE_BITS)
+        )
         means = sum_of_ranks(context.world, own) / context.world.ranks / context.loss_scale**2
         return {
             name: MEMORY * _kept(name, context) + (mean, 1.0)
@@ -96,15 +101,3 @@ class Strom(SparseMessages):
 def _kept(layer: str, context: Context) -> Array:
     """Return a layer's running sum of mean squares and of their weights, float64[2]."""
     return context.state.shared(layer, "square", lambda: np.zeros(2))
-
-
-def _beyond(x: Array, coded: Bucket, taus: Array) -> tuple[Array, Array]:
-    """Return which values are beyond their layer's tau, uint32[m], and the values."""
-    kernels = backend_of(x)
-    found = [
-        kernels.select_above(x[start:stop], float(tau)) + np.uint32(start)
-        for (_, start, stop), tau in zip(coded.segments, taus, strict=True)
-    ]
-    none = np.empty_like(x, shape=(0,), dtype=np.uint32)
-    indices = np.concatenate([none, *found])
-    return indices, kernels.gather(x, indices)

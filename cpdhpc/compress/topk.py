@@ -7,7 +7,7 @@ from typing import Literal
 
 from .base import Array, Context, Mean
 from .bucket import Bucket
-from .sparse import LargestValues, largest
+from .sparse import LargestValues
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TopK(LargestValues):
             waiting, _, chosen = layers.largest_waiting(gradients, context, density, self.within)
         else:
             waiting = layers.joined(gradients)
-            chosen = [largest(x, layers.coded, density, self.within) for x in waiting]
+            chosen = [layers.largest(x, density, self.within) for x in waiting]
         sent = self._send(waiting, chosen, layers, context)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
         if self.error_feedback:

@@ -417,21 +417,74 @@ def accumulate_largest(
     factor: float = 1.0,
     more: Array | None = None,
     total: Array | None = None,
-) -> Array:
-    """Return which are the k largest of what accumulate writes last: uint32[k], ascending."""
+) -> tuple[Array, Array]:
+    """Return the k largest of what accumulate writes last: uint32[k], ascending, float32[k]."""
     check_rank("accumulate_largest", k, x.size, 0)
     last = out if total is None else total
     if k == 0 or x.size <= FEW:
         accumulate(x, kept, out, factor=factor, more=more, total=total)
-        return select_magnitude(last, k)
+        found = select_magnitude(last, k)
+        return found, last[found]
     sums, own = _lines(x), _lines(kept)  # new arrays
     also = (None, None) if more is None else (_lines(more), sums)
     accumulate(sums, own, sums, factor=factor, more=also[0], total=also[1])
     low = _low_of(sums, k, x.size)
     _, found, values = _accumulated(x, kept, out, factor, more, total, low - 1)
     if found.size < k:
-        return select_magnitude(last, k)
-    return found[_first_largest(values, _kth(values, k), k)]
+        found = select_magnitude(last, k)
+        return found, last[found]
+    largest = _first_largest(values, _kth(values, k), k)
+    return found[largest], values[largest]
+
+
+def accumulate_above(
+    x: Array, kept: Array, out: Array, threshold: float
+) -> tuple[int, Array, Array]:
+    """Return what accumulate returns, and what it writes above a threshold; see ops.reference."""
+    check_size("accumulate_above", x.size)
+    return _accumulated(x, kept, out, 1.0, None, None, threshold_bits(threshold))
+
+
+def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
+    """Return what accumulate returns, and what it writes at the indices, which become 0."""
+    for name, array in (("x", x), ("kept", kept), ("out", out)):
+        _check(name, array, np.float32)
+    _check("indices", indices, np.uint32)
+    values = np.empty(indices.size, np.float32)
+    most = _cpu.accumulate_taking(kernel_threads(), x, kept, out, indices, values)
+    return int(most), values
+
+
+def take(x: Array, indices: Array) -> Array:
+    """Return x[indices], which become 0: float32[n], uint32[m] to float32[m]."""
+    _check("x", x, np.float32)
+    _check("indices", indices, np.uint32)
+    values = np.empty(indices.size, np.float32)
+    _cpu.take(kernel_threads(), x, indices, values)
+    return values
+
+
+def mean_places(
+    indices: Sequence[Array], values: Sequence[Array], divisor: float, out: Array
+) -> int:
+    """Write the sum of several sparse arrays over divisor into out; see ops.reference."""
+    _check_places(indices, values)
+    _check("out", out, np.float32)
+    given = tuple(indices), tuple(values)
+    return int(_cpu.mean_places(kernel_threads(), *given, divisor, out))
+
+
+def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> tuple[Array, Array]:
+    """Return where the sum of sparse arrays is not 0, and the sums; see ops.reference."""
+    _check_places(indices, values)
+    places, sums = _cpu.merge_places(n, tuple(indices), tuple(values))
+    return np.frombuffer(places, np.uint32), np.frombuffer(sums, np.float32)
+
+
+def _check_places(indices: Sequence[Array], values: Sequence[Array]) -> None:
+    for each, own in zip(indices, values, strict=True):
+        _check("indices", each, np.uint32)
+        _check("values", own, np.float32)
 
 
 def _accumulated(

@@ -599,11 +599,45 @@ def accumulate_largest(
     factor: float = 1.0,
     more: Array | None = None,
     total: Array | None = None,
-) -> Array:
-    """Return which are the k largest of what accumulate writes last: uint32[k], ascending."""
+) -> tuple[Array, Array]:
+    """Return the k largest of what accumulate writes last: uint32[k], ascending, float32[k]."""
     check_rank("accumulate_largest", k, x.size, 0)
     accumulate(x, kept, out, factor=factor, more=more, total=total)
-    return select_magnitude(out if total is None else total, k)
+    last = out if total is None else total
+    found = select_magnitude(last, k)
+    return found, gather(last, found)
+
+
+def accumulate_above(
+    x: Array, kept: Array, out: Array, threshold: float
+) -> tuple[int, Array, Array]:
+    """Return what accumulate returns, and what it writes above a threshold; see ops.reference."""
+    most = accumulate(x, kept, out)
+    found = select_above(out, threshold)
+    return most, found, gather(out, found)
+
+
+def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
+    """Return what accumulate returns, and what it writes at the indices, which become 0."""
+    most = accumulate(x, kept, out)
+    return most, take(out, indices)
+
+
+def take(x: Array, indices: Array) -> Array:
+    """Return x[indices], which become 0: float32[n], uint32[m] to float32[m]."""
+    values = gather(x, indices)
+    clear(x, indices)
+    return values
+
+
+def mean_places(
+    indices: Sequence[Array], values: Sequence[Array], divisor: float, out: Array
+) -> int:
+    """Write the sum of several sparse arrays over divisor into out; see ops.reference. Waits."""
+    clear_all(out)
+    for each, own in zip(indices, values, strict=True):
+        scatter_add(out, each, own)
+    return divide_all(out, divisor, out)
 
 
 def accumulate_leaders(

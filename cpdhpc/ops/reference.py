@@ -466,10 +466,36 @@ def accumulate_largest(
     factor: float = 1.0,
     more: Array | None = None,
     total: Array | None = None,
-) -> Array:
-    """Return select_magnitude(what is written last, k) of accumulate: uint32[k]."""
+) -> tuple[Array, Array]:
+    """Return the k largest of what accumulate writes last, as select_magnitude: where, and what.
+
+    Returns uint32[k], ascending, and float32[k].
+    """
     accumulate(x, kept, out, factor=factor, more=more, total=total)
-    return select_magnitude(out if total is None else total, k)
+    last = out if total is None else total
+    found = select_magnitude(last, k)
+    return found, last[found]
+
+
+def accumulate_above(
+    x: Array, kept: Array, out: Array, threshold: float
+) -> tuple[int, Array, Array]:
+    """Return what accumulate returns, and select_above of what it writes: where, and the values.
+
+    Returns the bits, uint32[m], ascending, and float32[m].
+    """
+    most = accumulate(x, kept, out)
+    found = select_above(out, threshold)
+    return most, found, out[found]
+
+
+def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
+    """Return what accumulate returns, and what it writes at the indices, which become 0 in out.
+
+    indices: uint32[m], ascending; returns the bits and float32[m]
+    """
+    most = accumulate(x, kept, out)
+    return most, take(out, indices)
 
 
 def accumulate_leaders(
@@ -791,6 +817,39 @@ def put(out: Array, indices: Array, values: Array) -> None:
 def clear_all(out: Array) -> None:
     """Write zeros into out, float32[n]."""
     out[...] = 0
+
+
+def take(x: Array, indices: Array) -> Array:
+    """Return x[indices], which become 0: float32[n], uint32[m] to float32[m]."""
+    values = gather(x, indices)
+    clear(x, indices)
+    return values
+
+
+def mean_places(
+    indices: Sequence[Array], values: Sequence[Array], divisor: float, out: Array
+) -> int:
+    """Write the sum of several sparse arrays over divisor into out, float32[n].
+
+    indices, values: uint32[m] and float32[m] of each, added to 0 in their order
+    Returns the bits of the largest magnitude.
+    """
+    clear_all(out)
+    for each, own in zip(indices, values, strict=True):
+        scatter_add(out, each, own)
+    return divide_all(out, divisor, out)
+
+
+def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> tuple[Array, Array]:
+    """Return where the sum of sparse arrays of n values is not 0, and the sums, as mean_places.
+
+    Returns uint32[m], ascending, and float32[m].
+    """
+    total = np.zeros(n, np.float32)
+    for each, own in zip(indices, values, strict=True):
+        scatter_add(total, each, own)
+    found = np.flatnonzero(total != 0).astype(np.uint32)
+    return found, total[found]
 
 
 def mark_drawn(draws: Array, n: int, words: Array) -> int:

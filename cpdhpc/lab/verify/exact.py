@@ -281,7 +281,7 @@ def steps(place: Place) -> Found:
 
 
 def on_host(place: Place) -> Found:
-    """Pack codes of places in bins, and mark what is drawn: what compressors do on the host."""
+    """Pack codes of places, mark what is drawn and merge sparse arrays, as compressors do."""
     found = Found()
     for n, bin_values in product((1, 900, 9001), (1, 50, 500)):
         x = values(n, n)
@@ -295,6 +295,9 @@ def on_host(place: Place) -> Found:
         marks = [np.zeros(-(-n // 32), np.uint32) for _ in range(2)]
         counts = [o.mark_drawn(draws, n, w) for o, w in zip((reference, cpu), marks, strict=True)]
         found.compare(f"mark_drawn of {n}", counts[0] == counts[1] and same(*marks), n)
+        every = [np.arange(n, dtype=np.uint32), indices], [x, -x[indices]]
+        wanted, merged = (o.merge_places(*every, n) for o in (reference, cpu))
+        found.compare(f"merge_places of {n}", not differing([*merged], [*wanted]), n)
     return found
 
 
@@ -588,7 +591,10 @@ CHECKS: dict[str, Check] = {
         "exactness", "steps of optimisers that adapt to layers", steps, devices=("cpu",)
     ),
     "codes on the host": Check(
-        "exactness", "codes of places in bins, draws without repeats", on_host, devices=("cpu",)
+        "exactness",
+        "codes of places in bins, draws without repeats, sums of sparse arrays",
+        on_host,
+        devices=("cpu",),
     ),
     "all-reduces": Check(
         "exactness", "every schedule times wire on all ranks, as simulated", schedules

@@ -173,9 +173,9 @@ def of_passes(ops: Any, n: int, there: There, here: Here) -> Noted:
     bits = ops.accumulate(x, kept, out, factor=0.9, more=more, total=total)
     note("more", bits, out, total)
     for k in (0, 1, n // 100, n // 3, n):
-        note("largest", k, ops.accumulate_largest(x, kept, out, k), out)
+        note("largest", k, *ops.accumulate_largest(x, kept, out, k), out)
         options = {"factor": 0.5, "more": more, "total": total}
-        note("of more", k, ops.accumulate_largest(x, kept, out, k, **options), out, total)
+        note("of more", k, *ops.accumulate_largest(x, kept, out, k, **options), out, total)
     for bin_values in (1, 50, 500, 5000):
         leaders = ops.accumulate_leaders(x, kept, out, 1.5, bin_values)
         note("leaders", bin_values, out, *leaders)
@@ -219,6 +219,18 @@ def of_passes(ops: Any, n: int, there: There, here: Here) -> Noted:
         fmt = wire.cast.fmt
         both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, mean, trits=wire.trits)
         note("mean of codes", both, mean)
+    for threshold in (0.0, 0.5, 1e30, np.inf):
+        note("above", threshold, *ops.accumulate_above(x, kept, out, threshold), out)
+    for share in (0.0, 0.01, 0.5, 1.0):  # of places: none, few, many, all
+        rng = np.random.default_rng(n)
+        lie = [np.flatnonzero(rng.random(n) < share).astype(np.uint32) for _ in range(3)]
+        many = [there(each) for each in lie]
+        own = [there(values(each.size, 6 + i)) for i, each in enumerate(lie)]
+        note("taking", share, *ops.accumulate_taking(x, kept, out, many[0]), out)
+        note("taken", share, ops.take(out, many[1]), out)
+        for some, divisor in ((3, 3.0), (3, 1.0), (3, 2.0), (1, 1.0), (0, 2.0)):
+            bits = ops.mean_places(many[:some], own[:some], divisor, out)
+            note("mean of places", share, some, divisor, bits, out)
     indices = there(np.arange(0, n, 3, dtype=np.uint32))
     ops.clear_all(out)
     ops.put(out, indices, there(values(indices.size, 4)))
