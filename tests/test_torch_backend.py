@@ -158,6 +158,22 @@ def test_an_error_that_nobody_catches_is_shown_and_ends_the_job() -> None:
     assert "all_reduce SUM float32[3]: timeout after 2.0 s of waiting for rank 0" in output
 
 
+LEAVES = """
+left = [dist.all_reduce(torch.ones(1_000_000), async_op=True)]
+left.append(dist.barrier(async_op=True).get_future().then(lambda future: time.sleep(600)))
+if me:
+    left += [dist.all_reduce(torch.ones(1_000_000), async_op=True)]
+    left += [dist.isend(torch.ones(5_000_000), 0)]
+print("at its end", flush=True)
+"""
+
+
+@needs_mpirun
+def test_a_program_ends_whatever_it_has_left_under_way() -> None:
+    status, output, _ = launch(STARTED + LEAVES, python=())
+    assert status == 0 and output.count("at its end") == 2, output
+
+
 DIES = """
 dist.all_reduce(torch.ones(3))
 if me == 1:

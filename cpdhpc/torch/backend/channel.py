@@ -6,7 +6,8 @@ import hashlib
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import count
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -53,11 +54,15 @@ class Channel:
         self._address = self.mpi.memory.fromaddress
         # The next one first, so that not all send to the same one at a time.
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._calls = 0
+        self._calls = count(1)  # of which threads cannot take the same number
 
     def free(self) -> None:
-        """Free the communicator. Collective."""
+        """Free the communicator; later messages are RuntimeError. Collective."""
+        self._isend = self._irecv = self._gone
         self.comm.Free()
+
+    def _gone(self, *_: Any) -> NoReturn:
+        raise RuntimeError("the process group was destroyed")
 
     def memory(self, tensor: torch.Tensor) -> Memory:
         """Return the memory of a contiguous tensor, which must be kept."""
@@ -70,8 +75,7 @@ class Channel:
                 return bool(requests[0].Test())
             return bool(self.mpi.Request.Testall(requests))
         except self.mpi.Exception as error:
-            too_long = error.Get_error_class() == self.mpi.ERR_TRUNCATE
-            raise Broken(str(error), too_long) from None
+            raise Broken(str(error)) from None
 
     def send(self, memory: Memory, to: int, tag: int) -> list[Any]:
         """Start to send to a rank; return the requests."""
@@ -95,8 +99,8 @@ class Channel:
             CALLS.made += 1
             path = f"{CALLS.path}.{CALLS.made}"
             return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half)
-        self._calls += 1
-        return Link(self, f"{self.name}:{self._calls}", self._calls % half)
+        number = next(self._calls)
+        return Link(self, f"{self.name}:{number}", number % half)
 
 
 def cut(memory: Memory) -> list[Memory]:
@@ -105,7 +109,10 @@ def cut(memory: Memory) -> list[Memory]:
 
 
 class Link:
-    """The messages of one collective call; path: tells calls of all groups apart."""
+    """The messages of one collective call.
+
+    path: tells calls of all groups apart; ends: called at the end of the call
+    """
 
     def __init__(self, channel: Channel, path: str, tag: int) -> None:
         self.channel, self.path = channel, path
@@ -113,6 +120,7 @@ class Link:
         self.memory = channel.memory
         self.others = channel.others
         self.tag = 2 * tag
+        self.ends: list[Callable[[], None]] = []
 
     def step(self) -> Moves:
         """Return an empty list of messages that are to be under way together."""

@@ -14,19 +14,24 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
 from ...errors import UserError
-from . import NAME, programs
+from . import NAME, forms, programs
 from .channel import REFUSED, Channel, Link
-from .host import Hosted
+from .forms import Form
+from .host import Hosted, overlap
 from .programs import Tensor, Waits
 from .progress import Operation, Step, engine, untraced
 from .reductions import premultiplied, reduction_of
 
+Method = Callable[..., Any]
 PROFILER = (
     "_profiler_enabled",
     "_record_function_with_args_enter",
     "_record_function_with_args_exit",
 )
 PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
+
+
+SETTLE_S = 30.0  # for calls that are under way when their group is destroyed
 
 
 @lru_cache(4096)
@@ -69,22 +74,30 @@ def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torc
     return beside
 
 
-def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let another backend do a method where it is the one of the tensors' device."""
+def by_device(form: Form | None = None) -> Callable[[Method], Method]:
+    """Let another backend do a method where it is the one of the tensors' device.
 
-    @untraced
-    @wraps(method)
-    def call(group: MpiGroup, *arguments: Any, **options: Any) -> Any:
-        first = arguments[0]
-        while type(first) is list and first:
-            first = first[0]
-        if not getattr(first, "is_cpu", True):
-            other = group.other(first.device)
-            if other is not None:
-                return getattr(other, method.__name__)(*arguments, **options)
-        return method(group, *arguments, **options)
+    form: in which the method takes its arguments, of several that callers may use
+    """
 
-    return call
+    def decorate(method: Method) -> Method:
+        @untraced
+        @wraps(method)
+        def call(group: MpiGroup, *arguments: Any, **named: Any) -> Any:
+            if form is not None and (named or not form.is_usual(arguments)):
+                arguments, named = form.usual(arguments, named), {}
+            first = arguments[0]
+            while type(first) is list and first:
+                first = first[0]
+            if not getattr(first, "is_cpu", True):
+                other = group.other(first.device)
+                if other is not None:
+                    return getattr(other, method.__name__)(*arguments, **named)
+            return method(group, *arguments, **named)
+
+        return call
+
+    return decorate
 
 
 class MpiGroup(ProcessGroup):
@@ -145,7 +158,11 @@ class MpiGroup(ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Free the communicator, as destroy_process_group does."""
+        """Free the communicator, as destroy_process_group does.
+
+        Calls that are under way get SETTLE_S to end, else they fail.
+        """
+        self._engine.settle(self.channel, SETTLE_S)
         for other in self._others.values():
             if other is not None:
                 other.shutdown()
@@ -176,23 +193,29 @@ class MpiGroup(ProcessGroup):
         result: Any,
         opts: Any = None,
         path: str = "",
+        ends: list[Callable[[], None]] | None = None,
     ) -> Operation:
         """Begin an operation; it goes on while nobody waits unless opts say that one will."""
-        timeout = getattr(opts, "timeout", None)
+        if self._engine.forked:
+            raise RuntimeError(
+                f"{call}: this process was made by fork: only the one that started MPI may call"
+            )
+        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None else 0.0
-        test = self.channel.test_all
+        ends = [] if ends is None else ends
+        if PROFILING():  # the end of an event is of another thread than its beginning
+            handle = ENTER(f"{NAME}:{title}", *tensors)
+            ends.append(lambda: self._engine.elsewhere(EXIT, handle).result())
         operation = Operation(
             self._engine,
+            self.channel,
             program,
             call,
             path,
             result,
             timeout_s if timeout_s > 0 else self.timeout_s,
-            test,
+            ends,
         )
-        if PROFILING():
-            handle = ENTER(f"{NAME}:{title}", *tensors)
-            operation.at_end = lambda: EXIT(handle)
         if not operation.move() and getattr(opts, "asyncOp", True):
             self._engine.proceed(operation)
         return operation
@@ -208,11 +231,16 @@ class MpiGroup(ProcessGroup):
         """Begin a collective call: make returns its words and its program, or raises."""
         link, hosted = self.channel.next_call(), Hosted()
         try:
-            call, program = make(link, hosted)
-        except (TypeError, ValueError) as error:  # all ranks are to raise it
-            call = f"{title}: {error}"
+            if torch.is_inference_mode_enabled():  # other threads could not write what it makes
+                with torch.inference_mode(False):
+                    call, program = make(link, hosted)
+            else:
+                call, program = make(link, hosted)
+        except Exception as error:  # whatever: all ranks are to raise it
+            call, hosted = f"{title}: {error or type(error).__name__}", Hosted()
             program = link.agree(REFUSED + call)
-        return self._start(title, call, hosted.around(program), tensors, result, opts, link.path)
+        program = hosted.around(program)
+        return self._start(title, call, program, tensors, result, opts, link.path, link.ends)
 
     def _by_wires(self, name: str, tensors: Sequence[Tensor], op: str = "") -> bool:
         """Whether a call travels in few bits; tensors: a rank's share of it."""
@@ -231,11 +259,10 @@ class MpiGroup(ProcessGroup):
         each = zip(xs, outs, strict=True)
         return programs.one_by_one([self.wires.move(name, link, call, x, o, op) for x, o in each])
 
-    @by_device
+    @by_device(forms.ALL_REDUCE)
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation:
         """Reduce tensors in place."""
-        opts = opts or distributed.AllreduceOptions()
-        sparse = tensors[0].is_sparse
+        sparse = bool(tensors) and tensors[0].is_sparse
         return self._collective(
             "sparse_all_reduce" if sparse else "all_reduce",
             lambda link, hosted: self._all_reduce(link, hosted, tensors, opts.reduceOp),
@@ -259,14 +286,14 @@ class MpiGroup(ProcessGroup):
             (x,) = tensors
             return call, programs.all_reduce_sparse(link, call, x)
         if name == "PREMUL_SUM":
-            for each in tensors:
+            for each in (x.detach() for x in tensors):
                 each.copy_(premultiplied(op, each))
         if self._by_wires("all_reduce", tensors, name):
             xs = [hosted.both(x) for x in tensors]
             return call, self._moved("all_reduce", link, call, xs, xs, name)
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
 
-    @by_device
+    @by_device(forms.REDUCE)
     def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
         """Reduce a tensor into the root's."""
 
@@ -280,7 +307,7 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("reduce", make, tensors, tensors, opts)
 
-    @by_device
+    @by_device(forms.BROADCAST)
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation:
         """Give the root's tensors to all."""
 
@@ -291,7 +318,7 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("broadcast", make, tensors, tensors, opts)
 
-    @by_device
+    @by_device(forms.ALL_GATHER)
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> Operation:
@@ -303,7 +330,8 @@ class MpiGroup(ProcessGroup):
                 self._check_list("tensor_list", outs)
                 self._check_like("tensor", x, outs[link.rank])
             to = [[hosted.output(each) for each in outs] for outs in output_tensors]
-            ins = [hosted.input(x) for x in input_tensors]
+            each = zip(input_tensors, to, strict=True)
+            ins = [hosted.apart(x, outs, link.rank) for x, outs in each]
             return call, programs.all_gather(link, call, to, ins)
 
         return self._collective("all_gather", make, input_tensors, output_tensors, opts)
@@ -312,12 +340,12 @@ class MpiGroup(ProcessGroup):
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> Operation:
         """Give each rank's tensors to all: output_lists has a list for each rank."""
-        by_input = [list(outs) for outs in zip(*output_lists, strict=True)]
-        if len(output_lists) == len(input_list) and len(output_lists[0]) == self.channel.size:
-            by_input = output_lists
+        by_input = output_lists
+        if {len(each) for each in output_lists} != {self.channel.size}:
+            by_input = [list(outs) for outs in zip(*output_lists, strict=False)]
         return self.allgather(by_input, input_list, opts)
 
-    @by_device
+    @by_device()
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
     ) -> Operation:
@@ -334,7 +362,9 @@ class MpiGroup(ProcessGroup):
             if self._by_wires("all_gather", inputs):
                 ins = [hosted.input(x) for x in inputs]
                 return call, self._moved("all_gather", link, call, ins, wholes)
-            return call, programs.all_gather(link, call, outs, [hosted.input(x) for x in inputs])
+            each = zip(inputs, outs, strict=True)
+            ins = [hosted.apart(x, to, link.rank) for x, to in each]
+            return call, programs.all_gather(link, call, outs, ins)
 
         return self._collective(title or "all_gather", make, inputs, outputs, opts)
 
@@ -347,7 +377,7 @@ class MpiGroup(ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    @by_device
+    @by_device()
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
     ) -> Operation:
@@ -361,7 +391,8 @@ class MpiGroup(ProcessGroup):
             for out, x in zip(outputs, inputs, strict=True):
                 self._check_parts("output", out, "input", x)
             outs = [hosted.output(out) for out in outputs]
-            ins = [hosted.input(premultiplied(op, x)) for x in inputs]
+            each = zip(outs, inputs, strict=True)
+            ins = [self._not_at(hosted, out, premultiplied(op, x)) for out, x in each]
             if self._by_wires("reduce_scatter", outputs, reductions[0].name):
                 name = reductions[0].name
                 return call, self._moved("reduce_scatter", link, call, ins, outs, name)
@@ -378,12 +409,11 @@ class MpiGroup(ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
 
-    @by_device
+    @by_device(forms.REDUCE_SCATTER)
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> Operation:
         """Reduce lists of tensors, of which each rank has its own."""
-        opts = opts or distributed.ReduceScatterOptions()
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             (out,), (ins,), op = output_tensors, input_tensors, opts.reduceOp
@@ -398,7 +428,7 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("reduce_scatter", make, input_tensors[0], output_tensors, opts)
 
-    @by_device
+    @by_device(forms.GATHER)
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
     ) -> Operation:
@@ -417,7 +447,7 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("gather", make, input_tensors, output_tensors, opts)
 
-    @by_device
+    @by_device(forms.SCATTER)
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
     ) -> Operation:
@@ -436,7 +466,7 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("scatter", make, output_tensors, output_tensors, opts)
 
-    @by_device
+    @by_device()
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> Operation:
@@ -450,13 +480,12 @@ class MpiGroup(ProcessGroup):
                 raise TypeError(f"tensors are of {dtypes}: must be of one dtype")
             call = f"all_to_all {str(dtypes.pop())[6:]}"
             outs = [hosted.output(each) for each in output_tensors]
-            return call, programs.all_to_all(
-                link, call, outs, [hosted.input(each) for each in input_tensors]
-            )
+            ins = [hosted.apart(each, outs) for each in input_tensors]
+            return call, programs.all_to_all(link, call, outs, ins)
 
         return self._collective("all_to_all", make, input_tensors, output_tensors, opts)
 
-    @by_device
+    @by_device()
     def all_to_all_single(
         self,
         output: Tensor,
@@ -471,8 +500,10 @@ class MpiGroup(ProcessGroup):
             if output.dtype != input.dtype:
                 raise TypeError(f"output is {output.dtype}: must be {input.dtype}, as the input")
             call = f"all_to_all_single {str(input.dtype)[6:]}"
-            outs = self._rows("output", output, hosted.output(output), output_split_sizes)
-            ins = self._rows("input", input, hosted.input(input), input_split_sizes)
+            whole = hosted.output(output)
+            outs = self._rows("output", output, whole, output_split_sizes)
+            given = hosted.apart(input, [whole])
+            ins = self._rows("input", input, given, input_split_sizes)
             return call, programs.all_to_all(link, call, outs, ins)
 
         return self._collective("all_to_all", make, [input], [output], opts)
@@ -499,7 +530,7 @@ class MpiGroup(ProcessGroup):
 
     # Messages between two ranks
 
-    @by_device
+    @by_device()
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation:
         """Send a tensor to a rank."""
         call = f"send to rank {dst_rank} {listed(tensors)}"
@@ -512,12 +543,12 @@ class MpiGroup(ProcessGroup):
 
         return self._start("send", call, program(), tensors, tensors)
 
-    @by_device
+    @by_device()
     def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation:
         """Receive a tensor from a rank."""
         return self._receive("recv", tensors, src_rank, tag)
 
-    @by_device
+    @by_device()
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation:
         """Receive a tensor from whichever rank sends one."""
         return self._receive("recvAnySource", tensors, self.channel.mpi.ANY_SOURCE, tag)
@@ -528,8 +559,9 @@ class MpiGroup(ProcessGroup):
         hosted, mine = Hosted(), 2 * self._checked(tag) + 1
         (x,) = (hosted.output(each) for each in tensors)
         arrived: list[int] = []
-        program = hosted.around(programs.receive(self.channel, call, x, source, mine, arrived))
-        operation = self._start(title, call, program, tensors, tensors)
+        ends: list[Callable[[], None]] = []
+        program = programs.receive(self.channel, call, x, source, mine, arrived, ends)
+        operation = self._start(title, call, hosted.around(program), tensors, tensors, ends=ends)
         operation.sources = arrived
         return operation
 
@@ -539,6 +571,12 @@ class MpiGroup(ProcessGroup):
         return tag
 
     # Arguments
+
+    def _not_at(self, hosted: Hosted, out: Tensor, x: Tensor) -> Tensor:
+        """Return values of which a flat output may be this rank's share, but no other part."""
+        values = hosted.input(x)
+        own = values.data_ptr() + self.channel.rank * out.nbytes
+        return values.clone() if overlap(values, out) and out.data_ptr() != own else values
 
     def _check_list(self, name: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.channel.size:

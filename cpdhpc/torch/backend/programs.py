@@ -7,14 +7,14 @@ made by one of them, so that all have the same bits; folds go in the order of ra
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, Moves, cut
-from .progress import Broken, Step
+from .progress import Step
 from .reductions import Reduction
 
 Tensor = torch.Tensor
@@ -40,8 +40,11 @@ class Scratch:
     def take(self, size_bytes: int) -> Tensor:
         """Return at least so many bytes."""
         if size_bytes <= PIECE_BYTES:
-            return self._free.pop() if self._free else torch.empty(PIECE_BYTES, dtype=torch.uint8)
-        return torch.empty(size_bytes, dtype=torch.uint8)
+            try:
+                return self._free.pop()
+            except IndexError:
+                size_bytes = PIECE_BYTES
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def give(self, held: Sequence[Tensor]) -> None:
         """Take memory back."""
@@ -408,7 +411,7 @@ def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tens
     else:
         small = [False] * size
         yield from link.agree(text)
-        rows = torch.empty(size, 2 * size, dtype=torch.int64)
+        rows = torch.empty(size, 2 * size, dtype=torch.int64, device="cpu")
         yield from all_gather(link, text, [list(rows)], [torch.frombuffer(row, dtype=torch.int64)])
         every = rows.tolist()
     for source, sent in enumerate(every):
@@ -439,7 +442,7 @@ def all_reduce_sparse(link: Link, text: str, x: Tensor) -> Waits:
     """Sum sparse tensors in place; each rank's values are added in the order of ranks."""
     yield from link.agree(text)
     own = x.coalesce()
-    count = torch.tensor([own._nnz()])
+    count = torch.tensor([own._nnz()], device="cpu")
     counts = [torch.empty_like(count) for _ in range(link.size)]
     yield from _to_all(link, counts, count)
     dense = own.values().shape[1:]
@@ -465,13 +468,26 @@ def _to_all(link: Link, outs: Sequence[Tensor], x: Tensor) -> Waits:
 class Received:
     """The request of a receive, which remembers from where and how much has come."""
 
-    def __init__(self, channel: Channel, request: Any) -> None:
-        self._request, self._byte = request, channel.mpi.BYTE
+    def __init__(self, channel: Channel, request: Any, call: str, room_bytes: int) -> None:
+        self._request, self._mpi = request, channel.mpi
         self._status = channel.mpi.Status()
+        self._call, self._room_bytes = call, room_bytes
 
     def Test(self) -> bool:  # as MPI's
-        """Whether the message has come."""
-        return bool(self._request.Test(self._status))
+        """Whether the message has come. Raises Mismatch for a longer one."""
+        try:
+            return bool(self._request.Test(self._status))
+        except self._mpi.Exception as error:
+            if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
+                raise
+            longer = f"{self._call}: the message is longer than {self._room_bytes} bytes"
+            raise Mismatch(longer) from None
+
+    def end(self) -> None:
+        """Leave a message that has not come to another receive."""
+        if self._request != self._mpi.REQUEST_NULL:
+            self._request.Cancel()
+            self._request.Test()
 
     @property
     def source(self) -> int:
@@ -481,23 +497,25 @@ class Received:
     @property
     def size_bytes(self) -> int:
         """The length of the message."""
-        return int(self._status.Get_count(self._byte))
+        return int(self._status.Get_count(self._mpi.BYTE))
 
 
 def receive(
-    channel: Channel, call: str, x: Tensor, source: int, tag: int, arrived: list[int]
+    channel: Channel,
+    call: str,
+    x: Tensor,
+    source: int,
+    tag: int,
+    arrived: list[int],
+    ends: list[Callable[[], None]],
 ) -> Waits:
-    """Receive a flat tensor; arrived: where the rank goes that sent it."""
+    """Receive a flat tensor; arrived: where the rank goes that sent it; ends: of the operation."""
     memory = channel.memory(x)
     for each in cut(memory) if len(memory) else [memory]:
         (request,) = channel.receive(each, source, tag)
-        message = Received(channel, request)
-        try:
-            yield Step([message], [source])
-        except Broken as error:
-            if not error.too_long:
-                raise
-            raise Mismatch(f"{call}: the message is longer than {len(each)} bytes") from None
+        message = Received(channel, request, call, len(each))
+        ends.append(message.end)
+        yield Step([message], [source])
         source = message.source
         if message.size_bytes != len(each):
             raise Mismatch(
