@@ -97,9 +97,24 @@ def test_other_numbers_than_those_of_mpi_are_refused() -> None:
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded that it may lack."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
-    with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer"):
-        start.check_torch()
+    monkeypatch.setitem(sys.modules, "cpdhpc.torch.backend.start", None)
+    with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer$"):
+        dist.init_process_group("cpdhpc", init_method="mpi://")
+
+
+def test_a_torch_of_the_future_that_lacks_something_is_refused() -> None:
+    program = (
+        "import cpdhpc.torch, torch\n"
+        "torch.__version__ = '3.1.0'\n"
+        "del torch.distributed.AllreduceOptions\n"
+        "torch.distributed.init_process_group('cpdhpc', init_method='mpi://')\n"
+    )
+    assert run(program).stderr.splitlines()[-1] == (
+        "cpdhpc.errors.UserError: cpdhpc: torch is 3.1.0: must be 2.13 or newer; 2.14 is the newest "
+        "that was tried: module 'torch.distributed' has no attribute 'AllreduceOptions'"
+    )
 
 
 def test_mpi_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import numpy as np
-import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -22,24 +21,14 @@ from .channel import Channel
 from .group import MpiGroup
 from .progress import pause
 
-OLDEST = (2, 13)  # of torch, whose groups may be written in Python as this one is
 ADDRESS_BYTES = 256
 STORES: list[TCPStore] = []  # one at most, so that no rank loses it while others start
 STARTS = count()  # of all processes together, each with keys of its own in one store
 START = "start the program by mpirun -n RANKS python ... or srun --mpi=pmix python ..."
 
 
-def check_torch() -> None:
-    """Raise UserError for a torch that is too old."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise UserError(f"{NAME}: torch is {torch.__version__}: must be {oldest} or newer")
-
-
 def mpi_with(ranks: int) -> Any:
     """Return mpi4py.MPI; raise UserError unless it has at least so many processes, and threads."""
-    check_torch()
     mpi = running_mpi()
     there = mpi.COMM_WORLD.Get_size()
     if there < ranks:
