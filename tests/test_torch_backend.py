@@ -112,8 +112,8 @@ def test_a_torch_of_the_future_that_lacks_something_is_refused() -> None:
         "torch.distributed.init_process_group('cpdhpc', init_method='mpi://')\n"
     )
     assert run(program).stderr.splitlines()[-1] == (
-        "cpdhpc.errors.UserError: cpdhpc: torch is 3.1.0: must be 2.13 or newer; 2.14 is the newest "
-        "that was tried: module 'torch.distributed' has no attribute 'AllreduceOptions'"
+        "cpdhpc.errors.UserError: cpdhpc: torch is 3.1.0: must be 2.13 or newer; 2.14 is the "
+        "newest that was tried: module 'torch.distributed' has no attribute 'AllreduceOptions'"
     )
 
 
@@ -152,7 +152,7 @@ def test_a_member_that_does_not_come_is_named() -> None:
             raise TimeoutError
 
     with pytest.raises(RuntimeError, match=r"new process group: waited 0.5 s for rank 1"):
-        start.meet(Store(), 0, 2, 0, None, 0.5)
+        start.meet(Store(), "process", 0, "0", 2, 0.5)
 
 
 STARTED = """

@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 
 import cpdhpc.torch
 from cpdhpc.torch.backend import group as groups
+from cpdhpc.torch.backend.board import SLOTS
 from cpdhpc.torch.backend.progress import engine
 
 LARGE = 300_000  # elements, whose sum takes several messages
@@ -147,7 +148,7 @@ ONE_RANK: dict[str, Callable[[], Any]] = {
     "all_reduce: list index out of range": lambda: dist.group.WORLD.allreduce([]).wait(),
     "all_reduce: Cannot copy out of meta": lambda: dist.all_reduce(torch.ones(3, device="meta")),
     "broadcast: unsupported memory format": lambda: dist.broadcast(torch.eye(3).to_sparse(), 0),
-    "all_to_all: split_with_sizes expects": lambda: dist.all_to_all_single(
+    "all_to_all: output has 0 rows": lambda: dist.all_to_all_single(
         torch.tensor(0.0), torch.tensor(0.0)
     ),
 }
@@ -299,3 +300,32 @@ def test_any_number_of_callbacks_may_wait_for_calls() -> None:
     futures = [dist.all_reduce(torch.ones(1), async_op=True).get_future() for _ in range(100)]
     found = [future.then(again) for future in futures]
     assert [future.wait() for future in found] == [dist.get_world_size()] * 100
+
+
+def test_small_calls_of_one_node_need_no_message() -> None:
+    """Their words and values go through memory of the node, also many at a time."""
+    channel = dist.group.WORLD.channel
+    assert channel.board is not None
+    ranks, xs = dist.get_world_size(), [torch.full((100,), float(i)) for i in range(50)]
+    for work in [dist.all_reduce(x, async_op=True) for x in xs][::-1]:
+        work.wait()
+    assert all((x == i * ranks).all() for i, x in enumerate(xs))
+
+
+def test_a_group_goes_on_after_calls_that_were_late(hasty: Any) -> None:
+    """Others find what was told, of as many calls as have a place; later calls have theirs."""
+    calls = [lambda: dist.all_reduce(torch.ones(3), group=hasty) for _ in range(SLOTS + 2)]
+    here = dist.get_rank() == 0
+    if not here:
+        dist.barrier()
+    for number, call in enumerate(calls):
+        if here or number >= SLOTS:
+            with pytest.raises(RuntimeError, match=r"timeout after 1.0 s of waiting for rank"):
+                call()
+        else:
+            call()
+    if here:
+        dist.barrier()
+    dist.barrier()
+    dist.all_reduce(x := torch.ones(3), group=hasty)
+    assert (x == dist.get_world_size()).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from functools import lru_cache, wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.distributed.distributed_c10d import GroupName
 
 from ...errors import UserError
 from . import NAME, forms, programs
-from .channel import REFUSED, Channel, Link
+from .channel import REFUSED, Channel, Link, Memory
 from .forms import Form
 from .host import Hosted, overlap
 from .programs import Tensor, Waits
-from .progress import Operation, Step, engine, untraced
+from .progress import NOTHING, Ended, Operation, Step, engine, untraced
 from .reductions import premultiplied, reduction_of
 
 Method = Callable[..., Any]
@@ -31,6 +32,7 @@ PROFILER = (
 PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
 
 
+LOOKS = 100  # at what others tell, in a call that the program waits for
 SETTLE_S = 30.0  # for calls that are under way when their group is destroyed
 
 
@@ -50,6 +52,18 @@ def listed(tensors: Sequence[Tensor], call: str = "") -> str:
     if len(tensors) == 1:
         return described(tensors[0], call)
     return call + ", ".join(map(described, tensors))
+
+
+def first_step(program: Waits, ends: Sequence[Callable[[], None]]) -> Step | None:
+    """Let a program go as far as it can; return what it then waits for, None at its end."""
+    try:
+        return next(program)
+    except StopIteration:
+        return None
+    except BaseException:
+        for end in ends:
+            end()
+        raise
 
 
 def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torch.device) -> Any:
@@ -194,7 +208,7 @@ class MpiGroup(ProcessGroup):
         opts: Any = None,
         path: str = "",
         ends: list[Callable[[], None]] | None = None,
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Begin an operation; it goes on while nobody waits unless opts say that one will."""
         if self._engine.forked:
             raise RuntimeError(
@@ -203,9 +217,16 @@ class MpiGroup(ProcessGroup):
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None else 0.0
         ends = [] if ends is None else ends
+        waits = not getattr(opts, "asyncOp", True)
+        step = NOTHING
         if PROFILING():  # the end of an event is of another thread than its beginning
             handle = ENTER(f"{NAME}:{title}", *tensors)
             ends.append(lambda: self._engine.elsewhere(EXIT, handle).result())
+        elif waits and not torch.is_inference_mode_enabled():
+            first = first_step(program, ends)
+            if first is None:
+                return Ended(path, result)
+            step = first
         operation = Operation(
             self._engine,
             self.channel,
@@ -215,8 +236,9 @@ class MpiGroup(ProcessGroup):
             result,
             timeout_s if timeout_s > 0 else self.timeout_s,
             ends,
+            step,
         )
-        if not operation.move() and getattr(opts, "asyncOp", True):
+        if not operation.move() and not waits:
             self._engine.proceed(operation)
         return operation
 
@@ -227,7 +249,7 @@ class MpiGroup(ProcessGroup):
         tensors: Sequence[Tensor],
         result: Any,
         opts: Any,
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Begin a collective call: make returns its words and its program, or raises."""
         link, hosted = self.channel.next_call(), Hosted()
         try:
@@ -240,6 +262,8 @@ class MpiGroup(ProcessGroup):
             call, hosted = f"{title}: {error or type(error).__name__}", Hosted()
             program = link.agree(REFUSED + call)
         program = hosted.around(program)
+        if not getattr(opts, "asyncOp", True):
+            link.looks = LOOKS
         return self._start(title, call, program, tensors, result, opts, link.path, link.ends)
 
     def _by_wires(self, name: str, tensors: Sequence[Tensor], op: str = "") -> bool:
@@ -260,7 +284,7 @@ class MpiGroup(ProcessGroup):
         return programs.one_by_one([self.wires.move(name, link, call, x, o, op) for x, o in each])
 
     @by_device(forms.ALL_REDUCE)
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation | Ended:
         """Reduce tensors in place."""
         sparse = bool(tensors) and tensors[0].is_sparse
         return self._collective(
@@ -294,7 +318,7 @@ class MpiGroup(ProcessGroup):
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
 
     @by_device(forms.REDUCE)
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation | Ended:
         """Reduce a tensor into the root's."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -308,7 +332,7 @@ class MpiGroup(ProcessGroup):
         return self._collective("reduce", make, tensors, tensors, opts)
 
     @by_device(forms.BROADCAST)
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation | Ended:
         """Give the root's tensors to all."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -321,7 +345,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.ALL_GATHER)
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank's tensors to all, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -338,7 +362,7 @@ class MpiGroup(ProcessGroup):
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank's tensors to all: output_lists has a list for each rank."""
         by_input = output_lists
         if {len(each) for each in output_lists} != {self.channel.size}:
@@ -348,7 +372,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank's tensors to all, one behind the other."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -370,7 +394,9 @@ class MpiGroup(ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> Operation | Ended:
         """Give each rank's tensor to all, one behind the other."""
         title = "_all_gather_base"
         return self.all_gather_single_coalesced([output], [input], opts, title)
@@ -380,7 +406,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Reduce tensors, of which each rank has its equal share."""
         opts = opts or distributed.ReduceScatterOptions()
 
@@ -402,7 +428,9 @@ class MpiGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> Operation | Ended:
         """Reduce a tensor, of which each rank has its equal share."""
         title = "_reduce_scatter_base"
         return self.reduce_scatter_single_coalesced([output], [input], opts, title)
@@ -412,7 +440,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.REDUCE_SCATTER)
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Reduce lists of tensors, of which each rank has its own."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -431,7 +459,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.GATHER)
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give all ranks' tensors to the root."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -450,7 +478,7 @@ class MpiGroup(ProcessGroup):
     @by_device(forms.SCATTER)
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank one of the root's tensors."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -469,7 +497,7 @@ class MpiGroup(ProcessGroup):
     @by_device()
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank a tensor of its own, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -481,7 +509,9 @@ class MpiGroup(ProcessGroup):
             call = f"all_to_all {str(dtypes.pop())[6:]}"
             outs = [hosted.output(each) for each in output_tensors]
             ins = [hosted.apart(each, outs) for each in input_tensors]
-            return call, programs.all_to_all(link, call, outs, ins)
+            to, given = ([link.memory(x) for x in each] for each in (outs, ins))
+            own = outs[link.rank], ins[link.rank]
+            return call, programs.all_to_all(link, call, to, given, own)
 
         return self._collective("all_to_all", make, input_tensors, output_tensors, opts)
 
@@ -493,25 +523,27 @@ class MpiGroup(ProcessGroup):
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         opts: Any = None,
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank its rows of a tensor."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             if output.dtype != input.dtype:
                 raise TypeError(f"output is {output.dtype}: must be {input.dtype}, as the input")
             call = f"all_to_all_single {str(input.dtype)[6:]}"
-            whole = hosted.output(output)
-            outs = self._rows("output", output, whole, output_split_sizes)
-            given = hosted.apart(input, [whole])
-            ins = self._rows("input", input, given, input_split_sizes)
-            return call, programs.all_to_all(link, call, outs, ins)
+            out = hosted.output(output)
+            outs = self._rows("output", output, output_split_sizes)
+            x = hosted.apart(input, [out])
+            ins = self._rows("input", input, input_split_sizes)
+            own = out[outs[link.rank]], x[ins[link.rank]]
+            to, given = self._parts(out, outs), self._parts(x, ins)
+            return call, programs.all_to_all(link, call, to, given, own)
 
         return self._collective("all_to_all", make, [input], [output], opts)
 
     alltoall_base = all_to_all_single
 
     @untraced
-    def barrier(self, opts: Any = None) -> Operation:
+    def barrier(self, opts: Any = None) -> Operation | Ended:
         """Wait for all ranks."""
 
         def make(link: Link, _: Hosted) -> tuple[str, Waits]:
@@ -531,7 +563,7 @@ class MpiGroup(ProcessGroup):
     # Messages between two ranks
 
     @by_device()
-    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation:
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation | Ended:
         """Send a tensor to a rank."""
         call = f"send to rank {dst_rank} {listed(tensors)}"
         channel, mine = self.channel, 2 * self._checked(tag) + 1
@@ -544,16 +576,18 @@ class MpiGroup(ProcessGroup):
         return self._start("send", call, program(), tensors, tensors)
 
     @by_device()
-    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation:
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation | Ended:
         """Receive a tensor from a rank."""
         return self._receive("recv", tensors, src_rank, tag)
 
     @by_device()
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation | Ended:
         """Receive a tensor from whichever rank sends one."""
         return self._receive("recvAnySource", tensors, self.channel.mpi.ANY_SOURCE, tag)
 
-    def _receive(self, title: str, tensors: list[Tensor], source: int, tag: int) -> Operation:
+    def _receive(
+        self, title: str, tensors: list[Tensor], source: int, tag: int
+    ) -> Operation | Ended:
         who = f"rank {source}" if source >= 0 else "any rank"
         call = f"recv from {who} {listed(tensors)}"
         hosted, mine = Hosted(), 2 * self._checked(tag) + 1
@@ -562,6 +596,7 @@ class MpiGroup(ProcessGroup):
         ends: list[Callable[[], None]] = []
         program = programs.receive(self.channel, call, x, source, mine, arrived, ends)
         operation = self._start(title, call, hosted.around(program), tensors, tensors, ends=ends)
+        assert isinstance(operation, Operation), "no options: it may proceed"
         operation.sources = arrived
         return operation
 
@@ -596,16 +631,22 @@ class MpiGroup(ProcessGroup):
                 f"elements of {name}, {described(part)}"
             )
 
-    def _rows(self, name: str, tensor: Tensor, flat: Tensor, splits: list[int]) -> list[Tensor]:
-        """Return each rank's rows of a tensor."""
+    def _rows(self, name: str, tensor: Tensor, splits: list[int]) -> list[slice]:
+        """Return where each rank's rows are in a flat tensor."""
         size, rows = self.channel.size, tensor.shape[0] if tensor.dim() else 0
         if not splits:
-            if rows % size:
+            if rows % size or not tensor.dim():
                 raise ValueError(f"{name} has {rows} rows: must be a multiple of {size}")
             splits = [rows // size] * size
-        if len(splits) != size or sum(splits) != rows:
+        if len(splits) != size or sum(splits) != rows or min(splits) < 0:
             raise ValueError(
                 f"{name}_split_sizes={splits}: must be {size} numbers with the sum {rows}"
             )
-        each = flat.numel() // rows if rows else 0
-        return list(torch.split(flat, [count * each for count in splits]))
+        each = tensor.numel() // rows if rows else 0
+        ends = [0, *accumulate(splits)]
+        return [slice(each * a, each * b) for a, b in pairwise(ends)]
+
+    def _parts(self, flat: Tensor, places: Sequence[slice]) -> list[Memory]:
+        """Return the memory of each part of a flat tensor."""
+        memory, item = self.channel.memory(flat), flat.element_size()
+        return [memory[item * each.start : item * each.stop] for each in places]

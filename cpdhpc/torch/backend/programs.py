@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, Moves, cut
+from .channel import NEAR, Channel, Link, Memory, Mismatch, Moves, cut
 from .progress import Step
 from .reductions import Reduction
 
@@ -62,21 +62,20 @@ def chunks(count: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(i * each, count), min((i + 1) * each, count)) for i in range(ranks)]
 
 
-def inlined(size_bytes: int, link: Link) -> bool:
-    """Whether values travel with the words of their call."""
-    return size_bytes <= INLINE_BYTES and link.size <= NEAR
+def folded(size_bytes: int, link: Link) -> bool:
+    """Whether values travel with the words of their call, and each rank folds all of them."""
+    return size_bytes <= link.room_bytes and size_bytes * (link.size - 1) <= WHOLE_BYTES
 
 
-def inline_tensor(data: bytearray, like: Tensor, count: int) -> Tensor:
+def inline_tensor(data: Memory, like: Tensor, count: int) -> Tensor:
     """Return count elements that came with the words of a call."""
-    return torch.frombuffer(data, dtype=like.dtype, count=count, offset=TEXT_BYTES)
+    return torch.frombuffer(data, dtype=like.dtype, count=count)
 
 
-def take_inline(data: bytearray, out: Tensor, link: Link, skip: int = 0) -> None:
-    """Set out to what came with the words of a call, behind skip bytes."""
+def take_inline(data: Memory, out: Tensor, link: Link) -> None:
+    """Set out to what came with the words of a call."""
     if out.numel():
-        start = TEXT_BYTES + skip
-        link.memory(out)[:] = memoryview(data)[start : start + out.nbytes]
+        link.memory(out)[:] = memoryview(data)[: out.nbytes]
 
 
 def one_by_one(given: Sequence[Waits]) -> Waits:
@@ -94,7 +93,7 @@ def all_reduce(
     link: Link, text: str, xs: Sequence[Tensor], reductions: Sequence[Reduction]
 ) -> Waits:
     """Reduce flat tensors in place."""
-    if len(xs) == 1 and inlined(xs[0].nbytes, link):
+    if len(xs) == 1 and folded(xs[0].nbytes, link):
         (x,), (reduction,) = xs, reductions
         found = yield from link.agree(text, link.memory(x))
         if x.numel():
@@ -209,10 +208,10 @@ def reduce_scatter(
     reductions: Sequence[Reduction],
 ) -> Waits:
     """Reduce flat tensors; each rank has its equal share of the result."""
-    if len(outs) == 1 and inlined(outs[0].nbytes, link):
+    if len(outs) == 1 and folded(ins[0].nbytes, link):
         (out,), (x,), (reduction,) = outs, ins, reductions
         count, given = out.numel(), link.memory(x)
-        parts = [bytes(given[r * out.nbytes : (r + 1) * out.nbytes]) for r in range(link.size)]
+        parts = [given[r * out.nbytes : (r + 1) * out.nbytes] for r in range(link.size)]
         found = yield from link.agree(text, parts=parts)
         if count:
             mine = x[link.rank * count : (link.rank + 1) * count]
@@ -268,7 +267,7 @@ def all_gather(
     link: Link, text: str, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor]
 ) -> Waits:
     """Give each rank's tensor to all: outs[i][rank] is ins[i] of that rank."""
-    if len(ins) == 1 and inlined(max(each.nbytes for each in outs[0]), link):
+    if len(ins) == 1 and max([each.nbytes for each in outs[0]]) <= link.room_bytes:
         found = yield from link.agree(text, link.memory(ins[0]))
         for each, came in zip(outs[0], found, strict=True):
             take_inline(came, each, link)
@@ -288,7 +287,7 @@ def all_gather(
 
 def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
     """Give the root's tensors to all."""
-    if len(xs) == 1 and inlined(xs[0].nbytes, link):
+    if len(xs) == 1 and xs[0].nbytes <= link.room_bytes:
         x = xs[0]
         found = yield from link.agree(text, link.memory(x) if link.rank == root else b"")
         if link.rank != root:
@@ -341,8 +340,8 @@ def _spread(link: Link, x: Tensor, root: int) -> Waits:
 
 def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
     """Reduce a flat tensor of all ranks into out on the root; others leave both as they are."""
-    if inlined(x.nbytes, link):
-        given = [bytes(link.memory(x)) if rank == root else b"" for rank in range(link.size)]
+    if folded(x.nbytes, link):
+        given = [link.memory(x) if rank == root else b"" for rank in range(link.size)]
         found = yield from link.agree(text, parts=given)
         if link.rank == root and x.numel():
             operands = [
@@ -391,25 +390,31 @@ def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int)
     yield moves
 
 
-def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> Waits:
+def all_to_all(
+    link: Link,
+    text: str,
+    outs: Sequence[Memory],
+    ins: Sequence[Memory],
+    own: tuple[Tensor, Tensor],
+) -> Waits:
     """Give ins[rank] to each rank, which has it in its outs of this one.
 
+    own: what this rank has in its outs, and gives, of itself
     Raises Mismatch on all ranks where one sends not what another expects.
     """
     size, rank = link.size, link.rank
-    row = array("q", [each.nbytes for each in (*ins, *outs)])
-    sizes = memoryview(row).cast("B")
-    small = [len(sizes) + max(row[j], row[size + j]) <= INLINE_BYTES for j in range(size)]
+    row = array("q", [len(each) for each in (*ins, *outs)])
+    sizes = row.tobytes()
+    room = link.room_bytes // size - len(sizes)
+    small = [max(row[j], row[size + j]) <= room for j in range(size)]
     if size <= NEAR:
         given = [
-            b"".join((sizes, link.memory(each))) if fits else bytes(sizes)
-            for each, fits in zip(ins, small, strict=True)
+            b"".join((sizes, each)) if fits and j != rank else sizes
+            for j, (each, fits) in enumerate(zip(ins, small, strict=True))
         ]
         found = yield from link.agree(text, parts=given)
-        ends = TEXT_BYTES + len(sizes)
-        every = [memoryview(each)[TEXT_BYTES:ends].cast("q").tolist() for each in found]
+        every = [memoryview(each)[: len(sizes)].cast("q").tolist() for each in found]
     else:
-        small = [False] * size
         yield from link.agree(text)
         rows = torch.empty(size, 2 * size, dtype=torch.int64, device="cpu")
         yield from all_gather(link, text, [list(rows)], [torch.frombuffer(row, dtype=torch.int64)])
@@ -421,13 +426,13 @@ def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tens
     moves = link.step()
     for other in link.others:
         if not small[other]:
-            moves.receive(link.memory(outs[other]), other)
+            moves.receive(outs[other], other)
     for other in link.others:
         if not small[other]:
-            moves.send(link.memory(ins[other]), other)
-        else:
-            take_inline(found[other], outs[other], link, len(sizes))
-    outs[rank].copy_(ins[rank])
+            moves.send(ins[other], other)
+        elif len(outs[other]):
+            outs[other][:] = memoryview(found[other])[len(sizes) :][: len(outs[other])]
+    own[0].copy_(own[1])
     yield moves
 
 

@@ -124,12 +124,43 @@ def untraced(function: F) -> F:
     return function
 
 
+class Ended(Work):
+    """A call that has ended without an error."""
+
+    def __init__(self, path: str, result: Any) -> None:
+        super().__init__()
+        self._path, self._result = path, result
+
+    @untraced
+    def wait(self, _: timedelta = NO_TIMEOUT) -> bool:
+        """Return True."""
+        return True
+
+    is_completed = is_success = wait
+
+    def exception(self) -> None:
+        """Return None."""
+
+    synchronize = exception
+
+    def result(self) -> Any:
+        """Return the tensors of the call."""
+        return self._result
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors."""
+        future = CallFuture(self._path)
+        future.set_result(self._result)
+        return future
+
+
 class Operation(Work):
     """One call of a process group: a program of messages and sums, and how it ended.
 
     channel: of its messages; program: yields what it waits for; call: its words in errors
     path: see Calls; result: the tensors that are its future's value
     timeout_s: the longest that it may take; ends: called at its end, whether it failed or not
+    step: what the program waits for, if it has begun
     """
 
     def __init__(
@@ -142,6 +173,7 @@ class Operation(Work):
         result: Any,
         timeout_s: float,
         ends: list[Callable[[], None]],
+        step: Step = NOTHING,
     ) -> None:
         super().__init__()
         self.channel, self.call, self._path = channel, call, path
@@ -153,7 +185,7 @@ class Operation(Work):
         self._result = result
         self._begun_s = time.monotonic()
         self._timeout_s = timeout_s
-        self._step = NOTHING
+        self._step = step
         self._lock = threading.Lock()  # of the thread that moves it on
         self._future: Any = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ...errors import UserError
 from ...world.mpi import running_mpi, thread_level
 from . import NAME
+from .board import MOST_RANKS, Memory
 from .channel import Channel
 from .group import MpiGroup
 from .progress import pause
@@ -94,39 +96,50 @@ def create(options: Any) -> MpiGroup:
     rank, size, store = options.group_rank, options.group_size, options.store
     mpi = mpi_with(size)
     timeout_s = options.timeout.total_seconds()
-    ranks = list(options.global_ranks_in_group)
-    if ranks:
-        default = distributed.group.WORLD
-        known = default.members if isinstance(default, MpiGroup) else None
-        members = [known[each] for each in ranks] if known is not None else None
+    memory = Memory() if 1 < size <= MOST_RANKS else None
+    place = "" if memory is None else memory.place
+    mine = f"{mpi.COMM_WORLD.Get_rank()} {socket.gethostname()} {place}"
+    members, board = known_members(options.global_ranks_in_group), None
+    if members is None or memory is not None:
+        told = [text.split() for text in meet(store, "process", rank, mine, size, timeout_s)]
+        members = [int(process) for process, *_ in told]
+        if memory is not None:
+            near = len({host for _, host, *_ in told}) == 1
+            board = memory.board(rank, [place for *_, place in told]) if near else None
+            found = meet(store, "board", rank, str(board is not None), size, timeout_s)
+            board = board if found == ["True"] * size else None
+            memory.free()
     else:
-        members = None
-    process = mpi.COMM_WORLD.Get_rank()
-    members = meet(store, rank, size, process, members, timeout_s)
-    channel = Channel(members, str(options.group_id))
+        meet(store, "process", rank, mine, size, timeout_s, read=False)
+    channel = Channel(members, str(options.group_id), board)
     return MpiGroup(store, rank, size, channel, members, timeout_s)
 
 
-def meet(
-    store: Any, rank: int, size: int, process: int, members: list[int] | None, timeout_s: float
-) -> list[int]:
-    """Return the processes of MPI that are a group's ranks, once all have come.
+def known_members(ranks: Sequence[int]) -> list[int] | None:
+    """Return the processes of MPI that are ranks of the default group, if that is of this kind."""
+    default = distributed.group.WORLD
+    if ranks and isinstance(default, MpiGroup):
+        return [default.members[each] for each in ranks]
+    return None
 
-    members: where they are known already
+
+def meet(
+    store: Any, key: str, rank: int, text: str, size: int, timeout_s: float, *, read: bool = True
+) -> list[str]:
+    """Return what all ranks of a group say under a key, once all have come; [] unless read.
+
     Raises RuntimeError, which names those that have not come in timeout_s.
     """
     limit = timedelta(seconds=timeout_s)
-    store.set(f"process/{rank}", str(process))
-    if store.add("come", 1) == size:
-        store.set("all", "")
+    store.set(f"{key}/{rank}", text)
+    if store.add(f"{key} come", 1) == size:
+        store.set(f"{key} all", "")
     try:
-        store.wait(["all"], limit)
+        store.wait([f"{key} all"], limit)
     except Exception as error:
-        absent = [r for r in range(size) if not store.check([f"process/{r}"])]
+        absent = [r for r in range(size) if not store.check([f"{key}/{r}"])]
         who = ", ".join(map(str, absent))
         raise RuntimeError(
             f"{NAME}: new process group: waited {timeout_s:.1f} s for rank {who}"
         ) from error
-    if members is None:
-        members = [int(store.get(f"process/{r}")) for r in range(size)]
-    return members
+    return [store.get(f"{key}/{r}").decode() for r in range(size)] if read else []
