@@ -152,7 +152,7 @@ def test_a_member_that_does_not_come_is_named() -> None:
             raise TimeoutError
 
     with pytest.raises(RuntimeError, match=r"new process group: waited 0.5 s for rank 1"):
-        start.meet(Store(), "process", 0, "0", 2, 0.5)
+        start.meet(Store(), 0, 2, 0, None, 0.5)
 
 
 STARTED = """
@@ -160,7 +160,9 @@ import time
 from datetime import timedelta
 import cpdhpc.torch, torch
 from torch import distributed as dist
-dist.init_process_group("cpdhpc", init_method="mpi://", timeout=timedelta(seconds=2))
+dist.init_process_group("cpdhpc", init_method="mpi://")
+dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=2))
 me = dist.get_rank()
 """
 

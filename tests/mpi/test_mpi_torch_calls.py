@@ -36,7 +36,8 @@ def processes() -> Iterator[None]:
 @pytest.fixture
 def hasty() -> Iterator[Any]:
     """A group whose calls wait for one second."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
+    group.set_timeout(timedelta(seconds=1))
     yield group
     dist.barrier()
     dist.destroy_process_group(group)

@@ -6,7 +6,9 @@ and values; and which calls of the others it has read. So a small call needs no 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ HEAD_BYTES = 192  # of three lines of the cache: number, where values end, what 
 NUMBER, ENDS, READ = 0, 8, 16  # words of 8 bytes in the head
 TEXT_BYTES = 256  # of a call: its words, cut, and a digest of all of them
 VALUES_BYTES = 1 << 16
+HOST_BYTES = 16  # of a digest of its name
+PLACE_BYTES = HOST_BYTES + FIRST_BLOCK.size + NOTE_BYTES
 AREA_BYTES = SLOTS * (HEAD_BYTES + TEXT_BYTES + VALUES_BYTES)
 
 
@@ -31,27 +35,29 @@ class Memory:
 
     def __init__(self) -> None:
         self._shared = Shared(AREA_BYTES + 4096)  # and what the first block has at its beginning
-        self._area = self._shared.take(AREA_BYTES)
-        self._area[:] = 0
+        self._area = self._shared.take(AREA_BYTES)  # of zeros
 
     @property
-    def place(self) -> str:
-        """What others need in order to find the area."""
+    def place(self) -> bytes:
+        """What others need in order to find the area; of PLACE_BYTES."""
         note = self._shared.note(self._area)
         assert note is not None, "it lies in memory that is shared"
-        return FIRST_BLOCK.pack(*self._shared.name).hex() + note.tobytes().hex()
+        host = blake2b(socket.gethostname().encode(), digest_size=HOST_BYTES).digest()
+        return host + FIRST_BLOCK.pack(*self._shared.name) + note.tobytes()
 
-    def board(self, rank: int, places: Sequence[str]) -> Board | None:
+    def board(self, rank: int, places: Sequence[bytes]) -> Board | None:
         """Return the board of all ranks, by place; None if one is on another node."""
+        if len({place[:HOST_BYTES] for place in places}) > 1:
+            return None
         areas = []
         for other, place in enumerate(places):
             if other == rank:
                 areas.append(self._area)
                 continue
-            data = bytes.fromhex(place)
-            if not self._shared.meet(other, Name(*FIRST_BLOCK.unpack(data[:-NOTE_BYTES]))):
+            name = Name(*FIRST_BLOCK.unpack(place[HOST_BYTES:-NOTE_BYTES]))
+            if not self._shared.meet(other, name):
                 return None  # of another node, or one that may not be looked into
-            areas.append(self._shared.payload(np.frombuffer(data[-NOTE_BYTES:], np.uint8)))
+            areas.append(self._shared.payload(np.frombuffer(place[-NOTE_BYTES:], np.uint8)))
         return Board(rank, areas)
 
     def free(self) -> None:

@@ -36,11 +36,13 @@ class Channel:
     """A communicator of a group's own. Collective over its members.
 
     members: the processes of MPI's world, in the order of the group's ranks
-    name: the same on all members; board: of members that are on one node
+    name: the same on all members
     """
 
-    def __init__(self, members: Sequence[int], name: str, board: Board | None = None) -> None:
-        self.name, self.board = name, board
+    board: Board | None = None  # of members that are on one node
+
+    def __init__(self, members: Sequence[int], name: str) -> None:
+        self.name = name
         self.mpi = running_mpi()
         world = self.mpi.COMM_WORLD
         every = world.Get_group()
@@ -59,11 +61,9 @@ class Channel:
 
     def free(self) -> None:
         """Free the communicator; later messages are RuntimeError. Collective."""
-        self._isend = self._irecv = self._gone
+        self._isend = self._irecv = gone
         self.comm.Free()
-
-    def _gone(self, *_: Any) -> NoReturn:
-        raise RuntimeError("the process group was destroyed")
+        self.board = None
 
     def memory(self, tensor: torch.Tensor) -> Memory:
         """Return the memory of a contiguous tensor, which must be kept."""
@@ -104,6 +104,11 @@ class Channel:
             return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half, 0)
         number = next(self._calls)
         return Link(self, f"{self.name}:{number}", number % half, number)
+
+
+def gone(*_: Any) -> NoReturn:
+    """Raise RuntimeError: where the messages of a group were that was destroyed."""
+    raise RuntimeError("the process group was destroyed")
 
 
 def cut(memory: Memory) -> list[Memory]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -18,12 +21,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ...errors import UserError
 from ...world.mpi import running_mpi, thread_level
 from . import NAME
-from .board import MOST_RANKS, Memory
+from .board import MOST_RANKS, PLACE_BYTES, Board, Memory
 from .channel import Channel
 from .group import MpiGroup
 from .progress import pause
 
-ADDRESS_BYTES = 256
+ADDRESS_BYTES = 1024
+CONNECT_S = 2.0  # for a connection to one of the addresses of a host
+SIOCGIFADDR = 0x8915  # Linux: the address of a network
 STORES: list[TCPStore] = []  # one at most, so that no rank loses it while others start
 STARTS = count()  # of all processes together, each with keys of its own in one store
 START = "start the program by mpirun -n RANKS python ... or srun --mpi=pmix python ..."
@@ -76,19 +81,38 @@ def shared_store(world: Any, timeout: timedelta) -> TCPStore:
     store = None
     if world.Get_rank() == 0:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        data = f"{socket.gethostname()} {store.port}".encode()
+        data = " ".join([str(store.port), socket.gethostname(), *addresses()]).encode()
+        data = data[:ADDRESS_BYTES].rpartition(b" ")[0] if len(data) > ADDRESS_BYTES else data
         address[: len(data)] = np.frombuffer(data, np.uint8)
-    request, begun_s = world.Ibcast(address, 0), time.monotonic()
-    while not request.Test():
-        waited_s = time.monotonic() - begun_s
-        if waited_s > timeout.total_seconds():
-            raise RuntimeError(f"{NAME}: init_process_group: waited {waited_s:.1f} s for rank 0")
-        pause(waited_s)
+    late = "init_process_group: waited {:.1f} s for rank 0"
+    wait_for(world.Ibcast(address, 0), late, timeout.total_seconds())
     if store is None:
-        host, port = address.tobytes().rstrip(b"\0").decode().split()
-        near = host == socket.gethostname()
-        store = TCPStore("localhost" if near else host, int(port), timeout=timeout)
+        port, *hosts = address.tobytes().rstrip(b"\0").decode().split()
+        store = TCPStore(reachable(hosts, int(port)), int(port), timeout=timeout)
     return store
+
+
+def addresses() -> list[str]:
+    """Return the IPv4 addresses of this host that others may know, by network."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # a network without an address
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [each for each in found if not each.startswith("127.")]
+
+
+def reachable(hosts: Sequence[str], port: int) -> str:
+    """Return the first of a host's name and addresses that can be connected to.
+
+    Not all names are known everywhere. Returns the name if none can: torch's error then names it.
+    """
+    for host in (["localhost"] if hosts[0] == socket.gethostname() else []) + [*hosts]:
+        with suppress(OSError), socket.create_connection((host, port), CONNECT_S):
+            return host
+    return hosts[0]
 
 
 def create(options: Any) -> MpiGroup:
@@ -96,23 +120,46 @@ def create(options: Any) -> MpiGroup:
     rank, size, store = options.group_rank, options.group_size, options.store
     mpi = mpi_with(size)
     timeout_s = options.timeout.total_seconds()
-    memory = Memory() if 1 < size <= MOST_RANKS else None
-    place = "" if memory is None else memory.place
-    mine = f"{mpi.COMM_WORLD.Get_rank()} {socket.gethostname()} {place}"
-    members, board = known_members(options.global_ranks_in_group), None
-    if members is None or memory is not None:
-        told = [text.split() for text in meet(store, "process", rank, mine, size, timeout_s)]
-        members = [int(process) for process, *_ in told]
-        if memory is not None:
-            near = len({host for _, host, *_ in told}) == 1
-            board = memory.board(rank, [place for *_, place in told]) if near else None
-            found = meet(store, "board", rank, str(board is not None), size, timeout_s)
-            board = board if found == ["True"] * size else None
-            memory.free()
-    else:
-        meet(store, "process", rank, mine, size, timeout_s, read=False)
-    channel = Channel(members, str(options.group_id), board)
+    process, members = mpi.COMM_WORLD.Get_rank(), known_members(options.global_ranks_in_group)
+    members = meet(store, rank, size, process, members, timeout_s)
+    channel = Channel(members, str(options.group_id))
+    if 1 < size <= MOST_RANKS:
+        channel.board = board_of(channel, timeout_s)
     return MpiGroup(store, rank, size, channel, members, timeout_s)
+
+
+def board_of(channel: Channel, timeout_s: float) -> Board | None:
+    """Return the board of a channel, if its ranks are on one node. Collective over them."""
+    memory, board = None, None
+    with suppress(OSError, AttributeError):  # memfd_create is Linux's, and may be forbidden
+        memory = Memory()
+    place = bytes(PLACE_BYTES) if memory is None else memory.place
+    places = told_by_all(channel, place, timeout_s)
+    if memory is not None and bytes(PLACE_BYTES) not in places:
+        with suppress(OSError):
+            board = memory.board(channel.rank, places)
+    found = told_by_all(channel, bytes([board is not None]), timeout_s)
+    if memory is not None:
+        memory.free()
+    return board if all(map(any, found)) else None
+
+
+def told_by_all(channel: Channel, data: bytes, timeout_s: float) -> list[bytes]:
+    """Return what all ranks say, of one length. Collective. Raises RuntimeError when it is late."""
+    found = np.empty((channel.size, len(data)), np.uint8)
+    request = channel.comm.Iallgather(np.frombuffer(data, np.uint8), found)
+    wait_for(request, "new process group: waited {:.1f} s for another rank", timeout_s)
+    return [each.tobytes() for each in found]
+
+
+def wait_for(request: Any, late: str, timeout_s: float) -> None:
+    """Wait for a request of MPI; raise RuntimeError after timeout_s."""
+    begun_s = time.monotonic()
+    while not request.Test():
+        waited_s = time.monotonic() - begun_s
+        if waited_s > timeout_s:
+            raise RuntimeError(f"{NAME}: {late.format(waited_s)}")
+        pause(waited_s)
 
 
 def known_members(ranks: Sequence[int]) -> list[int] | None:
@@ -124,22 +171,25 @@ def known_members(ranks: Sequence[int]) -> list[int] | None:
 
 
 def meet(
-    store: Any, key: str, rank: int, text: str, size: int, timeout_s: float, *, read: bool = True
-) -> list[str]:
-    """Return what all ranks of a group say under a key, once all have come; [] unless read.
+    store: Any, rank: int, size: int, process: int, members: list[int] | None, timeout_s: float
+) -> list[int]:
+    """Return the processes of MPI that are a group's ranks, once all have come.
 
+    members: where they are known already
     Raises RuntimeError, which names those that have not come in timeout_s.
     """
     limit = timedelta(seconds=timeout_s)
-    store.set(f"{key}/{rank}", text)
-    if store.add(f"{key} come", 1) == size:
-        store.set(f"{key} all", "")
+    store.set(f"process/{rank}", str(process))
+    if store.add("come", 1) == size:
+        store.set("all", "")
     try:
-        store.wait([f"{key} all"], limit)
+        store.wait(["all"], limit)
     except Exception as error:
-        absent = [r for r in range(size) if not store.check([f"{key}/{r}"])]
+        absent = [r for r in range(size) if not store.check([f"process/{r}"])]
         who = ", ".join(map(str, absent))
         raise RuntimeError(
             f"{NAME}: new process group: waited {timeout_s:.1f} s for rank {who}"
         ) from error
-    return [store.get(f"{key}/{r}").decode() for r in range(size)] if read else []
+    if members is None:
+        members = [int(store.get(f"process/{r}")) for r in range(size)]
+    return members
