@@ -25,9 +25,10 @@ HEAD_BYTES = 192  # of three lines of the cache: number, where values end, what 
 NUMBER, ENDS, READ = 0, 8, 16  # words of 8 bytes in the head
 TEXT_BYTES = 256  # of a call: its words, cut, and a digest of all of them
 VALUES_BYTES = 1 << 16
+LENGTHS_BYTES = 1024  # before the values of an all_to_all, of each rank and to each
 HOST_BYTES = 16  # of a digest of its name
 PLACE_BYTES = HOST_BYTES + FIRST_BLOCK.size + NOTE_BYTES
-AREA_BYTES = SLOTS * (HEAD_BYTES + TEXT_BYTES + VALUES_BYTES)
+AREA_BYTES = SLOTS * (HEAD_BYTES + TEXT_BYTES + LENGTHS_BYTES + VALUES_BYTES)
 
 
 class Memory:

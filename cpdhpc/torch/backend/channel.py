@@ -137,6 +137,12 @@ class Link:
         self.looks = 1
         self.ends: list[Callable[[], None]] = []
 
+    def part_bytes(self, lengths_bytes: int) -> int:
+        """Return how many bytes for each rank can travel with the words, and with lengths."""
+        if self._board is not None:
+            return VALUES_BYTES // self.size
+        return INLINE_BYTES - lengths_bytes
+
     def step(self) -> Moves:
         """Return an empty list of messages that are to be under way together."""
         return Moves(self)

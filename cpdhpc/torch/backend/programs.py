@@ -405,7 +405,7 @@ def all_to_all(
     size, rank = link.size, link.rank
     row = array("q", [len(each) for each in (*ins, *outs)])
     sizes = row.tobytes()
-    room = link.room_bytes // size - len(sizes)
+    room = link.part_bytes(len(sizes))
     small = [max(row[j], row[size + j]) <= room for j in range(size)]
     if size <= NEAR:
         given = [
