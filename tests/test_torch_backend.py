@@ -97,9 +97,24 @@ def test_other_numbers_than_those_of_mpi_are_refused() -> None:
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded that it may lack."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
-    with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer"):
-        start.check_torch()
+    monkeypatch.setitem(sys.modules, "cpdhpc.torch.backend.start", None)
+    with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer$"):
+        dist.init_process_group("cpdhpc", init_method="mpi://")
+
+
+def test_a_torch_of_the_future_that_lacks_something_is_refused() -> None:
+    program = (
+        "import cpdhpc.torch, torch\n"
+        "torch.__version__ = '3.1.0'\n"
+        "del torch.distributed.AllreduceOptions\n"
+        "torch.distributed.init_process_group('cpdhpc', init_method='mpi://')\n"
+    )
+    assert run(program).stderr.splitlines()[-1] == (
+        "cpdhpc.errors.UserError: cpdhpc: torch is 3.1.0: must be 2.13 or newer; 2.14 is the "
+        "newest that was tried: module 'torch.distributed' has no attribute 'AllreduceOptions'"
+    )
 
 
 def test_mpi_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +160,9 @@ import time
 from datetime import timedelta
 import cpdhpc.torch, torch
 from torch import distributed as dist
-dist.init_process_group("cpdhpc", init_method="mpi://", timeout=timedelta(seconds=2))
+dist.init_process_group("cpdhpc", init_method="mpi://")
+dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=2))
 me = dist.get_rank()
 """
 
@@ -156,6 +173,22 @@ def test_an_error_that_nobody_catches_is_shown_and_ends_the_job() -> None:
     status, output, _ = launch(program, python=())
     assert status not in (0, None)
     assert "all_reduce SUM float32[3]: timeout after 2.0 s of waiting for rank 0" in output
+
+
+LEAVES = """
+left = [dist.all_reduce(torch.ones(1_000_000), async_op=True)]
+left.append(dist.barrier(async_op=True).get_future().then(lambda future: time.sleep(600)))
+if me:
+    left += [dist.all_reduce(torch.ones(1_000_000), async_op=True)]
+    left += [dist.isend(torch.ones(5_000_000), 0)]
+print("at its end", flush=True)
+"""
+
+
+@needs_mpirun
+def test_a_program_ends_whatever_it_has_left_under_way() -> None:
+    status, output, _ = launch(STARTED + LEAVES, python=())
+    assert status == 0 and output.count("at its end") == 2, output
 
 
 DIES = """

@@ -12,6 +12,7 @@ import os
 import secrets
 import struct
 from collections.abc import Collection, Hashable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -273,11 +274,32 @@ def _room(size_bytes: int) -> int:
 
 
 def _mapped(pid: int, descriptor: int, here: int) -> Block:
-    memory = mmap.mmap(here, os.fstat(here).st_size)
+    """Map memory by the system's own call: Python's keeps a descriptor for each."""
+    size = os.fstat(here).st_size
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc().mmap(None, size, access, mmap.MAP_SHARED, here, 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), "mmap")
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    return Block(pid, descriptor, array, array.__array_interface__["data"][0])
+        _libc().madvise(address, size, mmap.MADV_HUGEPAGE)
+    owner = (ctypes.c_uint8 * size).from_address(address)
+    finalize(owner, _libc().munmap, address, size).atexit = False
+    return Block(pid, descriptor, np.frombuffer(memoryview(owner), np.uint8), address)
+
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Return the C library, with the types of what is called here."""
+    library = ctypes.CDLL(None, use_errno=True)
+    number, place, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
+    library.mmap.argtypes = place, size, number, number, number, ctypes.c_long
+    library.mmap.restype = place
+    library.madvise.argtypes = place, size, number
+    library.munmap.argtypes = place, size
+    return library
 
 
 def round_trip_ns(world: Ranks, what: str = "round trip") -> int:

@@ -298,6 +298,28 @@ def test_compiled() -> None:
     assert_as_gloo(program)
 
 
+def test_accelerate() -> None:
+    """Of Hugging Face, where pip has it: it takes the processes that are there."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def program() -> list[torch.Tensor]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator, model = accelerate.Accelerator(cpu=True), network()
+        assert accelerator.num_processes == dist.get_world_size()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = torch.utils.data.TensorDataset(*batch(0, rows=16 * dist.get_world_size()))
+        loader = torch.utils.data.DataLoader(rows, batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+        return [*values(model), accelerator.gather(loss.detach().reshape(1))]
+
+    assert_as_gloo(program)
+
+
 def test_an_error_in_backward_arrives() -> None:
     """Gradients of other shapes by rank: torch asks for the same parameters, this finds others."""
 

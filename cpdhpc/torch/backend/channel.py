@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from itertools import count
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from ...world.mpi import MESSAGE_BYTES, running_mpi
+from .board import TEXT_BYTES, VALUES_BYTES, Board, Told
 from .progress import CALLS, Broken, Step
 
 Memory = Any  # of mpi4py: bytes at an address
@@ -19,11 +21,11 @@ Waits = Generator[Step, None, Any]
 
 NEAR = 8  # ranks: up to here each sends each other one its call, else the calls are compared by MPI
 LEAST_TAGS = 32768  # that every MPI has
-TEXT_BYTES = 256  # of a call in a message: its words, cut, and a digest of all of them
 DIGEST_BYTES = 16
 INLINE_BYTES = 3584  # of values that travel with the words, in one message that MPI sends at once
 ROOM_BYTES = TEXT_BYTES + INLINE_BYTES
 REFUSED = "refused: "
+REFUSED_BYTES = REFUSED.encode()
 
 
 class Mismatch(RuntimeError):
@@ -36,6 +38,8 @@ class Channel:
     members: the processes of MPI's world, in the order of the group's ranks
     name: the same on all members
     """
+
+    board: Board | None = None  # of members that are on one node
 
     def __init__(self, members: Sequence[int], name: str) -> None:
         self.name = name
@@ -53,11 +57,13 @@ class Channel:
         self._address = self.mpi.memory.fromaddress
         # The next one first, so that not all send to the same one at a time.
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._calls = 0
+        self._calls = count(1)  # of which threads cannot take the same number
 
     def free(self) -> None:
-        """Free the communicator. Collective."""
+        """Free the communicator; later messages are RuntimeError. Collective."""
+        self._isend = self._irecv = gone
         self.comm.Free()
+        self.board = None
 
     def memory(self, tensor: torch.Tensor) -> Memory:
         """Return the memory of a contiguous tensor, which must be kept."""
@@ -68,10 +74,11 @@ class Channel:
         try:
             if len(requests) == 1:
                 return bool(requests[0].Test())
+            if not isinstance(requests[0], self.mpi.Request):
+                return all([request.Test() for request in requests])
             return bool(self.mpi.Request.Testall(requests))
         except self.mpi.Exception as error:
-            too_long = error.Get_error_class() == self.mpi.ERR_TRUNCATE
-            raise Broken(str(error), too_long) from None
+            raise Broken(str(error)) from None
 
     def send(self, memory: Memory, to: int, tag: int) -> list[Any]:
         """Start to send to a rank; return the requests."""
@@ -94,9 +101,14 @@ class Channel:
         if CALLS.path:
             CALLS.made += 1
             path = f"{CALLS.path}.{CALLS.made}"
-            return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half)
-        self._calls += 1
-        return Link(self, f"{self.name}:{self._calls}", self._calls % half)
+            return Link(self, path, half + zlib.crc32(f"{self.name}:{path}".encode()) % half, 0)
+        number = next(self._calls)
+        return Link(self, f"{self.name}:{number}", number % half, number)
+
+
+def gone(*_: Any) -> NoReturn:
+    """Raise RuntimeError: where the messages of a group were that was destroyed."""
+    raise RuntimeError("the process group was destroyed")
 
 
 def cut(memory: Memory) -> list[Memory]:
@@ -105,14 +117,31 @@ def cut(memory: Memory) -> list[Memory]:
 
 
 class Link:
-    """The messages of one collective call; path: tells calls of all groups apart."""
+    """The messages of one collective call.
 
-    def __init__(self, channel: Channel, path: str, tag: int) -> None:
-        self.channel, self.path = channel, path
+    path: tells calls of all groups apart; number: of the calls in turn, 0 for those in callbacks
+    room_bytes: of values that can travel with the words; ends: called at the end of the call
+    looks: at what others tell on a board, before the program yields
+    """
+
+    def __init__(self, channel: Channel, path: str, tag: int, number: int) -> None:
+        self.channel, self.path, self._number = channel, path, number
+        self._board = channel.board if number else None
+        self.room_bytes = INLINE_BYTES if self._board is None else VALUES_BYTES
+        if channel.size > NEAR:
+            self.room_bytes = -1
         self.rank, self.size = channel.rank, channel.size
         self.memory = channel.memory
         self.others = channel.others
         self.tag = 2 * tag
+        self.looks = 1
+        self.ends: list[Callable[[], None]] = []
+
+    def part_bytes(self, lengths_bytes: int) -> int:
+        """Return how many bytes for each rank can travel with the words, and with lengths."""
+        if self._board is not None:
+            return VALUES_BYTES // self.size
+        return INLINE_BYTES - lengths_bytes
 
     def step(self) -> Moves:
         """Return an empty list of messages that are to be under way together."""
@@ -120,15 +149,17 @@ class Link:
 
     def agree(
         self, text: str, inline: Memory = b"", parts: Sequence[bytes] | None = None
-    ) -> Generator[Step, None, list[bytearray]]:
+    ) -> Generator[Step, None, list[Memory]]:
         """Compare the words of a call over the ranks, and return what travelled with them.
 
-        inline, parts: this rank's values, up to INLINE_BYTES, for all, or for each rank
-        Returns what has come from each rank, this one's own too, with the values from TEXT_BYTES
-        on; nothing where there are too many ranks: values then travel by messages of their own.
+        inline, parts: this rank's values, up to room_bytes, for all, or for each rank, in all
+        Returns what has come from each rank, this one's own too; nothing where there are too many
+        ranks: values then travel by messages of their own.
         Raises Mismatch on all ranks alike where words differ or begin with REFUSED.
         """
         words = packed(text)
+        if self._board is not None:
+            return (yield from self._agree_on(self._board, words, inline, parts))
         if self.size > NEAR:
             yield from self._agree_in_rounds(words)
             return []
@@ -141,9 +172,43 @@ class Link:
             moves.send(given[rank], rank)
         found[self.rank] = bytearray(given[self.rank])
         yield moves
-        if text.startswith(REFUSED) or not all([data.startswith(words) for data in found]):
+        if words.startswith(REFUSED_BYTES) or not all([data.startswith(words) for data in found]):
             raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.path))
+        return [memoryview(data)[TEXT_BYTES:] for data in found]
+
+    def _agree_on(
+        self, board: Board, words: bytes, inline: Memory, parts: Sequence[bytes] | None
+    ) -> Generator[Step, None, list[Memory]]:
+        """Compare words, and give values, in the memory of the node."""
+        number = self._number
+        yield from self._until(board, board.is_free)
+        board.post(number, words, inline, parts)
+        yield from self._until(board, board.has_come)
+        found: list[Memory] = [inline if parts is None else parts[self.rank]] * self.size
+        same, in_parts = not words.startswith(REFUSED_BYTES), parts is not None
+        for rank in self.others:
+            same = same and board.text(number, rank) == words
+        if same:
+            for rank in self.others:
+                found[rank] = board.values(number, rank, in_parts=in_parts)
+        else:
+            texts = [board.text(number, rank) for rank in range(self.size)]
+        board.leave(number)
+        if not same:
+            raise Mismatch(difference(texts, self.path))
         return found
+
+    def _until(self, board: Board, happened: Callable[[int, int], bool]) -> Waits:
+        """Wait until something has happened on a board for all other ranks."""
+        number, others = self._number, self.others
+        for rank in others:
+            for _ in range(self.looks):
+                if happened(number, rank):
+                    break
+            else:
+                self.ends.append(partial(board.leave, number))
+                yield Step([Told(happened, number, each) for each in others], others)
+                return
 
     def _agree_in_rounds(self, words: bytes) -> Waits:
         """Compare words by the largest and the smallest digest, over twice as many ranks a round.
@@ -151,7 +216,7 @@ class Link:
         Source: Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988.
         """
         digest = int.from_bytes(words[-DIGEST_BYTES:][:7], "little")
-        mine = np.array([digest, -digest, words.startswith(REFUSED.encode())], np.int64)
+        mine = np.array([digest, -digest, words.startswith(REFUSED_BYTES)], np.int64)
         span = 1
         while span < self.size:
             moves, other = self.step(), np.empty_like(mine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from functools import lru_cache, wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,19 +15,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
 from ...errors import UserError
-from . import NAME, programs
-from .channel import REFUSED, Channel, Link
-from .host import Hosted
+from . import NAME, forms, programs
+from .channel import REFUSED, Channel, Link, Memory
+from .forms import Form
+from .host import Hosted, overlap
 from .programs import Tensor, Waits
-from .progress import Operation, Step, engine, untraced
+from .progress import NOTHING, Ended, Operation, Step, engine, untraced
 from .reductions import premultiplied, reduction_of
 
+Method = Callable[..., Any]
 PROFILER = (
     "_profiler_enabled",
     "_record_function_with_args_enter",
     "_record_function_with_args_exit",
 )
 PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
+
+
+LOOKS = 100  # at what others tell, in a call that the program waits for
+SETTLE_S = 30.0  # for calls that are under way when their group is destroyed
 
 
 @lru_cache(4096)
@@ -45,6 +52,18 @@ def listed(tensors: Sequence[Tensor], call: str = "") -> str:
     if len(tensors) == 1:
         return described(tensors[0], call)
     return call + ", ".join(map(described, tensors))
+
+
+def first_step(program: Waits, ends: Sequence[Callable[[], None]]) -> Step | None:
+    """Let a program go as far as it can; return what it then waits for, None at its end."""
+    try:
+        return next(program)
+    except StopIteration:
+        return None
+    except BaseException:
+        for end in ends:
+            end()
+        raise
 
 
 def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torch.device) -> Any:
@@ -69,22 +88,30 @@ def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torc
     return beside
 
 
-def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let another backend do a method where it is the one of the tensors' device."""
+def by_device(form: Form | None = None) -> Callable[[Method], Method]:
+    """Let another backend do a method where it is the one of the tensors' device.
 
-    @untraced
-    @wraps(method)
-    def call(group: MpiGroup, *arguments: Any, **options: Any) -> Any:
-        first = arguments[0]
-        while type(first) is list and first:
-            first = first[0]
-        if not getattr(first, "is_cpu", True):
-            other = group.other(first.device)
-            if other is not None:
-                return getattr(other, method.__name__)(*arguments, **options)
-        return method(group, *arguments, **options)
+    form: in which the method takes its arguments, of several that callers may use
+    """
 
-    return call
+    def decorate(method: Method) -> Method:
+        @untraced
+        @wraps(method)
+        def call(group: MpiGroup, *arguments: Any, **named: Any) -> Any:
+            if form is not None and (named or not form.is_usual(arguments)):
+                arguments, named = form.usual(arguments, named), {}
+            first = arguments[0]
+            while type(first) is list and first:
+                first = first[0]
+            if not getattr(first, "is_cpu", True):
+                other = group.other(first.device)
+                if other is not None:
+                    return getattr(other, method.__name__)(*arguments, **named)
+            return method(group, *arguments, **named)
+
+        return call
+
+    return decorate
 
 
 class MpiGroup(ProcessGroup):
@@ -145,7 +172,11 @@ class MpiGroup(ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Free the communicator, as destroy_process_group does."""
+        """Free the communicator, as destroy_process_group does.
+
+        Calls that are under way get SETTLE_S to end, else they fail.
+        """
+        self._engine.settle(self.channel, SETTLE_S)
         for other in self._others.values():
             if other is not None:
                 other.shutdown()
@@ -176,24 +207,38 @@ class MpiGroup(ProcessGroup):
         result: Any,
         opts: Any = None,
         path: str = "",
-    ) -> Operation:
+        ends: list[Callable[[], None]] | None = None,
+    ) -> Operation | Ended:
         """Begin an operation; it goes on while nobody waits unless opts say that one will."""
-        timeout = getattr(opts, "timeout", None)
+        if self._engine.forked:
+            raise RuntimeError(
+                f"{call}: this process was made by fork: only the one that started MPI may call"
+            )
+        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None else 0.0
-        test = self.channel.test_all
+        ends = [] if ends is None else ends
+        waits = not getattr(opts, "asyncOp", True)
+        step = NOTHING
+        if PROFILING():  # the end of an event is of another thread than its beginning
+            handle = ENTER(f"{NAME}:{title}", *tensors)
+            ends.append(lambda: self._engine.elsewhere(EXIT, handle).result())
+        elif waits and not torch.is_inference_mode_enabled():
+            first = first_step(program, ends)
+            if first is None:
+                return Ended(path, result)
+            step = first
         operation = Operation(
             self._engine,
+            self.channel,
             program,
             call,
             path,
             result,
             timeout_s if timeout_s > 0 else self.timeout_s,
-            test,
+            ends,
+            step,
         )
-        if PROFILING():
-            handle = ENTER(f"{NAME}:{title}", *tensors)
-            operation.at_end = lambda: EXIT(handle)
-        if not operation.move() and getattr(opts, "asyncOp", True):
+        if not operation.move() and not waits:
             self._engine.proceed(operation)
         return operation
 
@@ -204,15 +249,22 @@ class MpiGroup(ProcessGroup):
         tensors: Sequence[Tensor],
         result: Any,
         opts: Any,
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Begin a collective call: make returns its words and its program, or raises."""
         link, hosted = self.channel.next_call(), Hosted()
         try:
-            call, program = make(link, hosted)
-        except (TypeError, ValueError) as error:  # all ranks are to raise it
-            call = f"{title}: {error}"
+            if torch.is_inference_mode_enabled():  # other threads could not write what it makes
+                with torch.inference_mode(False):
+                    call, program = make(link, hosted)
+            else:
+                call, program = make(link, hosted)
+        except Exception as error:  # whatever: all ranks are to raise it
+            call, hosted = f"{title}: {error or type(error).__name__}", Hosted()
             program = link.agree(REFUSED + call)
-        return self._start(title, call, hosted.around(program), tensors, result, opts, link.path)
+        program = hosted.around(program)
+        if not getattr(opts, "asyncOp", True):
+            link.looks = LOOKS
+        return self._start(title, call, program, tensors, result, opts, link.path, link.ends)
 
     def _by_wires(self, name: str, tensors: Sequence[Tensor], op: str = "") -> bool:
         """Whether a call travels in few bits; tensors: a rank's share of it."""
@@ -231,11 +283,10 @@ class MpiGroup(ProcessGroup):
         each = zip(xs, outs, strict=True)
         return programs.one_by_one([self.wires.move(name, link, call, x, o, op) for x, o in each])
 
-    @by_device
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation:
+    @by_device(forms.ALL_REDUCE)
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation | Ended:
         """Reduce tensors in place."""
-        opts = opts or distributed.AllreduceOptions()
-        sparse = tensors[0].is_sparse
+        sparse = bool(tensors) and tensors[0].is_sparse
         return self._collective(
             "sparse_all_reduce" if sparse else "all_reduce",
             lambda link, hosted: self._all_reduce(link, hosted, tensors, opts.reduceOp),
@@ -259,15 +310,15 @@ class MpiGroup(ProcessGroup):
             (x,) = tensors
             return call, programs.all_reduce_sparse(link, call, x)
         if name == "PREMUL_SUM":
-            for each in tensors:
+            for each in (x.detach() for x in tensors):
                 each.copy_(premultiplied(op, each))
         if self._by_wires("all_reduce", tensors, name):
             xs = [hosted.both(x) for x in tensors]
             return call, self._moved("all_reduce", link, call, xs, xs, name)
         return call, programs.all_reduce(link, call, [hosted.both(x) for x in tensors], reductions)
 
-    @by_device
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
+    @by_device(forms.REDUCE)
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation | Ended:
         """Reduce a tensor into the root's."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -280,8 +331,8 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("reduce", make, tensors, tensors, opts)
 
-    @by_device
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation:
+    @by_device(forms.BROADCAST)
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation | Ended:
         """Give the root's tensors to all."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -291,10 +342,10 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("broadcast", make, tensors, tensors, opts)
 
-    @by_device
+    @by_device(forms.ALL_GATHER)
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank's tensors to all, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -303,24 +354,25 @@ class MpiGroup(ProcessGroup):
                 self._check_list("tensor_list", outs)
                 self._check_like("tensor", x, outs[link.rank])
             to = [[hosted.output(each) for each in outs] for outs in output_tensors]
-            ins = [hosted.input(x) for x in input_tensors]
+            each = zip(input_tensors, to, strict=True)
+            ins = [hosted.apart(x, outs, link.rank) for x, outs in each]
             return call, programs.all_gather(link, call, to, ins)
 
         return self._collective("all_gather", make, input_tensors, output_tensors, opts)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank's tensors to all: output_lists has a list for each rank."""
-        by_input = [list(outs) for outs in zip(*output_lists, strict=True)]
-        if len(output_lists) == len(input_list) and len(output_lists[0]) == self.channel.size:
-            by_input = output_lists
+        by_input = output_lists
+        if {len(each) for each in output_lists} != {self.channel.size}:
+            by_input = [list(outs) for outs in zip(*output_lists, strict=False)]
         return self.allgather(by_input, input_list, opts)
 
-    @by_device
+    @by_device()
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank's tensors to all, one behind the other."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -334,23 +386,27 @@ class MpiGroup(ProcessGroup):
             if self._by_wires("all_gather", inputs):
                 ins = [hosted.input(x) for x in inputs]
                 return call, self._moved("all_gather", link, call, ins, wholes)
-            return call, programs.all_gather(link, call, outs, [hosted.input(x) for x in inputs])
+            each = zip(inputs, outs, strict=True)
+            ins = [hosted.apart(x, to, link.rank) for x, to in each]
+            return call, programs.all_gather(link, call, outs, ins)
 
         return self._collective(title or "all_gather", make, inputs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> Operation | Ended:
         """Give each rank's tensor to all, one behind the other."""
         title = "_all_gather_base"
         return self.all_gather_single_coalesced([output], [input], opts, title)
 
     _allgather_base = all_gather_single
 
-    @by_device
+    @by_device()
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Reduce tensors, of which each rank has its equal share."""
         opts = opts or distributed.ReduceScatterOptions()
 
@@ -361,7 +417,8 @@ class MpiGroup(ProcessGroup):
             for out, x in zip(outputs, inputs, strict=True):
                 self._check_parts("output", out, "input", x)
             outs = [hosted.output(out) for out in outputs]
-            ins = [hosted.input(premultiplied(op, x)) for x in inputs]
+            each = zip(outs, inputs, strict=True)
+            ins = [self._not_at(hosted, out, premultiplied(op, x)) for out, x in each]
             if self._by_wires("reduce_scatter", outputs, reductions[0].name):
                 name = reductions[0].name
                 return call, self._moved("reduce_scatter", link, call, ins, outs, name)
@@ -371,19 +428,20 @@ class MpiGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> Operation | Ended:
         """Reduce a tensor, of which each rank has its equal share."""
         title = "_reduce_scatter_base"
         return self.reduce_scatter_single_coalesced([output], [input], opts, title)
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
 
-    @by_device
+    @by_device(forms.REDUCE_SCATTER)
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Reduce lists of tensors, of which each rank has its own."""
-        opts = opts or distributed.ReduceScatterOptions()
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             (out,), (ins,), op = output_tensors, input_tensors, opts.reduceOp
@@ -398,10 +456,10 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("reduce_scatter", make, input_tensors[0], output_tensors, opts)
 
-    @by_device
+    @by_device(forms.GATHER)
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give all ranks' tensors to the root."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -417,10 +475,10 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("gather", make, input_tensors, output_tensors, opts)
 
-    @by_device
+    @by_device(forms.SCATTER)
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank one of the root's tensors."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -436,10 +494,10 @@ class MpiGroup(ProcessGroup):
 
         return self._collective("scatter", make, output_tensors, output_tensors, opts)
 
-    @by_device
+    @by_device()
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank a tensor of its own, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -450,13 +508,14 @@ class MpiGroup(ProcessGroup):
                 raise TypeError(f"tensors are of {dtypes}: must be of one dtype")
             call = f"all_to_all {str(dtypes.pop())[6:]}"
             outs = [hosted.output(each) for each in output_tensors]
-            return call, programs.all_to_all(
-                link, call, outs, [hosted.input(each) for each in input_tensors]
-            )
+            ins = [hosted.apart(each, outs) for each in input_tensors]
+            to, given = ([link.memory(x) for x in each] for each in (outs, ins))
+            own = outs[link.rank], ins[link.rank]
+            return call, programs.all_to_all(link, call, to, given, own)
 
         return self._collective("all_to_all", make, input_tensors, output_tensors, opts)
 
-    @by_device
+    @by_device()
     def all_to_all_single(
         self,
         output: Tensor,
@@ -464,23 +523,27 @@ class MpiGroup(ProcessGroup):
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         opts: Any = None,
-    ) -> Operation:
+    ) -> Operation | Ended:
         """Give each rank its rows of a tensor."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             if output.dtype != input.dtype:
                 raise TypeError(f"output is {output.dtype}: must be {input.dtype}, as the input")
             call = f"all_to_all_single {str(input.dtype)[6:]}"
-            outs = self._rows("output", output, hosted.output(output), output_split_sizes)
-            ins = self._rows("input", input, hosted.input(input), input_split_sizes)
-            return call, programs.all_to_all(link, call, outs, ins)
+            out = hosted.output(output)
+            outs = self._rows("output", output, output_split_sizes)
+            x = hosted.apart(input, [out])
+            ins = self._rows("input", input, input_split_sizes)
+            own = out[outs[link.rank]], x[ins[link.rank]]
+            to, given = self._parts(out, outs), self._parts(x, ins)
+            return call, programs.all_to_all(link, call, to, given, own)
 
         return self._collective("all_to_all", make, [input], [output], opts)
 
     alltoall_base = all_to_all_single
 
     @untraced
-    def barrier(self, opts: Any = None) -> Operation:
+    def barrier(self, opts: Any = None) -> Operation | Ended:
         """Wait for all ranks."""
 
         def make(link: Link, _: Hosted) -> tuple[str, Waits]:
@@ -499,8 +562,8 @@ class MpiGroup(ProcessGroup):
 
     # Messages between two ranks
 
-    @by_device
-    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation:
+    @by_device()
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Operation | Ended:
         """Send a tensor to a rank."""
         call = f"send to rank {dst_rank} {listed(tensors)}"
         channel, mine = self.channel, 2 * self._checked(tag) + 1
@@ -512,24 +575,28 @@ class MpiGroup(ProcessGroup):
 
         return self._start("send", call, program(), tensors, tensors)
 
-    @by_device
-    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation:
+    @by_device()
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Operation | Ended:
         """Receive a tensor from a rank."""
         return self._receive("recv", tensors, src_rank, tag)
 
-    @by_device
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation:
+    @by_device()
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation | Ended:
         """Receive a tensor from whichever rank sends one."""
         return self._receive("recvAnySource", tensors, self.channel.mpi.ANY_SOURCE, tag)
 
-    def _receive(self, title: str, tensors: list[Tensor], source: int, tag: int) -> Operation:
+    def _receive(
+        self, title: str, tensors: list[Tensor], source: int, tag: int
+    ) -> Operation | Ended:
         who = f"rank {source}" if source >= 0 else "any rank"
         call = f"recv from {who} {listed(tensors)}"
         hosted, mine = Hosted(), 2 * self._checked(tag) + 1
         (x,) = (hosted.output(each) for each in tensors)
         arrived: list[int] = []
-        program = hosted.around(programs.receive(self.channel, call, x, source, mine, arrived))
-        operation = self._start(title, call, program, tensors, tensors)
+        ends: list[Callable[[], None]] = []
+        program = programs.receive(self.channel, call, x, source, mine, arrived, ends)
+        operation = self._start(title, call, hosted.around(program), tensors, tensors, ends=ends)
+        assert isinstance(operation, Operation), "no options: it may proceed"
         operation.sources = arrived
         return operation
 
@@ -539,6 +606,12 @@ class MpiGroup(ProcessGroup):
         return tag
 
     # Arguments
+
+    def _not_at(self, hosted: Hosted, out: Tensor, x: Tensor) -> Tensor:
+        """Return values of which a flat output may be this rank's share, but no other part."""
+        values = hosted.input(x)
+        own = values.data_ptr() + self.channel.rank * out.nbytes
+        return values.clone() if overlap(values, out) and out.data_ptr() != own else values
 
     def _check_list(self, name: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.channel.size:
@@ -558,16 +631,22 @@ class MpiGroup(ProcessGroup):
                 f"elements of {name}, {described(part)}"
             )
 
-    def _rows(self, name: str, tensor: Tensor, flat: Tensor, splits: list[int]) -> list[Tensor]:
-        """Return each rank's rows of a tensor."""
+    def _rows(self, name: str, tensor: Tensor, splits: list[int]) -> list[slice]:
+        """Return where each rank's rows are in a flat tensor."""
         size, rows = self.channel.size, tensor.shape[0] if tensor.dim() else 0
         if not splits:
-            if rows % size:
+            if rows % size or not tensor.dim():
                 raise ValueError(f"{name} has {rows} rows: must be a multiple of {size}")
             splits = [rows // size] * size
-        if len(splits) != size or sum(splits) != rows:
+        if len(splits) != size or sum(splits) != rows or min(splits) < 0:
             raise ValueError(
                 f"{name}_split_sizes={splits}: must be {size} numbers with the sum {rows}"
             )
-        each = flat.numel() // rows if rows else 0
-        return list(torch.split(flat, [count * each for count in splits]))
+        each = tensor.numel() // rows if rows else 0
+        ends = [0, *accumulate(splits)]
+        return [slice(each * a, each * b) for a, b in pairwise(ends)]
+
+    def _parts(self, flat: Tensor, places: Sequence[slice]) -> list[Memory]:
+        """Return the memory of each part of a flat tensor."""
+        memory, item = self.channel.memory(flat), flat.element_size()
+        return [memory[item * each.start : item * each.stop] for each in places]

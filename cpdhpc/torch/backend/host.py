@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -13,12 +15,29 @@ from .programs import Tensor, Waits
 
 def plain(tensor: Tensor) -> bool:
     """Whether messages can read and write a tensor where it is."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj()
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def flat(tensor: Tensor) -> Tensor:
     """Return a plain tensor as one axis."""
+    if tensor.is_inference():
+        return _writable(tensor)
     return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor of torch.inference_mode() as a tensor that all may write."""
+    if not tensor.numel():
+        return tensor.new_empty(0)
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # which lives as long
+    return torch.frombuffer(memory, dtype=tensor.dtype)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors have memory in common."""
+    start, its = one.data_ptr(), other.data_ptr()
+    return start < its + other.nbytes and its < start + one.nbytes
 
 
 class Hosted:
@@ -34,7 +53,19 @@ class Hosted:
         if not tensor.is_cpu:
             say_staged(tensor.device.type)
             await_device(tensor.device)
-        return tensor.detach().to("cpu").resolve_conj().contiguous().view(-1)
+        return flat(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+
+    def apart(self, tensor: Tensor, outs: Sequence[Tensor], own: int | None = None) -> Tensor:
+        """Return the values of a tensor, flat, in other memory than flat outputs.
+
+        own: the output of this rank, which may be the very place of the values
+        """
+        values = self.input(tensor)
+        start = values.data_ptr()
+        for rank, out in enumerate(outs):
+            if overlap(values, out) and not (rank == own and out.data_ptr() == start):
+                return values.clone()
+        return values
 
     def both(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, flat, which it gets back."""
@@ -51,7 +82,7 @@ class Hosted:
         if not tensor.is_cpu:  # what still reads it comes first
             say_staged(tensor.device.type)
             await_device(tensor.device)
-        values = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         self._back.append((tensor.detach(), values))
         return values
 
@@ -62,7 +93,8 @@ class Hosted:
     def _then_back(self, program: Waits) -> Waits:
         yield from program
         for tensor, values in self._back:
-            tensor.copy_(values.view(tensor.shape))
+            with torch.inference_mode(tensor.is_inference()):  # where it is, only there
+                tensor.copy_(values.view(tensor.shape))
 
 
 @cache

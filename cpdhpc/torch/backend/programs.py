@@ -7,14 +7,14 @@ made by one of them, so that all have the same bits; folds go in the order of ra
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from .channel import INLINE_BYTES, NEAR, TEXT_BYTES, Channel, Link, Mismatch, Moves, cut
-from .progress import Broken, Step
+from .channel import NEAR, Channel, Link, Memory, Mismatch, Moves, cut
+from .progress import Step
 from .reductions import Reduction
 
 Tensor = torch.Tensor
@@ -40,8 +40,11 @@ class Scratch:
     def take(self, size_bytes: int) -> Tensor:
         """Return at least so many bytes."""
         if size_bytes <= PIECE_BYTES:
-            return self._free.pop() if self._free else torch.empty(PIECE_BYTES, dtype=torch.uint8)
-        return torch.empty(size_bytes, dtype=torch.uint8)
+            try:
+                return self._free.pop()
+            except IndexError:
+                size_bytes = PIECE_BYTES
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def give(self, held: Sequence[Tensor]) -> None:
         """Take memory back."""
@@ -59,21 +62,20 @@ def chunks(count: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(i * each, count), min((i + 1) * each, count)) for i in range(ranks)]
 
 
-def inlined(size_bytes: int, link: Link) -> bool:
-    """Whether values travel with the words of their call."""
-    return size_bytes <= INLINE_BYTES and link.size <= NEAR
+def folded(size_bytes: int, link: Link) -> bool:
+    """Whether values travel with the words of their call, and each rank folds all of them."""
+    return size_bytes <= link.room_bytes and size_bytes * (link.size - 1) <= WHOLE_BYTES
 
 
-def inline_tensor(data: bytearray, like: Tensor, count: int) -> Tensor:
+def inline_tensor(data: Memory, like: Tensor, count: int) -> Tensor:
     """Return count elements that came with the words of a call."""
-    return torch.frombuffer(data, dtype=like.dtype, count=count, offset=TEXT_BYTES)
+    return torch.frombuffer(data, dtype=like.dtype, count=count)
 
 
-def take_inline(data: bytearray, out: Tensor, link: Link, skip: int = 0) -> None:
-    """Set out to what came with the words of a call, behind skip bytes."""
+def take_inline(data: Memory, out: Tensor, link: Link) -> None:
+    """Set out to what came with the words of a call."""
     if out.numel():
-        start = TEXT_BYTES + skip
-        link.memory(out)[:] = memoryview(data)[start : start + out.nbytes]
+        link.memory(out)[:] = memoryview(data)[: out.nbytes]
 
 
 def one_by_one(given: Sequence[Waits]) -> Waits:
@@ -91,7 +93,7 @@ def all_reduce(
     link: Link, text: str, xs: Sequence[Tensor], reductions: Sequence[Reduction]
 ) -> Waits:
     """Reduce flat tensors in place."""
-    if len(xs) == 1 and inlined(xs[0].nbytes, link):
+    if len(xs) == 1 and folded(xs[0].nbytes, link):
         (x,), (reduction,) = xs, reductions
         found = yield from link.agree(text, link.memory(x))
         if x.numel():
@@ -206,10 +208,10 @@ def reduce_scatter(
     reductions: Sequence[Reduction],
 ) -> Waits:
     """Reduce flat tensors; each rank has its equal share of the result."""
-    if len(outs) == 1 and inlined(outs[0].nbytes, link):
+    if len(outs) == 1 and folded(ins[0].nbytes, link):
         (out,), (x,), (reduction,) = outs, ins, reductions
         count, given = out.numel(), link.memory(x)
-        parts = [bytes(given[r * out.nbytes : (r + 1) * out.nbytes]) for r in range(link.size)]
+        parts = [given[r * out.nbytes : (r + 1) * out.nbytes] for r in range(link.size)]
         found = yield from link.agree(text, parts=parts)
         if count:
             mine = x[link.rank * count : (link.rank + 1) * count]
@@ -265,7 +267,7 @@ def all_gather(
     link: Link, text: str, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor]
 ) -> Waits:
     """Give each rank's tensor to all: outs[i][rank] is ins[i] of that rank."""
-    if len(ins) == 1 and inlined(max(each.nbytes for each in outs[0]), link):
+    if len(ins) == 1 and max([each.nbytes for each in outs[0]]) <= link.room_bytes:
         found = yield from link.agree(text, link.memory(ins[0]))
         for each, came in zip(outs[0], found, strict=True):
             take_inline(came, each, link)
@@ -285,7 +287,7 @@ def all_gather(
 
 def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
     """Give the root's tensors to all."""
-    if len(xs) == 1 and inlined(xs[0].nbytes, link):
+    if len(xs) == 1 and xs[0].nbytes <= link.room_bytes:
         x = xs[0]
         found = yield from link.agree(text, link.memory(x) if link.rank == root else b"")
         if link.rank != root:
@@ -338,8 +340,8 @@ def _spread(link: Link, x: Tensor, root: int) -> Waits:
 
 def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
     """Reduce a flat tensor of all ranks into out on the root; others leave both as they are."""
-    if inlined(x.nbytes, link):
-        given = [bytes(link.memory(x)) if rank == root else b"" for rank in range(link.size)]
+    if folded(x.nbytes, link):
+        given = [link.memory(x) if rank == root else b"" for rank in range(link.size)]
         found = yield from link.agree(text, parts=given)
         if link.rank == root and x.numel():
             operands = [
@@ -388,27 +390,33 @@ def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int)
     yield moves
 
 
-def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> Waits:
+def all_to_all(
+    link: Link,
+    text: str,
+    outs: Sequence[Memory],
+    ins: Sequence[Memory],
+    own: tuple[Tensor, Tensor],
+) -> Waits:
     """Give ins[rank] to each rank, which has it in its outs of this one.
 
+    own: what this rank has in its outs, and gives, of itself
     Raises Mismatch on all ranks where one sends not what another expects.
     """
     size, rank = link.size, link.rank
-    row = array("q", [each.nbytes for each in (*ins, *outs)])
-    sizes = memoryview(row).cast("B")
-    small = [len(sizes) + max(row[j], row[size + j]) <= INLINE_BYTES for j in range(size)]
+    row = array("q", [len(each) for each in (*ins, *outs)])
+    sizes = row.tobytes()
+    room = link.part_bytes(len(sizes))
+    small = [max(row[j], row[size + j]) <= room for j in range(size)]
     if size <= NEAR:
         given = [
-            b"".join((sizes, link.memory(each))) if fits else bytes(sizes)
-            for each, fits in zip(ins, small, strict=True)
+            b"".join((sizes, each)) if fits and j != rank else sizes
+            for j, (each, fits) in enumerate(zip(ins, small, strict=True))
         ]
         found = yield from link.agree(text, parts=given)
-        ends = TEXT_BYTES + len(sizes)
-        every = [memoryview(each)[TEXT_BYTES:ends].cast("q").tolist() for each in found]
+        every = [memoryview(each)[: len(sizes)].cast("q").tolist() for each in found]
     else:
-        small = [False] * size
         yield from link.agree(text)
-        rows = torch.empty(size, 2 * size, dtype=torch.int64)
+        rows = torch.empty(size, 2 * size, dtype=torch.int64, device="cpu")
         yield from all_gather(link, text, [list(rows)], [torch.frombuffer(row, dtype=torch.int64)])
         every = rows.tolist()
     for source, sent in enumerate(every):
@@ -418,13 +426,13 @@ def all_to_all(link: Link, text: str, outs: Sequence[Tensor], ins: Sequence[Tens
     moves = link.step()
     for other in link.others:
         if not small[other]:
-            moves.receive(link.memory(outs[other]), other)
+            moves.receive(outs[other], other)
     for other in link.others:
         if not small[other]:
-            moves.send(link.memory(ins[other]), other)
-        else:
-            take_inline(found[other], outs[other], link, len(sizes))
-    outs[rank].copy_(ins[rank])
+            moves.send(ins[other], other)
+        elif len(outs[other]):
+            outs[other][:] = memoryview(found[other])[len(sizes) :][: len(outs[other])]
+    own[0].copy_(own[1])
     yield moves
 
 
@@ -439,7 +447,7 @@ def all_reduce_sparse(link: Link, text: str, x: Tensor) -> Waits:
     """Sum sparse tensors in place; each rank's values are added in the order of ranks."""
     yield from link.agree(text)
     own = x.coalesce()
-    count = torch.tensor([own._nnz()])
+    count = torch.tensor([own._nnz()], device="cpu")
     counts = [torch.empty_like(count) for _ in range(link.size)]
     yield from _to_all(link, counts, count)
     dense = own.values().shape[1:]
@@ -465,13 +473,26 @@ def _to_all(link: Link, outs: Sequence[Tensor], x: Tensor) -> Waits:
 class Received:
     """The request of a receive, which remembers from where and how much has come."""
 
-    def __init__(self, channel: Channel, request: Any) -> None:
-        self._request, self._byte = request, channel.mpi.BYTE
+    def __init__(self, channel: Channel, request: Any, call: str, room_bytes: int) -> None:
+        self._request, self._mpi = request, channel.mpi
         self._status = channel.mpi.Status()
+        self._call, self._room_bytes = call, room_bytes
 
     def Test(self) -> bool:  # as MPI's
-        """Whether the message has come."""
-        return bool(self._request.Test(self._status))
+        """Whether the message has come. Raises Mismatch for a longer one."""
+        try:
+            return bool(self._request.Test(self._status))
+        except self._mpi.Exception as error:
+            if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
+                raise
+            longer = f"{self._call}: the message is longer than {self._room_bytes} bytes"
+            raise Mismatch(longer) from None
+
+    def end(self) -> None:
+        """Leave a message that has not come to another receive."""
+        if self._request != self._mpi.REQUEST_NULL:
+            self._request.Cancel()
+            self._request.Test()
 
     @property
     def source(self) -> int:
@@ -481,23 +502,25 @@ class Received:
     @property
     def size_bytes(self) -> int:
         """The length of the message."""
-        return int(self._status.Get_count(self._byte))
+        return int(self._status.Get_count(self._mpi.BYTE))
 
 
 def receive(
-    channel: Channel, call: str, x: Tensor, source: int, tag: int, arrived: list[int]
+    channel: Channel,
+    call: str,
+    x: Tensor,
+    source: int,
+    tag: int,
+    arrived: list[int],
+    ends: list[Callable[[], None]],
 ) -> Waits:
-    """Receive a flat tensor; arrived: where the rank goes that sent it."""
+    """Receive a flat tensor; arrived: where the rank goes that sent it; ends: of the operation."""
     memory = channel.memory(x)
     for each in cut(memory) if len(memory) else [memory]:
         (request,) = channel.receive(each, source, tag)
-        message = Received(channel, request)
-        try:
-            yield Step([message], [source])
-        except Broken as error:
-            if not error.too_long:
-                raise
-            raise Mismatch(f"{call}: the message is longer than {len(each)} bytes") from None
+        message = Received(channel, request, call, len(each))
+        ends.append(message.end)
+        yield Step([message], [source])
         source = message.source
         if message.size_bytes != len(each):
             raise Mismatch(

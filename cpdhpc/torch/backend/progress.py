@@ -6,11 +6,12 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -24,16 +25,11 @@ SPIN_S = 0.002  # for which a wait only gives up the core between two looks; the
 PAUSE_S = 5e-5
 LONG_S = 0.5  # of waiting, from which on it sleeps longer
 LONG_PAUSE_S = 1e-3
-CALLBACKS = 64  # threads at most that run callbacks of futures, some of which wait for others
 NO_TIMEOUT = timedelta(0)
 
 
 class Broken(RuntimeError):
-    """MPI's error of a message: too_long, or another, as of a rank that has died."""
-
-    def __init__(self, words: str, too_long: bool) -> None:
-        self.too_long = too_long
-        super().__init__(words)
+    """MPI's error of a message, for example of a rank that has died."""
 
 
 class Step:
@@ -128,65 +124,110 @@ def untraced(function: F) -> F:
     return function
 
 
+class Ended(Work):
+    """A call that has ended without an error."""
+
+    def __init__(self, path: str, result: Any) -> None:
+        super().__init__()
+        self._path, self._result = path, result
+
+    @untraced
+    def wait(self, _: timedelta = NO_TIMEOUT) -> bool:
+        """Return True."""
+        return True
+
+    is_completed = is_success = wait
+
+    def exception(self) -> None:
+        """Return None."""
+
+    synchronize = exception
+
+    def result(self) -> Any:
+        """Return the tensors of the call."""
+        return self._result
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors."""
+        future = CallFuture(self._path)
+        future.set_result(self._result)
+        return future
+
+
 class Operation(Work):
     """One call of a process group: a program of messages and sums, and how it ended.
 
-    program: yields what it waits for; call: its words in errors; path: see Calls
-    result: the tensors that are its future's value; timeout_s: the longest that it may take
+    channel: of its messages; program: yields what it waits for; call: its words in errors
+    path: see Calls; result: the tensors that are its future's value
+    timeout_s: the longest that it may take; ends: called at its end, whether it failed or not
+    step: what the program waits for, if it has begun
     """
 
     def __init__(
         self,
         engine: Engine,
+        channel: Any,
         program: Program,
         call: str,
         path: str,
         result: Any,
         timeout_s: float,
-        test_all: Callable[[list[Any]], bool],
+        ends: list[Callable[[], None]],
+        step: Step = NOTHING,
     ) -> None:
         super().__init__()
-        self.call, self._path = call, path
+        self.channel, self.call, self._path = channel, call, path
         self.sources: list[int] = []  # of a receive: where the rank goes that sent
         self.finished = False
         self.error: BaseException | None = None
-        self.at_end: Callable[[], None] | None = None
-        self._engine, self._program, self._test_all = engine, program, test_all
+        self._ends = ends
+        self._engine, self._program, self._test_all = engine, program, channel.test_all
         self._result = result
         self._begun_s = time.monotonic()
         self._timeout_s = timeout_s
-        self._step = NOTHING
+        self._step = step
         self._lock = threading.Lock()  # of the thread that moves it on
         self._future: Any = None
 
     def move(self) -> bool:
-        """Go on as far as messages allow; return whether the operation has finished."""
+        """Go on as far as messages allow; return whether the operation has finished.
+
+        An interrupt (KeyboardInterrupt) ends it, and is raised here, too.
+        """
         if self.finished or not self._lock.acquire(blocking=False):
             return self.finished
         try:
-            while not self.finished:
-                if self._step.requests and not self._come():
-                    if time.monotonic() - self._begun_s > self._timeout_s:
-                        raise self._late()
-                    return False
-                self._step = next(self._program)
+            if torch.is_inference_mode_enabled():  # other threads could not write what it makes
+                with torch.inference_mode(False):
+                    self._go_on()
+            else:
+                self._go_on()
         except StopIteration:
             self._finish(None)
         except Broken as error:
             self._finish(RuntimeError(f"{self.call}: {error}{self._waiting(self._step.ranks)}"))
         except BaseException as error:
             self._finish(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._lock.release()
         return self.finished
 
-    def _come(self) -> bool:
-        """Whether all that the program waits for has come; it may handle the errors of that."""
-        try:
-            return self._test_all(self._step.requests)
-        except Exception as error:
-            self._step = self._program.throw(error)
-            return False
+    def _go_on(self) -> None:
+        """Let the program run as far as messages allow; raise StopIteration at its end."""
+        while True:
+            if self._step.requests and not self._test_all(self._step.requests):
+                if time.monotonic() - self._begun_s > self._timeout_s:
+                    raise self._late()
+                return
+            self._step = next(self._program)
+
+    def end(self, error: BaseException) -> None:
+        """Let the operation fail if it has not finished."""
+        with self._lock:
+            if not self.finished:
+                self._finish(error)
 
     def _late(self) -> Exception:
         """Return the error of a time-out, which names the ranks that have not come."""
@@ -201,20 +242,26 @@ class Operation(Work):
         return f" of waiting for rank {who or 'unknown'}"
 
     def _finish(self, error: BaseException | None) -> None:
+        """Note how the operation has ended.
+
+        A program that messages have not come for stays where it is: MPI may still write to the
+        memory that it holds.
+        """
         if error is not None and self._step.requests:
-            self._engine.abandon(self._step.requests, (self._program, self._result))
-            self._program.close()
+            self._engine.abandoned.append((self._step, self._program, self._result))
         self.error = error
         self._step = NOTHING
-        if self.at_end is not None:
-            self._engine.elsewhere(self.at_end).result()
-        if self._engine.under_way:
-            self._engine.forget(self)
-        with self._engine.futures:
-            self.finished = True
-            future = self._future
-        if future is not None:
-            self._engine.elsewhere(self._set, future)
+        try:
+            for end in self._ends:
+                end()
+        finally:
+            if self._engine.under_way:
+                self._engine.forget(self)
+            with self._engine.futures:
+                self.finished = True
+                future = self._future
+            if future is not None:
+                self._engine.elsewhere(self._set, future)
 
     def _set(self, future: Any) -> None:
         if self.error is None:
@@ -272,23 +319,60 @@ class Operation(Work):
         return self._future
 
 
+class Threads:
+    """Threads that call functions: another one if all are busy, as some wait for what others do.
+
+    The program may end while they are busy.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], Any]] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a function in a thread; return the future."""
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._run, name="cpdhpc-torch-future", daemon=True).start()
+        future: Future[Any] = Future()
+        self._calls.put((future, function, arguments))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, function, arguments = self._calls.get()
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+            del future, function, arguments
+            self._idle.release()
+
+
 class Engine:
     """All operations of this process that are under way, and the thread that moves them on.
 
     Who waits moves them, too; while nobody does, the thread looks now and then.
+    abandoned: what messages of operations that failed may still read and write
+    forked: whether this process is a copy of the one that MPI knows
     """
 
     def __init__(self) -> None:
         self.futures = threading.Lock()
         self.under_way: dict[Operation, None] = {}
-        self._abandoned: list[Any] = []
+        self.abandoned: list[Any] = []
+        self.forked = False
+        self.elsewhere = Threads().call
         self._wake = threading.Condition()
         self._asleep = False
-        self._driving = 0
+        self._driven: set[Operation] = set()
         self._ended = False
         self._thread: threading.Thread | None = None
-        self._callbacks: ThreadPoolExecutor | None = None
         atexit.register(self.end)
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        """Note that this process, made by fork, has neither the thread nor a place in MPI."""
+        self.forked, self._thread = True, None
 
     def proceed(self, operation: Operation) -> None:
         """Let an operation go on while nobody waits for it."""
@@ -307,15 +391,13 @@ class Engine:
         """Let go of an operation that has finished."""
         self.under_way.pop(operation, None)
 
-    def abandon(self, requests: Sequence[Any], memory: Any) -> None:
-        """Keep what messages that nobody waits for any more may still read and write."""
-        self._abandoned.append((list(requests), memory))
-
-    def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in another thread; return the future."""
-        if self._callbacks is None:
-            self._callbacks = ThreadPoolExecutor(CALLBACKS, "cpdhpc-torch-future")
-        return self._callbacks.submit(function, *arguments)
+    def settle(self, channel: Any, limit_s: float) -> None:
+        """Let a channel's operations end; those that do not in limit_s fail."""
+        begun_s = time.monotonic()
+        for operation in [each for each in list(self.under_way) if each.channel is channel]:
+            while not operation.move() and time.monotonic() - begun_s < limit_s:
+                pause(time.monotonic() - begun_s)
+            operation.end(RuntimeError(f"{operation.call}: the process group was destroyed"))
 
     def drive(self, operation: Operation, timeout_s: float) -> None:
         """Move operations on until this one has finished; raise RuntimeError after timeout_s.
@@ -326,7 +408,7 @@ class Engine:
             if operation.move():
                 return
         begun_s = time.monotonic()
-        self._driving += 1
+        self._driven.add(operation)
         try:
             while not operation.move():
                 for other in list(self.under_way) if self.under_way else ():
@@ -336,7 +418,7 @@ class Engine:
                     raise RuntimeError(f"{operation.call}: wait: took {waited_s:.1f} s")
                 pause(waited_s)
         finally:
-            self._driving -= 1
+            self._driven.discard(operation)
 
     def _run(self) -> None:
         """Move operations on, in the thread."""
@@ -353,7 +435,7 @@ class Engine:
             for operation in list(self.under_way):
                 if operation.move():
                     begun_s = time.monotonic()
-            if self._driving:
+            if self._driven:
                 time.sleep(LONG_PAUSE_S)
             elif time.monotonic() - begun_s < LONG_S:
                 time.sleep(PAUSE_S)
@@ -362,6 +444,8 @@ class Engine:
 
     def end(self) -> None:
         """End the thread, so that MPI may end; what is under way stays as it is."""
+        if self.forked:  # the thread is the other process's, and may have held the lock
+            return
         self._ended = True
         with self._wake:
             self._wake.notify_all()

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...errors import UserError
 from . import NAME
 
 DEVICES = ["cpu", "cuda"]
+OLDEST, NEWEST = (2, 13), (2, 14)  # of torch, with which the backend's tests ran
 
 
 def register() -> None:
@@ -26,15 +28,27 @@ def register() -> None:
     register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]
 
 
+def loaded() -> Any:
+    """Return the module start. Raises UserError for a torch that cannot do what it needs."""
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    asks = f"{NAME}: torch is {torch.__version__}: must be {oldest} or newer"
+    if version < OLDEST:
+        raise UserError(asks)
+    try:
+        from . import start
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{asks}; {newest} is the newest that was tried: {error}") from error
+    return start
+
+
 def _create(options: Any, _: Any = None) -> Any:
     """Return a process group, as torch asks a backend for it. Collective over its members."""
-    from .start import create
-
-    return create(options)
+    return loaded().create(options)
 
 
 def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Yield a store, the rank and the number of ranks, as torch asks for. Collective."""
-    from .start import rendezvous
-
-    yield rendezvous(url, **options)
+    yield loaded().rendezvous(url, **options)

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import numpy as np
-import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ...errors import UserError
 from ...world.mpi import running_mpi, thread_level
 from . import NAME
+from .board import MOST_RANKS, PLACE_BYTES, Board, Memory
 from .channel import Channel
 from .group import MpiGroup
 from .progress import pause
 
-OLDEST = (2, 13)  # of torch, whose groups may be written in Python as this one is
-ADDRESS_BYTES = 256
+ADDRESS_BYTES = 1024
+CONNECT_S = 2.0  # for a connection to one of the addresses of a host
+SIOCGIFADDR = 0x8915  # Linux: the address of a network
 STORES: list[TCPStore] = []  # one at most, so that no rank loses it while others start
 STARTS = count()  # of all processes together, each with keys of its own in one store
 START = "start the program by mpirun -n RANKS python ... or srun --mpi=pmix python ..."
 
 
-def check_torch() -> None:
-    """Raise UserError for a torch that is too old."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise UserError(f"{NAME}: torch is {torch.__version__}: must be {oldest} or newer")
-
-
 def mpi_with(ranks: int) -> Any:
     """Return mpi4py.MPI; raise UserError unless it has at least so many processes, and threads."""
-    check_torch()
     mpi = running_mpi()
     there = mpi.COMM_WORLD.Get_size()
     if there < ranks:
@@ -85,19 +81,38 @@ def shared_store(world: Any, timeout: timedelta) -> TCPStore:
     store = None
     if world.Get_rank() == 0:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        data = f"{socket.gethostname()} {store.port}".encode()
+        data = " ".join([str(store.port), socket.gethostname(), *addresses()]).encode()
+        data = data[:ADDRESS_BYTES].rpartition(b" ")[0] if len(data) > ADDRESS_BYTES else data
         address[: len(data)] = np.frombuffer(data, np.uint8)
-    request, begun_s = world.Ibcast(address, 0), time.monotonic()
-    while not request.Test():
-        waited_s = time.monotonic() - begun_s
-        if waited_s > timeout.total_seconds():
-            raise RuntimeError(f"{NAME}: init_process_group: waited {waited_s:.1f} s for rank 0")
-        pause(waited_s)
+    late = "init_process_group: waited {:.1f} s for rank 0"
+    wait_for(world.Ibcast(address, 0), late, timeout.total_seconds())
     if store is None:
-        host, port = address.tobytes().rstrip(b"\0").decode().split()
-        near = host == socket.gethostname()
-        store = TCPStore("localhost" if near else host, int(port), timeout=timeout)
+        port, *hosts = address.tobytes().rstrip(b"\0").decode().split()
+        store = TCPStore(reachable(hosts, int(port)), int(port), timeout=timeout)
     return store
+
+
+def addresses() -> list[str]:
+    """Return the IPv4 addresses of this host that others may know, by network."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # a network without an address
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [each for each in found if not each.startswith("127.")]
+
+
+def reachable(hosts: Sequence[str], port: int) -> str:
+    """Return the first of a host's name and addresses that can be connected to.
+
+    Not all names are known everywhere. Returns the name if none can: torch's error then names it.
+    """
+    for host in (["localhost"] if hosts[0] == socket.gethostname() else []) + [*hosts]:
+        with suppress(OSError), socket.create_connection((host, port), CONNECT_S):
+            return host
+    return hosts[0]
 
 
 def create(options: Any) -> MpiGroup:
@@ -105,17 +120,54 @@ def create(options: Any) -> MpiGroup:
     rank, size, store = options.group_rank, options.group_size, options.store
     mpi = mpi_with(size)
     timeout_s = options.timeout.total_seconds()
-    ranks = list(options.global_ranks_in_group)
-    if ranks:
-        default = distributed.group.WORLD
-        known = default.members if isinstance(default, MpiGroup) else None
-        members = [known[each] for each in ranks] if known is not None else None
-    else:
-        members = None
-    process = mpi.COMM_WORLD.Get_rank()
+    process, members = mpi.COMM_WORLD.Get_rank(), known_members(options.global_ranks_in_group)
     members = meet(store, rank, size, process, members, timeout_s)
     channel = Channel(members, str(options.group_id))
+    if 1 < size <= MOST_RANKS:
+        channel.board = board_of(channel, timeout_s)
     return MpiGroup(store, rank, size, channel, members, timeout_s)
+
+
+def board_of(channel: Channel, timeout_s: float) -> Board | None:
+    """Return the board of a channel, if its ranks are on one node. Collective over them."""
+    memory, board = None, None
+    with suppress(OSError, AttributeError):  # memfd_create is Linux's, and may be forbidden
+        memory = Memory()
+    place = bytes(PLACE_BYTES) if memory is None else memory.place
+    places = told_by_all(channel, place, timeout_s)
+    if memory is not None and bytes(PLACE_BYTES) not in places:
+        with suppress(OSError):
+            board = memory.board(channel.rank, places)
+    found = told_by_all(channel, bytes([board is not None]), timeout_s)
+    if memory is not None:
+        memory.free()
+    return board if all(map(any, found)) else None
+
+
+def told_by_all(channel: Channel, data: bytes, timeout_s: float) -> list[bytes]:
+    """Return what all ranks say, of one length. Collective. Raises RuntimeError when it is late."""
+    found = np.empty((channel.size, len(data)), np.uint8)
+    request = channel.comm.Iallgather(np.frombuffer(data, np.uint8), found)
+    wait_for(request, "new process group: waited {:.1f} s for another rank", timeout_s)
+    return [each.tobytes() for each in found]
+
+
+def wait_for(request: Any, late: str, timeout_s: float) -> None:
+    """Wait for a request of MPI; raise RuntimeError after timeout_s."""
+    begun_s = time.monotonic()
+    while not request.Test():
+        waited_s = time.monotonic() - begun_s
+        if waited_s > timeout_s:
+            raise RuntimeError(f"{NAME}: {late.format(waited_s)}")
+        pause(waited_s)
+
+
+def known_members(ranks: Sequence[int]) -> list[int] | None:
+    """Return the processes of MPI that are ranks of the default group, if that is of this kind."""
+    default = distributed.group.WORLD
+    if ranks and isinstance(default, MpiGroup):
+        return [default.members[each] for each in ranks]
+    return None
 
 
 def meet(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -41,13 +43,18 @@ class Awaited:
 class Turn:
     """A request of the turn of a call: calls begin in the order in which they were issued."""
 
-    def __init__(self, wires: Wires) -> None:
-        self._wires, self._number = wires, wires.issued
-        wires.issued += 1
+    def __init__(self, turns: deque[Turn]) -> None:
+        self._turns = turns
+        turns.append(self)
 
     def Test(self) -> bool:
-        """Whether all calls before have begun."""
-        return self._wires.begun == self._number
+        """Whether all calls before have begun, or failed."""
+        return self._turns[0] is self
+
+    def end(self) -> None:
+        """Let the next one have its turn."""
+        with suppress(ValueError):  # it has it already
+            self._turns.remove(self)
 
 
 class Wires:
@@ -58,7 +65,7 @@ class Wires:
 
     def __init__(self, world: World, methods: Mapping[str, Way], from_bytes: int) -> None:
         self.world, self.methods, self.from_bytes = world, dict(methods), from_bytes
-        self.issued = self.begun = 0
+        self._turns: deque[Turn] = deque()
         self._thread = ThreadPoolExecutor(1, "cpdhpc-torch-wires")
 
     def takes(self, name: str, tensor: Tensor, op: str) -> bool:
@@ -83,16 +90,17 @@ class Wires:
             if into is not out:
                 out.copy_(into)
 
-        return self._in_turn(link, f"{call} as {method.wire}", run, Turn(self))
+        turn = Turn(self._turns)
+        link.ends.append(turn.end)
+        return self._in_turn(link, f"{call} as {method.wire}", run, turn)
 
     def _in_turn(self, link: Link, call: str, run: Callable[[], None], turn: Turn) -> Waits:
-        """Compare a call, and run it in the thread, behind those that were issued before."""
-        try:
-            yield from link.agree(call)
-        finally:
-            yield Step([turn], [-1])
-            self.begun += 1
-        yield Step([Awaited(self._thread.submit(run))], [-1])
+        """Compare a call, and run it in the thread, after those that were issued before."""
+        yield from link.agree(call)
+        yield Step([turn], [-1])
+        job = self._thread.submit(run)
+        turn.end()
+        yield Step([Awaited(job)], [-1])
 
     def free(self) -> None:
         """End the thread and free the world. Collective."""

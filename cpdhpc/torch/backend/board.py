@@ -1,0 +1,142 @@
+"""Memory of a node in which the ranks of a group compare their calls, and give small values.
+
+Each rank writes into an area of its own: for each of some calls the number of the call, its words
+and values; and which calls of the others it has read. So a small call needs no message.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from ...ops.moves import load_acquire, store_release
+from ...world.node_memory import NAME as FIRST_BLOCK
+from ...world.node_memory import NOTE_BYTES, Name, Shared
+
+Array = Any
+
+SLOTS = 4  # calls that may be under way at a time
+MOST_RANKS = 8
+HEAD_BYTES = 192  # of three lines of the cache: number, where values end, what is read of others
+NUMBER, ENDS, READ = 0, 8, 16  # words of 8 bytes in the head
+TEXT_BYTES = 256  # of a call: its words, cut, and a digest of all of them
+VALUES_BYTES = 1 << 16
+LENGTHS_BYTES = 1024  # before the values of an all_to_all, of each rank and to each
+HOST_BYTES = 16  # of a digest of its name
+PLACE_BYTES = HOST_BYTES + FIRST_BLOCK.size + NOTE_BYTES
+AREA_BYTES = SLOTS * (HEAD_BYTES + TEXT_BYTES + LENGTHS_BYTES + VALUES_BYTES)
+
+
+class Memory:
+    """The area of this rank, and how the others of its node find it."""
+
+    def __init__(self) -> None:
+        self._shared = Shared(AREA_BYTES + 4096)  # and what the first block has at its beginning
+        self._area = self._shared.take(AREA_BYTES)  # of zeros
+
+    @property
+    def place(self) -> bytes:
+        """What others need in order to find the area; of PLACE_BYTES."""
+        note = self._shared.note(self._area)
+        assert note is not None, "it lies in memory that is shared"
+        host = blake2b(socket.gethostname().encode(), digest_size=HOST_BYTES).digest()
+        return host + FIRST_BLOCK.pack(*self._shared.name) + note.tobytes()
+
+    def board(self, rank: int, places: Sequence[bytes]) -> Board | None:
+        """Return the board of all ranks, by place; None if one is on another node."""
+        if len({place[:HOST_BYTES] for place in places}) > 1:
+            return None
+        areas = []
+        for other, place in enumerate(places):
+            if other == rank:
+                areas.append(self._area)
+                continue
+            name = Name(*FIRST_BLOCK.unpack(place[HOST_BYTES:-NOTE_BYTES]))
+            if not self._shared.meet(other, name):
+                return None  # of another node, or one that may not be looked into
+            areas.append(self._shared.payload(np.frombuffer(place[-NOTE_BYTES:], np.uint8)))
+        return Board(rank, areas)
+
+    def free(self) -> None:
+        """Let no other process map the area any more."""
+        self._shared.free()
+
+
+class Slot:
+    """The place of a call in the area of a rank."""
+
+    def __init__(self, area: Array) -> None:
+        words = memoryview(area[:HEAD_BYTES].view(np.int64))
+        self.number, self.read = words[NUMBER : NUMBER + 1], words[READ : READ + 1]
+        self.ends = words[ENDS : ENDS + MOST_RANKS]
+        self.text = memoryview(area[HEAD_BYTES : HEAD_BYTES + TEXT_BYTES])
+        self.values = memoryview(area[HEAD_BYTES + TEXT_BYTES :])
+
+
+class Board:
+    """Where ranks tell one another their calls: number, words and values.
+
+    areas: of all ranks, in their order. Calls have the numbers 1, 2, ... in turn.
+    """
+
+    def __init__(self, rank: int, areas: Sequence[Array]) -> None:
+        self._rank, each = rank, AREA_BYTES // SLOTS
+        self._slots = [
+            [Slot(area[i * each : (i + 1) * each]) for area in areas] for i in range(SLOTS)
+        ]
+
+    def is_free(self, number: int, rank: int) -> bool:
+        """Whether a rank has read the call that had the place of this one."""
+        last = number - SLOTS
+        return last <= 0 or load_acquire(self._slots[number % SLOTS][rank].read) >= last
+
+    def post(self, number: int, words: bytes, values: Any, parts: Sequence[Any] | None) -> None:
+        """Tell a call, whose place is free: its words; values for all, or a part for each rank."""
+        mine = self._slots[number % SLOTS][self._rank]
+        mine.text[:] = words
+        if parts is None:
+            mine.ends[0] = len(values)
+            mine.values[: len(values)] = values
+        else:
+            start = 0
+            for rank, part in enumerate(parts):
+                stop = start + len(part)
+                mine.values[start:stop] = part
+                mine.ends[rank] = start = stop
+        store_release(mine.number, number)
+
+    def has_come(self, number: int, rank: int) -> bool:
+        """Whether a rank has told the call."""
+        return load_acquire(self._slots[number % SLOTS][rank].number) == number
+
+    def text(self, number: int, rank: int) -> bytes:
+        """Return the words of a rank, which have come."""
+        return bytes(self._slots[number % SLOTS][rank].text)
+
+    def values(self, number: int, rank: int, *, in_parts: bool) -> bytearray:
+        """Return the values of a rank; in_parts: those for this one."""
+        slot, me = self._slots[number % SLOTS][rank], self._rank
+        if not in_parts:
+            return bytearray(slot.values[: slot.ends[0]])
+        return bytearray(slot.values[slot.ends[me - 1] if me else 0 : slot.ends[me]])
+
+    def leave(self, number: int) -> None:
+        """Let others use the place of a call that this rank has read, or does not wait for."""
+        mine = self._slots[number % SLOTS][self._rank].read
+        if mine[0] < number:
+            store_release(mine, number)
+
+
+class Told:
+    """A request of what a rank is to tell, or to read, on a board."""
+
+    def __init__(self, happened: Callable[[int, int], bool], number: int, rank: int) -> None:
+        self._happened, self._number, self._rank = happened, number, rank
+
+    def Test(self) -> bool:  # as MPI's
+        """Whether it has."""
+        return self._happened(self._number, self._rank)
