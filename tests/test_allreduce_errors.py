@@ -126,7 +126,7 @@ def test_bad_arrays(bad, kind, words):
         ({"random_bits": 5}, "^allreduce: random_bits=5: wire=.raw. with rounding=.nearest."),
         ({"nodes": 5}, "^simulate: nodes=5: must be a list of numbers or names"),
         ({"nodes": [[], [], []]}, "^simulate: nodes=.*: must be a list of numbers or names"),
-        ({"nodes": [0]}, r"^simulate: nodes=\[0\]: must be 3, one a rank"),
+        ({"nodes": [0]}, r"^simulate: nodes=\[0\]: must be 3, one per rank"),
         ({"iteration": 1.5}, "iteration=1.5: must be an integer"),
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "did you mean ring"),

@@ -199,7 +199,7 @@ BAD_CALLS = {  # what is said -> what is given to a plan of 4 cells and a window
         np.zeros(6, np.float32),
     ),
     "objects have no bytes": (np.zeros(4, object),),
-    "order of bytes": (np.zeros(4, ">f4"),),
+    "byte order": (np.zeros(4, ">f4"),),
     "read-only": (np.zeros(4), np.broadcast_to(0.0, 6)),
     "share memory": (torch.zeros(4), torch.zeros(1).expand(6)),
     "requires a gradient": (torch.zeros(4, requires_grad=True),),
