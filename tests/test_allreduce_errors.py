@@ -242,7 +242,7 @@ def test_prepare_names_its_own_arguments(xs, outs, words):
     [
         ({"shifts": "a"}, "shifts='a': must be two lists of integers"),
         ({"shifts": [[0]]}, r"shifts=\[\[0\]\]: must be two lists of integers"),
-        ({"shifts": [None, None]}, "must be two lists of 1 integers, one a segment"),
+        ({"shifts": [None, None]}, "must be two lists of 1 integers, one per segment"),
         ({"shifts": [[0.5], [0]]}, "K=0.5: must be an integer"),
         ({"shifts": [[0], [999]]}, r"must be from -120 to 127"),
         ({"error": "x"}, "error='x': must be an Exception or None"),
