@@ -139,7 +139,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
             (text, "job.toml: formats.a: the form is [formats.a] values = [NUMBER, ...]")
             for text in ("[formats.a]\nvalues = [0, 1]\nbits = 1", "formats.a = 'b'")
         ),
-        ("[formats.a]\nvalues = [1, 2, 3]", "job.toml: formats.a: 3 values given: must be 2**bits"),
+        ("[formats.a]\nvalues = [1, 2, 3]", "job.toml: formats.a: has 3 values: must be 2**bits"),
         *(
             (f"[gradient]\naggregator = '{name}'\n{given}", f"job.toml: gradient.{said}")
             for name, given, said in (

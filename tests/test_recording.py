@@ -238,8 +238,8 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
     model, path = network(), tmp_path / "r.h5"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"layers": ("conv*",)}, r"layers: 'conv\*' matches none: known are 0, 3"),
-        ({"every": 1, "iterations": (1,)}, "every and iterations: give one of them"),
-        ({}, "every and iterations: nothing is recorded: give one"),
+        ({"every": 1, "iterations": (1,)}, "every and iterations: set only one"),
+        ({}, "every and iterations: nothing is recorded: set one"),
         ({"tensors": ("gradient",)}, "tensors"),
         ({"max_mib": 0}, "max_mib=0"),
     ]
@@ -250,13 +250,13 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(TypeError, match="evry"):
         Recorder(model, path, evry=1)  # type: ignore[call-arg]
     Recorder(model, path, every=1).close()
-    with pytest.raises(ConfigError, match=r"r\.h5: is there already"):
+    with pytest.raises(ConfigError, match=r"r\.h5: exists already"):
         Recorder(model, path, every=1)
     store.write(tmp_path / "x.h5", {}, {"kind": "run"})
-    with pytest.raises(UserError, match=r"x\.h5: is no recording"):
+    with pytest.raises(UserError, match=r"x\.h5: is not a recording"):
         load(tmp_path / "x.h5")
     store.write(tmp_path / "x.h5", {"0": {"a": np.zeros(3)}}, {"kind": "recording", "layers": "{}"})
-    with pytest.raises(UserError, match=r"x\.h5: is no recording of this version"):
+    with pytest.raises(UserError, match=r"x\.h5: is not a recording of this version"):
         load(tmp_path / "x.h5")
     tables: dict[str, dict[str, Any]] = {
         "train.image_grid": {"train": {"image_grid": [1, 2]}},

@@ -206,11 +206,11 @@ def test_what_cannot_be_replayed_is_told_in_a_line(file: Path, tmp_path: Path, c
     assert main(["precision", "replay", str(file), "--formats", ""]) == 2
     assert "cpdhpc: error: precision replay: --formats" in capsys.readouterr().err
     assert main(["precision", "replay", str(file), "--out", str(file)]) == 2
-    assert "no file of kind 'replay': not replaced" in capsys.readouterr().err
+    assert "not a file of kind 'replay': not replaced" in capsys.readouterr().err
     store.write(tmp_path / "x.h5", {"exponents": {}}, {"kind": "replay"})
     assert main(["report", str(tmp_path / "x.h5")]) == 2
     assert "has no /exponents/tensor" in capsys.readouterr().err
-    with pytest.raises(UserError, match="is no recording"):
+    with pytest.raises(UserError, match="is not a recording"):
         load(tmp_path / "x.h5")
 
 
