@@ -341,7 +341,7 @@ BAD: dict[str, str] = {
     "--projection -1 --self": "--projection -1: must be 0 or more",
     "": "give --test",
     "--self --set train.epochs=3": "must be of data",
-    "--self --set data.split_seed=1": "is another one than the run's",
+    "--self --set data.split_seed=1": "differs from the run's",
     "--self --png nowhere/a.png": "nowhere/a.png: nowhere is no directory that can be written",
 }
 

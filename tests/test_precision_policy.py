@@ -146,9 +146,9 @@ def test_one_line_says_what_is_wrong(raw: dict[str, Any], says: str) -> None:
     [
         (
             {"train": {"image_grid": [2, 1]}},
-            "precision: does not go with this train.image_grid: must be",
+            "precision: does not allow this train.image_grid: must be",
         ),
-        ({"stages": {"count": 2}}, "stages.count=2: does not go with this precision"),
+        ({"stages": {"count": 2}}, "stages.count=2: does not allow this precision"),
     ],
 )
 def test_what_precision_does_not_go_with(changes: dict[str, Any], says: str) -> None:

@@ -265,7 +265,7 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
         "stages.count": {"stages": {"count": 2}},
     }
     for key, table in tables.items():
-        with pytest.raises(UserError, match=rf"record: does not go with this {key}: must be"):
+        with pytest.raises(UserError, match=rf"record: does not allow this {key}: must be"):
             recording_job(**table)
     job = small_job(record={"every": 1, "file": "r.h5"}, train={"seeds": [0, 1]})
     (tmp_path / "two.toml").write_text(dump_toml(job.plain()))
@@ -314,7 +314,7 @@ def test_the_command_refuses_what_records_nothing_and_tells_of_an_empty_file(
     said = capsys.readouterr().out.splitlines()
     (early,) = (line for line in said if "will be recorded" in line)
     assert early.startswith("small-s0: [record]: none of its 10 iterations, from 0, will")
-    assert early.endswith("asked for is 10")
+    assert early.endswith("one to record is 10")
     assert said.index(early) < min(i for i, line in enumerate(said) if ": epoch 1 of" in line)
     assert said[-1] == f"recording: {out}: holds no iteration"
     assert main([*words, "--iterations", "9", "--set", "name=other", "--out", f"{out}x"]) == 0
