@@ -20,7 +20,7 @@ def open_ordinary(path: str | Path, flags: int) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EPERM, "is a pipe or a device, no ordinary file", str(path))
+    raise OSError(errno.EPERM, "is a pipe or a device, not an ordinary file", str(path))
 
 
 def content(path: Path | str) -> bytes:

@@ -248,7 +248,7 @@ def test_products_that_stay_torchs_are_told(
 
 def test_influence_is_of_float32_networks(tmp_path: Path) -> None:
     run_job(small_job(precision=PRECISION, train={"keep_every": 2}), Loopback(), tmp_path)
-    with pytest.raises(ConfigError, match="gradients of single samples are float32's only"):
+    with pytest.raises(ConfigError, match="gradients of single samples need float32"):
         influence(tmp_path, "--self")
 
 

@@ -191,9 +191,9 @@ def test_what_cannot_be_replayed_is_told_in_a_line(file: Path, tmp_path: Path, c
     for changes, message in (
         ({"formats": ("e9m9",)}, "precision replay: FloatFormat: exp=9"),
         ({"scalings": ("tiles",)}, "--scalings tiles: known are none, aps"),
-        ({"formats": ()}, "precision replay: --formats: names none: give one or more"),
-        ({"scalings": ()}, "precision replay: --scalings: names none: give one or more"),
-        ({"accumulates": ()}, "precision replay: --accumulates: names none: give one or more"),
+        ({"formats": ()}, "precision replay: --formats: is empty: give one or more"),
+        ({"scalings": ()}, "precision replay: --scalings: is empty: give one or more"),
+        ({"accumulates": ()}, "precision replay: --accumulates: is empty: give one or more"),
         ({"ranks": (2, 0)}, "precision replay: --ranks 0: must be 1 or more"),
         ({"ranks": (-1,)}, "precision replay: --ranks -1: must be 1 or more"),
     ):
