@@ -606,7 +606,7 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
             JOB,
             "--test-seeds -1: must be 0 or more",
         ),
-        ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights where"),
+        ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights if"),
         (
             "--gradient-error 1 --over both",
             JOB + "loss_scaling='dynamic'",
