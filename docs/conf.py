@@ -23,7 +23,7 @@ extensions = [
     "pictures",
     "public_names",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "examples.rst"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 root_doc = "index"
 

@@ -34,11 +34,21 @@ PACKAGES = {  # package -> title of its section
     "cpdhpc.torch.backend": "cpdhpc.torch.backend: torch.distributed over MPI",
 }
 
+ONLY = {"cpdhpc.torch.autograd": ["accumulate", "exchange", "join"]}  # the others are internal
+EXAMPLES = dict(
+    re.findall(
+        r"^(cpdhpc[\w.]+)\n-+\n\n(.*?)(?=\n^cpdhpc[\w.]+\n-|\Z)",
+        (Path(__file__).parent / "examples.rst").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+)
+
 
 def public(package: str) -> dict[str, Any]:
     """Return the public names of a package and their values, without its modules."""
     module = import_module(package)
     names = getattr(module, "__all__", None)
+    names = ONLY.get(package, names)
     if names is None:  # what the module defines itself
         names = [
             name
@@ -67,7 +77,25 @@ def page(package: str, name: str, value: Any) -> str:
         lines += ["   :no-value:", "", "   A table or constant; its names: "]
         lines[-1] += ", ".join(f"``{each}``" for each in value) if hasattr(value, "keys") else ""
         lines[-1] = lines[-1].removesuffix("; its names: ")
+    example = EXAMPLES.get(f"{package}.{name}") or EXAMPLES.get(f"cpdhpc.{name}")
+    if example and value is not getattr(import_module("cpdhpc"), name, value):
+        example = EXAMPLES.get(f"{package}.{name}")  # another thing of that name
+    if example:
+        lines += ["", ".. rubric:: Example", "", example]
     return "\n".join([*lines, ""])
+
+
+def signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, shown: str | None, returns: str
+) -> tuple[str, str] | None:
+    """Return the signature of a table of a job file: keys and defaults, without their limits."""
+    fields = getattr(value, "model_fields", None)
+    if not inspect.isclass(value) or not fields:
+        return None
+    keys = [
+        key if field.is_required() else f"{key}={field.default!r}" for key, field in fields.items()
+    ]
+    return f"(*, {', '.join(keys)})", returns
 
 
 def summary(value: Any) -> str:
@@ -175,5 +203,6 @@ class Links(SphinxTransform):
 def setup(app: Sphinx) -> dict[str, bool]:
     """Write the pages first; make links while pages are read."""
     app.connect("builder-inited", write_pages)
+    app.connect("autodoc-process-signature", signature)
     app.add_transform(Links)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

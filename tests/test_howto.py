@@ -7,7 +7,6 @@ mpirun; those of LAUNCHED, and files of Python, are launched on two.
 
 from __future__ import annotations
 
-import glob
 import re
 import shlex
 import subprocess
@@ -55,7 +54,7 @@ def run(line: str) -> None:
     assert words[:2] == ["python", "-m"] and words[2] in ("cpdhpc", "mpi4py"), line
     if words[2] == "mpi4py":
         return launched(words[1:])
-    words = [file for word in words[3:] for file in (sorted(glob.glob(word)) or [word])]
+    words = [file for word in words[3:] for file in (sorted(map(str, Path().glob(word))) or [word])]
     name = " ".join(words[:2])
     words += QUICKER.get(name, [])
     if name in INSTEAD:
