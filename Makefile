@@ -121,6 +121,8 @@ lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	git ls-files -z | xargs -0 $(VENV)/bin/codespell
+	$(VENV)/bin/python tests/language.py
 	$(VENV)/bin/shellcheck --exclude=SC1091 $(SCRIPTS)
 	! git grep --line-number --extended-regexp '^(<<<<<<<|>>>>>>>) '  # what a merge left behind
 	$(VENV)/bin/clang-format --dry-run -Werror kernels/*.h kernels/*.cpp kernels/*.cu

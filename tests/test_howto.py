@@ -97,3 +97,14 @@ def test_all_that_a_page_says_to_type(
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert ran
+
+
+def test_gallery_commands_are_ours() -> None:
+    """Each command of the gallery and of the decision page is one that the parser takes."""
+    for name in ("gallery", "choose"):
+        text = (ROOT / "docs" / f"{name}.md").read_text()
+        lines = re.findall(r"^    ((?:mpirun -n \d+ )?python -m cpdhpc .*)$", text, re.MULTILINE)
+        assert len(lines) >= 3
+        for line in lines:
+            words = shlex.split(re.sub(r"^mpirun -n \d+ ", "", line), comments=True)[3:]
+            parser(words).parse_args(words)
