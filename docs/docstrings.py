@@ -1,7 +1,8 @@
 """Docstrings of cpdhpc as reStructuredText, for Sphinx.
 
-A docstring has a sentence, then lines `name: words`, `Returns ...`, `Raises ...` and `Source: ...`,
-whose later lines may be indented. They become lists of fields; all other text stays as it is.
+A docstring has a sentence, then lines `name: words`, whose further lines are indented, and lines
+`Returns ...`, `Raises ...` and `Source: ...`, whose further lines are not. They become lists of
+fields; all other text stays as it is.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 ENTRY = re.compile(r"(\w+(?:(?:, \.\.\. |, | and )\w+)*): (.*)")
 OPENING = re.compile(r"(Returns|Raises|Source:?)\b[:,]? *(.*)")
@@ -40,16 +42,17 @@ def converted(lines: list[str], names: set[str]) -> list[str]:
     """Return a docstring's lines as reStructuredText."""
     out: list[str] = []
     before = ""  # the last line of the docstring
-    in_field = in_code = in_doctest = False
+    in_field = in_entry = in_code = in_doctest = False
     for line in lines:
         indented = line.startswith("    ")
         entry, opening = ENTRY.fullmatch(line), OPENING.fullmatch(line)
+        new_sentence = before.endswith(".") and line[:1].isupper()
         if in_doctest or line.startswith(">>>"):
             in_doctest = bool(line)
             out.append(line)
         elif not line:
             out.append("")
-            in_field = False
+            in_field = in_entry = False
         elif indented and (in_code or not before):  # a paragraph of code
             out += [] if in_code else [".. code-block:: python", ""]
             in_code = True
@@ -59,16 +62,16 @@ def converted(lines: list[str], names: set[str]) -> list[str]:
         elif entry and not set(re.findall(r"\w+", entry[1])) - names - {"and"}:
             out += [] if in_field else [""]
             out.append(f":{entry[1]}: {escaped(entry[2])}")
-            in_field = True
-        elif opening and (in_field or not before or before.endswith((".", ":"))):
+            in_field = in_entry = True
+        elif opening and (in_entry or not before or before.endswith((".", ":"))):
             out += [] if in_field else [""]
             out.append(f":{opening[1].removesuffix(':')}: {escaped(opening[2])}")
-            in_field = True
-        elif in_field and not (before.endswith(".") and line[0].isupper() and not indented):
+            in_field, in_entry = True, False
+        elif in_field and (indented or not (in_entry or new_sentence)):
             out.append("    " + escaped(line.strip()))
         else:
             out += [""] if in_field else []
-            in_field = False
+            in_field = in_entry = False
             out.append(escaped(line.strip()))
         in_code = in_code and not line
         before = line

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "diagrams"
-SETTINGS = {"theme": "neutral", "htmlLabels": False, "flowchart": {"htmlLabels": False}}
+SETTINGS = {
+    "theme": "neutral",
+    "htmlLabels": False,
+    "flowchart": {"htmlLabels": False, "useMaxWidth": False, "rankSpacing": 35, "nodeSpacing": 30},
+    "sequence": {"useMaxWidth": False},
+}
 BROWSER = {"args": ["--no-sandbox"]}
 
 

@@ -68,9 +68,8 @@ def run(line: str) -> None:
 def test_there_are_twenty_guides() -> None:
     assert len([page for page in PAGES if page.parent.name == "howto"]) >= 20
     index = (ROOT / "docs" / "howto" / "index.md").read_text()
-    assert {*re.findall(r"\[\]\((\w+)\.md\)", index)} == {
-        page.stem for page in PAGES if page.parent.name == "howto"
-    }
+    listed = re.findall(r"^(\w+)$", index, re.MULTILINE)
+    assert sorted(listed) == sorted(page.stem for page in PAGES if page.parent.name == "howto")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
