@@ -46,7 +46,7 @@ def converted(lines: list[str], names: set[str]) -> list[str]:
     for line in lines:
         indented = line.startswith("    ")
         entry, opening = ENTRY.fullmatch(line), OPENING.fullmatch(line)
-        new_sentence = before.endswith(".") and line[:1].isupper()
+        new_sentence = line[:1].isupper() and (in_entry or before.endswith("."))
         if in_doctest or line.startswith(">>>"):
             in_doctest = bool(line)
             out.append(line)
@@ -67,7 +67,7 @@ def converted(lines: list[str], names: set[str]) -> list[str]:
             out += [] if in_field else [""]
             out.append(f":{opening[1].removesuffix(':')}: {escaped(opening[2])}")
             in_field, in_entry = True, False
-        elif in_field and (indented or not (in_entry or new_sentence)):
+        elif in_field and not new_sentence:
             out.append("    " + escaped(line.strip()))
         else:
             out += [""] if in_field else []

@@ -39,7 +39,7 @@ HABITS = {
         r"(?:\A|(?<=[.!?:;] )|(?<=\n\n))(?:What|Who|Whose|Whatever|Whoever)\b(?![^.!?]*\?)",
         "name the thing",
         pages=1.3,
-        docstrings=2.1,
+        docstrings=2.2,
     ),
 }
 

@@ -47,6 +47,7 @@ ENTRY = ["size: of it", "    and more", "Returns both.", "Raises ValueError for 
         (ENTRY[2:3], ["", ":Returns: both."]),
         (ENTRY[3:], ["", ":Raises: ValueError for a size of", "    0."]),
         (["size: of it", "A text."], ["", ":size: of it", "", "A text."]),
+        (["size: of it", "and more."], ["", ":size: of it", "    and more."]),
         (["Text:", "", "    f(*x)"], ["Text:", "", ".. code-block:: python", "", "    f(*x)"]),
         ([">>> f(*x)", "2"], [">>> f(*x)", "2"]),
     ],
