@@ -31,6 +31,7 @@ myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_default_options = {"exclude-members": "model_config"}  # pydantic's
 python_maximum_signature_line_length = 80
 add_module_names = False
 

@@ -35,6 +35,17 @@ PACKAGES = {  # package -> title of its section
 }
 
 ONLY = {"cpdhpc.torch.autograd": ["accumulate", "exchange", "join"]}  # the others are internal
+MORE = {
+    "cpdhpc.torch.backend": """It is used by its name. `cpdhpc.torch.set_wires` lets its sums travel
+in few bits; `docs/torch_backend.md` describes it.
+
+```python
+import cpdhpc.torch
+import torch
+
+torch.distributed.init_process_group("cpdhpc", init_method="mpi://")
+```"""
+}
 EXAMPLES = dict(
     re.findall(
         r"^(cpdhpc[\w.]+)\n-+\n\n(.*?)(?=\n^cpdhpc[\w.]+\n-|\Z)",
@@ -117,6 +128,8 @@ def of_package(package: str, title: str) -> str:
     """Return the page that lists a package's public names."""
     lines = [f"# {title}", "", about(package), ""]
     names = public(package)
+    if package in MORE:
+        lines += [MORE[package], ""]
     if names:
         lines += ["| name | what it is |", "|---|---|"]
         lines += [
