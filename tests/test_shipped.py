@@ -13,7 +13,7 @@ from every import every
 from training import ROOT, environment
 
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.commands.examples import EXAMPLES
+from cpdhpc.lab.commands.examples import BUILT, EXAMPLES
 from cpdhpc.lazy import EXTRAS, REQUIRED
 from cpdhpc.shipped import folder
 
@@ -74,11 +74,11 @@ def test_a_script_beside_the_clone_finds_the_package(tmp_path: Path) -> None:
 
 
 def files_of(folder: Path) -> set[Path]:
-    """The files of a folder and those below it, but for compiled ones."""
+    """The files of a folder and those below it, without compiled ones and the built site."""
     return {
         path.relative_to(folder)
         for path in folder.rglob("*.*")
-        if path.parent.name != "__pycache__"
+        if not {"__pycache__", *BUILT} & set(path.relative_to(folder).parts)
     }
 
 
