@@ -71,6 +71,7 @@ FOUND = {  # a fault on rank 1 -> the check that must notice it, and what it mus
     "wrong code": ("formats of 8 bits", WRONG, "rank 1: encode "),
     "wrong count": ("tiles", WRONG, "rank 1: e4m3, nearest, saturate"),
     "wrong schedule": ("all-reduces", FAILED, "rank 1: allreduce ring: ScheduleError"),
+    "wrong result": ("all-reduces", WRONG, "first call"),
     "error": ("windows", FAILED, "rank 1: ZeroDivisionError: planted"),
 }
 

@@ -108,9 +108,10 @@ class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
     is_fast: whether run is a call list, without the interpreter: with one rank a process and NumPy
-        arrays, unless algorithm is "mpi". Else it does what Allreduce.run does, but for comparing
-        the arguments. A small collective comes first where something depends on all values, or on
-        the call: scaling "aps", rounding "stochastic", NaN that neither codes nor shifts show.
+        arrays, unless algorithm is "mpi" or wire "nvfp4". Else it does what Allreduce.run does, but
+        for comparing the arguments. A small collective comes first where something depends on all
+        values, or on the call: scaling "aps", rounding "stochastic", NaN that neither codes nor
+        shifts show.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Prepared:
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._asks = method.shares_shifts or self._compares
         is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
-        if (is_list and method.algorithm in SCHEDULES) or graphs:
+        if (is_list and method.is_compiled) or graphs:
             self._record()
 
     @property

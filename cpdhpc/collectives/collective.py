@@ -544,7 +544,7 @@ class Collective(Method):
     def _is_listed(self, call: Call) -> bool:
         """Whether compiled code adds or copies the values."""
         listed = ("float32",) if self.share.sums else ("float32", "uint8")
-        return self.algorithm != MPI_ALLREDUCE and call.blocks.dtype in listed
+        return self.is_compiled and call.blocks.dtype in listed
 
     def _into(
         self,
@@ -741,8 +741,9 @@ class PreparedCollective:
     """A collective of arrays that stay where they are; made by Collective.prepare. Collective.
 
     is_fast: whether run is a call list, without the interpreter, or MPI's own: with one rank a
-        process and NumPy arrays. Else it does what Collective.run does, but for comparing the
-        arguments. A small collective comes first, or last, where something depends on all values.
+        process and NumPy arrays, unless wire is "nvfp4". Else it does what Collective.run does, but
+        for comparing the arguments. A small collective comes first, or last, where something
+        depends on all values.
     """
 
     def __init__(
