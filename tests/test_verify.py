@@ -293,7 +293,7 @@ def test_the_verdict_is_one_line() -> None:
 def test_files_hold_what_was_found(tmp_path: Path) -> None:
     path, results = tmp_path / "v.h5", some()
     results.rows[0] = replace(results.rows[0], said=("a", "b"))
-    results.write(path)
+    results.write(path, "")
     again = read(path)
     assert again.rows == results.rows and again.facts == results.facts
     assert again.verdict == results.verdict and again.right
@@ -309,8 +309,8 @@ def test_report_shows_files_and_two_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a.h5", tmp_path / "b.h5"
-    some().write(a)
-    some(0.1).write(b)
+    some().write(a, "")
+    some(0.1).write(b, "")
     assert report([a]) == 0
     shown = capsys.readouterr().out
     assert "copy, 64 B" in shown and "0.5 or more" in shown and "no GPU" in shown

@@ -395,8 +395,13 @@ class Graphs:
         self._kept: list[Any] = []
 
     def rehearse(self, launches: Callable[[], Result]) -> Result:
-        """Return what launches returns; wait until the GPU has done them. Raises as wait."""
+        """Return what launches returns; wait until the GPU has done them. Raises as wait.
+
+        They read what CuPy's current stream was given before, and no array half written.
+        """
+        given = Event(cupy.cuda.get_current_stream())
         with self._stream:
+            given.before(self._stream)
             found = launches()
             wait(Event(self._stream))
         return found
