@@ -20,7 +20,7 @@ from training import environment
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.commands.report import compare_files, report
-from cpdhpc.lab.verify import exact
+from cpdhpc.lab.verify import exact, speed
 from cpdhpc.lab.verify.base import Found, Place, Ratio
 from cpdhpc.lab.verify.pages import verify_report
 from cpdhpc.lab.verify.results import FAILED, NOT_RUN, RIGHT, WRONG, Results, Row, joined, read
@@ -244,6 +244,14 @@ def test_a_training_on_the_gpu_has_numpys_bits() -> None:
         found = CHECKS["training"].run(Place(world, True, "gpu", "gpu", False))
         world.free()
     assert found.counted and not found.wrong and not found.not_run
+
+
+def test_what_is_expected_of_a_gpu_depends_on_it_and_the_format() -> None:
+    with simulated():  # of an H100, whose compute capability is 9.0
+        assert speed.expected("gpu", "e4m3") is speed.MEASURED["90", "e4m3"]
+        assert speed.expected("gpu", "bf16") is speed.CODEC["gpu"]
+    for rows in speed.MEASURED.values():
+        assert rows.keys() == speed.CODEC["gpu"].keys()
 
 
 def test_all_codes_of_8_bits_are_there() -> None:
