@@ -108,10 +108,10 @@ class Prepared:
     """A repeatable all-reduce of fixed arrays; made by Allreduce.prepare. Collective.
 
     is_fast: whether run executes a compiled call list, without the interpreter: with one rank per
-        process and NumPy arrays, unless algorithm is "mpi". Otherwise it does the same as
-        Allreduce.run, without comparing the arguments. A small collective precedes the data if a
-        step depends on all values or on the call: scaling "aps", rounding "stochastic", NaN that
-        neither codes nor shifts show.
+        process and NumPy arrays, unless algorithm is "mpi" or wire "nvfp4". Otherwise it does the
+        same as Allreduce.run, without comparing the arguments. A small collective precedes the
+        data if a step depends on all values or on the call: scaling "aps", rounding "stochastic",
+        NaN that neither codes nor shifts show.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Prepared:
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._asks = method.shares_shifts or self._compares
         is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
-        if (is_list and method.algorithm in SCHEDULES) or graphs:
+        if (is_list and method.is_compiled) or graphs:
             self._record()
 
     @property

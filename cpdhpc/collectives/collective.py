@@ -547,7 +547,7 @@ class Collective(Method):
     def _is_listed(self, call: Call) -> bool:
         """Whether compiled code adds or copies the values."""
         listed = ("float32",) if self.share.sums else ("float32", "uint8")
-        return self.algorithm != MPI_ALLREDUCE and call.blocks.dtype in listed
+        return self.is_compiled and call.blocks.dtype in listed
 
     def _into(
         self,
@@ -744,9 +744,9 @@ class PreparedCollective:
     """A repeatable collective of fixed arrays; made by Collective.prepare. Collective.
 
     is_fast: whether run executes a compiled call list, without the interpreter, or MPI's own
-        function: with one rank per process and NumPy arrays. Otherwise it does the same as
-        Collective.run, without comparing the arguments. A small collective comes before or after
-        the data if a step depends on all values.
+        function: with one rank per process and NumPy arrays, unless wire is "nvfp4". Otherwise it
+        does the same as Collective.run, without comparing the arguments. A small collective comes
+        before or after the data if a step depends on all values.
     """
 
     def __init__(

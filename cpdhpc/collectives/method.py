@@ -529,7 +529,12 @@ class Method:
         nodes: the node of each rank
         """
         few = len(nodes) <= MOST_RANKS or len(set(nodes)) == 1
-        return few and self.algorithm in SCHEDULES and not isinstance(self.fmt, TwoScales)
+        return few and self.is_compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled kernels of the CPU do all of it, so that call lists can have it."""
+        return self.algorithm in SCHEDULES and not isinstance(self.fmt, TwoScales)
 
     @cached_property
     def shares_shifts(self) -> bool:

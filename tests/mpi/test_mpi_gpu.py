@@ -165,7 +165,7 @@ def test_virtual_ranks(gpu, algorithm):
 def test_prepared(gpu):
     """Of GPU arrays there are no call lists: each run is a whole call, on what they hold then."""
     world, xs = gpu.world, gradients(gpu.world.ranks)
-    for wire in ("raw", "e4m3"):
+    for wire in ("raw", "e4m3", "nvfp4"):
         x = gpu.cupy.zeros(N, np.float32)
         with Allreduce(wire, op="mean").prepare(world, [x]) as prepared:
             assert not prepared.is_fast
@@ -256,7 +256,7 @@ def test_a_nan_in_a_graph_is_named_and_the_next_run_is_right(gpu, place, segment
     """In the first piece or in another."""
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     world, xs = gpu.world, gradients(gpu.world.ranks)
-    for wire, algorithm in itertools.product(("e4m3", "e2m1fn", "e5m2"), SCHEDULES):
+    for wire, algorithm in itertools.product(("e4m3", "e2m1fn", "e5m2", "nvfp4"), SCHEDULES):
         x = gpu.cupy.zeros(N, np.float32)
         method = Allreduce(wire, algorithm)
         with method.prepare(world, [x], segments=PARTS, graphs=True) as prepared:
