@@ -355,11 +355,12 @@ def test_two_models_at_a_time() -> None:
     assert_as_gloo(program)
 
 
-def test_sums_of_few_bits_inside_ddp() -> None:
+@pytest.mark.parametrize("wire", ["e4m3", "nvfp4"])
+def test_sums_of_few_bits_inside_ddp(wire: str) -> None:
     """The parameters are those of gradients that are rounded and summed by cpdhpc.allreduce."""
 
     def rounded() -> list[torch.Tensor]:
-        cpdhpc.torch.set_wires(all_reduce="e4m3", from_bytes=256)
+        cpdhpc.torch.set_wires(all_reduce=wire, from_bytes=256)
         return values(trained(DistributedDataParallel(network())))
 
     def by_hand() -> list[torch.Tensor]:
@@ -372,7 +373,7 @@ def test_sums_of_few_bits_inside_ddp() -> None:
             nn.functional.mse_loss(model(x), y).backward()
             grouped = order if step == 0 else order[::-1]  # DDP makes its bucket anew
             flat = torch.cat([p.grad.reshape(-1) / world.size for p in grouped])
-            total = torch.from_numpy(cpdhpc.allreduce(world, flat.numpy(), wire="e4m3"))
+            total = torch.from_numpy(cpdhpc.allreduce(world, flat.numpy(), wire=wire))
             for p, each in zip(grouped, total.split([p.numel() for p in grouped]), strict=True):
                 p.grad.copy_(each.reshape(p.shape))
             optimizer.step()
