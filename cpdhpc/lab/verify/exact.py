@@ -304,7 +304,7 @@ def on_host(place: Place) -> Found:
 def digest(result: Any) -> str:
     """Return what stands for the bits of a result: an array's, or the words of an error.
 
-    One NaN is as good as another: a GPU's arithmetic makes 0x7fffffff of any, a CPU's keeps its bits.
+    NaN equals NaN: a GPU's arithmetic makes 0x7fffffff of any, a CPU's keeps its bits.
     """
     if isinstance(result, str):
         return result
