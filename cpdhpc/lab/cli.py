@@ -311,6 +311,12 @@ COMMANDS: dict[str, Command | Group] = {
         "batch",
         True,
     ),
+    "programs": Command(
+        "measure cases of a study of programs, whose ranks it starts itself: what its jobs run",
+        "commands.study",
+        "programs",
+        starts_mpi=True,
+    ),
     "info": Command(
         "show versions, the MPI library, hosts, kernels, the GPU", "provenance", "info", True
     ),

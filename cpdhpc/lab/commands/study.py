@@ -391,6 +391,27 @@ def run_batch(arguments: argparse.Namespace, world: World) -> int:
     return measure_batch(world, arguments.folder, arguments.number, *shape)
 
 
+def add_programs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of programs."""
+    add = options(parser)
+    add("folder FOLDER", "of the study", Path)
+    add("number NUMBER", "of the batch, from 0", int)
+    add(
+        "--launch WORDS",
+        "of a shell, before a program on $ranks ranks, $ppn on each of $nodes nodes (default: "
+        "mpirun on this machine)",
+    )
+
+
+def run_programs(arguments: argparse.Namespace) -> int:
+    """Measure the unfinished cases of a batch of programs, from this one process."""
+    from ..study.batch import Alone, measure_batch
+    from ..study.run_here import launch_of
+
+    launch = launch_of(arguments.launch)
+    return measure_batch(Alone(), arguments.folder, arguments.number, launch=launch)
+
+
 def add_scripts(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of scripts."""
     add_site(parser)

@@ -20,6 +20,7 @@ from ...world.mpi import World
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
 from ..schedulers import SCHEDULERS
 from ..study_data import Factors, Outcomes
+from .base import Launch
 from .harness import ping_pong
 
 T = TypeVar("T")
@@ -116,11 +117,11 @@ def _gpu_mj(handle: Any) -> int:
 class Place:
     """Some of the ranks of a job. Collective over them, as is all that it knows.
 
-    cores: what own_cores said of them
+    cores: what own_cores said of them; launch: what starts programs, of kinds that start ranks
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, launch: Launch | None = None) -> None:
+        self.world, self.launch = world, launch
         self.cores = self._gpu = ""
         self._hosts = hosts(world)
         own = world.hosted.start

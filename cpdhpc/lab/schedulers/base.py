@@ -70,11 +70,13 @@ class Launcher:
     in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
         where GPUs are numbered along the sockets
     signal: how the script asks for a signal before its time is over, in the scheduler's words
+    part: what starts ranks on some of the job's nodes, with the field nodes; "": nothing is needed
     """
 
     command: str
     in_order: str
     signal: str
+    part: str = ""
 
     @property
     def program(self) -> str:

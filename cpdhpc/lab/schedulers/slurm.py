@@ -30,6 +30,7 @@ SRUN = (
     "--kill-on-bad-exit=0 --wait=60"
 )
 IN_ORDER = " --distribution=block:block --cpu-bind=cores"  # by itself it deals ranks to sockets
+PART = " --nodes={nodes}"
 # A launcher that runs in the batch shell gets the signal from that shell (B:): sent to all steps it
 # would hit Open MPI's daemons, and mpirun would end with status 0. Of srun the ranks are the step.
 LAUNCHERS = {
@@ -45,9 +46,9 @@ LAUNCHERS = {
         "",
         "B:USR1",
     ),
-    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1"),
-    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1"),
-    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1"),
+    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1", PART),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1", PART),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1", PART),
 }
 OWN = {  # what scripts and submit see to: options of sbatch with their short forms
     "--array": "-a",

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...config import Section, Whole, among, dump_toml, one_of, validate
+from ...config import Section, UserError, Whole, among, dump_toml, one_of, validate
 from ...whole_files import check_sealed, read_file_of
 from ..schedulers import DEFAULT, SCHEDULERS
 from ..schedulers.base import Launcher, Scheduler, script
@@ -28,14 +28,21 @@ from .spec import Study
 
 
 def launch(
-    way: Launcher, ranks: str, ppn: str, flags: Iterable[str] = (), near_gpus: bool = False
+    way: Launcher,
+    ranks: str,
+    ppn: str,
+    flags: Iterable[str] = (),
+    near_gpus: bool = False,
+    nodes: str = "",
 ) -> str:
     """Return the words of the shell before the program; flags come last, and so win.
 
     near_gpus: whether each rank is to be near its GPU
     ranks, ppn: numbers, or shell words that become numbers in the job
+    nodes: the same, where it may be on some of the job's nodes
     """
     command = way.command.format(ranks=ranks, ppn=ppn)
+    command += way.part.format(nodes=nodes) * bool(nodes)
     return " ".join([command + way.in_order * near_gpus, *map(quote, flags)])
 
 
@@ -235,12 +242,20 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
     folder: of the study, as the job sees it
     """
     longest_s = max(batch.limit_s for batch in array.batches)
+    programs = study.of_kind.starts_ranks
+    if programs and site.container is not None:
+        raise UserError(
+            f"site {site.name}: container={site.container!r}: a study of programs starts their "
+            "ranks by the launcher, which is outside: name the container in [command] argv"
+        )
+    counts = ('"$ranks"', '"$ppn"') if programs else (str(array.nodes * array.ppn), str(array.ppn))
     return parallel_script(
-        "batch",
+        "programs" if programs else "batch",
         site,
         (array.nodes, array.ppn),
-        (str(array.nodes * array.ppn), str(array.ppn)),
+        counts,
         array.has_gpus,
+        by_ranks=not programs,
         name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
         study=study.name,
@@ -283,6 +298,7 @@ def parallel_script(
     shape: tuple[int, int],
     counts: tuple[str, str],
     has_gpus: bool,
+    by_ranks: bool = True,
     **values: Any,
 ) -> str:
     """Return a script that starts ranks and forwards signals to them.
@@ -290,6 +306,7 @@ def parallel_script(
     shape: nodes and ranks per node that the job asks for
     counts: the ranks and the ranks per node that start, as words of the shell
     has_gpus: whether it asks for a GPU for each rank
+    by_ranks: whether Python runs on all ranks; else it is one process, which starts ranks itself
     values: what else the template needs
     """
     nodes, ppn = shape
@@ -302,9 +319,15 @@ def parallel_script(
         ppn=ppn,
         cpus=site.cpus_per_rank,
         gpus=ppn * has_gpus,
-        launch=launch(way, *counts, site.mpi_flags, site.gpus_per_node > 0),
+        launch=launch(
+            way,
+            *counts,
+            site.mpi_flags,
+            site.gpus_per_node > 0,
+            "" if by_ranks else '"$nodes"',
+        ),
         program=way.program,
-        signal=way.signal,
+        signal=(way if by_ranks else site.by.LAUNCHERS["mpirun"]).signal,  # to the batch shell
         more_to_do=MORE_TO_DO,
         **values,
     )
