@@ -55,6 +55,7 @@ LOOK_S = 0.2  # between two looks for signals
 END_S = 10.0  # for a program to end after SIGTERM
 BUILD_S = 7200.0  # for a build, and for one of another batch
 PROBE_S = 300.0  # for a launcher to start ranks that do nothing
+RULE = "-----"
 LINES = 5  # of the output, the last, of a run that failed
 GUARD = "guard"
 SCRIPT, OUTPUT, ERRORS, FILES = "run.sh", "output.txt", "errors.txt", "files"
@@ -74,24 +75,35 @@ class Ended:
     time_s: float
 
 
+# $0 is a time in s. After the name in a stat are state, parent, group, session.
+GUARDING = """
+while read line; do group=$line; done
+[ -n "$group" ] || exit 0
+kill -s TERM -- "$group" 2>/dev/null
+sleep "$0"
+for stat in /proc/[0-9]*/stat; do
+    read line <"$stat" || continue
+    set -- ${line##*)}
+    [ "$4" != "${group#-}" ] || { pid=${stat#/proc/}; kill -s KILL "${pid%/stat}"; }
+done 2>/dev/null
+"""
+
+
 class Guard:
     """A process that ends a program whose batch died, as by SIGKILL: its pipe is closed then."""
 
     def __init__(self) -> None:
-        script = (
-            "while read line; do group=$line; done\n"
-            f'[ -z "$group" ] || {{ kill -s TERM -- "-$group"; sleep {END_S:g}\n'
-            'kill -s KILL -- "-$group"; } 2>/dev/null\n'
-        )
+        command = ["/bin/sh", "-c", GUARDING, f"{END_S:g}"]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", script], stdin=subprocess.PIPE, text=True, start_new_session=True
+            command, stdin=subprocess.PIPE, text=True, start_new_session=True
         )
 
-    def watch(self, group: int | None) -> None:
-        """Let it end this group of processes, None for nobody's, where the batch dies."""
+    def watch(self, group: int | None, launched: bool = False) -> None:
+        """Let it end this group of processes, None for nobody's, where the batch dies. See _end."""
         assert self._process.stdin is not None
+        first = "" if group is None else f"{group}" if launched else f"-{group}"
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{group or ''}\n")
+            self._process.stdin.write(f"{first}\n")
             self._process.stdin.flush()
 
 
@@ -103,9 +115,11 @@ def run(
     caught: Caught,
     environment: Mapping[str, str],
     guard: Guard,
+    launched: bool = False,
 ) -> Ended:
     """Run a command to its end, or for a time; outputs: files of what it prints, and of errors.
 
+    launched: whether it begins with a launcher
     Raises RunFailed where it cannot be started, Interrupted at a signal, once it has ended.
     """
     if caught.number:
@@ -127,7 +141,7 @@ def run(
             )
         except OSError as error:
             raise RunFailed(f"{command[0]}: cannot be started: {error.strerror}") from None
-    guard.watch(process.pid)
+    guard.watch(process.pid, launched)
     took_s: list[float] = []
 
     def wait() -> None:  # in a thread, as a wait with a time-out looks only every 50 ms
@@ -141,7 +155,7 @@ def run(
             waiting.join(LOOK_S)
             late = time.perf_counter() - began_s > timeout_s
             if waiting.is_alive() and (late or caught.number):
-                _end(process, waiting)
+                _end(process, waiting, launched)
                 if not caught.number:
                     return Ended(None, timeout_s)
                 raise Interrupted(caught.number)
@@ -150,12 +164,19 @@ def run(
     return Ended(process.returncode, took_s[0])
 
 
-def _end(process: subprocess.Popen[bytes], waiting: threading.Thread) -> None:
-    """End a process and those of its group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        waiting.join(END_S)
+def _end(process: subprocess.Popen[bytes], waiting: threading.Thread, launched: bool) -> None:
+    """End a process and those of its session; a launcher gets SIGTERM alone, to end its ranks.
+
+    What helps it to reach other nodes, as srun does mpirun, must not end before them. Open MPI 5
+    under Slurm now and then ends before the ranks of its own node, which are of its session.
+    """
+    with suppress(ProcessLookupError):
+        (os.kill if launched else os.killpg)(process.pid, signal.SIGTERM)
+    waiting.join(END_S)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):  # ended since
+            if int(path.read_text().rpartition(")")[2].split()[3]) == process.pid:
+                os.kill(int(path.parent.name), signal.SIGKILL)
     waiting.join()
 
 
@@ -176,7 +197,8 @@ def _last_lines(*paths: Path) -> str:
     for path in paths:
         with suppress(OSError):
             lines = [x.strip() for x in ordinary.text(path, "replace").splitlines() if x.strip()]
-            own = list(takewhile(lambda line: not line.startswith("-----"), lines)) or lines
+            own = list(takewhile(lambda line: not line.startswith(RULE), lines))
+            own = own or [line for line in lines if not line.startswith(RULE)]
             if own:
                 return f"{path.name} ends with: {' | '.join(own[-LINES:])}"
     return "it printed nothing"
@@ -246,7 +268,7 @@ def probed(launch: Launch, case: Case, directory: Path, caught: Caught) -> dict[
     store.put(directory / "ranks.sh", PROBE)
     command = [*before, "/bin/sh", str(directory / "ranks.sh")]
     guard = _once(launch, GUARD, Guard)
-    ended = run(command, directory, outputs, PROBE_S, caught, environment, guard)
+    ended = run(command, directory, outputs, PROBE_S, caught, environment, guard, True)
     if wrong := _told(ended, PROBE_S):
         raise RunFailed(f"{launch.program}: {wrong}: {_last_lines(*outputs[::-1])}")
     rows = [line.split() for line in ordinary.text(outputs[0], "replace").splitlines()]
@@ -365,7 +387,9 @@ class Runs(Measuring):
         whole = [*before, "/bin/sh", str(self.directory / SCRIPT)]
         outputs = self.directory / OUTPUT, self.directory / ERRORS
         guard = _once(launch, GUARD, Guard)
-        ended = run(whole, files, outputs, command.timeout_s, caught, environment, guard)
+        ended = run(
+            whole, files, outputs, command.timeout_s, caught, environment, guard, command.launch
+        )
         if wrong := _told(ended, command.timeout_s):
             raise self._failed(f"{wrong}: {_last_lines(*outputs[::-1])}")
         text = "\n".join(ordinary.text(path, "replace") for path in outputs)
