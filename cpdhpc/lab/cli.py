@@ -347,7 +347,14 @@ COMMANDS: dict[str, Command | Group] = {
                 "own",
             },
             starts_mpi=("run", "resume"),
-        ),
+        )
+        | {
+            "site": Command(
+                "write the profile of this cluster or machine, as far as it can be found out",
+                "commands.study",
+                "site_action",
+            )
+        },
     ),
     "scripts": Command(
         "write the job scripts of this package's examples; needs no MPI",

@@ -355,6 +355,28 @@ def run_collect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_site_action(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of site."""
+    add = options(parser)
+    add("what discover", "ask sinfo, scontrol and this machine", choices=["discover"])
+    out = Path("site.toml")
+    add("--out FILE.toml", "where the profile goes", Path, default=out)
+    add("--partition NAME", "of Slurm (default: its default)")
+
+
+def run_site_action(arguments: argparse.Namespace) -> int:
+    """Write the profile and print it. Raises UserError where a file is there already."""
+    from ..study.discover import discover
+
+    path: Path = arguments.out
+    if path.exists():
+        raise UserError(f"--out {path}: is there already: name another file")
+    text = discover(arguments.partition).toml()
+    store.put(path, text)
+    print(f"{path}:\n{text}", end="")
+    return 0
+
+
 def add_freeze(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of freeze."""
     add_study(parser)

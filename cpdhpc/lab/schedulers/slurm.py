@@ -226,6 +226,14 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
     return (_accounted(forgotten) if forgotten else {}) | found
 
 
+def ask(command: list[str]) -> str:
+    """Return what a command of Slurm prints. Raises SchedulerError where it fails."""
+    done = _call(command)
+    if done.returncode:
+        raise SchedulerError(f"{command[0]} does not answer: {_said(done)}")
+    return done.stdout + (done.stderr if "--mpi=list" in command else "")
+
+
 def live(state: str) -> bool:
     """Return whether a job of that state waits or runs."""
     return state not in ENDED
