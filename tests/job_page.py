@@ -19,7 +19,7 @@ from cpdhpc.lab.autoencoder.job import Autoencoder, Layer
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.kinds.command_job import Command, Metric
 from cpdhpc.lab.study.spec import Study
-from cpdhpc.lab.study_data import ABSENT, SHAPE, Factor
+from cpdhpc.lab.study_data import ABSENT, SEATS, SHAPE, Factor
 from cpdhpc.lab.train.job import Job
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.torch.controllers import BATCH_SCALINGS, DECAYS
@@ -256,7 +256,7 @@ def page() -> str:
     for heading, table in (("command", Command), ("metrics.NAME", Metric)):
         parts += [f"\n### `[{heading}]` of kind `command`\n\n{summary(table)}", *keys_table(table)]
     parts += [FACTORS, "\n| kind | factor | type | default | what it is |"]
-    parts += ["|---|---|---|---|---|", *factor_rows(SHAPE, "all")]
+    parts += ["|---|---|---|---|---|", *factor_rows(SHAPE | SEATS, "all")]
     for kind, row in sorted(KINDS.items()):
         parts += factor_rows(dict(row.factors), kind)
     parts += [AUTOENCODER, "\n### The file\n"]

@@ -33,7 +33,7 @@ from ...methods import (
     SCALINGS,
     SUMMING,
 )
-from ..study_data import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
+from ..study_data import ABSENT, DEVICE, SEATS, Factor, Factors, Value, device_used, float32_size
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def _collective(group: SeedGroup) -> str:
 
 
 SHAPES = 3  # that have figures
-METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device")
+METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device", *SEATS)
 CAPTION = (
     "Median of the slowest rank's times; n: repeats without warm-ups. busbw: size / median times "
     "the least share that leaves a rank: 2 (p - 1) / p of p ranks, half of it where nothing is "

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ import numpy as np
 from ... import ordinary, store
 from ...config import UserError, suggest
 from ...whole_files import open_own, sealed_json, unsealed_json
+from .. import binding
 from ..claim import ClaimError, alone
 from ..provenance import processor, versions
 from ..schedulers import SCHEDULERS
@@ -59,8 +61,6 @@ RULE = "-----"
 LINES = 5  # of the output, the last, of a run that failed
 GUARD = "guard"
 SCRIPT, OUTPUT, ERRORS, FILES = "run.sh", "output.txt", "errors.txt", "files"
-# What each rank is: its host, the cores that it may use.
-PROBE = "echo \"$(uname -n) $(sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status)\"\n"
 
 
 class RunFailed(UserError):
@@ -259,31 +259,31 @@ def _build(command: Command, text: str, place: Path, caught: Caught, guard: Guar
 def probed(launch: Launch, case: Case, directory: Path, caught: Caught) -> dict[str, str]:
     """Return hosts and placement of a case's ranks, as each of them sees it.
 
-    Raises RunFailed where the launcher starts others than it was asked for.
+    Raises RunFailed where the launcher starts others than it was asked for, or elsewhere.
     """
     before, environment = launch.command(case)
     outputs = directory / "ranks.txt", directory / "ranks_errors.txt"
     for path in outputs:
         path.unlink(missing_ok=True)
-    store.put(directory / "ranks.sh", PROBE)
-    command = [*before, "/bin/sh", str(directory / "ranks.sh")]
+    command = [*before, sys.executable, "-I", "-S", str(Path(binding.__file__).resolve())]
     guard = _once(launch, GUARD, Guard)
     ended = run(command, directory, outputs, PROBE_S, caught, environment, guard, True)
     if wrong := _told(ended, PROBE_S):
         raise RunFailed(f"{launch.program}: {wrong}: {_last_lines(*outputs[::-1])}")
-    rows = [line.split() for line in ordinary.text(outputs[0], "replace").splitlines()]
-    ranks = [row for row in rows if len(row) == 2]
-    counts = Counter(host for host, _ in ranks)
-    if len(ranks) != case.ranks or {*counts.values()} != {case.ppn}:
+    seats = []
+    for line in ordinary.text(outputs[0], "replace").splitlines():
+        with suppress(ValueError):  # what a launcher says itself
+            seats.append(json.loads(line))
+    counts = Counter(each["host"] for each in seats)
+    if len(seats) != case.ranks or {*counts.values()} != {case.ppn}:
         found = " + ".join(map(str, counts.values())) or "no"
         raise RunFailed(
             f"{launch.program}: has started {found} rank(s), by hosts; asked for were {case.ranks} "
             f"(nodes x ranks per node: {case.nodes} x {case.ppn})"
         )
-    hosts = sorted(counts)
-    cores = Counter(cores for _, cores in ranks)
-    placed = ", ".join(f"{n} on cores {c}" if n > 1 else c for c, n in sorted(cores.items()))
-    return {"hosts": " ".join(hosts), "placement": f"cores that ranks may use: {placed}"}
+    if wrong := binding.misplaced(seats, *case.seats):
+        raise RunFailed(f"{launch.program}: {wrong}")
+    return {"hosts": " ".join(sorted(counts)), "placement": binding.said(seats)}
 
 
 def _version(program: str) -> str:
@@ -358,7 +358,7 @@ class Runs(Measuring):
         self.directory.mkdir(parents=True, exist_ok=True)
         where = {"hosts": platform.node(), "placement": "started as it stands, by no launcher"}
         if self.command.launch:
-            shape = case.nodes, case.ppn
+            shape = case.nodes, case.ppn, *case.seats
             where = _once(launch, shape, lambda: probed(launch, case, self.directory, caught))
             where |= {"launcher": _once(launch, "version", lambda: _version(launch.program))}
         program = _once(launch, "program", lambda: _digest(self.command, folders))

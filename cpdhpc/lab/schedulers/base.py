@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -71,12 +71,32 @@ class Launcher:
         where GPUs are numbered along the sockets
     signal: how the script asks for a signal before its time is over, in the scheduler's words
     part: what starts ranks on some of the job's nodes, with the field nodes; "": nothing is needed
+    bind, distribution: by names of lab.binding, the options that ask for it; those of distribution
+        are the field deal of a command that has it
     """
 
     command: str
     in_order: str
     signal: str
     part: str = ""
+    bind: Mapping[str, str] = field(default_factory=dict)
+    distribution: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, ranks: str, ppn: str, bind: str = "", distribution: str = "") -> str:
+        """Return the words that start ranks; where they sit: "" for as it does by itself.
+
+        Raises UserError for what it has no option for.
+        """
+        for name, given, known in (
+            ("bind", bind, self.bind),
+            ("distribution", distribution, self.distribution),
+        ):
+            if given and given not in known:
+                raise UserError(f"{name} = {given!r}: {self.program} has no option known for it")
+        deal = self.distribution.get(distribution, "").format(ppn=ppn)
+        command = self.command.format(ranks=ranks, ppn=ppn, deal=deal)
+        further = ["" if "{deal}" in self.command else deal, self.bind.get(bind, "")]
+        return " ".join([command, *filter(None, further)])
 
     @property
     def program(self) -> str:

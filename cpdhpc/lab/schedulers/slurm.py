@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from ..binding import BINDINGS
 from .base import (
     JobState,
     Launcher,
@@ -31,24 +32,35 @@ SRUN = (
 )
 IN_ORDER = " --distribution=block:block --cpu-bind=cores"  # by itself it deals ranks to sockets
 PART = " --nodes={nodes}"
+BIND = {
+    "none": "--cpu-bind=none",
+    "core": "--cpu-bind=cores",
+    "socket": "--cpu-bind=sockets",
+    "numa": "--cpu-bind=ldoms",
+}
+DISTRIBUTION = {"block": "--distribution=block:block", "cyclic": "--distribution=block:cyclic"}
 # A launcher that runs in the batch shell gets the signal from that shell (B:): sent to all steps it
 # would hit Open MPI's daemons, and mpirun would end with status 0. Of srun the ranks are the step.
 LAUNCHERS = {
     "mpirun": Launcher(  # Open MPI
-        "mpirun -n {ranks} --map-by ppr:{ppn}:node"
+        "mpirun -n {ranks} --map-by {deal}"  # along packages up to the slots of a node
         '"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"',
         "",
         "B:USR1",
+        bind={each: f"--bind-to {each}" for each in BINDINGS},
+        distribution=dict.fromkeys(("", "block"), "ppr:{ppn}:node") | {"cyclic": "package"},
     ),
     "mpiexec": Launcher(  # MPICH's hydra and what descends from it
         "mpiexec -n {ranks} -ppn {ppn} "
         "${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
         "",
         "B:USR1",
+        bind={each: f"-bind-to {each}" for each in BINDINGS},
+        distribution={"block": "-map-by core", "cyclic": "-map-by socket"},
     ),
-    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1", PART),
-    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1", PART),
-    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1", PART),
+    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1", PART, BIND, DISTRIBUTION),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1", PART, BIND, DISTRIBUTION),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1", PART, BIND, DISTRIBUTION),
 }
 OWN = {  # what scripts and submit see to: options of sbatch with their short forms
     "--array": "-a",

@@ -6,7 +6,8 @@ import argparse
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from ...store import StoreError
 from ...world.cores import own_cores
 from ...world.mpi import World, library_version
 from ...world.ranks import Loopback, Ranks
+from .. import binding
 from ..claim import Claim, read_claim
 from ..kinds.base import BEFORE, Calls, Launch, Measure, Measuring
 from ..kinds.harness import FURTHER, Measured, Point, interleave_ranks
@@ -100,7 +102,7 @@ class TimedCalls(Measuring):
         """Make the call ready and time it a few times. Collective."""
         world, measure = place.world, self.measure
         left = measure.max_repeats - len(self.counted)
-        with own_cores(world) as cores:
+        with _cores(world, self.case) as cores:
             place.cores = cores
             with self.calls(self.study, self.case, place, not len(self.times_s)) as call:
                 before_j = place.read_energy()
@@ -160,6 +162,7 @@ def measure_batch(
         if launch is None:
             prove(world, nodes or batch.nodes, ppn or batch.ppn)
             _check_shape(world, batch)
+            _check_seats(world, batch)
         cases, claim = world.on_first(lambda: _begin(folder, batch, launch))
         some = cast(World, world)  # Alone has what runs of programs ask of it
         runner = _Runner(some, folder, study, cases, claim.restarts, caught, launch)
@@ -184,6 +187,24 @@ def _check_shape(world: Ranks, batch: Batch) -> None:
             raise UserError(
                 f"batch {batch.number}: case {case.id} needs {case.nodes} x {case.ppn} ranks"
             )
+
+
+def _check_seats(world: Ranks, batch: Batch) -> None:
+    """Raise PlacementError unless ranks are bound and distributed as asked for. Collective."""
+    if any(batch.seats):
+        seats = world.gather(binding.seat() | {"rank": world.process})
+        if wrong := binding.misplaced(seats, *batch.seats):
+            raise PlacementError(f"batch {batch.number}: {wrong}: the launcher places them")
+
+
+@contextmanager
+def _cores(world: Ranks, case: Case) -> Iterator[str]:
+    """Yield where ranks are: on cores of their own, or where the case says. Collective."""
+    if any(case.seats):
+        yield binding.said(world.gather(binding.seat() | {"rank": world.process}))
+        return
+    with own_cores(world) as cores:
+        yield cores
 
 
 def _begin(folder: Folder, batch: Batch, launch: Launch | None) -> tuple[list[Case], Claim]:

@@ -29,7 +29,7 @@ from ...whole_files import read_file_of
 from ..kinds import kind_of
 from ..kinds.base import Kind
 from ..settings import blaming, override
-from ..study_data import ABSENT, SHAPE, Case, Factor, Factors, Value
+from ..study_data import ABSENT, SEATS, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
 SLUG = 60  # characters of an id that are there to be read
@@ -347,7 +347,9 @@ def _case(study: Study, point: Point) -> tuple[Case, str | None]:
     except ValueError as error:
         given = {k: factors[k] for k in study.factors if factors.get(k, ABSENT) != ABSENT}
         return make(given), str(error)
-    return make(used), kind.fits(study.job, used, nodes * ppn)
+    reason = kind.fits(study.job, used, nodes * ppn)
+    seats = {name: value for name in SEATS if (value := factors.get(name, ABSENT)) != ABSENT}
+    return make({**used, **seats}), reason
 
 
 START_S = 10.0  # to start MPI and Python on all ranks
@@ -360,6 +362,7 @@ class Batch:
     """What a job does: cases on at most nodes * ppn ranks.
 
     time_s: about how long it takes; has_gpus: whether a case needs a GPU for each rank
+    seats: how its ranks are bound and distributed
     limit_s: what the study allows it, which is no less: a job that takes longer goes on in another
     """
 
@@ -370,6 +373,7 @@ class Batch:
     time_s: float
     limit_s: float
     has_gpus: bool = False
+    seats: tuple[str, str] = ("", "")
 
     @property
     def ranks(self) -> int:
@@ -416,8 +420,8 @@ def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
     """
     ordered = sorted(cases, key=lambda case: (*_shape_of(study, case), case.id))
     if study.run.bundle == "nested":  # the largest shape of each device
-        on_gpus = partial(uses_gpus, study)
-        groups = [list(group) for _, group in groupby(sorted(ordered, key=on_gpus), on_gpus)]
+        job = partial(_job_of, study)
+        groups = [list(group) for _, group in groupby(sorted(ordered, key=job), job)]
     elif study.run.bundle == "case":
         groups = [[case] for case in ordered]
     else:
@@ -426,9 +430,14 @@ def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
     return [_batch(study, number, group) for number, group in enumerate(groups)]
 
 
-def _shape_of(study: Study, case: Case) -> tuple[int, int, bool]:
-    """Return what the cases of a job have in common: ranks, nodes, whether they use GPUs."""
-    return case.ranks, case.nodes, uses_gpus(study, case)
+def _shape_of(study: Study, case: Case) -> tuple[int, int, bool, tuple[str, str]]:
+    """Return what the cases of a job have in common: ranks, nodes, GPUs, where ranks sit."""
+    return case.ranks, case.nodes, *_job_of(study, case)
+
+
+def _job_of(study: Study, case: Case) -> tuple[bool, tuple[str, str]]:
+    """Return what cases of a job have in common whatever their ranks are."""
+    return uses_gpus(study, case), case.seats
 
 
 def uses_gpus(study: Study, case: Case) -> bool:
@@ -457,4 +466,5 @@ def _batch(study: Study, number: int, cases: Sequence[Case]) -> Batch:
     limit_s = max(time_s, min(START_S + sum(limits_s), most_s))
     nodes, ppn = max(case.nodes for case in cases), max(case.ppn for case in cases)
     has_gpus = any(uses_gpus(study, case) for case in cases)
-    return Batch(number, nodes, ppn, tuple(cases), time_s, limit_s, has_gpus)
+    _, seats = _job_of(study, cases[0])
+    return Batch(number, nodes, ppn, tuple(cases), time_s, limit_s, has_gpus, seats)

@@ -63,23 +63,30 @@ def is_open_mpi(path: str) -> bool:
     return bool(re.search(r"open.mpi|open-mpi|prte", done.stdout + done.stderr, re.IGNORECASE))
 
 
-def local_command(ranks: int) -> tuple[list[str], dict[str, str]]:
+def local_command(
+    ranks: int, seats: tuple[str, str] = ("", "")
+) -> tuple[list[str], dict[str, str]]:
     """Return what to put before a command that runs on so many ranks here, and its environment.
 
+    seats: how they are bound and distributed; by themselves they are not bound
     Allows more ranks than cores, and root, both of which Open MPI refuses unless told; waiting
     ranks give way where ranks share a core.
     """
-    path, environment = launcher(), dict(os.environ)
+    (bind, deal), path, environment = seats, launcher(), dict(os.environ)
     crowded = ranks > (os.cpu_count() or 1)
     if not is_open_mpi(path):
         environment |= {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} if crowded else {}
-        return [path, "-n", str(ranks)], environment
+        words = ["-bind-to", bind] if bind else []
+        words += ["-map-by", {"block": "core"}.get(deal, "socket")] if deal else []
+        return [path, *words, "-n", str(ranks)], environment
     environment |= {"OMPI_MCA_mpi_yield_when_idle": "1"} if crowded else {}
     if os.geteuid() == 0:
         for name in ("OMPI", "PRTE"):
             environment |= {f"{name}_ALLOW_RUN_AS_ROOT": "1"}
             environment |= {f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return [path, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)], environment
+    words = ["--oversubscribe", "--bind-to", bind or "none"]
+    words += ["--map-by", {"block": "core"}.get(deal, "package")] if deal else []
+    return [path, *words, "-n", str(ranks)], environment
 
 
 def launch_of(words: str | None) -> Launch:
@@ -89,7 +96,7 @@ def launch_of(words: str | None) -> Launch:
     """
     if words is None:
         here = cache(local_command)
-        return Launch(lambda case: here(case.ranks), launcher())
+        return Launch(lambda case: here(case.ranks, case.seats), launcher())
 
     def by(case: Case) -> tuple[list[str], dict[str, str]]:
         shape = f"ranks={case.ranks} ppn={case.ppn} nodes={case.nodes}"
@@ -237,7 +244,7 @@ def _launch(
     """Run a batch once, under mpirun if its ranks measure; return its exit status."""
     name, prefix, environment = "programs", list[str](), dict(os.environ)
     if not study.of_kind.starts_ranks:
-        name, (prefix, environment) = "batch", local_command(job.ranks)
+        name, (prefix, environment) = "batch", local_command(job.ranks, job.seats)
     command = [*prefix, sys.executable, "-m", "cpdhpc", name, str(folder.path), str(job.number)]
     path = folder.log_file(job.number)
     with ExitStack() as opened:

@@ -34,15 +34,18 @@ def launch(
     flags: Iterable[str] = (),
     near_gpus: bool = False,
     nodes: str = "",
+    seats: tuple[str, str] = ("", ""),
 ) -> str:
     """Return the words of the shell before the program; flags come last, and so win.
 
     near_gpus: whether each rank is to be near its GPU
     ranks, ppn: numbers, or shell words that become numbers in the job
     nodes: the same, where it may be on some of the job's nodes
+    seats: how ranks are bound and distributed. Raises UserError for what the launcher cannot do
     """
-    command = way.command.format(ranks=ranks, ppn=ppn)
+    command = way.start(ranks, ppn, *seats)
     command += way.part.format(nodes=nodes) * bool(nodes)
+    near_gpus = near_gpus and not any(seats)
     return " ".join([command + way.in_order * near_gpus, *map(quote, flags)])
 
 
@@ -191,12 +194,13 @@ COLLECT_MIN = 15
 class Array:
     """Batches of one shape, which run as one array; an element's index is number - offset.
 
-    has_gpus: whether the ranks use GPUs
+    has_gpus: whether the ranks use GPUs; seats: how they are bound and distributed
     """
 
     nodes: int
     ppn: int
     has_gpus: bool
+    seats: tuple[str, str]
     offset: int
     batches: tuple[Batch, ...]
 
@@ -204,7 +208,8 @@ class Array:
     def name(self) -> str:
         """A name for files."""
         first = f"-from{self.offset}" if self.offset else ""
-        return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{first}"
+        seats = "".join(f"-{each}" for each in self.seats if each)
+        return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{seats}{first}"
 
     @property
     def shape(self) -> str:
@@ -228,9 +233,9 @@ def ranges(numbers: Iterable[int]) -> str:
 def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
     """Return the arrays that batches run as: one per shape, more if an array is too short."""
 
-    def key(batch: Batch) -> tuple[int, int, bool, int]:
+    def key(batch: Batch) -> tuple[int, int, bool, tuple[str, str], int]:
         offset = batch.number // site.max_array * site.max_array
-        return batch.nodes, batch.ppn, batch.has_gpus, offset
+        return batch.nodes, batch.ppn, batch.has_gpus, batch.seats, offset
 
     grouped = groupby(sorted(batches, key=lambda batch: (*key(batch), batch.number)), key)
     return [Array(*shape, tuple(members)) for shape, members in grouped]
@@ -256,6 +261,7 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
         counts,
         array.has_gpus,
         by_ranks=not programs,
+        seats=array.seats,
         name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
         study=study.name,
@@ -299,6 +305,7 @@ def parallel_script(
     counts: tuple[str, str],
     has_gpus: bool,
     by_ranks: bool = True,
+    seats: tuple[str, str] = ("", ""),
     **values: Any,
 ) -> str:
     """Return a script that starts ranks and forwards signals to them.
@@ -307,6 +314,7 @@ def parallel_script(
     counts: the ranks and the ranks per node that start, as words of the shell
     has_gpus: whether it asks for a GPU for each rank
     by_ranks: whether Python runs on all ranks; else it is one process, which starts ranks itself
+    seats: how ranks are bound and distributed
     values: what else the template needs
     """
     nodes, ppn = shape
@@ -325,6 +333,7 @@ def parallel_script(
             site.mpi_flags,
             site.gpus_per_node > 0,
             "" if by_ranks else '"$nodes"',
+            seats,
         ),
         program=way.program,
         signal=(way if by_ranks else site.by.LAUNCHERS["mpirun"]).signal,  # to the batch shell

@@ -13,7 +13,7 @@ from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml,
 from ...formats import with_own_formats
 from ..kinds import kind_of
 from ..kinds.base import Kind, Measure
-from ..study_data import ABSENT, SHAPE, Factor, Factors
+from ..study_data import ABSENT, SEATS, SHAPE, Factor, Factors
 
 ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
 
@@ -190,7 +190,7 @@ class Study(Section):
     @cached_property
     def factors(self) -> dict[str, Factor]:
         """The kind's factors, and further ones that the sweep names."""
-        found = dict(self.of_kind.factors)
+        found = {**self.of_kind.factors, **SEATS}
         tables = (self.sweep, *self.zip, self.weak)
         for name, given in (pair for table in tables for pair in table.items()):
             values = [v for v in (given if isinstance(given, list) else [given]) if v != ABSENT]
