@@ -283,6 +283,8 @@ def probed(launch: Launch, case: Case, directory: Path, caught: Caught) -> dict[
         )
     if wrong := binding.misplaced(seats, *case.seats):
         raise RunFailed(f"{launch.program}: {wrong}")
+    for path in outputs:
+        path.unlink(missing_ok=True)
     return {"hosts": " ".join(sorted(counts)), "placement": binding.said(seats)}
 
 
