@@ -225,7 +225,9 @@ def _other(place: Place, factors: Factors, device: str) -> TimedCase:
 
     name, wire = str(factors["collective"]), str(factors["wire"])
     if name in PAIRS:
-        return pair_case(place.world, name, int(factors["size_bytes"]) // 4, device)
+        size_bytes = int(factors["size_bytes"])
+        in_flight = window(size_bytes) if name == STREAM else 0
+        return pair_case(place.world, size_bytes // 4, device, in_flight)
     scaling, way = (factors.get(each) for each in ("value_scaling", "accumulate"))
     method = Collective(
         wire,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field, model_validator
 
@@ -119,20 +119,7 @@ def device_of(job: Raw, used: Factors) -> str:
     return str(used.get("device", "cpu"))
 
 
-BEFORE = "before"  # of Launch.kept: where a finished case of the folder was measured
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What starts programs on ranks.
-
-    command: (case) -> the words before a program that is to run on the case's ranks, and the
-        environment; program: the launcher; kept: what is found out once for all cases of a batch
-    """
-
-    command: Callable[[Case], tuple[list[str], Mapping[str, str]]]
-    program: str
-    kept: dict[Hashable, Any] = field(default_factory=dict)
+BEFORE = "before"  # of place.Launch.kept: where a finished case of the folder was measured
 
 
 Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]

@@ -15,7 +15,6 @@ from ...collectives.method import MPI_ALLREDUCE
 from ...methods import MEMCPY, SUMMING
 from ...ops import to_host
 from ...world.ranks import Ranks
-from .allreduce import STREAM, window
 from .allreduce_cases import APART, BASELINES, LARGEST, Array, Data, TimedCase
 from .harness import on_device, whole
 
@@ -161,18 +160,17 @@ def _of_gpu(world: Ranks, move: Move) -> Move:
     return staged
 
 
-def pair_case(world: Any, name: str, n: int, device: str = "cpu") -> TimedCase:
+def pair_case(world: Any, n: int, device: str = "cpu", window: int = 0) -> TimedCase:
     """Return the case of messages of MPI between pairs: rank i and rank i + p / 2. Collective.
 
-    name: "ping_pong", a message of float32[n] there and back, of all pairs at once; "stream", a
-        window of them one way, each into memory of its own, and a word back
+    A message of float32[n] goes there and back, all pairs at once; or, where window is above 0, so
+    many go one way, each into memory of its own, and a value back.
     """
     (mpi, comm), rank, half = world.plain_mpi(), world.rank, world.ranks // 2
     is_first, other = rank < half, (rank + half) % world.ranks
     numbers = np.arange(n + world.ranks) % LARGEST
     mine, its = (numbers[i : i + n].astype(np.float32) for i in (rank, other))
-    count = window(4 * n) if name == STREAM else 1
-    result = its[:1] if name == STREAM and is_first else np.tile(its, (count, 1))
+    result = its[:1] if window and is_first else np.tile(its, (max(1, window), 1))
     x, out = (on_device(each, device) for each in (mine, np.zeros_like(result)))
 
     def there_and_back(x: Array, out: Array) -> None:
@@ -184,13 +182,13 @@ def pair_case(world: Any, name: str, n: int, device: str = "cpu") -> TimedCase:
 
     def one_way(x: Array, out: Array) -> None:
         if is_first:
-            mpi.Request.Waitall([comm.Isend(x, other) for _ in range(count)])
+            mpi.Request.Waitall([comm.Isend(x, other) for _ in range(window)])
             comm.Recv(out, other)
         else:
             mpi.Request.Waitall([comm.Irecv(row, other) for row in out])
             comm.Send(x[:1], other)
 
-    move: Move = one_way if name == STREAM else there_and_back
+    move: Move = one_way if window else there_and_back
     if device == "gpu":
         move = _of_gpu(world, move)
     return CollectiveCase(
@@ -201,6 +199,7 @@ def pair_case(world: Any, name: str, n: int, device: str = "cpu") -> TimedCase:
         data=Data(x, result.astype(np.float64)),
         out=out,
         run=whole(lambda: move(x, out), out),
+        prepare=whole(lambda: None, out),  # a GPU is done with what it did to the arrays
     )
 
 

@@ -23,7 +23,7 @@ from io import StringIO
 from itertools import takewhile
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -32,12 +32,11 @@ from ...config import UserError, suggest
 from ...whole_files import open_own, sealed_json, unsealed_json
 from .. import binding
 from ..claim import ClaimError, alone
-from ..provenance import processor, versions
 from ..schedulers import SCHEDULERS
 from ..signals import Caught, Interrupted
 from ..study_data import Array, Case, Outcomes, Result
 from ..study_data.study_file import METRIC, WALL
-from .base import BEFORE, Asked, Launch, Measuring
+from .base import BEFORE, Asked, Measuring
 from .command_job import (
     BUILD,
     STUDY,
@@ -50,7 +49,9 @@ from .command_job import (
     variables,
     words,
 )
-from .place import Place
+
+if TYPE_CHECKING:
+    from .place import Launch, Place
 
 T = TypeVar("T")
 LOOK_S = 0.2  # between two looks for signals
@@ -209,6 +210,8 @@ def build(command: Command, folder: Path, caught: Caught, guard: Guard) -> Path:
 
     Raises RunFailed where it fails, Interrupted at a signal.
     """
+    from ..provenance import processor
+
     machine = (processor(), platform.machine(), *platform.libc_ver())
     text = "\n".join(("set -e", *command.build))
     digest = hashlib.sha256(json.dumps([command.directory, text, *machine]).encode()).hexdigest()
@@ -356,6 +359,8 @@ class Runs(Measuring):
 
     def _place(self, launch: Launch, folders: Mapping[str, str], caught: Caught) -> None:
         """Find out where the ranks of the case are, and what the program is."""
+        from ..provenance import processor, versions
+
         case = self.case
         self.directory.mkdir(parents=True, exist_ok=True)
         where = {"hosts": platform.node(), "placement": "started as it stands, by no launcher"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,8 +20,7 @@ from ...world.gpu_messages import use_gpu
 from ...world.mpi import World
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
 from ..schedulers import SCHEDULERS
-from ..study_data import Factors, Outcomes
-from .base import Launch
+from ..study_data import Case, Factors, Outcomes
 from .harness import ping_pong
 
 T = TypeVar("T")
@@ -112,6 +112,19 @@ def _gpus() -> Sequence[Any]:
 def _gpu_mj(handle: Any) -> int:
     nvml: Any = import_module("pynvml")
     return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What starts programs on ranks.
+
+    command: (case) -> the words before a program that is to run on the case's ranks, and the
+        environment; program: the launcher; kept: what is found out once for all cases of a batch
+    """
+
+    command: Callable[[Case], tuple[list[str], Mapping[str, str]]]
+    program: str
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class Place:

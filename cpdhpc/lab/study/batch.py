@@ -24,9 +24,9 @@ from ...world.mpi import World, library_version
 from ...world.ranks import Loopback, Ranks
 from .. import binding
 from ..claim import Claim, read_claim
-from ..kinds.base import BEFORE, Calls, Launch, Measure, Measuring
+from ..kinds.base import BEFORE, Calls, Measure, Measuring
 from ..kinds.harness import FURTHER, Measured, Point, interleave_ranks
-from ..kinds.place import Place, environment
+from ..kinds.place import Launch, Place, environment
 from ..provenance import difference, hosts, identity, machine
 from ..schedulers import current
 from ..signals import Caught, Interrupted, catching

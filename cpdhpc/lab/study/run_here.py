@@ -23,7 +23,7 @@ from ... import ordinary
 from ...config import UserError
 from ...whole_files import open_own
 from ..claim import read_claim
-from ..kinds.base import Launch
+from ..kinds.place import Launch
 from ..signals import INTERRUPTED, Caught, catching
 from ..study_data import Case
 from .cases import Batch, batches, expand
