@@ -21,6 +21,8 @@ from ..study_data.statistics import ratio_intervals, summarise
 from ..study_data.study_file import (
     ALIKE,
     FURTHER,
+    METRIC,
+    NO_INTEGER,
     OUTCOMES,
     SCHEMA,
     SERIES,
@@ -110,6 +112,7 @@ Points = Sequence[tuple[Case, Result]]
 Variables = dict[str, Variable]
 BY = ("point",)
 MISSING: dict[type, Any] = {str: "", int: -1, float: np.nan, bool: -1}
+OF_FACTORS = MISSING | {int: NO_INTEGER}  # users' may be -1
 DTYPES: dict[type, Any] = {str: str, int: np.int64, float: np.float64, bool: np.int8}
 SUMMARY = {  # column: long name; all but n in seconds
     "n": "repeats that count, without warm-ups",
@@ -157,6 +160,9 @@ def write_study(
     for name in study.of_kind.groups:
         if any(name in result.series for _, result in points):
             groups[name] = SERIES_OF[name](points)
+    for name in dict.fromkeys(name for _, result in points for name in result.series):
+        if name.startswith(METRIC):
+            groups[name] = _metric(study, name, points)
     of_summary = {
         "ci_level": study.measure.confidence,
         "base": str(Base.of(study)),
@@ -200,6 +206,7 @@ def _attributes(study: Study, missing: int) -> dict[str, str | int]:
         "study": study.toml(),
         "study_hash": study.hash,
         "missing": missing,
+        "missing_integer": NO_INTEGER,
         "status": "partial" if missing else "complete",
     }
 
@@ -245,7 +252,7 @@ def _factors(factors: Mapping[str, Factor], points: Points) -> Variables:
     return {
         name: Variable(
             BY,
-            _column(factor.type, [case.all_factors.get(name) for case, _ in points]),
+            _column(factor.type, [case.all_factors.get(name) for case, _ in points], OF_FACTORS),
             factor.long_name,
             factor.units,
         )
@@ -254,8 +261,8 @@ def _factors(factors: Mapping[str, Factor], points: Points) -> Variables:
     }
 
 
-def _column(kind: type, values: list[Any]) -> Array:
-    missing = MISSING[kind]
+def _column(kind: type, values: list[Any], without: Mapping[type, Any] = MISSING) -> Array:
+    missing = without[kind]
     return np.array([missing if value is None else value for value in values], DTYPES[kind])
 
 
@@ -356,6 +363,48 @@ def _telemetry(points: Points) -> Variables:
     }
 
 
+def _metric(study: Study, group: str, points: Points) -> Variables:
+    """Return the samples of a metric of programs, and their medians, as ragged arrays of CF."""
+    name = group.removeprefix(METRIC)
+    asked = study.job.get("metrics", {}).get(name, {"unit": "s", "better": "lower"})
+    unit, better = str(asked["unit"]), str(asked["better"])
+    series = [result.series.get(group, NO_SAMPLES) for _, result in points]
+    value, run, is_warmup = (
+        np.concatenate([each[column] for each in series])
+        for column in ("value", "run", "is_warmup")
+    )
+    index = np.repeat(np.arange(len(points)), [len(each["value"]) for each in series])
+    counted = [each["value"][each["is_warmup"] == 0] for each in series]
+    rows = np.full((len(points), max(map(len, counted), default=0)), np.nan)
+    for row, each in zip(rows, counted, strict=True):
+        row[: len(each)] = each
+    columns, of = summarise(rows, study.measure.confidence), ("sample",)
+    notes = {"instance_dimension": "point"}  # CF: indexed ragged array
+    return {
+        "point": _point(points),
+        "sample": Variable(of, np.arange(len(value)), "sample, of all points one after the other"),
+        "point_index": Variable(of, index, "index of the sample's point", "1", notes),
+        "value": Variable(of, value, name, unit, {"better": better}),
+        "run": Variable(of, run, "run of the program that gave it, from 0, warm-ups included"),
+        "is_warmup": Variable(of, is_warmup, "whether the run is a warm-up"),
+        **{
+            column: Variable(BY, columns[of_time], text, "1" if column == "n" else unit)
+            for column, (of_time, text) in OF_METRIC.items()
+        },
+    }
+
+
+NO_SAMPLES: Mapping[str, Array] = {
+    "value": np.empty(0),
+    "run": np.empty(0, np.int64),
+    "is_warmup": np.empty(0, np.uint8),
+}
+OF_METRIC = {  # column: that of summarise, long name
+    "n": ("n", "samples that count, without warm-ups"),
+    "median": ("median_s", "median over samples"),
+    "ci_low": ("ci_low_s", "lower end of the rank-based interval of the median; NaN: too few"),
+    "ci_high": ("ci_high_s", "upper end of the rank-based interval of the median; NaN: too few"),
+}
 SERIES_OF = {"training": _training, "telemetry": _telemetry}
 
 
