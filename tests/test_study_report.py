@@ -351,7 +351,7 @@ def test_speedups_over_another_algorithm(tmp_path: Path) -> None:
     assert {row["speed-up"] for row in rows if row["algorithm"] == "mpi"} == {"1.00"}
     (chart,) = of(folder.study_file).charts
     (panel,) = chart.panels
-    (reference,) = [series for series in panel.series if series.label == "base"]
+    (reference,) = [series for series in panel.series if series.label == "baseline"]
     assert list(reference.y) == [1, 1] and "algorithm = mpi" in chart.notes[0]
 
 

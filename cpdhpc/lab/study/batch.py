@@ -27,7 +27,7 @@ from ..claim import Claim, read_claim
 from ..kinds.base import BEFORE, Calls, Measure, Measuring
 from ..kinds.harness import FURTHER, Measured, Point, interleave_ranks
 from ..kinds.place import Launch, Place, environment
-from ..provenance import difference, hosts, identity, machine
+from ..provenance import difference, hosts, machine
 from ..schedulers import current
 from ..signals import Caught, Interrupted, catching
 from ..study_data import Array, Case, Factor, Outcomes, Result, over_ranks
@@ -215,7 +215,7 @@ def _begin(folder: Folder, batch: Batch, launch: Launch | None) -> tuple[list[Ca
         raise FolderError(
             f"batch {batch.number}: is being measured by {before}: wait for it, or end it there"
         )
-    finished = _check_alike(folder, identity() if launch is None else machine())
+    finished = _check_alike(folder, None if launch is None else machine())
     if launch is not None:
         launch.kept[BEFORE] = finished
     cases = []
@@ -229,9 +229,10 @@ def _begin(folder: Folder, batch: Batch, launch: Launch | None) -> tuple[list[Ca
     return cases, Claim.begin(path)
 
 
-def _check_alike(folder: Folder, own: Mapping[str, str]) -> Mapping[str, str]:
+def _check_alike(folder: Folder, own: Mapping[str, str] | None) -> Mapping[str, str]:
     """Return where a finished case was measured, {} where there is none.
 
+    own: in what that is to agree with this job; None: in all of this process's identity
     Raises FolderError where that was otherwise than this job would.
     """
     for path in folder.cases.glob("*.h5"):

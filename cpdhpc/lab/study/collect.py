@@ -26,6 +26,7 @@ from ..study_data.study_file import (
     OUTCOMES,
     SCHEMA,
     SERIES,
+    WALL,
     WHERE_KNOWN,
     read_result,
 )
@@ -458,7 +459,9 @@ def _energised(result: Result, power_w: Mapping[str, float]) -> Result:
     job = str(result.outcomes.get("job_id", ""))
     if job not in power_w or "energy_j" in result.outcomes:
         return result
-    energy_j = power_w[job] * float(result.times_s[:, 0].mean())  # of the slowest rank
+    wall = result.series.get(METRIC + WALL)  # of a program whose times are those of a metric
+    times_s = result.times_s[:, 0] if wall is None else wall["value"]  # of the slowest rank
+    energy_j = power_w[job] * float(times_s.mean())
     outcomes = {**result.outcomes, "energy_j": energy_j}
     environment = {**result.environment, "energy": "ConsumedEnergy of the job, by time"}
     return replace(result, outcomes=outcomes, environment=environment)
