@@ -450,35 +450,63 @@ def layout(folder: Path) -> set[str]:
     return {name for name in names if not name.startswith(own)}
 
 
+JOBS = {  # what a scheduler puts into the environment of an element
+    "slurm": {"SLURM_ARRAY_TASK_ID": "{index}", "SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7"}
+    | {"SLURM_JOB_NAME": "x"},
+    "pbs": {"PBS_JOBID": "7.s", "PBS_JOBNAME": "x", "PBS_O_WORKDIR": "{here}"}
+    | {"PBS_NODEFILE": "{here}/hosts"},
+    "lsf": {"LSB_JOBINDEX": "{index}", "LSB_JOBID": "7", "LSB_JOBNAME": "x[{index}]"}
+    | {"LSB_DJOB_HOSTFILE": "{here}/hosts"},
+    "flux": {"FLUX_ENCLOSING_ID": "7"},
+}
+
+
 def test_jobs_give_the_files_that_a_local_run_gives(tmp_path: Path, run: Run) -> None:
-    """The script of each batch, run as Slurm would, on ranks of this machine."""
+    """The script of each batch, run as each scheduler would, on ranks of this machine."""
     path = study_file(
         tmp_path,
         sweep={"ranks": [1, 2], "ppn": 2},
         command={"launch": True},
         metrics={"value": {"take": "first"}},
     )
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
     status, shown = run("study", "run", path, "--out", here)
     assert status == 0, shown
-    Folder(there).prepare(load_study(path))
-    flags = ("--oversubscribe",)
-    for name, text in rendered(path, there, Site(python=sys.executable, mpi_flags=flags)).items():
-        indices = {"1x1.sbatch": 0, "1x2.sbatch": 1}
-        if name in indices:
+    (tmp_path / "hosts").write_text("localhost\nlocalhost\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "flux").write_text("#!/bin/sh\necho localhost\n")
+    (tmp_path / "bin" / "flux").chmod(0o755)
+    for scheduler, given in JOBS.items():
+        there = tmp_path / scheduler
+        site = Site(
+            scheduler=scheduler,
+            launcher="mpirun",
+            python=sys.executable,
+            mpi_flags=("--oversubscribe",),
+        )
+        Folder(there).prepare(load_study(path))
+        for name, text in rendered(path, there, site).items():
+            number = {"1x1": 0, "1x2": 1}.get(name.partition(".")[0].partition("-")[0])
+            if number is None:
+                continue
+            keys = {"here": tmp_path, "index": number + site.by.FIRST}
+            own = environment() | {k: value.format(**keys) for k, value in given.items()}
             done = subprocess.run(
                 ["bash", "-c", text],
-                env=environment() | {"SLURM_ARRAY_TASK_ID": str(indices[name]), "SLURM_JOB_ID": "7"}
-                | {"SLURM_JOB_NAME": "x", "SLURM_ARRAY_JOB_ID": "7"},
+                env=own | {"PATH": f"{tmp_path / 'bin'}:{own['PATH']}"},
                 capture_output=True, text=True, timeout=300, check=False,
             )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-    assert run("study", "collect", there)[0] == 0
-    assert layout(here) == layout(there)
-    one, two = (load_study_file(each / "study.h5") for each in (here, there))
-    assert [p.case_id for p in one.points] == [p.case_id for p in two.points]
-    assert [p.factors for p in one.points] == [p.factors for p in two.points]
-    assert [p.outcomes.keys() for p in one.points] == [p.outcomes.keys() for p in two.points]
+            logs = [each.read_text() for each in Folder(there).logs.iterdir()]
+            assert done.returncode == 0, (scheduler, done.stderr, logs)
+        assert run("study", "collect", there)[0] == 0
+        assert layout(here) == layout(there), scheduler
+        one, two = (load_study_file(each / "study.h5") for each in (here, there))
+        assert [p.case_id for p in one.points] == [p.case_id for p in two.points]
+        assert [p.factors for p in one.points] == [p.factors for p in two.points]
+        assert [p.outcomes.keys() for p in one.points] == [p.outcomes.keys() for p in two.points]
+        assert scheduler == "slurm" or all(scheduler in each for each in two.environments), (
+            "facts of its job"
+        )
 
 
 def test_a_launcher_that_starts_others_than_asked_for_is_found_out(
