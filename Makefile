@@ -7,7 +7,8 @@
 # make test-torch   the tests that torch ships for its backends, over MPI, on 4 ranks
 # make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
 # make test-install the wheel alone and with each extra, in clean environments
-# make lint         formatting, style, types
+# make lint         formatting, style, types, spelling, habits of language
+# make docs         the site, docs/_build/html; a warning of Sphinx is an error
 # make bench-codec  rates of the codec beside memcpy
 # make soak         random all-reduces against the simulator for MINUTES=30
 # make kill-study   SIGKILL to studies at KILLS=100 random moments; no finished case may be lost
@@ -57,7 +58,7 @@ SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited install_extras
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
 .PHONY: quickstart test test-serial test-mpi test-slow test-torch test-gpu test-gpu-emulated test-install \
-    test-slurm lint bench-codec soak kill-study install clean
+    test-slurm lint docs bench-codec soak kill-study install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -120,9 +121,16 @@ lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	git ls-files -z | xargs -0 $(VENV)/bin/codespell
+	$(VENV)/bin/python tests/language.py
 	$(VENV)/bin/shellcheck --exclude=SC1091 $(SCRIPTS)
 	! git grep --line-number --extended-regexp '^(<<<<<<<|>>>>>>>) '  # what a merge left behind
 	$(VENV)/bin/clang-format --dry-run -Werror kernels/*.h kernels/*.cpp kernels/*.cu
+
+# Needs no network once $(VENV)/.installed-docs is there.
+docs: $(VENV)/.installed-docs
+	$(ACTIVATE) $(SPARING) python -m sphinx -q -W --keep-going -j auto \
+	    -d docs/_build/doctrees docs docs/_build/html
 
 bench-codec: install
 	$(ACTIVATE) python -m cpdhpc bench codec
@@ -151,6 +159,10 @@ $(VENV)/.installed-lint: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt "cpdhpc[lint]"
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) install --constraint constraints.txt "cpdhpc[docs]"
+	touch $@
+
 # Random all-reduces on 4 ranks against the simulator, bit for bit.
 soak: $(VENV)/.installed-test
 	$(MPIRUN) 4 python -m mpi4py tests/helpers/soak.py --minutes $(MINUTES)
@@ -159,6 +171,7 @@ kill-study: $(VENV)/.installed-test
 	$(ACTIVATE) python tests/helpers/kill_study.py --kills $(KILLS)
 
 clean:
+	rm -rf docs/_build docs/api
 	rm -rf .venv .venv-openmpi .venv-mpich build *.egg-info results .mypy_cache .ruff_cache
 	rm -f cpdhpc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,28 +2,28 @@
 
 Ranks:
     World       all processes of mpirun; Loopback is one process with any number of ranks
-    use_gpu     take the GPU of this process; RankFailure is raised where another rank is lost
+    use_gpu     take the GPU of this process; RankFailure is raised if another rank is lost
 
 All-reduces of float32 arrays, in any format, with the same bits on all ranks:
-    allreduce   the sum or mean of all ranks' arrays; Allreduce is one whose choices are made once
-    simulate    what allreduce gives for the arrays of many ranks, in one process without MPI
-    empty_shared    an array in memory of the node, which all-reduces need not copy
-    Collective  one of the following whose choices are made once; run and prepare
+    allreduce   the sum or mean of all ranks' arrays; Allreduce keeps its choices for many calls
+    simulate    the result of allreduce for many ranks, in one process without MPI
+    empty_shared    an array in shared memory of the node, which all-reduces need not copy
+    Collective  one of the following with its choices kept for many calls; run and prepare
     reduce_scatter, all_gather, all_to_all, broadcast, reduce, gather, scatter
-                the other collectives, with the same wires; of any dtype where nothing is rounded
-    NonFiniteGradient   raised on all ranks where a gradient holds NaN or infinity
+                the other collectives, with the same wires; for any dtype if nothing is rounded
+    NonFiniteGradient   raised on all ranks if a gradient holds NaN or infinity
 
 Number formats, on CPU and GPU:
     quantize    round float32 to a format, kept as float32
     encode, decode      values as codes of a format, and back
     pack, unpack        codes as bits without gaps, and back
-    pack_blocks, unpack_blocks   mxfp8, nvfp4 and so on: elements and scales, as others have them
-    parse_format        a FloatFormat or TableFormat by its name; Cast is how it is rounded
-    kernel_threads, set_kernel_threads      how many threads work on large arrays
+    pack_blocks, unpack_blocks   mxfp8, nvfp4 and so on: elements and scales, as in other libraries
+    parse_format        a FloatFormat or TableFormat from its name; Cast is a rounding to it
+    kernel_threads, set_kernel_threads      the number of threads that process large arrays
 
-Modules, loaded when they are first used:
+Modules, loaded on first use:
     cpdhpc.compress     compressors of gradients: LowBit, PowerSgd, TopK, ...
-    cpdhpc.darray       distributed arrays, the windows that ranks need of them, their exchange
+    cpdhpc.darray       distributed arrays, their windows with halos, and the exchange of these
     cpdhpc.formats      the formats themselves
     cpdhpc.torch        GradientReducer, ddp_hook, optimisers, split images, rounded layers
 

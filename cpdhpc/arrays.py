@@ -44,16 +44,16 @@ def quantize(
     """Return the numbers of a format that x rounds to, as a new array (CPD's float_quantize).
 
     x: float32, any shape; NumPy array, CuPy array or torch tensor on the CPU; not changed. The
-        gradient of a tensor goes through unchanged (Bengio et al., arXiv 1308.3432), also where
+        gradient of a tensor passes through unchanged (Bengio et al., arXiv 1308.3432), even if
         values saturate; precision.quantize rounds it too
-    fmt: a FloatFormat or TableFormat or its name, as "e5m2", "e4m3fn", "bf16", "posit8es1"
+    fmt: a FloatFormat or TableFormat or its name: "e5m2", "e4m3fn", "bf16", "posit8es1", ...
     rounding, overflow, random_bits: as in Cast
     shift: round x * 2**shift and divide again: moves the range of the format, exactly
-    seed: picks the random bits of rounding "stochastic"; the same seed gives the same result
+    seed: selects the random bits of rounding "stochastic"; the same seed gives the same result
     Returns float32 of x's kind and shape. NaN stays NaN and infinity stays infinity, or becomes
     NaN in formats without it (e4m3fn).
-    Raises TypeError where x is something else; ValueError for an unknown format or word, a shift
-    outside the format's shift_min..shift_max, and where x holds NaN or infinity and the format
+    Raises TypeError if x is something else; ValueError for an unknown format or word, a shift
+    outside the format's shift_min..shift_max, and if x holds NaN or infinity and the format
     can hold neither (e2m1fn), or NaN and the format has only infinity (man = 0).
     """
     cast = _cast("quantize", fmt, rounding, overflow, shift, random_bits)
@@ -82,7 +82,7 @@ def encode(
 ) -> Any:
     """Return the code of each x * 2**shift, one integer each.
 
-    x: float32, any shape, and the other arguments and errors as for quantize; TypeError for a
+    x: float32, any shape; it and the other arguments and errors as for quantize; TypeError for a
         tensor that requires a gradient, as codes have none
     Returns x's kind and shape: uint8 for formats up to 8 bits, uint16 up to 16, else uint32.
     """
@@ -96,9 +96,9 @@ def decode(codes: Any, fmt: str | Format, shift: int = 0) -> Any:
     """Return the number of each code times 2**-shift.
 
     codes: uint8, uint16 or uint32, any shape; NumPy array, CuPy array or torch tensor on the CPU
-    fmt, shift: as they were for encode
+    fmt, shift: the same as for encode
     Returns float32 of the kind and shape of codes.
-    Raises TypeError where codes is something else; ValueError for an unknown format, a shift out
+    Raises TypeError if codes is something else; ValueError for an unknown format, a shift out
     of range, and codes that do not fit into the format's bits.
     """
     cast = _cast("decode", fmt, "nearest", None, shift)
@@ -108,11 +108,11 @@ def decode(codes: Any, fmt: str | Format, shift: int = 0) -> Any:
 
 
 def pack(codes: Any, bits: int) -> Any:
-    """Return codes packed at a width, in whole tiles of 1024 values: the bytes that travel.
+    """Return codes packed to a width in bits, in whole tiles of 1024 values: the bytes that travel.
 
     codes: uint8, uint16 or uint32, any shape, taken flat; bits: 1..32
     Returns uint8[ceil(n / 1024) * 128 * bits] of the kind of codes.
-    Raises TypeError where codes is something else; ValueError for bits out of range and codes
+    Raises TypeError if codes is something else; ValueError for bits out of range and codes
     of 2**bits or more.
     """
     _check_bits("pack", bits)
@@ -122,12 +122,12 @@ def pack(codes: Any, bits: int) -> Any:
 
 
 def unpack(packed: Any, bits: int, n: int) -> Any:
-    """Return the n codes that pack packed at a width.
+    """Return the n codes in an array made by pack.
 
-    packed: uint8[ceil(n / 1024) * 128 * bits]; bits: 1..32; n: how many codes there were
+    packed: uint8[ceil(n / 1024) * 128 * bits]; bits: 1..32; n: the number of codes
     Returns uint8[n] for bits up to 8, uint16[n] up to 16, else uint32[n], of the kind of packed.
-    Raises TypeError where packed is something else; ValueError where bits or n is out of range
-    or the size of packed does not belong to them.
+    Raises TypeError if packed is something else; ValueError if bits or n is out of range
+    or packed does not have the size for them.
     """
     _check_bits("unpack", bits)
     flat, restore = _flat("unpack", "packed", packed, ("uint8",))
@@ -256,7 +256,7 @@ def _cast(
 
 
 def _encode(function: str, x: Any, cast: Cast, shift: int, seed: int) -> Any:
-    """Encode a flat array, unless it holds what the format would turn into another number."""
+    """Encode a flat array, unless it holds values that the format would turn into other numbers."""
     fmt = cast.fmt
     check_key(f"{function}: seed", seed)
     if not fmt.has_nan and bool((x != x).any()):
@@ -288,7 +288,7 @@ def _checked_codes(function: str, codes: Any, bits: int) -> Any:
 
 
 def flat_floats(function: str, argument: str, array: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return a float32 array flat, as NumPy or CuPy has it, and what brings results to its kind.
+    """Return a float32 array flat, as NumPy's or CuPy's, and a function that restores its kind.
 
     Raises TypeError, naming the function and the argument, for anything else.
     """
@@ -296,29 +296,29 @@ def flat_floats(function: str, argument: str, array: Any) -> tuple[Any, Callable
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether x is a tensor of torch, which is loaded then, so it is not imported here."""
+    """Whether x is a tensor of torch; torch is then already loaded, so it is not imported here."""
     return isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def memory_of(what: str, tensor: Any) -> Any:
     """Return the memory of a tensor on the CPU as a NumPy array.
 
-    Raises TypeError where its gradient would be lost, and where it has no such memory.
+    Raises TypeError if its gradient would be lost, or it has no such memory.
     """
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise TypeError(
-            f"{what} requires a gradient, which would be lost: give it .detach(), or call within "
-            "torch.no_grad(); cpdhpc.quantize lets gradients through"
+            f"{what} requires a gradient, which would be lost: pass its .detach(), or call within "
+            "torch.no_grad(); cpdhpc.quantize passes gradients through"
         )
     try:
         check_dense(what, tensor)
         return tensor.detach().resolve_neg().numpy()
-    except RuntimeError:  # as of DTensor, or within torch.func.vmap
+    except RuntimeError:  # raised for DTensor, for example, or within torch.func.vmap
         raise _no_memory(what, tensor) from None
 
 
 def check_dense(what: str, tensor: Any) -> None:
-    """Raise TypeError unless the values of a tensor lie in memory as its shape and strides say."""
+    """Raise TypeError unless a tensor's values lie in memory according to its shape and strides."""
     if str(tensor.layout) != "torch.strided" or tensor.is_nested:
         raise _no_memory(what, tensor)
 
@@ -358,7 +358,7 @@ def _check_array(function: str, argument: str, array: Any, dtypes: tuple[str, ..
 def _flat(
     function: str, argument: str, array: Any, dtypes: tuple[str, ...]
 ) -> tuple[Any, Callable[..., Any]]:
-    """Return array as a flat NumPy or CuPy array, and what gives a result its kind and shape."""
+    """Return array as a flat NumPy or CuPy array, and a function that restores kind and shape."""
     _check_array(function, argument, array, dtypes)
     shape, of_torch = tuple(array.shape), is_tensor(array)
     if of_torch:

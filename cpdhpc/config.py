@@ -50,7 +50,7 @@ def among(known: Collection[str]) -> Callable[[str], str]:
 
 
 def one_of(known: Collection[str]) -> AfterValidator:
-    """Return the check of a key that it is one of these names."""
+    """Return a validator that accepts only these names for a key."""
     return AfterValidator(among(known))
 
 
@@ -60,14 +60,14 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def __init__(self, /, **given: Any) -> None:
-        """Take the keys of a table. Raises ConfigError, as validate does."""
+        """Read the keys of a table. Raises ConfigError, as validate does."""
         try:
             super().__init__(**given)
         except ValidationError as error:
             key, said = _explain(type(self), given, _first(error))
             raise ConfigError(f"{type(self).__name__}: {said}", key=key) from None
 
-    # So that pydantic does not call it for tables in tables: they are told with their whole key.
+    # So that pydantic does not call it for nested tables: their errors need the whole key.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
@@ -75,7 +75,7 @@ IMPORT, IMPORT_FROM = "import", "import_from"  # keys of tables that name a func
 
 
 def located(raw: Raw, directory: Path) -> Raw:
-    """Return tables with the directory that imports are looked for in, where they say none."""
+    """Return tables with a directory for imports, for those that have none."""
     here = {IMPORT_FROM: str(directory.resolve())}
 
     def placed(table: Any) -> Any:
@@ -87,11 +87,11 @@ def located(raw: Raw, directory: Path) -> Raw:
 
 
 class OneOf:
-    """The type of a table of a file that is one of several, named by one of its keys.
+    """The type of a table that is one of several types, selected by one of its keys.
 
-    known: name -> Section or dataclass; looked into when a file is read, so rows may be added
-    key: that names the row; default: the name where the key is missing, None: it must be there
-    imported: Section of a table with a key "import" in place of a name; None: there is no such
+    known: name -> Section or dataclass; read when a file is read, so rows may be added
+    key: that selects the row; default: the name if the key is missing, None: it is required
+    imported: Section of a table with a key "import" instead of a name; None: not allowed
     To be used as Annotated[Base, OneOf(TABLE, "name")].
     """
 
@@ -106,38 +106,38 @@ class OneOf:
 
     @property
     def rows(self) -> tuple[type[Any], ...]:
-        """Everything that a table may be."""
+        """All types that a table may have."""
         return (*self.known.values(), *([self.imported] if self.imported else []))
 
     def row(self, raw: Raw) -> type[Any] | None:
-        """Return what a table is, None where its name is missing or unknown."""
+        """Return the type of a table, None if its name is missing or unknown."""
         if IMPORT in raw and self.imported is not None:
             return self.imported
         return self.known.get(str(raw.get(self.key, self.default)))
 
     def stays(self, former: Raw, change: Raw) -> Raw:
-        """Return what is left of a table where change, which will be laid over it, names a row.
+        """Return the keys of a table that stay valid if change, which overrides it, selects a row.
 
-        Keys that only the former row has go, and those that are of another type in the new one.
-        What neither has stays, to be an error.
+        Keys that only the former row has are dropped, and those of another type in the new row.
+        Keys that neither has stay, and cause an error later.
         """
         before, now = self.row(former), self.row(change)
         if not {self.key, IMPORT} & change.keys() or before is now or None in (before, now):
             return former
-        if before is self.imported:  # anything may be an argument
+        if before is self.imported:  # any key may be an argument
             return {}
         known, new = _types(before), _types(now)
         gone = {key for key, kind in known.items() if new.get(key, not kind) != kind}
         return {key: value for key, value in former.items() if key not in gone | {self.key}}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Return how pydantic reads and writes such a table."""
+        """Return a schema with which pydantic reads and writes such a table."""
         return core_schema.no_info_plain_validator_function(
             self._read, serialization=core_schema.plain_serializer_function_ser_schema(_plain)
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Raw:
-        """Return a schema that says nothing: keys are those of the row."""
+        """Return an empty schema: keys are those of the row."""
         return {}
 
     def _read(self, raw: Any) -> Any:
@@ -174,22 +174,22 @@ def _plain(value: Any) -> Any:
     return _adapter(type(value)).dump_python(value, by_alias=True)
 
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # to make one takes 1 ms
-# 10 ms, and a study asks for each factor, in each row of a table
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes 1 ms, maybe
+# 10 ms, and a study needs one for each factor, in each row of a table
 _schema: Callable[[Any], Raw] = cache(lambda model: _adapter(model).json_schema())
 
 
 def _types(row: Any) -> dict[str, Any]:
-    """Return the JSON types of the keys of a row, None for those of several types."""
+    """Return the JSON types of the keys of a row, None for keys with several types."""
     return {key: each.get("type") for key, each in _schema(row).get("properties", {}).items()}
 
 
 def of_rows(makes: Sequence[tuple[str, Callable[[str], T]]], source: str) -> list[T]:
-    """Return what each row of [[compare]] makes.
+    """Return the results for the rows of [[compare]].
 
-    makes: with the words that errors of a row begin with, which make is called with
-    source: those words if all rows have one error
-    Raises ConfigError, of the first row that does.
+    makes: for each row a prefix for errors, and a function that is called with it
+    source: the prefix if all rows have the same error
+    Raises the first row's ConfigError.
     """
     made, errors = list[T](), list[ConfigError]()
     for where, make in makes:
@@ -214,7 +214,7 @@ def _error_of(make: Callable[[str], object], where: str) -> ConfigError | None:
 
 
 def value_at(table: Any, path: Sequence[str]) -> Any:
-    """Return what a table has at the end of a path of keys, None where it has nothing there."""
+    """Return the value at the end of a path of keys in a table, None if there is none."""
     for key in path:
         table = table.get(key) if isinstance(table, dict) else None
     return table
@@ -224,7 +224,7 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size as "8", "16KiB" or "1MiB". Raises ConfigError."""
+    """Return the bytes of a size such as "8", "16KiB" or "1MiB". Raises ConfigError."""
     found = re.fullmatch(r"(\d+) *(\w*)", text.strip())
     if found is None or found[2] not in UNITS:
         units = ", ".join(filter(None, UNITS))
@@ -233,7 +233,7 @@ def parse_bytes(text: str) -> int:
 
 
 def merge(base: Raw, change: Raw) -> Raw:
-    """Return base with change laid over it, table by table."""
+    """Return base overridden by change, table by table."""
     result = dict(base)
     for key, value in change.items():
         if isinstance(value, dict) and isinstance(result.get(key), dict):
@@ -246,8 +246,7 @@ def merge(base: Raw, change: Raw) -> Raw:
 def validate(model: type[T], raw: Raw, source: str) -> T:
     """Return raw as a model, or as a dataclass.
 
-    Raises ConfigError, one line, for the first thing that is wrong: source, key, what came,
-    what is allowed.
+    Raises ConfigError, in one line, for the first error: source, key, the value, what is allowed.
     """
     try:
         return cast(T, _adapter(model).validate_python(raw))
@@ -256,7 +255,7 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
         raise ConfigError(f"{source}: {said}", key=key) from None
 
 
-TYPES = {  # pydantic's name of what is wrong -> what it should be, where its words are not TOML's
+TYPES = {  # pydantic's error type -> what the value should be, in the words of TOML
     **dict.fromkeys(("tuple_type", "list_type"), "be an array"),
     **dict.fromkeys(("dict_type", "model_type", "dataclass_type", "not_a_table"), "be a table"),
     "int_parsing": "be a valid integer",
@@ -273,7 +272,7 @@ MISSING_KEY = "missing", "missing_argument"
 
 
 def _first(error: ValidationError) -> Any:
-    """Return what is wrong first; before a key that is missing one that may be it, misspelt."""
+    """Return the first error; an unknown key that may be misspelt precedes a missing one."""
     first, *others = error.errors()
     if first["type"] in MISSING_KEY:
         for each in others:
@@ -285,7 +284,7 @@ def _first(error: ValidationError) -> Any:
 def _explain(
     model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Return the whole key that is wrong, "" if it is none, and what is wrong with it."""
+    """Return the whole key of an error, "" if it has none, and the text of the error."""
     path = [*above, *map(str, problem["loc"])]
     key, given, context = ".".join(path), problem["input"], problem.get("ctx", {})
     kind = problem["type"]
@@ -316,7 +315,7 @@ def _explain(
 
 
 def _explain_value(model: type[Any], problem: Any, path: list[str]) -> tuple[str, str]:
-    """Return what _explain does, of an error that a check of ours has raised."""
+    """Return the same as _explain, for an error raised by a check of this package."""
     key, given = ".".join(path), problem["input"]
     error = problem.get("ctx", {}).get("error", problem["msg"])
     if isinstance(given, dict):
@@ -328,12 +327,12 @@ def _explain_value(model: type[Any], problem: Any, path: list[str]) -> tuple[str
 
 
 def _as_toml(value: object) -> str:
-    """Return a value as a user wrote it, but for quotes and spaces."""
+    """Return a value as a user wrote it, except for quotes and spaces."""
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
-    """Return the keys a table of the model may have, by the JSON schema that pydantic derives."""
+    """Return the keys a table of the model may have, from pydantic's JSON schema."""
     schema = _schema(model)
     here = schema
     for part in loc:
@@ -344,7 +343,7 @@ def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
 
 
 def keys_inside(model: type[Any], table: str) -> set[str]:
-    """Return the keys of a table of a model; those of any row where it is OneOf several."""
+    """Return the keys of a table of a model; for OneOf those of any row."""
     field = getattr(model, "model_fields", {}).get(table)
     choices = [one for one in field.metadata if isinstance(one, OneOf)] if field else []
     rows = {key for one in choices for row in one.rows for key in keys(row)}
@@ -352,7 +351,7 @@ def keys_inside(model: type[Any], table: str) -> set[str]:
 
 
 def _not_of_row(choice: OneOf, row: type[Any], raw: Raw, table: str, key: str) -> str:
-    """Return what to say of a key that a row of a choice does not know, and others may."""
+    """Return the error for a key that a row of a choice does not know, but others may."""
     known = keys(row)
     others = {name: keys(each) for name, each in choice.known.items() if each is not row}
     meant = nearest(key, {each for its in others.values() for each in its}, 0.75)
@@ -368,7 +367,7 @@ def _listed(names: Sequence[str], word: str) -> str:
 
 
 def _table(schema: Raw, definitions: Raw) -> Raw:
-    """Return what a schema refers to; of one that may be null the other."""
+    """Return the schema that a schema refers to; for one that may be null the other one."""
     one = next((each for each in schema.get("anyOf", ()) if "$ref" in each), schema)
     return definitions[one["$ref"].rpartition("/")[2]] if "$ref" in one else one
 
@@ -387,29 +386,29 @@ def _without_none(value: Any) -> Any:
 
 
 def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
-    """Return the first key, as table.key, in which two TOML texts differ; None where none does."""
+    """Return the first key, as table.key, in which two TOML texts differ; None if none does."""
     left, right = _flat(one), _flat(other)
     keys = sorted((left.keys() | right.keys()) - set(ignored))
     return next((key for key in keys if left.get(key) != right.get(key)), None)
 
 
 def value_of(text: str, key: str) -> Any:
-    """Return what a TOML text has under table.key; None where it has nothing."""
+    """Return the value of table.key in a TOML text; None if there is none."""
     return _flat(text).get(key)
 
 
 def keys_of(text: str, table: str) -> list[str]:
-    """Return the keys that a TOML text has in a table and the tables in it, as table.key."""
+    """Return the keys of a table in a TOML text, and of tables in it, as table.key."""
     return [key for key in _flat(text) if key.startswith(f"{table}.")]
 
 
-@lru_cache(64)  # reports ask for many keys of the same jobs
+@lru_cache(64)  # reports read many keys of the same jobs
 def _flat(text: str) -> Raw:
     return flatten(tomllib.loads(text))
 
 
 def flatten(raw: Raw, prefix: str = "") -> Raw:
-    """Return tables within tables as one table with keys as "table.key", "tables.0.key"."""
+    """Return nested tables as one table with keys such as "table.key", "tables.0.key"."""
     result: Raw = {}
     for key, value in raw.items():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):

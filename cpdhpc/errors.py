@@ -1,4 +1,4 @@
-"""Errors that a user can mend."""
+"""Errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Error = TypeVar("Error", bound=Exception)
 
 
 class UserError(ValueError):
-    """Something that the user can mend; the message is one line, and no traceback is shown.
+    """An error that the user can fix; the message is one line, and no traceback is shown.
 
     key: the argument, option or dotted key of a file that is wrong, "" if it is not one
     """
@@ -28,11 +28,11 @@ class ConfigError(UserError):
 class Refused(Exception):
     """An error about one value. The message is "function: argument=value: allowed".
 
-    function: the function or class that was given the value
-    argument: its name there
-    value: what came
-    allowed: what may be given, for example "must be an int, 1 or more"
-    shown: the text to show for a value whose repr is too long, such as an array's
+    function: the function or class that was called
+    argument: its argument's name
+    value: the wrong value
+    allowed: the allowed values, for example "must be an int, 1 or more"
+    shown: the text for a value whose repr is too long, such as an array's
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Refused(Exception):
         super().__init__(f"{function}: {argument}={self.shown}: {allowed}")
 
     def __reduce__(self) -> tuple[type[Refused], tuple[object, ...], dict[str, object]]:
-        """Return how to make it anew, as in another process."""
+        """Return how to make it anew, for example in another process."""
         fields = (self.function, self.argument, self.value, self.allowed, self.shown)
         return type(self), fields, {**vars(self), "args": self.args}
 
@@ -60,9 +60,9 @@ class ArgumentTypeError(Refused, TypeError):
 
 
 def reworded(error: Error, words: str) -> Error:
-    """Return an error like this one, with its fields, that has other words.
+    """Return an error like this one, with its fields, but another message.
 
-    Raises TypeError for one that is not made of its words.
+    Raises TypeError if its class is not constructed from a message.
     """
     other = copy.copy(error)
     other.args = (words,)
@@ -71,7 +71,7 @@ def reworded(error: Error, words: str) -> Error:
 
 @contextmanager
 def told(where: str) -> Iterator[None]:
-    """Raise ConfigError, one line that begins with where, for what the block raises."""
+    """Raise an error of the block as ConfigError, in one line that begins with where."""
     try:
         yield
     except UserError:

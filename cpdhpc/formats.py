@@ -13,7 +13,7 @@ from .errors import ArgumentError
 from .methods import check_integer, suggest
 from .table_formats import FAMILIES, TableFormat, spelled_out, table_format
 
-__all__ = [  # for those who use the package; others take what they need by name
+__all__ = [  # for users of the package; the package itself imports names one by one
     "INTEGERS",
     "MICROSCALING",
     "NAMED",
@@ -28,11 +28,11 @@ __all__ = [  # for those who use the package; others take what they need by name
 
 Special = Literal["ieee", "nan", "none"]
 Rounding = Literal["nearest", "zero", "stochastic", "up", "down", "odd"]
-Overflow = Literal["saturate", "inf"]  # not given: "inf" where the format can say so
+Overflow = Literal["saturate", "inf"]  # default: "inf" if the format has a code for it
 
 TILE = 1024  # values in a tile; chunks and layers start on tiles
 LANES = 32  # value row * 32 + lane of a tile belongs to a lane
-SHARED = {"tile": TILE, "block32": 32, "block16": 16}  # scalings whose shifts travel: values of one
+SHARED = {"tile": TILE, "block32": 32, "block16": 16}  # scaling -> values that share a sent shift
 SHIFT_BIAS = 127  # a shift k is stored as the byte k + 127
 SHIFT_NONFINITE = 255  # stored instead of a shift: the tile holds NaN or infinity
 TRIT_BYTES = 205  # of a tile of ternary values, five in a byte
@@ -43,11 +43,11 @@ RANDOM_BITS = 31  # of a draw
 class FloatFormat:
     """A sign, exp exponent bits and man mantissa bits, with subnormals and signed zeros.
 
-    special: what the top of the code range holds.
+    special: the meaning of the largest codes.
         "ieee": the top exponent is infinity and NaN (only infinity when man = 0);
         "nan": all ones is NaN and there is no infinity (OCP e4m3fn);
         "none": every code is a number (OCP e2m1fn, e2m3fn, e3m2fn).
-    Raises ValueError where exp or man is out of range or no finite number but zero is left.
+    Raises ValueError if exp or man is out of range or no finite number but zero is left.
     Source: IEEE 754-2019 section 3.4; OCP Microscaling Formats v1.0 section 5.3.
     """
 
@@ -70,7 +70,7 @@ class FloatFormat:
 
     @property
     def name(self) -> str:
-        """The name that parse_format reads back; formats without one show their special."""
+        """The name that parse_format reads back; formats without a name show their special."""
         fn = "fn" if self.special == _fn_special(self.bits) else f"-{self.special}"
         return f"e{self.exp}m{self.man}" + ("" if self.special == "ieee" else fn)
 
@@ -97,7 +97,7 @@ class FloatFormat:
 
     @property
     def nan_code(self) -> int:
-        """Code that NaN takes: NaN, where the format has none infinity, else the largest number."""
+        """Code for NaN: NaN's, if the format has none infinity's, else the largest number's."""
         if self.special == "ieee":
             half = (1 << self.man) >> 1  # the quiet bit
             return self.max_code + 1 + half
@@ -105,17 +105,17 @@ class FloatFormat:
 
     @property
     def inf_code(self) -> int:
-        """Code that infinity takes: infinity, else NaN, else the largest number."""
+        """Code for infinity: infinity's, else NaN's, else the largest number's."""
         return self.max_code + (self.special != "none")
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code stands for NaN."""
+        """Whether a code represents NaN."""
         return self.special == "nan" or (self.special == "ieee" and self.man > 0)
 
     @property
     def carries_nonfinite(self) -> bool:
-        """Whether NaN and infinity leave a trace in the codes, be it as one another."""
+        """Whether NaN and infinity are visible in the codes, maybe one as the other."""
         return self.special != "none"
 
     @cached_property
@@ -127,7 +127,7 @@ class FloatFormat:
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number, a subnormal where man > 0."""
+        """The smallest positive number, a subnormal if man > 0."""
         return float(2.0 ** (self.emin - self.man))
 
     @cached_property
@@ -142,12 +142,12 @@ class FloatFormat:
 
     @property
     def top(self) -> int:
-        """The same: tables move values below their largest number."""
+        """The same; for tables the two differ: scalings move values below their largest number."""
         return self.emax
 
     @property
     def max_significand(self) -> int:
-        """The 23 fraction bits of the largest finite number, as float32 holds them."""
+        """The 23 fraction bits of the largest finite number in float32."""
         return _float32_bits(self.max) & 0x7FFFFF
 
     @property
@@ -159,10 +159,10 @@ class FloatFormat:
     def shift_max(self) -> int:
         """The largest k: OCP's scales end at 2**-127, and float32 at its smallest number.
 
-        With 7 or 8 bits of exponent the range moves only as far as numbers are normal: it holds
-        what a tile holds beside its largest value, and kernels stay on their short way.
+        With 7 or 8 bits of exponent the range moves only as far as numbers are normal: that covers
+        a tile's values beside its largest one, and kernels can use their fast path.
         """
-        whole = self.exp > 6 or self.emax == 0  # so are those with exp = 1 of IEEE style
+        whole = self.exp > 6 or self.emax == 0  # also formats with exp = 1 of IEEE style
         return self.near_max if whole else min(127, self.emin - self.man + 149)
 
     @property
@@ -184,16 +184,16 @@ class FloatFormat:
 class Microscaling(FloatFormat):
     """Elements of a format in blocks of 32 neighbours, which share a power of two.
 
-    Its power is that of the block's largest magnitude less emax, down to 2**-127: what is then
-    beyond the largest number saturates. Payloads are elements in order, each bits wide, the lowest
-    bit first, of whole tiles; then a byte E8M0 of each block, 127 more than the exponent; 255 is
-    NaN.
+    Its exponent is that of the block's largest magnitude less emax, at least -127; elements that
+    are then above the largest number saturate. Payloads are whole tiles of elements in order, each
+    bits wide, the lowest bit first; then a byte E8M0 for each block, 127 more than the exponent;
+    255 is NaN.
     Source: OCP Microscaling Formats v1.0, sections 5 and 6.3.
     """
 
     @property
     def name(self) -> str:
-        """The name of the wire and of tensors, of MICROSCALING."""
+        """The name of the wire and of tensors, from MICROSCALING."""
         return next(
             (name for name, fmt in MICROSCALING.items() if fmt == self), "mx-" + super().name
         )
@@ -205,7 +205,7 @@ class Microscaling(FloatFormat):
 
     @property
     def max_significand(self) -> int:
-        """Of all numbers with the largest exponent: they do not move the scale."""
+        """That of all numbers with the largest exponent: they do not move the scale."""
         return 0x7FFFFF
 
 
@@ -243,7 +243,7 @@ def _float32_bits(value: float) -> int:
 
 
 def _fn_special(bits: int) -> Special:
-    """The "fn" formats: as in OCP, all ones is NaN from 8 bits on; narrower ones have none."""
+    """The "fn" formats, as in OCP: all ones is NaN from 8 bits on; narrower ones have no NaN."""
     return "nan" if bits >= 8 else "none"
 
 
@@ -263,16 +263,16 @@ Format = FloatFormat | TableFormat
 
 def parse_format(name: str | Format) -> Format:
     """Return the format of a name: eXmY (IEEE style), eXmYfn (OCP style), bf16, fp16, fp32, or of
-    a family of tables: positN, positNesE, takumN, lnsEmF; a format is returned itself.
+    a family of tables: positN, positNesE, takumN, lnsEmF; a format is returned unchanged.
 
-    Raises ValueError for any other name, TypeError for what is none. Names of formats whose numbers
-    mean something only beside a scale, intN, ternary and mxfp*, are refused: wire_format has them.
+    Raises ValueError for any other name, TypeError for other types. Names of formats whose numbers
+    need a scale, intN, ternary and mxfp*, are refused: see wire_format.
     """
     scaled = name if isinstance(name, str) else getattr(name, "name", "")
     if scaled in IN_BLOCKS:
         raise ValueError(
             f"parse_format: {scaled!r}: {SHARED[wire_scaling(scaled)]} neighbours share a scale, "
-            "which a value alone does not have: precision.quantize, tensors of policies and wires "
+            "which a single value does not have: precision.quantize, tensors of policies and wires "
             f"take it; its elements are {IN_BLOCKS[scaled].element.name}"
         )
     if scaled in INTEGERS:
@@ -303,7 +303,7 @@ def parse_format(name: str | Format) -> Format:
 
 
 def named(given: str | Format) -> str:
-    """Return what messages call a format: the name that was given, else its own."""
+    """Return the name of a format for messages: the one that was passed, else its own."""
     return given if isinstance(given, str) else given.name
 
 
@@ -330,7 +330,7 @@ def wire_format(wire: str) -> Format | None:
 
 
 def _near(name: object, is_known: Callable[[str], bool]) -> str | None:
-    """Return a known name that another one may mean: in capitals, or as torch has it."""
+    """Return a known name that another one may mean: in other case, or in torch's spelling."""
     if not isinstance(name, str):
         return None
     lower = name.strip().lower()
@@ -350,11 +350,11 @@ NAMES_OF_TORCH = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float3
 
 
 def with_own_formats(raw: Any) -> Any:
-    """Return the tables of a file with the names of its table [formats] spelled out, as OWN.
+    """Return the tables of a file with the names of its table [formats] spelled out, see OWN.
 
-    So whatever reads a value, on another machine or years later, needs nothing else. The values of
-    keys "name" stay, and names in quotes within others, as in constraints, are spelled out too.
-    Raises ValueError for what is no table of formats, and for a name of a format.
+    So a reader of a value, on another machine or years later, needs no other file. The values of
+    keys "name" stay; quoted names within other texts, such as constraints, are spelled out too.
+    Raises ValueError for tables that are not formats, and for the name of an existing format.
     """
     given = raw.get("formats") if isinstance(raw, dict) else None
     if not isinstance(given, dict):
@@ -396,17 +396,17 @@ def _is_wire(name: str) -> bool:
 
 
 def wire_scaling(wire: object) -> str:
-    """Return the scaling of a packed wire, given by name or format, of those in SHARED."""
+    """Return the scaling of a packed wire, a name or format: one of SHARED."""
     if not isinstance(wire, str) or wire not in IN_BLOCKS:
         return "tile"
     return "block32" if wire in MICROSCALING else "block16"
 
 
 def overflow_shows(fmt: Format) -> bool:
-    """Whether a finite number too large can become infinity or NaN, which all see.
+    """Whether a finite number that is too large can become infinity or NaN, visible to all.
 
-    Formats without either saturate, as do posits, takums and logarithmic numbers by their standard,
-    and OCP's blocks, whose scale lets what is next to a power of two saturate.
+    Formats without either saturate. So do posits, takums and logarithmic numbers by their standard,
+    and OCP's blocks, whose scale lets values just below a power of two saturate.
     """
     if isinstance(fmt, TableFormat):
         return None not in fmt.infinities
@@ -415,23 +415,23 @@ def overflow_shows(fmt: Format) -> bool:
 
 @dataclass(frozen=True)
 class Cast:
-    """How float32 becomes a format.
+    """How float32 is rounded to a format.
 
-    rounding: "nearest" (ties to even; where man = 0 and both neighbours are odd, to the larger
-        magnitude, IEEE 754-2019 4.3.1; of a table to the even code, or where that is both or none
+    rounding: "nearest" (ties to even; if man = 0 and both neighbours are odd, to the larger
+        magnitude, IEEE 754-2019 4.3.1; for a table to the even code, or if both or neither are even
         to the lower one), "zero", "up" (towards infinity), "down" (towards -infinity), "odd" (of
         the two neighbours the one whose code is odd), or "stochastic" (up with the probability of
         the part cut off, to 31 - man bits).
-    overflow: what a finite number too large becomes, tested after rounding: "saturate" (the
-        largest finite number) or "inf" (infinity, or NaN where the format has no infinity). None:
-        "inf" where overflow_shows(fmt), else "saturate"; it is one of the words afterwards. By
-        IEEE 754-2019 7.4 it is always the largest number where rounding is "zero", "odd", or in the
-        other direction: "up" below, "down" above zero. Infinity itself stays infinity.
-    random_bits: so many bits of the part cut off and of the draw count with "stochastic", which is
-        then biased towards zero (of a table downwards) by less than 2**-random_bits of the
-        spacing; 0: all that there are
-    Raises ValueError for other words, "inf" where the format cannot say so, and random_bits out of
-    range or with another rounding.
+    overflow: the result for a finite number that is too large after rounding: "saturate" (the
+        largest finite number) or "inf" (infinity, or NaN if the format has no infinity). None:
+        "inf" if overflow_shows(fmt), else "saturate"; the attribute is then one of these words. By
+        IEEE 754-2019 7.4 the result is always the largest number if rounding is "zero", "odd", or
+        in the other direction: "up" below, "down" above zero. Infinity itself stays infinity.
+    random_bits: the number of bits of the part cut off and of the draw that "stochastic" uses. It
+        is then biased towards zero (for a table downwards) by less than 2**-random_bits of the
+        spacing; 0: all bits
+    Raises ValueError for other words, "inf" if the format has no code for it, and random_bits out
+    of range or with another rounding.
     """
 
     fmt: Format
@@ -455,7 +455,7 @@ class Cast:
                 why = "has no infinity and no minus infinity"
             if isinstance(self.fmt, Microscaling):
                 why = "saturates by OCP's rule"
-            allowed = f"{self.fmt.name} {why}: must be 'saturate', or not given"
+            allowed = f"{self.fmt.name} {why}: must be 'saturate', or left out"
             raise ArgumentError("Cast", "overflow", "inf", allowed)
         check_integer("Cast: random_bits", self.random_bits)
         most = RANDOM_BITS - (self.fmt.man if isinstance(self.fmt, FloatFormat) else 0)
@@ -467,14 +467,14 @@ class Cast:
 
     @property
     def float_format(self) -> FloatFormat:
-        """The format, where it is no table; raises ValueError where it is."""
+        """The format, if it is not a table; raises ValueError if it is."""
         if isinstance(self.fmt, TableFormat):
             raise ValueError(f"Cast: {self.fmt.name}: a floating-point format is needed here")
         return self.fmt
 
     @property
     def random_mask(self) -> int:
-        """The bits of a draw of 31 that count."""
+        """The bits of a draw of 31 that are used."""
         return (1 << RANDOM_BITS) - (1 << (RANDOM_BITS - (self.random_bits or RANDOM_BITS)))
 
     @property
@@ -486,7 +486,7 @@ class Cast:
     def overflow_codes(self) -> tuple[int, int]:
         """Codes of finite numbers that are too large: of one above zero, and of one below.
 
-        Of a FloatFormat both without sign.
+        For a FloatFormat both without sign.
         """
         fmt = self.fmt
         if isinstance(fmt, TableFormat):
@@ -512,7 +512,7 @@ def packed_bytes(n: int, bits: int) -> int:
 
 
 def shift_count(n: int, shared: int) -> int:
-    """Number of shifts, a byte each, of n values of which so many share one: of whole tiles.
+    """Number of shifts, a byte each, for n values, of which so many share one: in whole tiles.
 
     shared: from SHARED; 32 and 16 are rows of a lane's column
     """
@@ -523,7 +523,7 @@ def sum_bits(fmt: Format, terms: int) -> int:
     """Bits of a two's-complement integer that holds any sum of so many numbers of a format.
 
     Raises ValueError for a table, whose numbers need not be multiples of one.
-    ceil(log2(2 m + 1)), where m = terms * fmt.max_integer and the unit is the smallest number.
+    ceil(log2(2 m + 1)), with m = terms * fmt.max_integer and the smallest number as the unit.
     """
     if isinstance(fmt, TableFormat):
         raise ValueError(f"{fmt.name} is a table: exact sums are of floating-point formats")

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for (PEP 562)."""
+"""Names of a package that are imported on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
-EXTRAS = {  # package -> extra of setup.cfg that brings it
+EXTRAS = {  # package -> extra of setup.cfg that installs it
     **dict.fromkeys(("torch", "pydantic", "tomli_w"), "torch"),
     **dict.fromkeys(
         ("h5py", "jinja2", "matplotlib", "rich", "scipy", "simpleeval", "sklearn"), "lab"
@@ -18,9 +18,9 @@ REQUIRED = ("mpi4py", "numpy")  # what setup.cfg always installs
 
 
 def to_install(error: ImportError, extra: str | None = None) -> str | None:
-    """Return what to say of a package that is not installed; None for errors of another cause.
+    """Return the advice for a package that is not installed; None for errors of another cause.
 
-    extra: what brings all that a command needs, but for GPUs
+    extra: the one that installs everything a command needs, except for GPUs
     """
     missing = str(error.name or "").partition(".")[0]
     if missing == "cpdhpc" and "_cpu" in str(error):
@@ -38,8 +38,8 @@ def lazily(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return __getattr__ and __dir__ of a package.
 
-    modules: public name -> the module of the package that has it, "" for one that is a module
-    A name that needs a package which is not installed raises ModuleNotFoundError, of one line.
+    modules: public name -> the module of the package that has it, "" for a module itself
+    A name that needs a package which is not installed raises ModuleNotFoundError, with one line.
     """
 
     def get(name: str) -> object:
@@ -53,7 +53,7 @@ def lazily(
                 raise
             raise ModuleNotFoundError(f"{package}.{name}: {said}", name=error.name) from None
         value = getattr(found, name) if modules[name] else found
-        setattr(sys.modules[package], name, value)  # not asked for again
+        setattr(sys.modules[package], name, value)  # not looked up again
         return value
 
     def names() -> list[str]:
@@ -64,9 +64,9 @@ def lazily(
 
 
 def formerly(former: str, module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return __getattr__ and __dir__ of a module that has another name now.
+    """Return __getattr__ and __dir__ of a module that was renamed.
 
-    Each use of a name is a DeprecationWarning that says where it is.
+    Each use of a name issues a DeprecationWarning with the new place.
     """
 
     def get(name: str) -> object:

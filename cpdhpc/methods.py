@@ -1,4 +1,4 @@
-"""Names of methods, what goes together, what was meant; for login nodes too: loads nothing."""
+"""Names of methods, their valid combinations, suggestions for typos; imports no heavy package."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 from .errors import ArgumentError, ArgumentTypeError, Refused, reworded
 
-GROW = "grow"  # partial sums take the bits that they need
+GROW = "grow"  # partial sums use the bits that they need
 ACCUMULATES = ("requantise", "float32", "kahan", GROW)
 USUAL = "usual"  # algorithm: one whose error does not grow with ranks
-EXACT = "exact"  # the way to accumulate that every algorithm knows
+EXACT = "exact"  # the way to accumulate that every algorithm has
 SCALINGS = ("none", "static:K", "aps", "tile", "block32", "block16")
 MAX_SUM_BITS = 32  # of an integer that travels
 
 
 class Accumulation(NamedTuple):
-    """The ways to keep partial sums in an algorithm; default: one of them.
+    """The ways to accumulate partial sums in an algorithm; default: one of them.
 
-    fixed: the default if the format cannot have more bits, as a table cannot
+    fixed: the default if the format, for example a table, cannot have more bits
     """
 
     ways: tuple[str, ...]
@@ -54,9 +54,9 @@ COLLECTIVES = {  # beside the all-reduce: the algorithms of each
     "gather": ("direct",),
     "scatter": ("direct",),
 }
-SUMMING = "reduce_scatter", "reduce"  # the ones that add
+SUMMING = "reduce_scatter", "reduce"  # collectives that add
 
-BASELINES = {  # all-reduces of other libraries: the wires they know, and how they sum in them
+BASELINES = {  # all-reduces of other libraries: their wires, and how they sum in them
     "mpi": {"raw": "float32"},
     "gloo": {"raw": "float32", "bf16": "requantise"},
     "nccl": {"raw": "float32", "bf16": "requantise", "fp16": "requantise"},
@@ -64,7 +64,7 @@ BASELINES = {  # all-reduces of other libraries: the wires they know, and how th
 BASELINE_DEVICES = {"mpi": ("cpu", "gpu"), "gloo": ("cpu",), "nccl": ("gpu",)}  # of their arrays
 
 MEMCPY = "memcpy"
-CODEC_OPERATIONS = (  # kinds.codec_cases carries them out
+CODEC_OPERATIONS = (  # run by kinds.codec_cases
     "encode",
     "encode tile",
     "stochastic",
@@ -82,16 +82,16 @@ CODEC_OPERATIONS = (  # kinds.codec_cases carries them out
 
 HALO_OURS = "cpdhpc"
 HALO_COPIED = "cpdhpc, copied"  # owned cells lie elsewhere and are copied too
-HALO_MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # MPI's ways without packing
+HALO_MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # MPI's methods without packing
 HALO_PACKED = "packed"
 
 
 def nearest(word: object, known: Iterable[str], likeness: float = 0.6) -> list[str]:
-    """Return the names that an unknown one may mean, the nearest first; capitals do not count.
+    """Return the names that an unknown one may mean, the nearest first; case does not matter.
 
-    likeness: at least so much of difflib's ratio, 1 for the same letters
-    If none has it, those with the word as one of theirs, as size of size_bytes, or as their
-    initials, as lr of learning_rate.
+    likeness: the least ratio of difflib, 1 for the same letters
+    If none reaches it, names that contain the word (size for size_bytes), or that have it as
+    initials (lr for learning_rate).
     """
     by_case = {name.lower(): name for name in sorted(known)}
     lower = str(word).lower()
@@ -106,14 +106,14 @@ def nearest(word: object, known: Iterable[str], likeness: float = 0.6) -> list[s
 
 
 def suggest(word: object, known: Collection[str]) -> str:
-    """Return what to say of an unknown name: the known ones near it, else all of them."""
+    """Return advice for an unknown name: similar known ones, else all known ones."""
     if close := nearest(word, known):
         return f"did you mean {' or '.join(close)}?"
     return f"known are {', '.join(repr(n) if ',' in n else n for n in sorted(known))}"
 
 
 def reason(said: object, value: object) -> str:
-    """Return what an error says of a value, without the function and the value it begins with."""
+    """Return an error's text about a value, without the function and value at its beginning."""
     return re.sub(rf"^([\w.]+: )?(\w+=)?{re.escape(repr(value))}: ", "", str(said))
 
 
@@ -148,11 +148,11 @@ def check_bool(what: str, value: object) -> None:
 
 
 def said_by(function: str, error: Exception, words: str | None = None) -> Exception:
-    """Return an error whose words begin with the function that was called, not with another."""
+    """Return an error whose text begins with the function that the user called."""
     said = str(error) if words is None else words
     try:
         other = reworded(error, re.sub(r"^[\w.]+(?=: )", function, said))
-    except TypeError:  # it takes other arguments
+    except TypeError:  # its constructor takes other arguments
         return error
     if isinstance(other, Refused):
         other.function = function

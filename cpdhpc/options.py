@@ -1,6 +1,6 @@
-"""Options of methods: dataclasses whose annotations say what a field may be.
+"""Options of methods: dataclasses whose annotations define the allowed values of fields.
 
-The same annotations are read here, by NumPy programs, and by pydantic in job files.
+The same annotations are used here, for NumPy programs, and by pydantic for job files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 KINDS: dict[
     type, tuple[type | tuple[type, ...], str]
-] = {  # what is taken for a type; how it is said
+] = {  # accepted types, and the text of the error
     bool: (bool, "be a valid boolean"),
     int: (int, "be a valid integer"),
     float: ((int, float), "be a valid number"),
@@ -48,8 +48,8 @@ class Allowed:
     """The limits of an option, beside its type: Annotated[int, Allowed(ge=1)].
 
     gt, ge, lt, le: of a number
-    is_array: an array of a job file, which is a list, is taken for a tuple
-    before: makes a value of what is given, as of a name
+    is_array: an array of a job file, which is a list, is accepted for a tuple
+    before: converts the input, for example a name, to a value
     """
 
     gt: float | None = None
@@ -60,7 +60,7 @@ class Allowed:
     before: Callable[[Any], Any] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Return how pydantic reads such an option."""
+        """Return the schema with which pydantic reads such an option."""
         limits = {key: getattr(self, key) for key in LIMITS if getattr(self, key) is not None}
         schema = {**handler(source), **limits, **({"strict": False} if self.is_array else {})}
         if schema["type"] == "float":
@@ -76,7 +76,7 @@ class Agreed:
 
 
 class _Wrong(Exception):
-    """An option that is wrong. The words name it; key: the whole key."""
+    """An error of an option. The text names it; key: the whole key."""
 
     def __init__(self, said: str, key: str = "") -> None:
         self.key = key
@@ -84,7 +84,7 @@ class _Wrong(Exception):
 
 
 def _wrong(path: tuple[str, ...], value: object, said: str) -> _Wrong:
-    """Return the error of a value, which is shown as a job file has it, but for quotes."""
+    """Return the error of a value, shown as in a job file, except for quotes."""
     key, shown = ".".join(path), str(value).lower() if isinstance(value, bool) else repr(value)
     return _Wrong(f"{key}{'' if isinstance(value, dict) else f'={shown}'}: should {said}", key)
 
@@ -92,7 +92,7 @@ def _wrong(path: tuple[str, ...], value: object, said: str) -> _Wrong:
 def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
     """Return an object of a dataclass with the options of a table.
 
-    Raises ConfigError, one line that begins with source, for unknown, missing and wrong options.
+    Raises ConfigError, in one line that begins with source, for unknown, missing and wrong options.
     """
     try:
         return _made(model, table, ())
@@ -120,9 +120,9 @@ def _made(model: type[T], table: Mapping[str, Any], path: tuple[str, ...]) -> T:
 
 
 def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError, one line, unless the fields of a dataclass may have these values.
+    """Raise ConfigError, in one line, unless the fields of a dataclass may have these values.
 
-    Fields of types that are not known here are their author's to check.
+    Fields of other types than those known here must be checked by their author.
     """
     try:
         _read_all(model, table, ())
@@ -139,12 +139,12 @@ def _read_all(model: type[Any], table: Mapping[str, Any], path: tuple[str, ...])
 def _hints(model: Any) -> dict[str, Any]:
     try:
         return get_type_hints(model, include_extras=True)
-    except (NameError, TypeError):  # of somebody else's class, whose names are not there
+    except (NameError, TypeError):  # a class from elsewhere, whose names are not available here
         return {}
 
 
 def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
-    """Return a value as an option of a type has it. Raises _Wrong for others."""
+    """Return a value converted to the type of an option. Raises _Wrong for others."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _within(inner[0], inner[1:], value, path)
@@ -186,7 +186,7 @@ def _within(kind: Any, allowed: Iterable[Any], value: Any, path: tuple[str, ...]
 
 
 def _flat(allowed: Iterable[Any]) -> Iterator[Any]:
-    """Yield limits, and those that an object as pydantic's Field holds."""
+    """Yield limits, including those in an object such as pydantic's Field."""
     for each in allowed:
         yield each
         yield from getattr(each, "metadata", ())
@@ -214,20 +214,20 @@ def _each(kinds: tuple[Any, ...], value: Any, path: tuple[str, ...]) -> Iterator
         yield _read(kinds[0] if many else kinds[min(i, len(kinds) - 1)], each, (*path, str(i)))
 
 
-WHOSE = re.compile(r"^[A-Za-z_]\w*: (?=\w)")  # the function or class that says what follows
+WHOSE = re.compile(r"^[A-Za-z_]\w*: (?=\w)")  # the function or class at the start of a message
 
 
 def of_key(error: Exception, known: Collection[str], table: str) -> tuple[str, str] | None:
-    """Return the whole key that an error is about, and what it says with that in front.
+    """Return the whole key that an error is about, and the error's text beginning with it.
 
-    error: an ArgumentError of a key; or another, which says "KEY=value: ...", "KEY: ..." or
+    error: an ArgumentError of a key; or another whose text is "KEY=value: ...", "KEY: ..." or
         "KEY['inner']: ...", maybe after the name of a function or class
     known: keys of the table; table: its own key and a dot. None: the error is about none of them.
     """
     if isinstance(error, ArgumentError) and error.argument in known:
         key = table + error.argument
         said = f"{error.argument}={error.shown}: {error.allowed}"
-        if WHOSE.sub("", str(error)) == said:  # else other words name what the argument is of
+        if WHOSE.sub("", str(error)) == said:  # otherwise the text has its own name for it
             return key, f"{table}{said}"
     for text in (str(error), WHOSE.sub("", str(error))):
         found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)

@@ -6,7 +6,7 @@ from .formats import TILE, tiles
 
 
 def split(n: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (start, stop) of part index when n items go to parts as evenly as can be.
+    """Return (start, stop) of part index when n items are split as evenly as possible.
 
     The first n % parts parts have one item more.
     """
@@ -16,9 +16,9 @@ def split(n: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def chunk(n: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (start, stop) of part index when n values go to parts in whole tiles.
+    """Return (start, stop) of part index when n values are split in whole tiles.
 
-    Only the last part that holds anything may end inside a tile; parts may be empty.
+    Only the last part that is not empty may end inside a tile; parts may be empty.
     """
     first, last = split(tiles(n), parts, index)
     return min(first * TILE, n), min(last * TILE, n)

@@ -10,7 +10,7 @@ _MASK = (1 << 64) - 1
 
 
 def check_key(what: str, value: object) -> None:
-    """Raise TypeError or ValueError unless value is of 64 bits, signed or not, as keys are made of.
+    """Raise TypeError or ValueError unless value has 64 bits, signed or not, as keys require.
 
     what: "FUNCTION: ARGUMENT"
     """
@@ -20,7 +20,7 @@ def check_key(what: str, value: object) -> None:
 def random_key(seed: int, *path: int) -> Key:
     """Return the two 32-bit words of the random stream of (seed, *path).
 
-    path: whatever tells streams apart, as (iteration, rank, phase); order matters.
+    path: integers that distinguish streams, such as (iteration, rank, phase); order matters.
     Source: the SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, OOPSLA 2014), chained.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def folder(name: str) -> Path:
-    """Return a folder of the project: within the package in a wheel, beside it in a clone."""
+    """Return a folder of the project: inside the package in a wheel, beside it in a clone."""
     package = Path(__file__).parent
     inside = package / name
     return inside if inside.is_dir() else package.parent / name

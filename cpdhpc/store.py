@@ -1,4 +1,4 @@
-"""HDF5 files that appear whole or not at all, each with a checksum; the only importer of h5py."""
+"""HDF5 files that appear complete or not at all, each with a checksum; only this file uses h5py."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Attributes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Variable:
-    """An array with named dimensions, as netCDF and xarray see it.
+    """An array with named dimensions, as in netCDF and xarray.
 
     A variable whose only dimension has its own name labels that dimension.
-    notes: further attributes of it, as CF's flag_values
-    Raises ValueError for float16 and bool, which netCDF4 readers cannot take.
+    notes: its further attributes, for example CF's flag_values
+    Raises ValueError for float16 and bool, which netCDF4 readers cannot read.
     """
 
     dims: tuple[str, ...]
@@ -59,12 +59,12 @@ class Variable:
 Group = Mapping[str, Variable | Array]
 
 
-# A user block of HDF5, which its readers skip, holds a digest of all the bytes behind it. It is
-# that of the digests of blocks, so that many processes can find it together.
+# A user block of HDF5, which its readers skip, holds a digest of all later bytes. It is the digest
+# of the digests of blocks, so that many processes can compute it together.
 USER_BLOCK = 512
 BLOCK = 4 * 2**20
 MAGIC = b"cpdhpc file 1: "
-SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of HDF5; at byte 0 of the files of others and of cpdhpc 0.1.0
+SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of HDF5; at byte 0 in other programs' and cpdhpc 0.1.0's files
 UNREADABLE = (OSError, AttributeError, KeyError, RuntimeError, TypeError, MemoryError)  # of h5py
 
 
@@ -79,12 +79,12 @@ def block_digests(file: io.BufferedReader, part: int = 0, parts: int = 1) -> lis
     size = max(0, os.fstat(file.fileno()).st_size - USER_BLOCK)
     start, stop = split(-(-size // BLOCK), parts, part)
     file.seek(USER_BLOCK + start * BLOCK)
-    block = memoryview(bytearray(min(size, BLOCK)))  # one for all: fresh memory takes longer
+    block = memoryview(bytearray(min(size, BLOCK)))  # reused: fresh memory takes longer
     return [hashlib.sha256(block[: file.readinto(block)]).digest() for _ in range(start, stop)]
 
 
 def seal(path: Path, digests: Iterable[bytes]) -> str:
-    """Write the checksum of a file that has room for it, given all its block_digests; return it."""
+    """Write the checksum, from all its block_digests, into a file with room for it; return it."""
     header = _header(digests)
     with open(path, "r+b", opener=open_own) as file:
         file.write(header)
@@ -92,9 +92,9 @@ def seal(path: Path, digests: Iterable[bytes]) -> str:
 
 
 def has_checksum(path: Path | str, file: io.BufferedReader) -> bool:
-    """Return whether a file has a checksum, as all that cpdhpc writes; False for other HDF5.
+    """Return whether a file has a checksum, as all of cpdhpc's do; False for other HDF5.
 
-    Raises StoreError where it is neither.
+    Raises StoreError if it is neither.
     """
     file.seek(0)
     begin = file.read(len(MAGIC))
@@ -104,7 +104,7 @@ def has_checksum(path: Path | str, file: io.BufferedReader) -> bool:
 
 
 def check(path: Path | str, file: io.BufferedReader, digests: Iterable[bytes]) -> str:
-    """Return the checksum of a file that has one; raise StoreError where it is another.
+    """Return the checksum of a file that has one; raise StoreError if it does not match.
 
     digests: all its block_digests
     """
@@ -112,7 +112,7 @@ def check(path: Path | str, file: io.BufferedReader, digests: Iterable[bytes]) -
     found, header = file.read(USER_BLOCK), _header(digests)
     if found != header:
         raise StoreError(
-            f"{path}: is damaged, or was changed by another program: its content is not that of "
+            f"{path}: is damaged, or was changed by another program: its content does not match "
             "its checksum: use a copy of it, or remove it and make it again"
         )
     return _checksum(header)
@@ -133,10 +133,10 @@ def _reader(source: Source) -> AbstractContextManager[io.BufferedReader]:
 
 @contextmanager
 def _opened(source: Source, checked: bool = False) -> Iterator[Any]:
-    """Open a file with h5py once its checksum is found right, if it has one.
+    """Open a file with h5py after verifying its checksum, if it has one.
 
-    checked: it has been already. HDF5 reads from the very file that was checked, even where another
-    takes its name meanwhile. Raises StoreError for all that HDF5 finds wrong.
+    checked: it was verified before. HDF5 reads from the same open file that was verified, even if
+    another file takes its name meanwhile. Raises StoreError for all errors of HDF5.
     """
     import h5py
 
@@ -154,15 +154,15 @@ def _opened(source: Source, checked: bool = False) -> Iterator[Any]:
 
 
 class _Patient(io.FileIO):
-    """A file that keeps an error of writing until HDF5 has closed it.
+    """A file that keeps a write error until HDF5 has closed it.
 
-    HDF5 crashes where it cannot write what is left at the end, as on a full disk.
+    HDF5 crashes if it cannot write the rest at the end, for example on a full disk.
     """
 
     problem: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of data, if that is possible."""
+        """Write all of data, if possible."""
         view = memoryview(data).cast("B")
         done = 0
         try:
@@ -173,7 +173,7 @@ class _Patient(io.FileIO):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the file's size, if that is possible."""
+        """Set the file's size, if possible."""
         try:
             return super().truncate(size)
         except OSError as error:
@@ -183,7 +183,7 @@ class _Patient(io.FileIO):
 
 @contextmanager
 def _changed(file: io.BufferedRandom, mode: Literal["w", "r+"], **options: Any) -> Iterator[Any]:
-    """Let h5py write to a file. Raises OSError where that fails at any time."""
+    """Let h5py write to a file. Raises OSError if that fails at any time."""
     import h5py
 
     file.flush()
@@ -202,16 +202,16 @@ def write(
     attributes: Attributes,
     of_groups: Mapping[str, Attributes] | None = None,
 ) -> None:
-    """Write arrays, group by group, to a new file that takes path's place when complete.
+    """Write arrays, group by group, to a new file that replaces path when complete.
 
     groups: of labelled Variables, or of plain arrays, which get no dimensions
     attributes: of the file; of_groups: of some groups
     xarray.open_dataset(path, group=name, engine="h5netcdf") reads labelled groups back.
-    Raises StoreError where it cannot be written.
+    Raises StoreError if it cannot be written.
     """
     import h5py
 
-    image = io.BytesIO()  # not the file: a full disk is an ordinary error then
+    image = io.BytesIO()  # not the file: then a full disk is an ordinary error
     with h5py.File(image, "w", userblock_size=USER_BLOCK) as file:
         file.attrs.update(attributes)
         for name, group in groups.items():
@@ -240,7 +240,7 @@ def _write_group(target: Any, group: Group) -> None:
 
 
 def _label(datasets: Mapping[str, Any], name: str, dims: tuple[str, ...]) -> None:
-    """Let a dataset label its axis, or others of its group its axes."""
+    """Make a dataset label its own axis, or attach its group's labels to its axes."""
     from h5py import h5ds  # its Dataset.dims opens each of them anew
 
     if dims == (name,):
@@ -252,10 +252,10 @@ def _label(datasets: Mapping[str, Any], name: str, dims: tuple[str, ...]) -> Non
 def read(
     path: Path | str, only: Collection[str] | None = None
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
-    """Return the arrays of each group, and the attributes, of a file that write made.
+    """Return the arrays of each group, and the attributes, of a file made by write.
 
-    only: the names of the arrays that are wanted, None for all
-    Raises StoreError where the file is missing, damaged or not HDF5.
+    only: the names of the wanted arrays, None for all
+    Raises StoreError if the file is missing, damaged or not HDF5.
     """
     with _opened(path) as file:
         return {
@@ -271,9 +271,9 @@ def read_attributes(path: Path | str, group: str = "/") -> dict[str, Any]:
 
 
 def check_target(path: Path, kind: str) -> None:
-    """Raise StoreError where a file cannot be written, or one of another kind would be replaced.
+    """Raise StoreError if a file cannot be written, or would replace one of another kind.
 
-    kind: the attribute "kind" of the files that may be: records, checkpoints and data are kept
+    kind: the attribute "kind" of files that may be replaced: records, checkpoints and data are kept
     """
     if not os.access(path.absolute().parent, os.W_OK):
         raise StoreError(f"{path}: cannot be written: its directory is missing or read-only")
@@ -283,7 +283,7 @@ def check_target(path: Path, kind: str) -> None:
     with suppress(StoreError):
         found = read_attributes(path).get("kind", "")
     if found != kind:
-        raise StoreError(f"{path}: is there already, and no file of kind {kind!r}: not replaced")
+        raise StoreError(f"{path}: exists, and is not a file of kind {kind!r}: not replaced")
 
 
 def _readable(dataset: Any) -> Array:
@@ -318,16 +318,16 @@ def create(
     chunks: tuple[int, ...] | None = None,
     compression: str | None = None,
 ) -> dict[str, int | None]:
-    """Fill an empty file with datasets without data; return each one's offset of its first byte.
+    """Fill an empty file with datasets without data; return the offset of each one's first byte.
 
-    With chunks or compression data has no fixed place: None. A dataset without any byte: None.
-    The file's checksum is to be written by seal, when all values are.
+    The offset is None with chunks or compression, as data has no fixed place, and for an empty
+    dataset. Write the file's checksum by seal after all values.
     Source of the layout: HDF5 File Format Specification, data layout message, contiguous storage.
-    Raises StoreError, without the path, where HDF5 has no such type, chunks or compression;
-    OSError where the disk has no room for the values.
+    Raises StoreError, without the path, if HDF5 has no such type, chunks or compression;
+    OSError if the disk has no room for the values.
     """
     offsets = {}
-    # Attributes above 64 KiB, as the boxes of many ranks, came with the format of HDF5 1.8.
+    # Attributes above 64 KiB, such as the boxes of many ranks, need the format of HDF5 1.8.
     format_1_8 = {"libver": ("v108", "v108"), "userblock_size": USER_BLOCK}
     with _changed(file, "w", **format_1_8) as target:
         target.attrs.update(attributes)
@@ -348,9 +348,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _reserve(file: io.BufferedRandom) -> None:
-    """Take what a file lacks of its size from the disk. Raises OSError where that is too little.
+    """Reserve disk space for a file's full size. Raises OSError if there is too little.
 
-    File systems that cannot do it are let off: posix_fallocate would write to each block there.
+    Skipped on file systems that cannot do it: posix_fallocate would write to each block there.
     """
     library = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_int64(os.fstat(file.fileno()).st_size)
@@ -363,9 +363,9 @@ def _reserve(file: io.BufferedRandom) -> None:
 def append(
     path: Path | str, arrays: Mapping[str, tuple[Array, Attributes]], without: Collection[str]
 ) -> None:
-    """Add compressed datasets to a copy of a file, which takes its place when complete.
+    """Add compressed datasets to a copy of a file, which replaces it when complete.
 
-    arrays: by names with groups; without: groups that go. Raises StoreError as replacing.
+    arrays: by names with groups; without: groups to be dropped. Raises StoreError as replacing.
     """
     with replacing(path) as file:
         with open(path, "rb", opener=open_ordinary) as before:
@@ -394,17 +394,17 @@ def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None
 
 
 def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> None:
-    """Write a box of a dataset that create made. Raises OSError where it cannot."""
+    """Write a box of a dataset made by create. Raises OSError if that fails."""
     with open(path, "r+b", opener=open_own) as file:
         with _changed(file, "r+") as target:
             target[name][box] = data
-        os.fsync(file.fileno())  # process 0 syncs what its own node has
+        os.fsync(file.fileno())  # process 0 only syncs the data of its own node
 
 
 def contents(source: Source) -> tuple[dict[str, Any], dict[str, Room]]:
     """Return the attributes of a file, and its datasets in all groups.
 
-    Of a file that was checked, as it and read_box look at no checksum. Raises StoreError where the
+    For a file that was verified, as it and read_box check no checksum. Raises StoreError if the
     file is missing or is not HDF5.
     """
     names = list[str]()
@@ -415,16 +415,16 @@ def contents(source: Source) -> tuple[dict[str, Any], dict[str, Room]]:
 
 
 def read_box(source: Source, name: str, box: tuple[slice, ...]) -> Array:
-    """Return a box of a dataset that is there. Raises StoreError where it cannot be read."""
+    """Return a box of an existing dataset. Raises StoreError if it cannot be read."""
     with _opened(source, checked=True) as file:
         return np.asarray(file[name][box])
 
 
 class Tables:
-    """Datasets of an HDF5 file of anybody's, read by rows; each process opens it when it reads.
+    """Datasets of any HDF5 file, read by rows; each process opens it when it reads.
 
-    names: of the datasets; rooms: what they are
-    Raises StoreError where the file is missing, no HDF5 or lacks one of them.
+    names: of the datasets; rooms: their shapes and dtypes
+    Raises StoreError if the file is missing, not HDF5 or lacks one of them.
     """
 
     def __init__(self, path: Path, names: tuple[str, ...]) -> None:
@@ -448,7 +448,7 @@ class Tables:
         import h5py
 
         with self._lock:
-            if self._file is None or self._process != os.getpid():  # no file is shared by a fork
+            if self._file is None or self._process != os.getpid():  # a fork must not share a file
                 if not self.path.is_file():
                     raise StoreError(f"{self.path}: there is no such file")
                 self._file = h5py.File(self.path, "r", locking="best-effort")
@@ -466,7 +466,7 @@ class Tables:
             raise StoreError(f"{self.path}{what}: cannot be read: {error}") from None
 
     def read(self, name: str, rows: slice) -> Array:
-        """Return rows of a dataset. Raises StoreError where they cannot be read."""
+        """Return rows of a dataset. Raises StoreError if they cannot be read."""
         with self._told(f": {name}"):
             return np.asarray(self._dataset(name)[rows])
 

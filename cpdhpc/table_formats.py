@@ -11,21 +11,21 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-LEAST_MAGNITUDE = 2.0**-125  # of a number but zero: half of it is still a normal float32
+LEAST_MAGNITUDE = 2.0**-125  # of a nonzero number: half of it is still a normal float32
 MOST_MAGNITUDE = float(np.finfo(np.float32).max)
 
 
 class TableFormat:
-    """Numbers of at most 16 bits, of which code c stands for values[c].
+    """Numbers of at most 16 bits, with values[c] for code c.
 
-    name: what it is called
+    name: of the format
     values: 2**bits numbers, rounded to float32: 0, or magnitudes of 2**-125 or more; NaN, infinity
-        and the same number twice may be among them, and -0 is 0. Of codes with one number the
+        and equal numbers are allowed, and -0 is 0. If several codes have the same number, the
         lowest is written.
-    midpoints: where rounding to nearest passes from a number to the next one in order; None: half
-        way. target: the magnitude that fitting scalings move the largest value to; None: the
-        largest that both signs have. nan: the code that NaN takes, None: the lowest that stands
-        for it.
+    midpoints: the borders of rounding to nearest between neighbouring numbers, in order; None: half
+        way. target: the magnitude to which scalings move the largest value; None: the
+        largest that both signs have. nan: the code for NaN, None: the lowest one that represents
+        it.
     Raises ValueError for another count, magnitudes out of range, and less than two numbers.
     """
 
@@ -43,7 +43,7 @@ class TableFormat:
         self.bits = table.size.bit_length() - 1
         if table.ndim != 1 or not 1 <= self.bits <= 16 or table.size != 1 << self.bits:
             raise ValueError(
-                f"TableFormat: {name}: {table.size} values given: must be 2**bits, bits 1..16"
+                f"TableFormat: {name}: has {table.size} values: must be 2**bits, bits 1..16"
             )
         table[table == 0] = 0  # not -0
         table.flags.writeable = False
@@ -82,7 +82,7 @@ class TableFormat:
 
     @cached_property
     def infinities(self) -> tuple[int | None, int | None]:
-        """Codes of infinity and of -infinity, None where there is none."""
+        """Codes of infinity and of -infinity, None if there is none."""
         return self._first(self.values == np.inf), self._first(self.values == -np.inf)
 
     @cached_property
@@ -92,13 +92,13 @@ class TableFormat:
 
     @cached_property
     def nan_code(self) -> int:
-        """Code that NaN takes: NaN, where the format has none infinity, else the largest number."""
+        """Code for NaN: NaN's, if the format has none infinity's, else the largest number's."""
         found = (self._nan, self.infinities[0], self.ends[0])
         return next(code for code in found if code is not None)
 
     @cached_property
     def inf_codes(self) -> tuple[int, int]:
-        """Codes that infinity and -infinity take: their own, else NaN's, else those of ends."""
+        """Codes for infinity and -infinity: their own, else NaN's, else those of ends."""
         one, other = (
             next(code for code in (own, self._nan, end) if code is not None)
             for own, end in zip(self.infinities, self.ends, strict=True)
@@ -107,22 +107,22 @@ class TableFormat:
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code stands for NaN."""
+        """Whether a code represents NaN."""
         return self._nan is not None
 
     @property
     def carries_nonfinite(self) -> bool:
-        """Whether NaN and infinity leave a trace in the codes, be it as one another."""
+        """Whether NaN and infinity are visible in the codes, maybe one as the other."""
         return self.has_nan or None not in self.infinities
 
     @property
     def max(self) -> float:
-        """What fitting scalings move the largest magnitude to."""
+        """The magnitude to which scalings move the largest value."""
         return self.target
 
     @property
     def smallest(self) -> float:
-        """The smallest magnitude but zero."""
+        """The smallest nonzero magnitude."""
         return float(np.abs(self.numbers[self.numbers != 0]).min())
 
     @property
@@ -142,7 +142,7 @@ class TableFormat:
 
     @property
     def max_significand(self) -> int:
-        """The 23 fraction bits of max, as float32 holds them."""
+        """The 23 fraction bits of max in float32."""
         return int(np.float32(self.max).view(np.uint32)) & 0x7FFFFF
 
     @property
@@ -155,14 +155,14 @@ class TableFormat:
         """The largest k of use: float32's smallest normal number becomes max."""
         return min(self.emax + 126, 127)
 
-    near_min, near_max = -127, 127  # kernels know one way for all
+    near_min, near_max = -127, 127  # kernels have one path for all
 
 
 def _means(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the means of neighbours, to odd where float64 cannot hold them.
+    """Return the means of neighbours, rounded to odd if float64 cannot hold them.
 
-    So none that is not a tie is taken for one: no float32, scaled by a power of two, is odd there.
-    The error of a float64 sum is found as by D. Knuth, TAOCP 2, section 4.2.2.
+    So none is mistaken for a tie: no float32, scaled by a power of two, is odd there.
+    The error of a float64 sum is computed as by D. Knuth, TAOCP 2, section 4.2.2.
     """
     a, b = numbers[:-1], numbers[1:]
     total = a + b
@@ -176,7 +176,8 @@ def _means(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def posit_magnitude(bits: int, es: int, code: int) -> float:
     """Return the number of a posit's code without sign, 0 < code < 2**(bits - 1).
 
-    Source: Standard for Posit Arithmetic (2022), section 3, where es is 2; before, it was free.
+    Source: Standard for Posit Arithmetic (2022), section 3, which fixes es to 2; before, it was
+    free.
     """
     digits = f"{code:0{bits - 1}b}"
     run = len(digits) - len(digits.lstrip(digits[0]))
@@ -191,9 +192,9 @@ def takum_magnitude(bits: int, code: int) -> float:
     """Return the number of a linear takum's code without sign, 0 < code < 2**(bits - 1).
 
     Source: L. Hunhold, "Beating Posits at Their Own Game: Takum Arithmetic", arXiv 2404.18603,
-    section 3; the linear ones have a fraction where the others go on with the logarithm.
+    section 3; linear takums have a fraction in place of the others' continued logarithm.
     """
-    digits = f"{code:0{bits - 1}b}".ljust(11, "0")  # what is missing is 0
+    digits = f"{code:0{bits - 1}b}".ljust(11, "0")  # missing digits are 0
     count = int(digits[1:4], 2)
     if digits[0] == "1":
         exponent = 2**count - 1
@@ -234,9 +235,9 @@ def _mirrored(
 ) -> TableFormat:
     """Return a format whose codes in two's complement are in the order of their numbers.
 
-    0 is zero and 100...0 NaN. Rounding to nearest passes between two codes at the number that one
-    more bit puts between them; between zero and the least at beside_zero, None: at half of that.
-    Numbers that float32 does not have are NaN where they are too large and 0 where too small.
+    0 is zero and 100...0 NaN. The border of rounding to nearest between two codes is the number
+    that one more bit puts between them; between zero and the smallest it is beside_zero, None:
+    half of the smallest. Numbers outside float32 are NaN if they are too large and 0 if too small.
     """
     half = 1 << (bits - 1)
     known = np.array([magnitude(bits, code) for code in range(1, half)])
@@ -299,35 +300,35 @@ def _family(name: str) -> tuple[Callable[..., TableFormat], list[int]] | None:
 
 
 def spelled_out(name: str, values: list[float]) -> str:
-    """Return the name by which parse_format finds a table of numbers, as OWN."""
+    """Return the name by which parse_format finds a table of numbers, see OWN."""
     return f"{name}={values}".replace(" ", "")
 
 
 def spelled(fmt: TableFormat) -> str:
-    """Return the name by which parse_format finds a table, as OWN where it is of no family.
+    """Return the name by which parse_format finds a table, as OWN if it is of no family.
 
-    Raises ValueError where midpoints, target or nan were given, which no such name says.
+    Raises ValueError if midpoints, target or nan were set, which no such name can express.
     """
     values = fmt.values.tolist()
     if ("=" in fmt.name or _family(fmt.name)) and table_format(fmt.name) == fmt:
         return fmt.name
     if fmt != TableFormat(fmt.name, values):
-        raise ValueError(f"TableFormat: {fmt.name}: no name tells its midpoints or target")
+        raise ValueError(f"TableFormat: {fmt.name}: no name can express its midpoints or target")
     return spelled_out(fmt.name, values)
 
 
 @lru_cache(maxsize=64)
 def table_format(name: str) -> TableFormat | None:
-    """Return the table of a family's name, or of one that says its numbers, as OWN; else None.
+    """Return the table of a family's name, or of one that lists its numbers (OWN); else None.
 
-    Raises ValueError for numbers out of a family's range, or that make no table.
+    Raises ValueError for numbers out of a family's range, or that form no table.
     """
     label, equals, text = name.partition("=")
     if equals:
         try:
             values = [float(each) for each in text.removeprefix("[").removesuffix("]").split(",")]
         except ValueError:
-            raise ValueError(f"parse_format: {name!r}: {OWN} is the form") from None
+            raise ValueError(f"parse_format: {name!r}: must have the form {OWN}") from None
         TableFormat(label, values)  # errors are better with the short name
         return TableFormat(name, values)
     found = _family(name)

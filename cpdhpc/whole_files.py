@@ -1,4 +1,4 @@
-"""Files that take another's place whole or not at all, in folders where others may write, too."""
+"""Files that replace others completely or not at all, in folders that others may write to, too."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from typing import Any
 from . import ordinary
 from .errors import ConfigError, UserError
 
-ABANDONED_S = 86_400.0  # since the last write to a temporary file whose process is not known here
+ABANDONED_S = 86_400.0  # age of a temporary file without a known process, after which it is removed
 NAME_BYTES = 150  # of a target's name in that of its temporary file; the system allows 255 in all
 ENDING = re.compile(r"(?P<place>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{16}\.tmp")
 
 
-NOT_OWN = "is a link, has a second name, or is no ordinary file"
+NOT_OWN = "is a link, has a second name, or is not an ordinary file"
 
 
 class StoreError(UserError):
@@ -34,22 +34,22 @@ class StoreError(UserError):
 
 
 def as_path(what: str, path: object) -> Path:
-    """Return a path. Raises TypeError, naming what is called, for anything else."""
+    """Return a path. Raises TypeError, in the name of what, for anything else."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{what}: path={path!r}: must be a path")
     return Path(path)
 
 
 def open_own(path: str | Path, flags: int) -> int:
-    """Return a descriptor of the file of that very name: the opener of open, for what we write.
+    """Return a descriptor of the file of exactly that name: an opener for files that we write.
 
-    Raises OSError where it is a link, a pipe or another device, or has a second name: in a folder
-    where others may write they could lead us to any file of ours. Directories may be links.
+    Raises OSError if it is a link, a pipe or another device, or has a second name: in a folder
+    that others may write to, these could lead us to any file of ours. Directories may be links.
     """
-    more = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: no pipe is waited for
+    more = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: do not wait for pipes
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
-    except OSError as error:  # a link, or a pipe that nobody reads: what fstat says of others
+    except OSError as error:  # a link, or a pipe without a reader: the same as fstat finds
         told = NOT_OWN if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
         raise OSError(error.errno, told, str(path)) from None
     try:
@@ -101,12 +101,12 @@ def once_for_all(path: Path, most_s: float) -> Iterator[tuple[bool, Callable[[],
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[io.BufferedRandom]:
-    """Yield an empty temporary file that takes path's place at the end, unless an error comes.
+    """Yield an empty temporary file that replaces path at the end, unless an error occurs.
 
-    At any moment, be it of a kill or a crash, path holds the old content or the new one. A link of
-    that name is replaced itself; what it leads to stays. Each writer has a file of its own, of a
-    name that nobody knows before. What killed writers left of it on the way to path is removed.
-    Raises StoreError for an OSError, as of a full disk; the temporary file is gone then.
+    At any moment, even after a kill or a crash, path holds the old content or the new one. A link
+    of that name is itself replaced; its target stays. Each writer has a file of its own, with an
+    unpredictable name. Temporary files for path that killed writers left are removed.
+    Raises StoreError for an OSError, such as a full disk; the temporary file is then removed.
     """
     path = Path(path)
     _remove_abandoned(path)
@@ -129,13 +129,13 @@ def replacing(path: Path | str) -> Iterator[io.BufferedRandom]:
 
 
 def _check_ours(temporary: Path, descriptor: int) -> None:
-    """Raise OSError where the name leads to something else by now: others may write there, too."""
+    """Raise OSError if the name leads to something else by now: others may write there, too."""
     if not os.path.samestat(os.lstat(temporary), os.fstat(descriptor)):
         raise OSError(errno.ESTALE, "another program has replaced its temporary file")
 
 
 def put(path: Path | str, content: str | bytes | memoryview) -> None:
-    """Write a file, text in UTF-8, that takes path's place. Raises StoreError as replacing."""
+    """Write a file, text in UTF-8, that replaces path. Raises StoreError as replacing."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -145,15 +145,15 @@ HEAD = "# SHA-256 of what follows: "  # the first line of a text with one
 
 
 def sealed_json(values: Mapping[str, Any]) -> str:
-    """Return an object as JSON with a digest of all it holds, by which a flipped bit is found."""
-    written = json.loads(json.dumps(values))  # keys are strings as in the file, in their order
+    """Return an object as JSON with a digest of its content, which reveals a flipped bit."""
+    written = json.loads(json.dumps(values))  # keys become strings as in the file, in their order
     return json.dumps({**written, SEAL: _json_digest(written)}, indent=1) + "\n"
 
 
 def unsealed_json(text: str) -> dict[str, Any]:
-    """Return the object that sealed_json wrote, or one that has no digest, as of older versions.
+    """Return the object in a text of sealed_json, or one without a digest, from older versions.
 
-    Raises ValueError where it is none, or another than that of its digest.
+    Raises ValueError if it is not an object, or does not match its digest.
     """
     values = json.loads(text)
     if not isinstance(values, dict):
@@ -168,20 +168,20 @@ def _json_digest(values: Mapping[str, Any]) -> str:
 
 
 def sealed(text: str) -> str:
-    """Return a text of lines with # for remarks, as TOML, behind a line with its digest."""
+    """Return a text whose comments begin with #, such as TOML, after a line with its digest."""
     return f"{_head(text.encode()).decode()}\n{text}"
 
 
 def check_sealed(path: Path | str) -> None:
-    """Raise StoreError where a file has a first line as of sealed, and holds something else."""
+    """Raise StoreError if a file has a first line of sealed that does not match its content."""
     try:
         content = ordinary.content(path)
-    except OSError:  # whoever reads it says why
+    except OSError:  # its reader reports the reason
         return
     head, _, rest = content.partition(b"\n")
     if head.startswith(HEAD.encode()) and head != _head(rest):
         raise StoreError(
-            f"{path}: is damaged, or was changed by hand: remove its first line where it is right"
+            f"{path}: is damaged, or was changed by hand: remove its first line if it is right"
         )
 
 
@@ -190,7 +190,7 @@ def _head(content: bytes) -> bytes:
 
 
 def _read(path: Path | str) -> str:
-    """Return the text of an ordinary file, or of a pipe of the shell's, as <(...)."""
+    """Return the text of an ordinary file, or of a pipe of the shell, such as <(...)."""
     of_shell = str(path).startswith(("/dev/", "/proc/"))
     opener = None if of_shell else ordinary.open_ordinary
     with open(path, encoding="utf-8-sig", opener=opener) as file:
@@ -200,7 +200,7 @@ def _read(path: Path | str) -> str:
 def read_toml(path: Path | str) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
-    Raises ConfigError where the file is missing, unreadable or not TOML.
+    Raises ConfigError if the file is missing, unreadable or not TOML.
     """
     try:
         return tomllib.loads(_read(path))
@@ -213,14 +213,14 @@ def read_toml(path: Path | str) -> dict[str, Any]:
 
 
 def _line(path: Path | str, said: str) -> str:
-    """Return the line of a file that an error names by its number, as of a key that is twice."""
+    """Return the line of a file that an error names by number, for example of a repeated key."""
     found = re.search(r"at line (\d+)", said)
     lines = _read(path).splitlines()
     number = int(found[1]) if found else len(lines)
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 
 
-FILES = {  # key that no other file has at its top -> what the file is
+FILES = {  # key that no other kind of file has at its top -> the kind of file
     "kind": "a study, for the command study",
     "layer": "a job of the command autoencoder",
     "model": "a job of the command train",
@@ -232,9 +232,9 @@ FILES = {  # key that no other file has at its top -> what the file is
 
 
 def read_file_of(path: Path | str, key: str) -> dict[str, Any]:
-    """Return the tables of a TOML file, which is what FILES has for key, or says nothing of it.
+    """Return the tables of a TOML file, of FILES' kind for key or of no recognised kind.
 
-    Raises ConfigError where it is another of these files, or as read_toml.
+    Raises ConfigError if it is another of these kinds, or as read_toml.
     """
     raw = read_toml(path)
     other = next((each for each in FILES if each in raw and FILES[each] != FILES[key]), None)
@@ -259,16 +259,16 @@ def _sync(directory: Path) -> None:
 
 
 def _beginning(path: Path) -> str:
-    """Return how the names of temporary files of a target begin."""
+    """Return the common prefix of a target's temporary files."""
     name = os.fsencode(path.name)
     short = path.name if len(name) <= NAME_BYTES else hashlib.sha256(name).hexdigest()
     return f".{short}."
 
 
 def _place() -> str:
-    """Return a digest of where numbers of processes mean these: a kernel since it began, a space.
+    """Return a digest of the scope of process numbers: a kernel since its boot, a namespace.
 
-    Where the system does not tell, one that no other has.
+    If the system does not report it, one that no other has.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -300,6 +300,6 @@ def _is_abandoned(writer: re.Match[str], age_s: float) -> bool:
         os.kill(int(writer["process"]), 0)
     except (ProcessLookupError, OverflowError):
         return True
-    except PermissionError:  # it lives, of another user: its number was given again
+    except PermissionError:  # it runs, under another user: its number was reused
         pass
     return age_s > ABANDONED_S

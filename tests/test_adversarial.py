@@ -144,7 +144,7 @@ def test_accuracy_of_copies_is_that_of_the_trained_model(tmp_path: Path) -> None
         (
             {"train": {"image_grid": [1, 2]}},
             1,
-            "adversarial: does not go with this train.image_grid: must be",
+            "adversarial: does not allow this train.image_grid: must be",
         ),
         ({"adversarial": {"epsilon": -1.0}}, 1, "adversarial.epsilon=-1.0: should be greater"),
     ],

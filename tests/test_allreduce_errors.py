@@ -126,7 +126,7 @@ def test_bad_arrays(bad, kind, words):
         ({"random_bits": 5}, "^allreduce: random_bits=5: wire=.raw. with rounding=.nearest."),
         ({"nodes": 5}, "^simulate: nodes=5: must be a list of numbers or names"),
         ({"nodes": [[], [], []]}, "^simulate: nodes=.*: must be a list of numbers or names"),
-        ({"nodes": [0]}, r"^simulate: nodes=\[0\]: must be 3, one a rank"),
+        ({"nodes": [0]}, r"^simulate: nodes=\[0\]: must be 3, one per rank"),
         ({"iteration": 1.5}, "iteration=1.5: must be an integer"),
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "did you mean ring"),
@@ -242,7 +242,7 @@ def test_prepare_names_its_own_arguments(xs, outs, words):
     [
         ({"shifts": "a"}, "shifts='a': must be two lists of integers"),
         ({"shifts": [[0]]}, r"shifts=\[\[0\]\]: must be two lists of integers"),
-        ({"shifts": [None, None]}, "must be two lists of 1 integers, one a segment"),
+        ({"shifts": [None, None]}, "must be two lists of 1 integers, one per segment"),
         ({"shifts": [[0.5], [0]]}, "K=0.5: must be an integer"),
         ({"shifts": [[0], [999]]}, r"must be from -120 to 127"),
         ({"error": "x"}, "error='x': must be an Exception or None"),

@@ -138,7 +138,7 @@ def test_gradients_go_through_quantize_unchanged() -> None:
 
 def test_where_a_gradient_would_be_lost_is_an_error() -> None:
     x = torch.nn.Parameter(torch.tensor([1.0, 2.5]))
-    says = "x requires a gradient, which would be lost: give it .detach(), or call within "
+    says = "x requires a gradient, which would be lost: pass its .detach(), or call within "
     with pytest.raises(TypeError, match=f"^encode: {re.escape(says)}"):
         cpdhpc.encode(x, "e5m2")
     with torch.no_grad():

@@ -94,7 +94,7 @@ def test_checkpoints_of_other_jobs_are_refused(
 def test_a_resumed_run_says_that_its_samples_are_others(tmp_path: Path) -> None:
     job = small_job(train={"epochs": 1})
     run_job(job, Loopback(2), tmp_path)
-    for seed, said in ((0, ""), (1, "the samples are others than before")):
+    for seed, said in ((0, ""), (1, "the samples differ from before")):
         training = prepare(job, Loopback(2), small_data(seed), Files.of(tmp_path, job))
         assert training.resume() == said
 
@@ -126,7 +126,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None
     with pytest.raises(UserError, match="is not an HDF5 file"):
         training.resume()
     store.write(files.checkpoint, {}, {"kind": "run"})
-    with pytest.raises(UserError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is not a checkpoint"):
         training.resume()
 
 
@@ -198,7 +198,7 @@ def test_an_extended_run_is_one_of_that_length(tmp_path: Path, schedule: dict[st
     job = small_job(schedule=schedule, **short)
     training = prepared(job, Loopback(2), training.files)
     with pytest.raises(
-        UserError, match=r"train\.epochs is 4 there and 2 here: it may be more here, and not less"
+        UserError, match=r"train\.epochs is 4 there and 2 here: it may be more here, but not less"
     ):
         training.resume()
 

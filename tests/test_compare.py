@@ -165,6 +165,13 @@ def test_exit_status_and_files(before: Path, tmp_path: Path, capsys: Any) -> Non
     assert re.search(r"^3 of 60 points slower: .* by 2\d\.\d \(.* %; .* by ", shown, re.MULTILINE)
 
 
+def test_folders_of_studies_are_compared(before: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "study.h5").write_bytes(before.read_bytes())
+    assert main(["report", str(folder), "--compare", str(before)]) == 0
+
+
 def test_what_cannot_be_compared(before: Path, tmp_path: Path) -> None:
     training = write_study(tmp_path / "t.h5", "train", ranks=(1,), seeds=(0,))
     with pytest.raises(UserError, match="kind is allreduce and train"):

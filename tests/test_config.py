@@ -139,7 +139,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
             (text, "job.toml: formats.a: the form is [formats.a] values = [NUMBER, ...]")
             for text in ("[formats.a]\nvalues = [0, 1]\nbits = 1", "formats.a = 'b'")
         ),
-        ("[formats.a]\nvalues = [1, 2, 3]", "job.toml: formats.a: 3 values given: must be 2**bits"),
+        ("[formats.a]\nvalues = [1, 2, 3]", "job.toml: formats.a: has 3 values: must be 2**bits"),
         *(
             (f"[gradient]\naggregator = '{name}'\n{given}", f"job.toml: gradient.{said}")
             for name, given, said in (
@@ -167,7 +167,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ("[[compare]]\ntrain.epochs=3", "compare row 0: name: is missing"),
         ("[[compare]]\nname='a'\n[[compare]]", "compare row 1: name: is missing"),
         ("model.import='nets'", 'model.import=\'nets\': must be "module:function", or "package.'),
-        ("", "model and data are missing: the file says nothing of a job"),
+        ("", "model and data are missing: the file has no keys of a job"),
         ("name = 'a'\n[[compare]]\nname = 'b'", "model and data are missing"),
         ("[train]\nseeds = [0, 1, 0]", "train.seeds=[0, 1, 0]: 0 is there twice"),
     ],
@@ -309,7 +309,7 @@ def test_rows_times_seeds(tmp_path: Path) -> None:
 
 def test_a_setting_that_every_row_says_itself_is_refused(tmp_path: Path) -> None:
     text = BASE + "[[compare]]\nname='x'\ntrain.epochs=7\n[[compare]]\nname='y'\ntrain.epochs=8\n"
-    told = "--set train.epochs=5: is of no use: each row of compare says its train.epochs"
+    told = "--set train.epochs=5: has no effect: each row of compare sets its train.epochs"
     with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
         load(write(tmp_path, text), ["train.seeds=[1]", "train.epochs=5"])
 

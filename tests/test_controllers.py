@@ -354,5 +354,5 @@ def test_a_batch_of_nothing_ends_the_run(tmp_path: Path) -> None:
     job = small_job()
     training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
     training.controller = Silent()
-    with pytest.raises(Diverged, match="batch 0: cannot be"):
+    with pytest.raises(Diverged, match="batch 0: are not possible"):
         run(training, Caught(), Display(False, 1))

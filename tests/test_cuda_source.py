@@ -94,7 +94,7 @@ def test_the_codec_takes_few_instructions_and_registers(fmt: str, architecture: 
 def test_the_shortest_way_round_a_loop_is_counted() -> None:
     code = ["MOV", ".L_x_1", "LDG", "@P0 BRA `(.L_x_2)", "IADD3", "FADD", ".L_x_2", "STG"]
     assert sass.shortest([*code, "@!P1 BRA `(.L_x_1)", "EXIT"]) == [
-        "@!P1 BRA `(.L_x_1)", "STG", "@P0 BRA `(.L_x_2)", "LDG",
+        "LDG", "@P0 BRA `(.L_x_2)", "STG", "@!P1 BRA `(.L_x_1)",
     ]  # fmt: skip
 
 

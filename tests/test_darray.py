@@ -75,10 +75,10 @@ def test_layouts_tile_or_say_what_is_wrong() -> None:
 
 BAD_LAYOUTS = {
     "ranks 0 and 2 both own [2:3]": ((4,), [(0, 3), (3, 3), (2, 4)]),
-    "nobody owns [1:2] of [0:4], 1 cells": ((4,), [(0, 1), (2, 4)]),
-    "rank 1 has [2:5]: reaches out of the domain [0:4]": ((4,), [(0, 2), (2, 5)]),
+    "no rank owns [1:2] of [0:4], 1 cells": ((4,), [(0, 1), (2, 4)]),
+    "rank 1 has [2:5]: reaches outside the domain [0:4]": ((4,), [(0, 2), (2, 5)]),
     "needs axes, of 1 cell or more": ((0,), [(0, 0)]),
-    "nobody owns [0:4]": ((4,), []),
+    "no rank owns [0:4]": ((4,), []),
 }
 
 
@@ -199,7 +199,7 @@ BAD_CALLS = {  # what is said -> what is given to a plan of 4 cells and a window
         np.zeros(6, np.float32),
     ),
     "objects have no bytes": (np.zeros(4, object),),
-    "order of bytes": (np.zeros(4, ">f4"),),
+    "byte order": (np.zeros(4, ">f4"),),
     "read-only": (np.zeros(4), np.broadcast_to(0.0, 6)),
     "share memory": (torch.zeros(4), torch.zeros(1).expand(6)),
     "requires a gradient": (torch.zeros(4, requires_grad=True),),

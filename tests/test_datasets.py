@@ -125,7 +125,7 @@ def test_text_is_pieces_and_the_next_characters(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="test part of 2 characters: must be above length=4"):
         Text(files=files, length=4, test_share=0.1).load()
     (tmp_path / "a").write_bytes(b"ab\xff")
-    with pytest.raises(UserError, match=r"a: is no text in UTF-8: invalid start byte at byte 2"):
+    with pytest.raises(UserError, match=r"a: is not text in UTF-8: invalid start byte at byte 2"):
         Text(files=files, length=4).load()
 
 

@@ -278,7 +278,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
         5,
         "needs 4 ranks or more, in rows and columns",
     ),
-    ({"update": {"name": "decentlam", "graph": "one_peer"}}, 4, "diverges where graphs change"),
+    ({"update": {"name": "decentlam", "graph": "one_peer"}}, 4, "diverges if graphs change"),
     ({"update": {"name": "dsgd", "graph": "rng"}}, 4, "graph='rng': did you mean ring"),
     ({"update": {"name": "dsgd", "wire": "e4m"}}, 4, "update.wire"),
     (

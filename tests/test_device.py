@@ -444,6 +444,7 @@ WAITS = re.compile(r"\.synchronize\(|\.get\(\)|\.cpu\(\)|streamSynchronize|Event
 WAITING = {  # where the host waits for a GPU, behind wait
     "ops/gpu_runtime.py": [".get()"],
     "ops/tensors.py": [".cpu()"],
+    "torch/backend/progress.py": [".get()"],  # of a queue
 }
 
 

@@ -239,7 +239,7 @@ def test_a_sum_beyond_float32_has_no_rank():
         ({"wire": "int8", "accumulate": "requantise"}, "known are exact$"),
         ({"wire": "ternary", "accumulate": "float32", "algorithm": "direct"}, "known are exact$"),
         ({"wire": "int8", "algorithm": "mpi"}, "must be 'raw'"),
-        ({"wire": "int8", "overflow": "inf"}, "must be .saturate., or not given"),
+        ({"wire": "int8", "overflow": "inf"}, "must be .saturate., or left out"),
         ({"wire": "raw", "accumulate": "exact"}, "float32, requantise"),
         ({"wire": "e5m2", "accumulate": "exact"}, "sums of 3 ranks take 35 bits: .* 32 or fewer"),
         ({"wire": "bf16", "accumulate": "exact", "scaling": "none"}, "take 2.. bits"),

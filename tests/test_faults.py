@@ -144,7 +144,7 @@ def test_a_refusal_that_others_do_not_hear_of_names_its_rank_once(capsys):
     world._begun = [Begun()]
     with pytest.raises(SystemExit):
         world.refuse(ValueError("layer 1: input has shape (3,)"))
-    said = "rank 2 | layer 1: input has shape (3,): rank 0, 1, 3 did not hear of it in 0 s\n"
+    said = "rank 2 | layer 1: input has shape (3,): rank 0, 1, 3 did not learn of it in 0 s\n"
     assert capsys.readouterr().err == said
 
 

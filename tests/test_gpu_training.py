@@ -327,7 +327,7 @@ def test_what_is_missing_is_said_in_a_line(
         {"precision": {"rule": [{"layers": "*", "weights": "e4m3"}]}},
     ]
     for other in others:
-        with pytest.raises(ConfigError, match=r"train.device='gpu': does not go with this"):
+        with pytest.raises(ConfigError, match=r"train.device='gpu': does not allow this"):
             small_job(train={"device": "gpu"}, **other)
 
 

@@ -111,7 +111,7 @@ def shown(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_show_prints_the_table_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown("--shape 12,16 --procs 2,3 --halo 1", capsys)
-    assert "22 messages of 352 bytes in all; at most 5 neighbours and 76 bytes a rank" in out
+    assert "22 messages of 352 bytes in all; at most 5 neighbours and 76 bytes per rank" in out
     assert "rank 1: owns [0:6, 6:11], window [-1:7, 5:12]" in out
     assert "interior: the cells of one box of the window, halo too, that waits for no" in out
     out = shown("--shape 12 --procs 3 --halo 0:2 --rank 1 --trail 3,96", capsys)

@@ -310,7 +310,7 @@ def test_a_study_sweeps_their_arguments(
         (["data.import={m}:flat"], "job-s0: model: inputs float32[2, 3]: RuntimeError: "),
         (["loss.import={m}:data"], 'loss.import="{m}:data": TypeError'),
         (["metric.k=7"], 'metric.import="{m}:among": RuntimeError: selected index k out of range'),
-        (["data.import={m}:unsure"], "train dataset Unsure tells no length: RuntimeError: no len"),
+        (["data.import={m}:unsure"], "train dataset Unsure has no length: RuntimeError: no len"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -397,7 +397,7 @@ PLAIN = ["optimizer.name=sgd", "optimizer.momentum=0"]
             "has_momentum=True: must be False",
         ),
         ('Pushed"', ["update.name=dsgd", "optimizer.name=sgd"], "{m}:Pushed': must be 'none' with"),
-        ('Pushed"', ["stages.count=2"], "stages.count=2: does not go with this gradient.aggre"),
+        ('Pushed"', ["stages.count=2"], "stages.count=2: does not allow this gradient.aggre"),
     ],
 )
 def test_what_is_wrong_with_a_compressor_is_one_line(

@@ -334,14 +334,14 @@ BAD: dict[str, str] = {
     "--test 3,-1": "-1 is not there",
     "--test 3,3": "nothing, or some twice",
     "--test 5:5": "nothing, or some twice",
-    "--test 0:x": "--test 0:x: must be as 0:100",
-    "--test 0:1:0": "must be as 0:100|nothing",
+    "--test 0:x": "--test 0:x: must be like 0:100",
+    "--test 0:1:0": "must be like 0:100|nothing",
     "--train 359 --self": "--train 359: 359 is not there: must be of 0..358",
     "--epochs 3 --self": "no weights of 3: kept are 1, 2",
     "--projection -1 --self": "--projection -1: must be 0 or more",
     "": "give --test",
     "--self --set train.epochs=3": "must be of data",
-    "--self --set data.split_seed=1": "is another one than the run's",
+    "--self --set data.split_seed=1": "differs from the run's",
     "--self --png nowhere/a.png": "nowhere/a.png: nowhere is no directory that can be written",
 }
 

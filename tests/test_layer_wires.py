@@ -215,5 +215,5 @@ def test_wires_of_a_policy_are_those_of_layers(tmp_path: Path) -> None:
 
 def test_stages_refuse_what_names_layers_of_others() -> None:
     gradient = {"aggregator": "lowbit", "layers": {"*": "e3m0"}}
-    with pytest.raises(ConfigError, match=r"does not go with this gradient\.layers"):
+    with pytest.raises(ConfigError, match=r"does not allow this gradient\.layers"):
         small_job(stages={"count": 2}, gradient=gradient)

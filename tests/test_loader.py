@@ -170,5 +170,5 @@ def test_what_happens_to_a_worker_is_one_line_and_no_hang(wrong: str, says: str)
 def test_what_no_process_can_have_is_refused_at_once() -> None:
     unknown = MapStyle("data", [(torch.zeros(1), 0)])
     unknown.dataset = type("Local", (), {"__len__": lambda self: 1})()
-    with pytest.raises(ConfigError, match=r"loader.workers=1: the datasets cannot be given to a"):
+    with pytest.raises(ConfigError, match=r"loader.workers=1: the datasets cannot be sent to a"):
         Workers(Loader(workers=1), [unknown], sys.path[0], 1.0)

@@ -91,7 +91,7 @@ def test_the_metric_is_that_of_the_loss_where_the_job_names_none() -> None:
         label(loss={"name": "msE2"})
     with pytest.raises(ConfigError, match="known are " + ", ".join(sorted(METRICS))):
         label(metric={"name": "zzzz"})
-    with pytest.raises(ConfigError, match=r"metric.import='a.b:loss': should be called otherwise"):
+    with pytest.raises(ConfigError, match=r"metric.import='a.b:loss': should have another name"):
         label(metric={"import": "a.b:loss"})
 
 
@@ -160,7 +160,7 @@ def test_further_metrics_are_recorded_and_reported(tmp_path: Path) -> None:
 
 @every("names", [["accuracy"], ["loss"], ["perplexity", "perplexity"]])
 def test_a_metric_is_told_once(names: list[str]) -> None:
-    with pytest.raises(ConfigError, match=f"metrics: '{names[-1]}': is told already"):
+    with pytest.raises(ConfigError, match=f"metrics: '{names[-1]}': is there twice"):
         small_job(metrics=[{"name": name} for name in names])
 
 

@@ -364,7 +364,7 @@ WRONG = [
     ("broadcast", {"algorithm": "dbtree"}, ValueError, "broadcast: algorithm=.dbtree.: did you"),
     ("broadcast", {"root": 2}, ValueError, "broadcast: root=2: must be below 2"),
     ("broadcast", {"root": 0.0}, TypeError, "broadcast: root=0.0: must be an integer"),
-    ("gather", {"counts": [1]}, ValueError, r"gather: counts=\[1\]: must be 2, one a rank"),
+    ("gather", {"counts": [1]}, ValueError, r"gather: counts=\[1\]: must be 2, one per rank"),
     ("gather", {"counts": [3, 1]}, ValueError, "gather: x of rank 0 has 4 rows: counts say 3"),
     ("gather", {"counts": [4, -1]}, ValueError, "gather: counts=-1: must be 0 or more"),
     ("gather", {"counts": 3}, TypeError, "gather: counts=3: must be a list of integers"),

@@ -143,7 +143,7 @@ def test_models_that_no_policy_can_have(model: nn.Module, rules: Any, says: str)
 
 
 def test_one_layer_under_two_names_has_one_policy() -> None:
-    with pytest.raises(ConfigError, match="first and second are one layer, and rules say differ"):
+    with pytest.raises(ConfigError, match="first and second are one layer, but have differ"):
         convert(
             Network(),
             policy({"layers": "second", "weights": "e4m3"}, {"layers": "first", "weights": "e5m2"}),

@@ -114,13 +114,13 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             rules({"layers": "*", "forward": {"accumulate": "torch", "chunk": 3}}),
-            "rule.0.forward.accumulate='torch': goes with no other key",
+            "rule.0.forward.accumulate='torch': allows no other key",
         ),
         (rules({"layers": "*", "wire": "e4"}), "rule.0.wire='e4': known are"),
         (rules({"layers": "*", "weights": "int17"}), "with a scale also int2, int3, "),
         (rules({"layers": "cnov*", "weights": "e4m3"}), "rule.0.layers='cnov*': matches no layer"),
         (rules({"layers": "norm", "weights": "e4m3"}), "matches no layer with products: known are"),
-        (rules({"layers": "*"}), "rule.0.layers='*': says nothing: allowed beside it are weights"),
+        (rules({"layers": "*"}), "rule.0.layers='*': has no rule: allowed keys are weights"),
         (rules({"layers": "[1", "weights": "e4m3"}), "rule.0.layers='[1': a [ without its ]"),
         (rules({"layers": "[[][]!]f[]a", "weights": "e4m3"}), "a [ without its ]"),
         (rules({"layers": "[[][]!]", "weights": "e4m3"}), "matches no layer"),
@@ -130,7 +130,7 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
                 "complete": True,
                 **rules({"layers": "conv*", "weights": "e4m3"}, {"layers": "fc", "wire": "e4m3"}),
             },
-            "precision.complete=true: no rule is for fc: each layer with products needs one of its",
+            "precision.complete=true: no rule for fc: each layer with products needs one for its",
         ),
     ],
 )
@@ -146,9 +146,9 @@ def test_one_line_says_what_is_wrong(raw: dict[str, Any], says: str) -> None:
     [
         (
             {"train": {"image_grid": [2, 1]}},
-            "precision: does not go with this train.image_grid: must be",
+            "precision: does not allow this train.image_grid: must be",
         ),
-        ({"stages": {"count": 2}}, "stages.count=2: does not go with this precision"),
+        ({"stages": {"count": 2}}, "stages.count=2: does not allow this precision"),
     ],
 )
 def test_what_precision_does_not_go_with(changes: dict[str, Any], says: str) -> None:
@@ -248,7 +248,7 @@ def test_products_that_stay_torchs_are_told(
 
 def test_influence_is_of_float32_networks(tmp_path: Path) -> None:
     run_job(small_job(precision=PRECISION, train={"keep_every": 2}), Loopback(), tmp_path)
-    with pytest.raises(ConfigError, match="gradients of single samples are float32's only"):
+    with pytest.raises(ConfigError, match="gradients of single samples need float32"):
         influence(tmp_path, "--self")
 
 
@@ -266,7 +266,7 @@ def test_layers_that_share_a_parameter_change_it_alike() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
     model[1].weight = model[0].weight
     rules = {"layers": "0", "update": "bf16"}, {"layers": "1", "update": "e4m3"}
-    with pytest.raises(ConfigError, match=r"0 and 1 share a parameter, .* things of its update"):
+    with pytest.raises(ConfigError, match=r"0 and 1 share a parameter, .* rules for its update"):
         convert(model, policy({"rule": list(rules)}))
     convert(model, policy({"rule": [rules[0], {"layers": "1", "weights": "e4m3"}]}))
 

@@ -238,10 +238,10 @@ def test_an_exported_network_gives_the_class_of_the_trained_one(
         assert shown.count("\n") == 1
         assert not (tmp_path / "no.h5").exists()
 
-    check("q-s0.h5: is no checkpoint of cpdhpc train", str(tmp_path / "q-s0.h5"))
+    check("q-s0.h5: is not a checkpoint of cpdhpc train", str(tmp_path / "q-s0.h5"))
     check("only keys of data may be set", checkpoint, "--set", "model.weight_bits=3")
-    check("is another one than the run's", checkpoint, "--set", "data.split_seed=5")
-    with pytest.raises(store.StoreError, match="is no file of cpdhpc export"):
+    check("differs from the run's", checkpoint, "--set", "data.split_seed=5")
+    with pytest.raises(store.StoreError, match="is not a file of cpdhpc export"):
         quantized.load(training.files.checkpoint)
     monkeypatch.setattr(quantized.IntegerNetwork, "classes", lambda of, x: np.full(len(x), 3))
     check("of 599 test samples get another class by integers", checkpoint)

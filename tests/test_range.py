@@ -139,7 +139,7 @@ def test_one_rule_says_what_is_too_large(name: str, way: str) -> None:
         got = np.ravel(WAYS[way](x, name, **options))
         np.testing.assert_array_equal(got, np.full(2, wanted, np.float32), err_msg=str(options))
     if infinite is None:
-        with pytest.raises(ValueError, match=r"must be 'saturate', or not given"):
+        with pytest.raises(ValueError, match=r"must be 'saturate', or left out"):
             WAYS[way](x, name, overflow="inf")
     else:
         got = np.ravel(WAYS[way](x, name, overflow="inf"))

@@ -238,8 +238,8 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
     model, path = network(), tmp_path / "r.h5"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"layers": ("conv*",)}, r"layers: 'conv\*' matches none: known are 0, 3"),
-        ({"every": 1, "iterations": (1,)}, "every and iterations: give one of them"),
-        ({}, "every and iterations: nothing is recorded: give one"),
+        ({"every": 1, "iterations": (1,)}, "every and iterations: set only one"),
+        ({}, "every and iterations: nothing is recorded: set one"),
         ({"tensors": ("gradient",)}, "tensors"),
         ({"max_mib": 0}, "max_mib=0"),
     ]
@@ -250,13 +250,13 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(TypeError, match="evry"):
         Recorder(model, path, evry=1)  # type: ignore[call-arg]
     Recorder(model, path, every=1).close()
-    with pytest.raises(ConfigError, match=r"r\.h5: is there already"):
+    with pytest.raises(ConfigError, match=r"r\.h5: exists already"):
         Recorder(model, path, every=1)
     store.write(tmp_path / "x.h5", {}, {"kind": "run"})
-    with pytest.raises(UserError, match=r"x\.h5: is no recording"):
+    with pytest.raises(UserError, match=r"x\.h5: is not a recording"):
         load(tmp_path / "x.h5")
     store.write(tmp_path / "x.h5", {"0": {"a": np.zeros(3)}}, {"kind": "recording", "layers": "{}"})
-    with pytest.raises(UserError, match=r"x\.h5: is no recording of this version"):
+    with pytest.raises(UserError, match=r"x\.h5: is not a recording of this version"):
         load(tmp_path / "x.h5")
     tables: dict[str, dict[str, Any]] = {
         "train.image_grid": {"train": {"image_grid": [1, 2]}},
@@ -265,7 +265,7 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
         "stages.count": {"stages": {"count": 2}},
     }
     for key, table in tables.items():
-        with pytest.raises(UserError, match=rf"record: does not go with this {key}: must be"):
+        with pytest.raises(UserError, match=rf"record: does not allow this {key}: must be"):
             recording_job(**table)
     job = small_job(record={"every": 1, "file": "r.h5"}, train={"seeds": [0, 1]})
     (tmp_path / "two.toml").write_text(dump_toml(job.plain()))
@@ -314,7 +314,7 @@ def test_the_command_refuses_what_records_nothing_and_tells_of_an_empty_file(
     said = capsys.readouterr().out.splitlines()
     (early,) = (line for line in said if "will be recorded" in line)
     assert early.startswith("small-s0: [record]: none of its 10 iterations, from 0, will")
-    assert early.endswith("asked for is 10")
+    assert early.endswith("one to record is 10")
     assert said.index(early) < min(i for i, line in enumerate(said) if ": epoch 1 of" in line)
     assert said[-1] == f"recording: {out}: holds no iteration"
     assert main([*words, "--iterations", "9", "--set", "name=other", "--out", f"{out}x"]) == 0

@@ -191,9 +191,9 @@ def test_what_cannot_be_replayed_is_told_in_a_line(file: Path, tmp_path: Path, c
     for changes, message in (
         ({"formats": ("e9m9",)}, "precision replay: FloatFormat: exp=9"),
         ({"scalings": ("tiles",)}, "--scalings tiles: known are none, aps"),
-        ({"formats": ()}, "precision replay: --formats: names none: give one or more"),
-        ({"scalings": ()}, "precision replay: --scalings: names none: give one or more"),
-        ({"accumulates": ()}, "precision replay: --accumulates: names none: give one or more"),
+        ({"formats": ()}, "precision replay: --formats: is empty: give one or more"),
+        ({"scalings": ()}, "precision replay: --scalings: is empty: give one or more"),
+        ({"accumulates": ()}, "precision replay: --accumulates: is empty: give one or more"),
         ({"ranks": (2, 0)}, "precision replay: --ranks 0: must be 1 or more"),
         ({"ranks": (-1,)}, "precision replay: --ranks -1: must be 1 or more"),
     ):
@@ -206,11 +206,11 @@ def test_what_cannot_be_replayed_is_told_in_a_line(file: Path, tmp_path: Path, c
     assert main(["precision", "replay", str(file), "--formats", ""]) == 2
     assert "cpdhpc: error: precision replay: --formats" in capsys.readouterr().err
     assert main(["precision", "replay", str(file), "--out", str(file)]) == 2
-    assert "no file of kind 'replay': not replaced" in capsys.readouterr().err
+    assert "not a file of kind 'replay': not replaced" in capsys.readouterr().err
     store.write(tmp_path / "x.h5", {"exponents": {}}, {"kind": "replay"})
     assert main(["report", str(tmp_path / "x.h5")]) == 2
     assert "has no /exponents/tensor" in capsys.readouterr().err
-    with pytest.raises(UserError, match="is no recording"):
+    with pytest.raises(UserError, match="is not a recording"):
         load(tmp_path / "x.h5")
 
 

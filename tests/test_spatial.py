@@ -135,7 +135,7 @@ REFUSED = {  # the layers of a network -> what is said
     "sizes": (
         [Forward(lambda y, layer: layer(layer(y)), nn.Conv2d(2, 2, 3))],
         ValueError,
-        r"layer 0.layer.*is used on \(6, 6\) and on \(4, 4\).*a layer for each",
+        r"layer 0.layer.*is used on \(6, 6\) and on \(4, 4\).*a separate layer for each",
     ),
 }
 

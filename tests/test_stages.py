@@ -251,13 +251,13 @@ def test_models_that_say_their_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ({"stages": {"count": 6}}, "stages.count=6: the network has 5 blocks to train"),
         ({"stages": {"cut": [9]}}, r"stages.cut=\[9\]: should be below 7, the blocks"),
-        ({"stages": {"cut": [1, 2]}}, "should be 1, one a cut"),
+        ({"stages": {"cut": [1, 2]}}, "should be 1, one per cut"),
         ({"stages": {"filter": 3}}, r"stages.filter=3: a cut has samples of \[8\]"),
         ({"stages": {"wire": "e9m3"}}, "stages.wire"),
         ({"update": {"name": "other"}}, "update.name"),
-        ({"train": {"overlap": True}}, "does not go with this train.overlap"),
-        ({"train": {"loss_scale": 2.0}}, "does not go with this train.loss_scale"),
-        ({"gradient": {"aggregator": "topk"}}, "does not go with this gradient.aggregator"),
+        ({"train": {"overlap": True}}, "does not allow this train.overlap"),
+        ({"train": {"loss_scale": 2.0}}, "does not allow this train.loss_scale"),
+        ({"gradient": {"aggregator": "topk"}}, "does not allow this gradient.aggregator"),
     ],
 )
 def test_what_does_not_go_together(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

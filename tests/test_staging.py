@@ -131,7 +131,7 @@ def test_arrays_must_be_on_the_current_gpu(gpu: Any) -> None:
         ValueError, match="allreduce: x is on GPU 1: must be on CuPy's current one, 0"
     ):
         allreduce(Loopback(), x)
-    with pytest.raises(TypeError, match="x of rank 1 is on the GPU: must be on the CPU"):
+    with pytest.raises(TypeError, match="x of rank 1 is on the GPU: the first is on the CPU"):
         allreduce(Loopback(2), [np.ones(3, np.float32), gpu[1].asarray(np.ones(3, np.float32))])
 
 

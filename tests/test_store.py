@@ -279,7 +279,7 @@ def test_only_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:
     store.check_target(record, "run")
     store.check_target(tmp_path / "new.h5", "run")
     for path in (record, data, text):
-        with pytest.raises(store.StoreError, match=f"{path.name}: is there already, and no file"):
+        with pytest.raises(store.StoreError, match=f"{path.name}: exists, and is not a file"):
             store.check_target(path, "influence")
     with pytest.raises(store.StoreError, match="directory is missing or read-only"):
         store.check_target(tmp_path / "nowhere" / "x.h5", "run")

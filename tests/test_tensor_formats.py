@@ -159,9 +159,9 @@ def test_fixed_point_begins_where_a_warm_up_in_float32_says() -> None:
         assert same(how.round(x, state=state, learns=True), x)
     x = np.array([7.9, -0.3, 1e-4], np.float32)
     assert same(how.round(x, state=state, learns=True), grid(x, 10, 6))
-    with pytest.raises(ConfigError, match="warmup and exponent: give one"):
+    with pytest.raises(ConfigError, match="warmup and exponent: set only one"):
         tensor_format(format="int10", scaling="fixed", warmup=3, exponent=1)
-    with pytest.raises(ConfigError, match="warmup goes with scaling fixed"):
+    with pytest.raises(ConfigError, match="warmup needs scaling fixed"):
         tensor_format(format="int10", scaling="aps", warmup=3)
 
 
@@ -300,14 +300,14 @@ def test_states_are_in_checkpoints_and_one_without_loads() -> None:
     ("table", "said"),
     [
         ({"format": "f9m1"}, r"format='f9m1': .*known are eXmY"),
-        ({"format": "raw"}, "format='raw': 'raw' is no format"),
+        ({"format": "raw"}, "format='raw': 'raw' is not a format"),
         ({"format": "e4m3", "scaling": "dleayed"}, "did you mean delayed"),
         (
             {"format": "e4m3", "margin": 1},
-            "margin goes with scaling amax or delayed, and it is none",
+            "margin needs scaling amax or delayed, but it is none",
         ),
         ({"scaling": "aps"}, "fp32 is not rounded: must be none"),
-        ({"format": "mxfp8", "scaling": "none"}, "mxfp8 has block32: for another one name e4m3fn"),
+        ({"format": "mxfp8", "scaling": "none"}, "mxfp8 has block32: for another one use e4m3fn"),
         ({"format": "mxfp4", "scaling": "aps"}, "scaling='aps': mxfp4 has block32"),
         ({"format": "e4m3", "rounding": "up-ish"}, "rounding"),
         ({"format": "e4m3", "random_bits": 3}, "random_bits=3: e4m3 allows"),

@@ -374,7 +374,7 @@ MISFITS: list[tuple[dict[str, Any], list[str], str]] = [  # tables of row b, set
     (
         {"controller": {"name": "noise_scale"}},
         [],
-        "b: controller.name='noise_scale': 1 rank: the noise is in the differences between ranks",
+        "b: controller.name='noise_scale': 1 rank: noise is measured by differences between ranks",
     ),
     (
         {"train": {"overlap": True}},

@@ -47,7 +47,7 @@ def test_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "18 cases" in shown and "`study run`" not in shown
     assert main(["study", "plan", str(tmp_path / "scaling.toml")]) == 0
     shown = capsys.readouterr().out
-    assert "9 of 18 cases need several nodes" in shown and "9 of these 18" in PAGE
+    assert "9 of 18 cases need several nodes" in shown and "9 of the 18 cases" in PAGE
     assert main(["scripts", *site, "--out", str(tmp_path / "scripts")]) == 0
     assert "--partition=debug" in (tmp_path / "scripts" / "train.sbatch").read_text()
 
@@ -57,6 +57,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The page's compressor, in a file outside of the package, with a row of COMPRESSORS."""
     (tmp_path / "mine.py").write_text(blocks("python")[-1])
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another page's test
     module = import_module("mine")
     monkeypatch.setitem(COMPRESSORS, "mine", module.Mine)
     yield module

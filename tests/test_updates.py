@@ -166,7 +166,7 @@ def test_what_has_no_gradient_or_no_row_stays_and_a_failed_step_loses_nothing() 
 
 def test_bad_updates_are_told() -> None:
     for table in ({"kahan": True}, {"kahan": True, "master": False, "scaling": "aps"}):
-        with pytest.raises(ConfigError, match=r"kahan=true: goes with master=false and scaling"):
+        with pytest.raises(ConfigError, match=r"kahan=true: needs master=false and scaling"):
             validate(UpdateFormat, {"format": "bf16"} | table, "row")
     p = Parameter(torch.ones(2, dtype=torch.float64))
     row = row_of(update="bf16")

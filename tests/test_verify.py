@@ -20,7 +20,7 @@ from training import environment
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.commands.report import compare_files, report
-from cpdhpc.lab.verify import exact
+from cpdhpc.lab.verify import exact, speed
 from cpdhpc.lab.verify.base import Found, Place, Ratio
 from cpdhpc.lab.verify.pages import verify_report
 from cpdhpc.lab.verify.results import FAILED, NOT_RUN, RIGHT, WRONG, Results, Row, joined, read
@@ -71,6 +71,7 @@ FOUND = {  # a fault on rank 1 -> the check that must notice it, and what it mus
     "wrong code": ("formats of 8 bits", WRONG, "rank 1: encode "),
     "wrong count": ("tiles", WRONG, "rank 1: e4m3, nearest, saturate"),
     "wrong schedule": ("all-reduces", FAILED, "rank 1: allreduce ring: ScheduleError"),
+    "wrong result": ("all-reduces", WRONG, "first call"),
     "error": ("windows", FAILED, "rank 1: ZeroDivisionError: planted"),
 }
 
@@ -245,6 +246,14 @@ def test_a_training_on_the_gpu_has_numpys_bits() -> None:
     assert found.counted and not found.wrong and not found.not_run
 
 
+def test_what_is_expected_of_a_gpu_depends_on_it_and_the_format() -> None:
+    with simulated():  # of an H100, whose compute capability is 9.0
+        assert speed.expected("gpu", "e4m3") is speed.MEASURED["90", "e4m3"]
+        assert speed.expected("gpu", "bf16") is speed.CODEC["gpu"]
+    for rows in speed.MEASURED.values():
+        assert rows.keys() == speed.CODEC["gpu"].keys()
+
+
 def test_all_codes_of_8_bits_are_there() -> None:
     formats = list(exact.small_formats())
     assert len(formats) == len(set(formats)) and max(each.bits for each in formats) == 8
@@ -292,7 +301,7 @@ def test_the_verdict_is_one_line() -> None:
 def test_files_hold_what_was_found(tmp_path: Path) -> None:
     path, results = tmp_path / "v.h5", some()
     results.rows[0] = replace(results.rows[0], said=("a", "b"))
-    results.write(path)
+    results.write(path, "")
     again = read(path)
     assert again.rows == results.rows and again.facts == results.facts
     assert again.verdict == results.verdict and again.right
@@ -308,8 +317,8 @@ def test_report_shows_files_and_two_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a.h5", tmp_path / "b.h5"
-    some().write(a)
-    some(0.1).write(b)
+    some().write(a, "")
+    some(0.1).write(b, "")
     assert report([a]) == 0
     shown = capsys.readouterr().out
     assert "copy, 64 B" in shown and "0.5 or more" in shown and "no GPU" in shown

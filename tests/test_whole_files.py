@@ -374,9 +374,9 @@ def test_a_pipe_or_a_device_of_a_files_name_is_not_waited_for(tmp_path: Path, ki
             try:
                 found = read()
             except (UserError, OSError) as error:
-                assert "no ordinary file" in str(error)
+                assert "not an ordinary file" in str(error)
             else:
-                assert found is None or "no ordinary file" in str(found)
+                assert found is None or "not an ordinary file" in str(found)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

@@ -1,1 +1,1 @@
-"""All-reduce over a world with packed small floats: schedules, wires, the engine."""
+"""Collectives over a world with packed small floats: schedules, wires, the engine."""

@@ -1,6 +1,6 @@
-"""All-reduce of float32 arrays with any algorithm, wire, scaling and way to accumulate.
+"""All-reduce of float32 arrays with any algorithm, wire, scaling and accumulation.
 
-In one call, as an object for many calls, and prepared for the same arrays time after time.
+As one call, as an object for many calls, and prepared for repeated calls with the same arrays.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ if TYPE_CHECKING:
 
 
 class Unagreed(Exception):
-    """A call of Allreduce.run that was to compare something has not: the caller is to do it.
+    """A call of Allreduce.run has skipped a comparison over ranks; the caller must make it.
 
-    The next comparison of checks.check_alike is that of all ranks that come to it, whichever was
-    under way elsewhere.
+    The next comparison by checks.check_alike then includes all ranks that reach one, whichever
+    call they are in.
     """
 
 
 def warn_of_error(method: Method, world: Ranks) -> None:
-    """Warn on rank 0 where the error of sums is expected to be large."""
+    """Warn on rank 0 if the error of sums is expected to be large."""
     if method.algorithm in SCHEDULES and method.rounded_sums(world.nodes) is not None:
         from .predict import stagnation
 
@@ -82,7 +82,7 @@ def warn_of_error(method: Method, world: Ranks) -> None:
 def run_programs(
     world: Ranks, plan: Plan, xs: Sequence[Array], outs: Sequence[Array | None], what: str
 ) -> int:
-    """Run the programs of the hosted ranks; count what is not finite in what they write."""
+    """Run the programs of the hosted ranks; count non-finite values that they write."""
     pieces = plan.pieces()
 
     def start(piece: int, take: Take) -> list[Program[int]]:
@@ -92,25 +92,26 @@ def run_programs(
         ]
 
     found = run(world, start, len(pieces), xs[0], what, plan.schedule.window(world.ranks))
-    bad = (each for piece in found for each in piece)  # on a GPU: an array
+    bad = (each for piece in found for each in piece)  # arrays, if on a GPU
     return sum(int(to_host(each) if hasattr(each, "get") else each) for each in bad)
 
 
 def refuse_freed(world: Ranks) -> NoReturn:
-    """Raise RuntimeError, of a prepared call that is freed, or end the job; see Ranks.refuse."""
+    """Raise RuntimeError for a freed prepared call, or end the job; see Ranks.refuse."""
     told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
     if not by_all:
-        world.abort("Prepared.run: is freed, and on other ranks it is not")
+        world.abort("Prepared.run: is freed, but not on other ranks")
     raise told
 
 
 class Prepared:
-    """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
+    """A repeatable all-reduce of fixed arrays; made by Allreduce.prepare. Collective.
 
-    is_fast: whether run is a call list, without the interpreter: with one rank a process and NumPy
-        arrays, unless algorithm is "mpi". Else it does what Allreduce.run does, but for comparing
-        the arguments. A small collective comes first where something depends on all values, or on
-        the call: scaling "aps", rounding "stochastic", NaN that neither codes nor shifts show.
+    is_fast: whether run executes a compiled call list, without the interpreter: with one rank per
+        process and NumPy arrays, unless algorithm is "mpi" or wire "nvfp4". Otherwise it does the
+        same as Allreduce.run, without comparing the arguments. A small collective precedes the
+        data if a step depends on all values or on the call: scaling "aps", rounding "stochastic",
+        NaN that neither codes nor shifts show.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Prepared:
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._asks = method.shares_shifts or self._compares
         is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
-        if (is_list and method.algorithm in SCHEDULES) or graphs:
+        if (is_list and method.is_compiled) or graphs:
             self._record()
 
     @property
@@ -151,7 +152,7 @@ class Prepared:
         else:
             self._recording = Recording(*given, moves=False)
         finalize(self, self._recording.drop)
-        self._copies = total is not out  # what is found not finite must leave x alone
+        self._copies = total is not out  # a non-finite result must leave x unchanged
         self._reduced = self._returned(shifts)
 
     def _returned(self, shifts: Shifts) -> Reduced:
@@ -160,13 +161,13 @@ class Prepared:
         )
 
     def run(self, *, iteration: int = 0) -> Reduced:
-        """All-reduce what the arrays hold now; return what Allreduce.run returns. Collective.
+        """All-reduce the arrays' current values; return the same as Allreduce.run. Collective.
 
-        iteration: as in allreduce, where rounding is "stochastic"; else its value does not count
+        iteration: as in allreduce, if rounding is "stochastic"; otherwise it is ignored
         The result lies in the same array every time.
-        Raises on all ranks alike NonFiniteGradient as allreduce, TypeError for a wrong iteration,
-        maybe behind the sum, with "mpi" on those ranks alone; RankFailure. After free RuntimeError,
-        or the end of the job if others have not freed it.
+        Raises on all ranks NonFiniteGradient as allreduce, and TypeError for a wrong iteration,
+        maybe after the sum; with "mpi" only on the ranks that passed it; RankFailure. After free
+        it raises RuntimeError, or ends the job if other ranks have not freed it.
         """
         world = self._world
         if self._freed:
@@ -177,8 +178,8 @@ class Prepared:
             error = iteration_error(iteration, "Prepared.run")
             if error is not None and self._method.algorithm == MPI_ALLREDUCE:
                 self._method.reduce(world, self._xs, self._outs, self._parts, 0)
-                raise error  # others would not hear of it: MPI_Allreduce blocks
-            if error is not None:  # the others may be under way
+                raise error  # others would not learn of it: MPI_Allreduce blocks
+            if error is not None:  # the others may have begun
                 iteration, _ = 0, world.refuse(error, behind=True)
         try:
             shifts = self._ask(iteration) if self._asks else None
@@ -191,7 +192,7 @@ class Prepared:
                 if self._copies:
                     np.copyto(self._outs[0].reshape(-1), self._recording.out)
                 reduced = self._reduced
-        except Exception:  # of all ranks, and in place of what one has refused
+        except Exception:  # raised on all ranks, instead of an error that one has refused with
             world.postponed = None
             raise
         if world.postponed is not None:
@@ -199,7 +200,7 @@ class Prepared:
         return reduced
 
     def _ask(self, iteration: int) -> Shifts | None:
-        """Find out what all values decide, and whether all ranks give the same iteration."""
+        """Return shifts computed from all ranks' values, and compare the ranks' iterations."""
         method, world = self._method, self._world
         flat = [x.reshape(-1) for x in self._xs]
         if self._compares:
@@ -217,9 +218,9 @@ class Prepared:
         return shifts
 
     def free(self) -> None:
-        """Free the requests; after that only run is an error. Of this process: not collective.
+        """Free the requests; then run raises an error. Not collective.
 
-        What is dropped is freed, too. Memory of the node is used again once all have freed it.
+        A dropped object is freed, too. Node memory is reused once all processes have freed it.
         """
         self._freed = True
         if self._recording is not None:
@@ -234,7 +235,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Allreduce(Method):
-    """An all-reduce with its choices made and checked."""
+    """The choices of an all-reduce, checked."""
 
     def run(
         self,
@@ -251,13 +252,13 @@ class Allreduce(Method):
     ) -> Reduced:
         """All-reduce the arrays of the hosted ranks. Collective.
 
-        xs, outs: one for each hosted rank, and one out, or with every one for each
+        xs, outs: one for each hosted rank; just one out, or with every one for each
         every: let each hosted rank form the result by itself
-        shifts: that are known already, in place of those of scaling "aps"
+        shifts: known shifts, instead of those of scaling "aps"
         error: of this process, known before the call: raised on all
-        agreed: a number of 56 bits that is compared over the ranks, too: Unagreed is raised, with
-            nothing done, where it is not the same, or where the call has not come before
-        Other arguments, and errors: as allreduce.
+        agreed: a number of 56 bits that is compared over the ranks with the other arguments.
+            Unagreed is raised, with nothing done, if it differs, or on the first such call
+        Other arguments and errors: see allreduce.
         """
         if type(world) is not World:
             world = as_world(world, "Allreduce.run")
@@ -268,7 +269,7 @@ class Allreduce(Method):
                 return known
         if agreed:
             raise Unagreed
-        # What is chosen is compared over ranks like all arguments.
+        # The chosen algorithm is compared over ranks like all arguments.
         method = self.chosen(world, xs) if self.algorithm in CHOSEN else self
         error = error or iteration_error(iteration)
         parts = method.check(world, xs, outs, iteration, segments, every, error, shifts)
@@ -286,10 +287,11 @@ class Allreduce(Method):
         segments: Sequence[Segment] | None = None,
         graphs: bool = False,
     ) -> Prepared:
-        """Return what all-reduces these very arrays, any number of times. Collective.
+        """Return a repeatable all-reduce of exactly these arrays. Collective.
 
-        graphs: launch CUDA graphs; of CuPy arrays, one rank a process, not rounded "stochastic"
-        The arguments, compared over the ranks here and not again, and errors: as run.
+        graphs: launch CUDA graphs: for CuPy arrays, one rank per process, not rounded "stochastic"
+        The arguments are compared over the ranks here, and not in later runs; they and the errors
+        are those of run.
         """
         world = as_world(world, "Allreduce.prepare")
         method = self.chosen(world, xs) if self.algorithm in CHOSEN else self
@@ -305,10 +307,10 @@ class Allreduce(Method):
         every: bool = False,
         shifts: Shifts | None = None,
     ) -> Reduced:
-        """Do what run does with arguments that check has seen, whose segments are parts."""
+        """Do the same as run, with arguments that check has accepted; parts: their segments."""
         flat = [x.reshape(-1) for x in xs]
         shifts = shifts or self.shifts(world, flat, parts)
-        # What is found not finite must leave the xs alone.
+        # A non-finite result must leave the xs unchanged.
         given = None if any(np.may_share_memory(o, x) for o in outs or () for x in xs) else outs
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
         sums = [total.reshape(-1) for total in totals]
@@ -333,7 +335,7 @@ class Allreduce(Method):
         return Reduced(tuple(outs or totals), tuple(shifts[0]), tuple(shifts[1]), self.algorithm)
 
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
-        """Return this with the algorithm that "usual" or "auto" stands for, of arrays like xs."""
+        """Return this with the algorithm that "usual" or "auto" selects for arrays like xs."""
         if self.algorithm == USUAL:
             name = self.usual(world.nodes)
             world.chosen.add(name)
@@ -341,9 +343,9 @@ class Allreduce(Method):
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
         from .predict import choose
 
-        size = getattr(x, "size", 0)  # what is no array is refused later
+        size = getattr(x, "size", 0)  # other types are refused later
         found = choose(self, world.nodes, size if isinstance(size, int) else 0)
-        assert isinstance(found, Allreduce)  # as self is
+        assert isinstance(found, Allreduce)  # the class of self
         world.chosen.add(found.algorithm)
         return found
 
@@ -359,9 +361,9 @@ class Allreduce(Method):
         shifts: Shifts | None = None,
         graphs: bool = False,
     ) -> tuple[Segment, ...]:
-        """Return the segments; raise on all ranks alike what is wrong on any. Collective.
+        """Return the segments; raise any rank's error on all ranks. Collective.
 
-        iteration: None where the values do not count yet, in prepare
+        iteration: None if the values do not matter yet, in prepare
         """
         call = "allreduce" if iteration is not None else "Allreduce.prepare"
         parts: tuple[Segment, ...] = ()
@@ -379,7 +381,7 @@ class Allreduce(Method):
                     from .cuda_graphs import check_graphs
 
                     check_graphs(self, world, xs, graphs)
-        except Exception as found:  # whatever: the other ranks are to hear of it
+        except Exception as found:  # of any class: it must be raised on all ranks
             error = found if iteration is not None else of_prepare(found)
         flat = [] if error else [x.reshape(-1) for x in xs]
         shape, place = (xs[0].shape, on_gpu(xs[0])) if flat else ((), False)
@@ -405,7 +407,7 @@ class Allreduce(Method):
         shifts: Shifts,
         iteration: int,
     ) -> int:
-        """Sum into totals, of the first hosted ranks or of all; count what is not finite."""
+        """Sum into totals, for the first hosted rank or for all; count non-finite values."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         return run_programs(world, plan, flat, places, f"allreduce {self.algorithm}")
@@ -440,57 +442,59 @@ def allreduce(
 
     world: World, Loopback or an mpi4py communicator
     x: float32, C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays or torch tensors
-        on the CPU, which are not copied; where the world has virtual ranks, a sequence of one array
+        on the CPU, which are not copied; if the world has virtual ranks, a sequence of one array
         for each; never written, unless out shares its memory. No gradient flows
     wire: "raw" (float32 bytes), a Format or its name, "int2" .. "int16" (integers times a power of
-        two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
+        two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits per value);
         "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are OCP's: blocks of 32
         neighbours, by its rule and in its bytes
     algorithm: a name from SCHEDULES ("ring", "biring", "torus", "rhd", "tree", "dbtree", "direct",
         "hier", "gather"), or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first:
-        world.nodes. "usual" is ring for wire "raw". For other wires it is one whose error does not
-        grow with ranks: hier if there are several nodes of several ranks, else rhd. "auto" is the
-        one that is predicted to be fastest for x on machine, of those whose error is expected to be
-        below three times that of one rounding. Another algorithm adds in another order, so the bits
-        of "usual" depend on ranks and nodes, those of "auto" on size and machine, too
+        see world.nodes. "usual" is ring for wire "raw". For other wires it is an algorithm whose
+        error does not grow with ranks: hier if there are several nodes of several ranks, else rhd.
+        "auto" is the algorithm that is predicted to be fastest for x on machine, among those
+        whose expected error is below three times that of one rounding. Algorithms add in different
+        orders, so the bits of "usual" depend on ranks and nodes, those of "auto" also on size and
+        machine
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them), "block32" or
         "block16" (a shift for each 32 or 16 values). Wire "raw" is not scaled and ignores it.
-        Default: "tile", for exact sums "aps"; integers know only "aps".
+        Default: "tile", for exact sums "aps"; integers allow only "aps".
     accumulate: "requantise" (round to the wire after each addition), "grow" (partial sums travel
-        with the mantissa bits that they need, and are then rounded by chance), "float32" or
+        with the mantissa bits that they need, and are then rounded stochastically), "float32" or
         "kahan"; None for the algorithm's own: grow for ring, biring, torus, rhd and hier, float32
         for direct, requantise for the others and for formats given by a table, in hier float32.
-        hier rounds between nodes whatever happens inside them; for wire "raw" all these are the
-        same. Sums whose error is expected to be three times that of one rounding or more, as of
-        many ranks with "requantise" in rank order, are a UserWarning that says it.
+        hier rounds between nodes, whatever it does inside them; for wire "raw" all these are the
+        same. If the expected error of sums is at least three times that of one rounding (for
+        example "requantise" over many ranks in rank order), a UserWarning is issued.
         "exact", in all algorithms but "mpi" and wires but "raw": contributions are rounded to one
-        grid for all ranks; their integer sums travel unrounded and become float32 at the end: no
-        order changes a bit of the result. Integers know only this, float formats where scaling is
-        "aps", "static:K" or "none" and the sums take at most 32 bits.
+        grid for all ranks; their integer sums travel unrounded and become float32 at the end, so
+        the result does not depend on the order. Integers allow only this; float formats allow it
+        if scaling is "aps", "static:K" or "none" and the sums take at most 32 bits.
     op: "mean" divides the sum by the number of ranks, in float32
-    out: float32, like x, for the result, and returned. Default: a new array of x's kind. Where it
-        shares memory with x, x is untouched on error, at the price of one more copy; else it then
-        holds anything
-    rounding, overflow, random_bits: as formats.Cast. With the scalings that move the range, all but
-        "none" and "static:K", every finite contribution fits. What does not, as a partial sum with
-        less headroom, raises NonFiniteGradient, unless overflow is "saturate"; formats that cannot
-        say so, as e2m1fn, mxfp* and exact sums, always saturate
-    headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
+    out: float32, like x, for the result, and returned. Default: a new array of x's kind. If it
+        shares memory with x, x is unchanged after an error, which costs one more copy; otherwise
+        the content of out is undefined after an error
+    rounding, overflow, random_bits: see formats.Cast. With scalings other than "none" and
+        "static:K", which move the range, every finite contribution fits. A value that does not
+        fit (a partial sum with less headroom, for example) raises NonFiniteGradient, unless
+        overflow is "saturate"; formats without infinity and NaN, such as e2m1fn and mxfp*, and
+        exact sums always saturate
+    headroom: the room that aps leaves for the sum of p ranks: "n" p times the largest value,
         "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
         "exact" nothing does
-    seed, iteration: integers of 64 bits, of the random bits of rounding "stochastic"
+    seed, iteration: integers of 64 bits, for the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
     machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of method.py,
-        round figures that were measured nowhere
-    Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
-    are wrong or differ between ranks; NonFiniteGradient on all ranks where a packed wire met NaN
-    or infinity. Wire "raw" follows IEEE 754 instead.
-    CuPy arrays are worked on in the stream that is CuPy's current one during the call, on its
-    current GPU: what the stream was given before may still be producing x, and what it is given
-    afterwards may use the result and overwrite x. For raw wires the call returns before the stream
-    is done: the host and other streams must wait for it. A torch tensor on a GPU comes in through
-    cupy.from_dlpack and out through torch.from_dlpack, which let one stream wait for the other.
+        round figures that were not measured on any machine
+    Raises, on all ranks and before data moves, TypeError and ValueError for arguments that are
+    wrong or differ between ranks; NonFiniteGradient on all ranks if NaN or infinity meets a packed
+    wire. Wire "raw" follows IEEE 754 instead.
+    CuPy arrays are processed in CuPy's current stream and on its current GPU: work queued there
+    before the call may still be producing x, and work queued afterwards may use the result and
+    overwrite x. For raw wires the call returns before the stream has finished: the host and other
+    streams must wait for it. A torch tensor on a GPU is passed by cupy.from_dlpack, and the result
+    by torch.from_dlpack, which let one stream wait for the other.
     """
     ranks = world if type(world) is World else as_world(world, "allreduce")
     key = wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed
@@ -507,7 +511,7 @@ def allreduce(
             rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom,
             seed=seed, machine=None if machine is None else as_machine(machine),
         )  # fmt: skip
-    except Exception as found:  # whatever: the other ranks are to hear of it
+    except Exception as found:  # of any class: it must be raised on all ranks
         config, error = Allreduce(), found  # the default only serves to raise the error
     given: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
     xs: list[Any] = []
@@ -546,10 +550,10 @@ def simulate(
     segments: Sequence[Segment] | None = None,
     machine: Machine | str | Path | None = None,
 ) -> Array:
-    """Return what allreduce gives for ranks that have these arrays, by the very same code.
+    """Return the result of allreduce for ranks with these arrays, from the same code.
 
-    xs: one array for each rank; nodes: as Loopback, for algorithm "hier"; the other arguments,
-    and errors: as allreduce. Raises ValueError for algorithm "mpi", which has no schedule.
+    xs: one array for each rank; nodes: see Loopback, for algorithm "hier"; other arguments and
+    errors: see allreduce. Raises ValueError for algorithm "mpi", which has no schedule.
     """
     check_simulated(xs)
     try:

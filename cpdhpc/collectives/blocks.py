@@ -1,7 +1,7 @@
-"""Collectives as data: which rounds of a schedule they have, and where their values lie.
+"""Collectives as data: which rounds of a schedule they use, and the places of their values.
 
 A reduce-scatter is the first half of an all-reduce, an all-gather the second one. A collective's
-data are blocks, each for one rank or of one rank; a schedule's chunks are parts of blocks.
+data are blocks, each for one rank or from one rank; a schedule's chunks are parts of blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .schedules import Layout, Schedule, Step, ring
 
 
 class Place(NamedTuple):
-    """Where the values of a chunk lie, for a rank.
+    """The places of a chunk's values, for one rank.
 
-    at: place in the whole, by which random numbers and shifts of tiles are found
+    at: place in the whole data, which selects random numbers and the shifts of tiles
     n: number of values
-    x, out: where they begin in the rank's arrays, None where these do not have them
+    x, out: offsets in the rank's arrays, None if these do not contain the chunk
     """
 
     at: int
@@ -32,17 +32,17 @@ class Place(NamedTuple):
     out: int | None
 
     def part(self, parts: int, index: int) -> Place:
-        """Return the place of part index of so many, cut on tiles."""
+        """Return the place of part index when cut on tiles into parts."""
         first, last = chunk(self.n, parts, index)
         x, out = (None if each is None else each + first for each in (self.x, self.out))
         return Place(self.at + first, last - first, x, out)
 
 
 class Share(NamedTuple):
-    """What a collective is. steps: (schedule, rank, layout, root) -> the rounds of a rank.
+    """Definition of a collective. steps: (schedule, rank, layout, root) -> the rounds of a rank.
 
-    whole: whether the data are one block, cut into pieces first, and these into chunks
-    sums: whether contributions are added; else a value is encoded once
+    whole: whether the data are one block, which is cut into pieces first, and these into chunks
+    sums: whether contributions are added; otherwise each value is encoded once
     rooted: whether it has a root; same: whether all ranks get the same result
     """
 
@@ -58,12 +58,12 @@ def _allreduce(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iter
 
 
 def _reduce_scatter(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
-    """Yield the way to the sums."""
+    """Yield the rounds up to the sums."""
     return (step for step in schedule.steps(rank, layout) if step.kind != "copy")
 
 
 def _all_gather(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
-    """Yield the way back, on which nothing is added."""
+    """Yield the rounds after the sums, which add nothing."""
     for step in schedule.steps(rank, layout):
         if step.kind == "copy":
             sent, came = (1,) * len(step.send_chunks), (1,) * len(step.recv_chunks)
@@ -86,7 +86,7 @@ def _from_root(
 
 
 def _chain(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
-    """Yield what comes from the rank before, and goes to the next one."""
+    """Yield a chain: receive from the rank before, send to the next one."""
     if rank:
         yield Step("copy", recv_from=rank - 1, recv_chunks=(0,), recv_terms=(1,))
     if rank + 1 < layout.ranks:
@@ -97,10 +97,10 @@ _down_tree, _down_chain = _from_root(_all_gather), _from_root(_chain)
 
 
 def _broadcast(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
-    """Yield the way down a tree, or a chain for ring; or to owners, and from them to all.
+    """Yield a broadcast: down a tree; for ring a chain; otherwise to owners, and from them to all.
 
     Source of the last: Barnett et al.: Interprocessor collective communication library (InterCom),
-    SHPCC 1994, where a long broadcast is a scatter and an all-gather.
+    SHPCC 1994, which makes a long broadcast of a scatter and an all-gather.
     """
     if schedule.owners is None or is_chain(schedule):
         way = _down_chain if is_chain(schedule) else _down_tree
@@ -128,7 +128,7 @@ def is_chain(schedule: Schedule) -> bool:
 
 def _by_owner(schedule: Schedule, layout: Layout, root: int) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the ranks after the root, and the chunks that each owns."""
-    assert schedule.owners is not None, "else there is one chunk"
+    assert schedule.owners is not None, "otherwise there is one chunk"
     own: list[list[int]] = [[] for _ in range(layout.ranks)]
     for index, owner in enumerate(schedule.owners(layout)):
         own[owner].append(index)
@@ -140,7 +140,7 @@ _up_tree = _from_root(_reduce_scatter)
 
 
 def _reduce(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
-    """Yield the way up a tree to the root; or to the sums, and from their owners to the root."""
+    """Yield a reduction up a tree to the root; or to the owners of sums, and on to the root."""
     if schedule.owners is None:
         yield from _up_tree(schedule, rank, layout, root)
         return
@@ -200,10 +200,10 @@ class Blocks:
     """The data of a collective.
 
     name: of SHARES
-    counts: values of each block. Where the whole is one block, of that; else of each rank's, and of
-        all_to_all of what rank i sends to rank j, at i * ranks + j
-    keeps: of broadcast, whether the root has the result already, as nothing is rounded
-    dtype: of values that travel as they are
+    counts: values of each block: of the one block, if the data are one; otherwise of each rank's
+        block; for all_to_all the block from rank i to rank j is at i * ranks + j
+    keeps: for broadcast, whether the root already has the result, as nothing is rounded
+    dtype: of values that travel unrounded
     """
 
     name: str
@@ -214,21 +214,21 @@ class Blocks:
 
     @property
     def share(self) -> Share:
-        """What the collective is."""
+        """The definition of the collective."""
         return SHARES[self.name]
 
     def terms(self, ranks: int) -> int:
-        """Return how many contributions are in a result."""
+        """Return the number of contributions in a result."""
         return ranks if self.share.sums else 1
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where blocks begin, one after another."""
+        """The offsets of blocks, one after another."""
         return [0, *accumulate(self.counts)]
 
     @cached_property
     def _tile_starts(self) -> list[int]:
-        """Where blocks begin, each on a tile."""
+        """The offsets of blocks, each starting on a tile."""
         return [0, *accumulate(tiles(count) * TILE for count in self.counts)]
 
     @property
@@ -237,7 +237,7 @@ class Blocks:
         return self.counts[0] if self.share.whole else self._tile_starts[-1]
 
     def sizes(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return how many values a rank has in x, and in out."""
+        """Return the numbers of values in a rank's x and out."""
         all_of_them, is_root = self._starts[-1], rank == self.root
         if self.name == "all_to_all":
             return sum(self.counts[rank * ranks :][:ranks]), sum(self.counts[rank::ranks])
@@ -253,7 +253,7 @@ class Blocks:
         }[self.name]
 
     def chunks(self, schedule: Schedule, layout: Layout) -> int:
-        """Return the number of chunks of a piece, where the whole is one block."""
+        """Return the number of chunks of a piece, if the data are one block."""
         is_one = self.name == "broadcast" and is_chain(schedule)
         return 1 if is_one else schedule.chunks(layout)
 
@@ -262,7 +262,8 @@ class Blocks:
     ) -> Sequence[Piece]:
         """Return the pieces that the data are cut into, the same on all ranks.
 
-        PIECES of them, unless one would have fewer values of a chunk than least, or more than most.
+        PIECES of them, but so that a chunk in a piece has no fewer values than least and no more
+        than most.
         """
         chunks = self.chunks(schedule, Layout(nodes)) if self.share.whole else 1
         n = max(self.counts, default=0)
@@ -270,13 +271,13 @@ class Blocks:
         return [Piece(i, count) for i in range(count)]
 
     def longest(self, schedule: Schedule, nodes: tuple[int, ...], piece: Piece) -> int:
-        """Return the most values that a chunk of a piece has, the same on all ranks."""
+        """Return the size in values of a piece's largest chunk, the same on all ranks."""
         chunks = self.chunks(schedule, Layout(nodes)) if self.share.whole else 1
         first, last = chunk(max(self.counts, default=0), piece.pieces, piece.number)
         return max(b - a for a, b in (chunk(last - first, chunks, i) for i in range(chunks)))
 
     def places(self, schedule: Schedule, rank: int, piece: Piece, layout: Layout) -> Places:
-        """Return the place of each chunk of a piece that a rank has to do with."""
+        """Return the place of each chunk of a piece that a rank handles."""
         if self.name == "all_to_all":
             found = self._of_pairs(rank, layout.ranks)
         elif self.share.whole:
@@ -310,7 +311,7 @@ class Blocks:
             seen[owner] += 1
 
     def _of_pairs(self, rank: int, ranks: int) -> dict[int, Place]:
-        """Return the places of what a rank sends to all, itself among them, and gets of all."""
+        """Return the places of a rank's blocks to all ranks, itself included, and from all."""
         found, out = dict[int, Place](), 0
         for other in range(ranks):
             there, here = rank * ranks + other, other * ranks + rank
@@ -328,9 +329,9 @@ Places = Mapping[int, Place]
 
 
 class Piece(NamedTuple):
-    """One of so many pieces of the data, which travel by themselves.
+    """A piece of the data, out of several that travel independently.
 
-    part, parts: which part of each of its chunks alone, cut on tiles: that changes no bit
+    part, parts: selects a part of each of its chunks, cut on tiles, which changes no bit
     """
 
     number: int
@@ -348,7 +349,7 @@ def rounds(
 ) -> tuple[Places, Sequence[tuple[int, Step]]]:
     """Return the places of a rank's chunks that are not empty, and its steps by number.
 
-    Steps are without chunks that are empty, and there are none of such chunks alone.
+    Empty chunks are left out, and so are steps that have only such chunks.
     """
     layout = Layout(nodes, piece.number)
     places = blocks.places(schedule, rank, piece, layout)
@@ -361,7 +362,7 @@ def rounds(
 
 
 def _only(step: Step, full: Container[int]) -> Step:
-    """Return a step with these chunks alone."""
+    """Return a step with only these chunks."""
     out = [row for row in zip(step.send_chunks, step.send_terms, strict=True) if row[0] in full]
     into = [row for row in zip(step.recv_chunks, step.recv_terms, strict=True) if row[0] in full]
     return Step(

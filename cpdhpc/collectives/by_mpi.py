@@ -1,4 +1,4 @@
-"""Collectives of values that are not rounded, by MPI's own: the baseline, and a fast path."""
+"""Collectives of unrounded values by MPI's own functions: the baseline, and a fast path."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..ops.payloads import Array
 from ..world.mpi import World
 from .blocks import Blocks
 
-MOST_BYTES = (1 << 31) - 1  # that MPI counts in one call
+MOST_BYTES = (1 << 31) - 1  # that MPI can count in one call
 
 
-LISTED_BYTES = 1 << 14  # of all blocks, up to which a call list is faster on one node
+LISTED_BYTES = 1 << 14  # of all blocks: below, a call list is faster on one node
 
 
 def is_faster(world: Any, blocks: Blocks) -> bool:
-    """Whether MPI's own collective is used where values are not rounded, if none is named.
+    """Whether "usual" uses MPI's own collective for values that are not rounded.
 
-    A function of what all ranks know. Where values only move, or are summed on a root, it copies
-    once what node memory copies twice; a call list of a few values begins sooner.
+    Depends only on values that are the same on all ranks. If values only move, or are summed on a
+    root, MPI copies once and node memory twice; a call list of a few values begins sooner.
     """
     if blocks.name == "reduce_scatter" or not takes(world, blocks):
         return False
@@ -30,7 +30,7 @@ def is_faster(world: Any, blocks: Blocks) -> bool:
 
 
 def takes(world: Any, blocks: Blocks) -> bool:
-    """Whether MPI has such a collective: of one rank a process, and of at most MOST_BYTES."""
+    """Whether MPI has such a collective: one rank per process, and at most MOST_BYTES."""
     if not isinstance(world, World) or world.virtual_ranks > 1:
         return False
     mpi, _ = world.plain_mpi()
@@ -44,9 +44,9 @@ Move = Callable[[Array, Array], object]  # of x and out, [n], of one dtype; an u
 
 
 def mover(world: Any, blocks: Blocks) -> Move:
-    """Return what does it for the rank of this process by MPI; it is collective.
+    """Return MPI's collective for the rank of this process, as a function; it is collective.
 
-    It blocks and has no time-out, as World.sum_by_mpi; all ranks have agreed on the call before.
+    It blocks and has no time-out, like World.sum_by_mpi; all ranks have agreed on the call before.
     """
     (mpi, comm), rank, root = world.plain_mpi(), world.process, blocks.root
     counts, ranks, is_root = list(blocks.counts), world.ranks, rank == root

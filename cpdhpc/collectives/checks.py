@@ -26,17 +26,17 @@ Array = npt.NDArray[Any]
 
 
 def name_of_x(world: Ranks, rank: int) -> str:
-    """Return what messages call the array of a rank, whose process they name."""
+    """Return the name of a rank's array in messages that already name the process."""
     return f"x of rank {rank}" if world.virtual_ranks > 1 else "x"
 
 
 def of_prepare(error: Exception) -> Exception:
-    """Return an error of an all-reduce as one of prepare, which takes xs and outs."""
+    """Return an error of an all-reduce worded for prepare, which takes xs and outs."""
     text = re.sub(r"^(allreduce: (x|out))(?= )", r"\1s", str(error))
     return said_by("Allreduce.prepare", error, text)
 
 
-DTYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # what is taken -> its words, a test
+DTYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # name -> text of the error, a test
     "float32": ("must be float32", lambda dtype: bool(dtype == np.float32)),
     "numbers": (
         "must be integers, floats or complex numbers",
@@ -60,7 +60,7 @@ def check_array(name: str, x: Any, takes_dtypes: str = "float32") -> None:
     except TypeError:
         takes = "a NumPy, CuPy or torch array"
         if type(x).__module__.startswith("torch"):
-            takes = "a NumPy or CuPy array: cpdhpc.allreduce alone takes tensors"
+            takes = "a NumPy or CuPy array: only cpdhpc.allreduce takes tensors"
         raise TypeError(f"allreduce: {name} is {type_name(x)}: must be {takes}") from None
     if advice := misread(x):
         raise TypeError(f"allreduce: {name} is {type_name(x)}: {advice}")
@@ -74,12 +74,12 @@ def check_array(name: str, x: Any, takes_dtypes: str = "float32") -> None:
 
 
 def of_tensor(name: str, x: Any) -> Any:
-    """Return the memory of a torch tensor as a NumPy array; x itself where it is no tensor.
+    """Return the memory of a torch tensor as a NumPy array; x itself if it is not a tensor.
 
-    Raises TypeError where a gradient would be lost, and where it is a subclass, sparse or not on
+    Raises TypeError if a gradient would be lost, or the tensor is of a subclass, sparse or not on
     the CPU.
     """
-    torch = sys.modules.get("torch")  # where there is a tensor, it is loaded
+    torch = sys.modules.get("torch")  # if x is a tensor, torch is loaded
     if torch is None or not isinstance(x, torch.Tensor):
         return x
     is_lost = x.requires_grad and torch.is_grad_enabled()
@@ -96,13 +96,13 @@ def of_tensor(name: str, x: Any) -> Any:
 
 
 def note_written(x: Any) -> Any:
-    """Return x; tell autograd, where it is a tensor, that its memory was written.
+    """Return x; mark its memory as written for autograd, if it is a tensor.
 
-    So backward refuses to go on from values that a graph has kept and that are gone.
+    Then backward refuses to continue with saved values that were overwritten.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        x.detach().view(-1)[:0].zero_()  # torch counts it, and it changes nothing
+        x.detach().view(-1)[:0].zero_()  # changes nothing, but torch counts a write
     return x
 
 
@@ -119,14 +119,14 @@ def _check_device(name: str, x: Any) -> None:
 def check_place(name: str, x: Array, other: Array) -> None:
     if on_gpu(x) != on_gpu(other):
         here, there = ("GPU" if on_gpu(each) else "CPU" for each in (x, other))
-        raise TypeError(f"allreduce: {name} is on the {here}: must be on the {there}, as the first")
+        raise TypeError(f"allreduce: {name} is on the {here}: the first is on the {there}")
 
 
 def check_count(world: Ranks, name: str, xs: object) -> None:
-    """Raise TypeError or ValueError unless xs is a list with something for each hosted rank."""
+    """Raise TypeError or ValueError unless xs is a list with one entry for each hosted rank."""
     if not isinstance(xs, Sequence):
         raise TypeError(
-            f"allreduce: {name} is {type(xs).__name__}: must be a list, one of each hosted rank"
+            f"allreduce: {name} is {type(xs).__name__}: must be a list, one for each hosted rank"
         )
     if len(xs) != world.virtual_ranks:
         raise ValueError(
@@ -143,7 +143,7 @@ def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
     for name, start, stop in segments:
         expected = f"{end} or more"
         if on_tiles:
-            expected = f"{end}, behind the tiles of {TILE} that the former one has begun"
+            expected = f"{end}, after the tiles of {TILE} that the previous one has begun"
         if not (start == end if on_tiles else start >= end) or not start <= stop <= n:
             raise ValueError(
                 f"allreduce: segment {name!r} is {start}..{stop} of {n} values: must start at "
@@ -163,7 +163,7 @@ def check_shifts(shifts: object, segments: Sequence[Segment], fmt: Format | None
         raise ValueError(f"{what} None: wire 'raw' is not scaled")
     for each in shifts:
         if not isinstance(each, Sequence | np.ndarray) or len(each) != len(segments):
-            raise ValueError(f"{what} two lists of {len(segments)} integers, one a segment")
+            raise ValueError(f"{what} two lists of {len(segments)} integers, one per segment")
         for k in each:
             check_integer("allreduce: shifts: K", k)
             if not fmt.shift_min <= k <= fmt.shift_max:
@@ -173,9 +173,9 @@ def check_shifts(shifts: object, segments: Sequence[Segment], fmt: Format | None
 def check_arrays(
     world: Ranks, xs: Sequence[Array], segments: Sequence[Segment] | None, on_tiles: bool
 ) -> tuple[Segment, ...]:
-    """Return the segments, one for all where none are given.
+    """Return the segments; a single one if none are passed.
 
-    Raises TypeError or ValueError unless xs are what this process is to give.
+    Raises TypeError or ValueError unless xs are valid arrays for this process.
     """
     check_count(world, "xs", xs)
     for rank, x in zip(world.hosted, xs, strict=True):
@@ -201,11 +201,11 @@ def check_arrays(
 
 
 def check_simulated(xs: object) -> None:
-    """Raise TypeError or ValueError unless xs is a list of something."""
+    """Raise TypeError or ValueError unless xs is a list that is not empty."""
     if not isinstance(xs, Sequence):
-        raise TypeError(f"simulate: xs is {type(xs).__name__}: must be a list, one of each rank")
+        raise TypeError(f"simulate: xs is {type(xs).__name__}: must be a list, one for each rank")
     if not xs:
-        raise ValueError("simulate: xs is empty: must have one array of each rank")
+        raise ValueError("simulate: xs is empty: must have one array for each rank")
 
 
 def check_run(every: object, error: object) -> None:
@@ -216,7 +216,7 @@ def check_run(every: object, error: object) -> None:
 
 
 def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> None:
-    """Raise TypeError or ValueError unless outs, if given, are count arrays like the xs."""
+    """Raise TypeError or ValueError unless outs, if any, are count arrays like the xs."""
     if outs is None:
         return
     if not isinstance(outs, Sequence):
@@ -233,7 +233,7 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
 
 
 def check_world(method: Method, world: Ranks) -> None:
-    """Raise ValueError unless a method is one for a world: of MPI, and of not too many ranks."""
+    """Raise ValueError unless a method suits a world: MPI, and the number of ranks."""
     if method.algorithm == MPI_ALLREDUCE and not world.has_mpi:
         raise ValueError(
             "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
@@ -247,7 +247,7 @@ def check_world(method: Method, world: Ranks) -> None:
 
 
 def iteration_error(iteration: object, name: str = "allreduce") -> Exception | None:
-    """Return what is wrong with an iteration, if anything is; name: of the call."""
+    """Return the error of an iteration, or None; name: of the call."""
     try:
         check_key(f"{name}: iteration", iteration)
     except (TypeError, ValueError) as error:
@@ -255,7 +255,7 @@ def iteration_error(iteration: object, name: str = "allreduce") -> Exception | N
     return None
 
 
-NUMBERS = 5  # that checks compare at least: different calls then have messages of one length
+NUMBERS = 5  # compared at least, so that the messages of different calls have one length
 
 
 def check_alike(
@@ -268,11 +268,11 @@ def check_alike(
 ) -> list[int]:
     """Raise error on all processes, or ValueError if calls or arguments differ. Collective.
 
-    arguments: name -> whatever must be the same everywhere, with a repr that tells
-    numbers: int64, as many everywhere
-    what: named in messages; its first word is the name of the call
-    text: that says all of the arguments, where it is known already
-    Returns the largest of each number over the processes.
+    arguments: name -> a value that must be the same everywhere, with a distinctive repr
+    numbers: int64, the same number of them everywhere
+    what: the call, for messages; its first word is the name of the function
+    text: describes all arguments, if it is already known
+    Returns the maximum of each number over the processes.
     """
     name = what.split()[0].rstrip(":")
     text = f"{name} {text or arguments}"
@@ -299,10 +299,11 @@ def check_alike(
 
 @contextmanager
 def alike_on_all(world: Ranks, what: str) -> Iterator[dict[str, object]]:
-    """Run a block without messages on all processes; yield the arguments that it is to note.
+    """Run a block without messages on all processes; yield a dict for the arguments to compare.
 
-    Collective at the end of the block. What one process raises in it, whatever it is, all raise, as
-    none may wait for that one; ValueError where arguments differ. what: as of check_alike
+    Collective at the end of the block. An error of any class that one process raises in it is
+    raised on all, as none may wait for that process; ValueError if arguments differ.
+    what: see check_alike
     """
     arguments: dict[str, object] = {}
     error: Exception | None = None
@@ -327,7 +328,7 @@ def _rows(name: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks: int) -> NoReturn:
-    """Raise ValueError that says what differs first; calls: name and arguments by process."""
+    """Raise ValueError that names the first difference; calls: name and arguments by process."""
     name, arguments = calls[0]
     other = next(i for i, call in enumerate(calls) if call != calls[0])
     rank = other * virtual_ranks
@@ -353,17 +354,17 @@ def _has_part(name: str, others: Iterable[str]) -> bool:
     return any(each.startswith((f"{name}.", f"{name}[", f"type of {name}")) for each in others)
 
 
-SHOWN = 120  # characters of a value that differs
+SHOWN = 120  # characters of a differing value
 
 
 SUMS = (ALLREDUCE, *SUMMING)
 
 
 class NonFiniteGradient(ArithmeticError):
-    """NaN or infinity in what was to be summed, or in the sum; raised on all ranks alike.
+    """NaN or infinity in the input of a sum, or in the sum; raised on all ranks.
 
-    segments: names of the tensors; ranks: where they are, empty where only the sum is not finite
-    dtype: of the tensors, where it is their mean that is beyond it; call: the collective
+    segments: names of the tensors; ranks: that have them, empty if only the sum is not finite
+    dtype: of the tensors, if their mean exceeds its range; call: the collective
     """
 
     def __init__(
@@ -406,7 +407,7 @@ def amax_of(x: Array) -> int:
 def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:
     """Return the float32 bits of max|x| of each segment, int64[segments].
 
-    A segment that starts on a tile has all of its last one.
+    A segment that starts on a tile includes all of its last tile.
     """
     if any(start % TILE for _, start, _ in segments):
         parts = [x[start:stop] for _, start, stop in segments]
@@ -469,7 +470,7 @@ def shifts_of(method: Method, amax: Sequence[int], ranks: int, *, sums: bool = T
 
     sums: whether contributions are added
     """
-    assert method.fmt is not None, "else none are shared"
+    assert method.fmt is not None, "otherwise none are shared"
     fmt, sent = method.fmt, "none" if method.sums_held else method.headroom
     if method.integers:
         grid = [integer_shift(bits, fmt) for bits in amax]

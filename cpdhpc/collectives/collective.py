@@ -1,7 +1,8 @@
-"""Collectives beside the all-reduce, with any wire: their choices, checks, and what they do.
+"""Collectives beside the all-reduce, with any wire: their choices, checks and execution.
 
-Reduce-scatter, all-gather and the others are parts of all-reduces: the same programs, engine, call
-lists and checks of arguments. blocks.py says which rounds each has, and where values lie.
+Reduce-scatter, all-gather and the others are parts of all-reduces: they use the same programs,
+engine, call lists and checks of arguments. blocks.py defines the rounds of each, and the places of
+values.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as
 from .recorded import Recording, Recordings, keep, recording_of, with_iteration
 
 Shape = tuple[int, ...]
-SHORT_BYTES = 1 << 16  # of a broadcast whose time is that of its rounds
+SHORT_BYTES = 1 << 16  # up to here the number of rounds decides the time of a broadcast
 
 
 class Sketch(NamedTuple):
-    """What a process knows of a call before all have spoken.
+    """A process's own information on a call, before processes exchange it.
 
-    shape: of x; of the root's where only that counts; dtype: of x; gpu: whether arrays are there
-    counts: in rows, of each rank's block; of all_to_all None, or a row of counts and one of
+    shape: of x, or of the root's x if only that matters; dtype: of x; gpu: whether arrays are there
+    counts: in rows, of each rank's block; for all_to_all None, or a row of counts and one of
         recv_counts, maybe None, for each hosted rank
     """
 
@@ -61,9 +62,9 @@ class Sketch(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call is, once its arguments are known.
+    """The properties of a call, derived from its arguments.
 
-    dtype: of the values; shapes: of the result of each hosted rank, None where it has none
+    dtype: of the values; shapes: of the result of each hosted rank, None if it has none
     """
 
     blocks: Blocks
@@ -75,9 +76,10 @@ class Call(NamedTuple):
 class Arrays(NamedTuple):
     """The arrays of a call.
 
-    xs, outs: of the hosted ranks, as programs see them: values, or bytes, in a row; a rank whose
-        array is not read gives an empty one, and has None for what it does not write
-    results: what the call returns; written: what they are copied from afterwards, or themselves
+    xs, outs: of the hosted ranks, flattened to values or bytes for programs; a rank whose x is not
+        read has an empty one, and None for a result that it does not get
+    results: returned by the call; written: the arrays that results are copied from afterwards, or
+        the results themselves
     """
 
     xs: Sequence[Array]
@@ -92,7 +94,7 @@ class Arrays(NamedTuple):
         return x, x[:0] if out is None else out
 
     def copied(self) -> list[Array | None]:
-        """Return the results, once what they are copied from is written."""
+        """Return the results, after copying into those that were not written directly."""
         for result, each in zip(self.results, self.written, strict=True):
             if result is not None and each is not result:
                 result[...] = each
@@ -101,7 +103,7 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective(Method):
-    """A collective with its choices made and checked; an all-reduce is an Allreduce.
+    """The choices of a collective, checked; for an all-reduce see Allreduce.
 
     collective: "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather" or
         "scatter"; root: of the last four
@@ -136,30 +138,30 @@ class Collective(Method):
             if not self.share.sums and given != usual:
                 raise ValueError(f"allreduce: {name}={given!r}: must be left out: nothing is added")
         if self.finite:
-            raise ValueError("allreduce: finite=True: must be left out: is of all-reduces")
+            raise ValueError("allreduce: finite=True: must be left out: only all-reduces take it")
 
     @property
     def call(self) -> str:
-        """The collective, as messages name it."""
+        """The name of the collective in messages."""
         return self.collective
 
     @property
     def share(self) -> Share:
-        """What the collective is."""
+        """The definition of the collective."""
         return SHARES[self.collective]
 
     @cached_property
     def accumulating(self) -> str:
-        """The name of the way in which partial sums are kept."""
+        """The name of the way in which partial sums are accumulated."""
         return super().accumulating if self.share.sums or self.exact else "float32"
 
     @cached_property
     def result_rounded(self) -> bool:
-        """Whether the result is rounded to the wire: not where a reduce-scatter leaves it."""
+        """Whether the result is rounded to the wire: not the blocks of a reduce-scatter."""
         return self.exact or self.collective != "reduce_scatter"
 
     def blocks_of(self, n: int, ranks: int) -> Blocks:
-        """Return even blocks of n float32 values in all; of all_to_all, per rank."""
+        """Return even blocks of n float32 values in all; for all_to_all, per rank."""
         counts = (n,) if self.share.whole else even(n, ranks)
         if self.collective == "all_to_all":
             counts *= ranks
@@ -167,7 +169,7 @@ class Collective(Method):
 
     @property
     def takes_dtypes(self) -> str:
-        """Which dtypes it takes, of checks.DTYPES."""
+        """The dtypes that it takes, a key of checks.DTYPES."""
         if self.fmt is not None:
             return "float32"
         if self.op == "mean":
@@ -178,9 +180,9 @@ class Collective(Method):
         """Return the schedule of "usual".
 
         nodes: the node of each rank; size_bytes: of all blocks before they are encoded
-        Sums of a packed wire go as in the all-reduce. Else it is hier if ranks share nodes and
-        there are several; direct on one node, where a payload is read where it lies; rhd on nodes
-        of one rank each. Broadcasts go down a tree on one node, and where they are short.
+        Sums of a packed wire use the schedule of the all-reduce. Other calls use hier if several
+        nodes have several ranks; direct on one node, where payloads are read in place; rhd on nodes
+        of one rank each. Broadcasts use tree on one node, and if they are short.
         """
         several = len(set(nodes)) > 1
         if len(COLLECTIVES[self.collective]) == 1:
@@ -192,9 +194,9 @@ class Collective(Method):
         return ("hier" if len(set(nodes)) < len(nodes) else "rhd") if several else "direct"
 
     def chosen(self, world: Ranks, call: Call) -> Collective:
-        """Return this with the algorithm that "usual" stands for.
+        """Return this with the algorithm that "usual" selects.
 
-        A schedule, or MPI's own where is_faster says so.
+        A schedule, or MPI's own collective if is_faster returns True.
         """
         if self.algorithm != USUAL:
             return self
@@ -213,7 +215,7 @@ class Collective(Method):
         iteration: int = 0,
         error: Exception | None = None,
     ) -> Call:
-        """Return what the call is; raise on all ranks what is wrong on any. Collective."""
+        """Return the properties of the call; raise any rank's error on all. Collective."""
         error = error or iteration_error(iteration, self.call)
         sketch, call = Sketch((), "", False, counts), None
         is_scatter, is_uneven = self.collective == "scatter", self._has_pairs and counts is not None
@@ -222,14 +224,14 @@ class Collective(Method):
                 sketch = self._sketch(world, xs, counts, recv_counts)
                 if not (is_scatter or is_uneven):
                     call = self._call(world, sketch, outs)
-        except Exception as found:  # whatever: the other ranks are to hear of it
+        except Exception as found:  # of any class: it must be raised on all ranks
             error = said_by(self.call, found)
         arguments: dict[str, object] = {
             "x.shape": sketch.shape if counts is None else sketch.shape[1:],
             "x.dtype": str(sketch.dtype), "x on GPU": sketch.gpu, **self.choices,
             "counts": "uneven" if is_uneven else sketch.counts, "iteration": iteration,
         }  # fmt: skip
-        if is_scatter:  # the root alone has something to say of x
+        if is_scatter:  # only the root has x
             arguments |= {"x.shape": (), "x.dtype": "", "x on GPU": False, "counts": counts}
         read = [] if error is not None else self._read(world, xs)
         suspect = self.hides_nonfinite and not all(
@@ -247,11 +249,11 @@ class Collective(Method):
             except Exception as found:
                 error = said_by(self.call, found)
             world.agree(error, what, of_call=True)
-        assert call is not None, "else there is an error"
+        assert call is not None, "otherwise there is an error"
         return call
 
     def _read(self, world: Ranks, xs: Sequence[Any]) -> list[Any]:
-        """Return the arrays of the hosted ranks, None for one that is not read."""
+        """Return the arrays of the hosted ranks, None for those that are not read."""
         if self.collective != "broadcast":
             return list(xs)
         return [x if r == self.root else None for r, x in zip(world.hosted, xs, strict=True)]
@@ -261,7 +263,7 @@ class Collective(Method):
         return self.collective == "all_to_all"
 
     def _sketch(self, world: Ranks, xs: Any, counts: Any, recv_counts: Any) -> Sketch:
-        """Return what this process knows; raise what is wrong with its arguments."""
+        """Return this process's information; raise the errors of its arguments."""
         check_count(world, "x", xs)
         if self.root >= world.ranks:
             raise ValueError(f"allreduce: root={self.root}: must be below {world.ranks}")
@@ -300,7 +302,7 @@ class Collective(Method):
         check_place(f"x of rank {rank}", x, first)
 
     def _counts(self, world: Ranks, shape: Shape, counts: Any) -> tuple[int, ...]:
-        """Return the rows of each rank's block; none where the whole is one."""
+        """Return the rows of each rank's block; empty if the data are one block."""
         if self.share.whole:
             if counts is not None:
                 raise ValueError("allreduce: counts: must be left out: there is one block")
@@ -312,7 +314,7 @@ class Collective(Method):
         return even(shape[0], world.ranks)
 
     def _check_rows(self, world: Ranks, xs: Sequence[Any], shares: tuple[int, ...]) -> None:
-        """Raise ValueError unless arrays have the rows that counts say."""
+        """Raise ValueError unless arrays have the numbers of rows in counts."""
         for rank, x in zip(world.hosted, xs, strict=True):
             if x is None or self.share.whole:
                 continue
@@ -323,7 +325,7 @@ class Collective(Method):
                 )
 
     def _shares(self, world: Ranks, xs: Any, counts: Any, recv_counts: Any) -> Any:
-        """Return the counts of all_to_all, and of what comes, for each hosted rank."""
+        """Return counts and recv_counts of all_to_all for each hosted rank."""
         ranks, several = world.ranks, world.virtual_ranks > 1
         if counts is None:
             rows = xs[0].shape[0]
@@ -332,7 +334,7 @@ class Collective(Method):
                     f"allreduce: x has {rows} rows: without counts must be a multiple of {ranks}"
                 )
             if recv_counts is not None:
-                raise ValueError("allreduce: recv_counts: must be left out where counts are")
+                raise ValueError("allreduce: recv_counts: must be left out if counts are")
             return (rows // ranks,) * ranks
         sent, came = ([each] if not several else each for each in (counts, recv_counts))
         check_count(world, "counts", sent)
@@ -350,14 +352,14 @@ class Collective(Method):
         return rows_of, expected
 
     def _told(self, world: Ranks, sketch: Sketch) -> Sketch:
-        """Return what the root knows of the array that it scatters. Collective."""
+        """Return the root's information on the array that it scatters. Collective."""
         told = (sketch.shape, np.dtype(sketch.dtype), sketch.gpu) if sketch.dtype else None
         found = world.gather(told, f"{self.call}: shape")
         shape, dtype, gpu = next(each for each in found if each is not None)
         return Sketch(shape, dtype, gpu, self._counts(world, shape, sketch.counts))
 
     def _matrix(self, world: Ranks, sketch: Sketch) -> Sketch:
-        """Return what all ranks send to all. Collective."""
+        """Return the counts from all ranks to all ranks. Collective."""
         ranks = world.ranks
         sent, expected = sketch.counts
         known = np.full((2, ranks, ranks), -1)
@@ -375,7 +377,7 @@ class Collective(Method):
         return sketch._replace(counts=tuple(counts.ravel().tolist()))
 
     def _call(self, world: Ranks, sketch: Sketch, outs: Any) -> Call:
-        """Return what a call is; raise TypeError or ValueError for outs that do not fit."""
+        """Return a call's properties; raise TypeError or ValueError for outs that do not fit."""
         shape, dtype, gpu, counts = sketch
         rest, ranks, name = shape[1:], world.ranks, self.collective
         each = 1 if self.share.whole else prod(rest)
@@ -386,8 +388,8 @@ class Collective(Method):
         blocks = blocks_of(name, in_values, self.root, keeps, np.dtype(dtype).str, self.fmt is None)
         if self.algorithm == MPI_ALLREDUCE and (gpu or not takes(world, blocks)):
             raise ValueError(
-                "allreduce: algorithm='mpi': must be on the CPU, in a World of one rank a process, "
-                f"at most {MOST_BYTES} bytes in all, and to be added of a dtype that MPI knows"
+                "allreduce: algorithm='mpi': must be on the CPU, in a World of one rank per "
+                f"process, at most {MOST_BYTES} bytes in all; sums need a dtype that MPI can add"
             )
         shapes: list[Shape | None] = []
         for rank in world.hosted:
@@ -407,7 +409,7 @@ class Collective(Method):
             self._check_outs(call, outs)
         lacks_out = outs is None or any(out is None for out in outs)
         if gpu and name == "scatter" and not world.hosts(self.root) and lacks_out:
-            raise TypeError("allreduce: out: must be given: x of the root is on a GPU")
+            raise TypeError("allreduce: out: must be passed: x of the root is on a GPU")
         return call
 
     def _check_outs(self, call: Call, outs: Any) -> None:
@@ -426,7 +428,7 @@ class Collective(Method):
                 )
             if on_gpu(out) != call.gpu:
                 place = "GPU" if call.gpu else "CPU"
-                raise TypeError(f"allreduce: out must be on the {place}, as x")
+                raise TypeError(f"allreduce: out must be on the {place}, like x")
             if not getattr(out.flags, "writeable", True):
                 raise ValueError("allreduce: out is read-only")
 
@@ -442,15 +444,15 @@ class Collective(Method):
         error: Exception | None = None,
         known_by: Hashable = None,
     ) -> list[Array | None]:
-        """Do it for the arrays of the hosted ranks; return their results. Collective.
+        """Run the collective for the arrays of the hosted ranks; return their results. Collective.
 
-        xs: one for each hosted rank, of scatter None but for the root
-        outs: for the results: one for each hosted rank, or one of all where they are the same
-        counts, recv_counts, iteration: as the function; with virtual ranks those of all_to_all are
-            a list for each hosted rank
+        xs: one for each hosted rank, for scatter None except on the root
+        outs: for the results: one for each hosted rank, or a single one if results are the same
+        counts, recv_counts, iteration: as for the function; with virtual ranks those of all_to_all
+            are a list for each hosted rank
         error: of this process, known before the call: raised on all
-        known_by: what stands for all other arguments but arrays, if run_known may know calls by it
-        Returns as many as outs has; None for a rank that has none.
+        known_by: a key for all arguments except arrays, under which run_known may find the call
+        Returns one result for each of outs; None for a rank that has none.
         """
         ranks = as_world(world, self.call)
         call = self.check(ranks, xs, outs, counts, recv_counts, iteration, error)
@@ -470,7 +472,7 @@ class Collective(Method):
         call: Call,
         iteration: int,
     ) -> list[Array | None]:
-        """Do what run does with arguments that check has seen. Collective."""
+        """Do the same as run, with arguments that check has accepted. Collective."""
         arrays = self._arrays(world, xs, outs, call)
         recording = self._recording(world, arrays, call)
         self._into(world, arrays, call, iteration, recording)
@@ -485,7 +487,7 @@ class Collective(Method):
         given = [self._nothing(results, call) if x is None else x for x in xs]
         taken = [self._flat(x)[:size] for x, (size, _) in zip(given, sizes, strict=True)]
         keeps = call.blocks.keeps and world.hosts(self.root)
-        if keeps:  # the root has it already, in the same process
+        if keeps:  # the root, in the same process, already has it
             written: list[Array | None] = [xs[self.root - world.rank]]
         else:
             shares = any(each is not None and overlaps(each, taken) for each in results)
@@ -502,9 +504,10 @@ class Collective(Method):
         counts: Any = None,
         recv_counts: Any = None,
     ) -> PreparedCollective:
-        """Return what does it for these very arrays, any number of times. Collective.
+        """Return a repeatable collective of exactly these arrays. Collective.
 
-        The arguments, compared over the ranks here and not again, and errors: as run.
+        The arguments are compared over the ranks here, and not in later runs; they and the errors
+        are those of run.
         """
         ranks = as_world(world, self.call)
         call = self.check(ranks, xs, outs, counts, recv_counts)
@@ -514,7 +517,7 @@ class Collective(Method):
         return PreparedCollective(method, ranks, xs, outs, call)
 
     def _results(self, xs: Sequence[Any], outs: Any, call: Call) -> list[Array | None]:
-        """Return the arrays that results are to lie in."""
+        """Return the arrays for the results."""
         like = next((x for x in xs if x is not None), np.empty(0))
         given = [None] * len(call.shapes) if outs is None else outs
         return [
@@ -524,12 +527,12 @@ class Collective(Method):
         ]  # fmt: skip
 
     def _flat(self, x: Array) -> Array:
-        """Return an array as programs see it: its values, or its bytes."""
+        """Return an array flattened for programs: its values, or its bytes."""
         flat = x.reshape(-1)
         return flat.view(np.uint8) if self.fmt is None and not self.share.sums else flat
 
     def _nothing(self, results: Sequence[Array | None], call: Call) -> Array:
-        """Return an empty array of the kind of the results, for a rank that gives none."""
+        """Return an empty array of the results' kind, for a rank without input."""
         like = next((each for each in results if each is not None), np.empty(0))
         return np.empty_like(like, shape=(0,), dtype=call.dtype)
 
@@ -544,7 +547,7 @@ class Collective(Method):
     def _is_listed(self, call: Call) -> bool:
         """Whether compiled code adds or copies the values."""
         listed = ("float32",) if self.share.sums else ("float32", "uint8")
-        return self.algorithm != MPI_ALLREDUCE and call.blocks.dtype in listed
+        return self.is_compiled and call.blocks.dtype in listed
 
     def _into(
         self,
@@ -555,9 +558,9 @@ class Collective(Method):
         recording: Recording | None,
         move: Move | None = None,
     ) -> None:
-        """Do it, by a call list if there is one. Collective.
+        """Run the collective, by a call list if there is one. Collective.
 
-        move: MPI's own, if it is made already
+        move: MPI's own function, if it is already made
         Raises NonFiniteGradient on all ranks.
         """
         shifts = self._shifts(world, arrays.xs) if self.shares_shifts else self.first_shifts(WHOLE)
@@ -575,7 +578,7 @@ class Collective(Method):
         self._divide(world, arrays.outs)
 
     def _divide(self, world: Ranks, outs: Sequence[Array | None]) -> None:
-        """Divide sums by the number of ranks, where their mean is wanted."""
+        """Divide sums by the number of ranks, if op is "mean"."""
         divisor = self.divisor(world.ranks)
         if divisor is None:
             return
@@ -586,7 +589,7 @@ class Collective(Method):
                 np.divide(out, out.dtype.type(world.ranks), out)
 
     def _agree(self, world: Ranks, bad: int, xs: Sequence[Array]) -> None:
-        """Raise NonFiniteGradient where any rank has found what is not finite. Collective."""
+        """Raise NonFiniteGradient if any rank has found non-finite values. Collective."""
         if self.fmt is None:
             return
         if not self.share.same:
@@ -603,7 +606,7 @@ class Collective(Method):
         shifts: Shifts,
         iteration: int,
     ) -> int:
-        """Run the programs of the hosted ranks; count what is not finite in what they write."""
+        """Run the programs of the hosted ranks; count non-finite values that they write."""
         xs, outs = arrays.xs, arrays.outs
         plan = self.plan(world.nodes, xs[0], WHOLE, shifts, iteration, blocks)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -613,7 +616,7 @@ class Collective(Method):
         return bad
 
     def _shifts(self, world: Ranks, xs: Sequence[Array]) -> Shifts:
-        """Return the shift of all values, for contributions, and for sums and results. Collective.
+        """Return the shifts of all values, for contributions, and for sums and results. Collective.
 
         Raises NonFiniteGradient.
         """
@@ -635,12 +638,12 @@ class Collective(Method):
 
 
 class KnownCall(NamedTuple):
-    """What a call comes to that is known by its arguments.
+    """The preparation of a call that is recognised by its arguments.
 
     nodes: of the world; digest: of the call, the same on all processes
-    recording, move: what does it, one of them
+    recording, move: one of them executes it
     is_read, is_written: whether the rank's x is read, and its out written
-    nothing: an empty array of the dtype, in place of one that is not
+    nothing: an empty array of the dtype, for an absent x or out
     """
 
     nodes: tuple[int, ...]
@@ -655,9 +658,9 @@ class KnownCall(NamedTuple):
 
 
 def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) -> None:
-    """Let a call with these arguments be run at once from now on, if nothing depends on values.
+    """Let later calls with these arguments run at once, if nothing depends on values.
 
-    key: all arguments but arrays; method: as chosen; x: of this rank
+    key: all arguments except arrays; method: after the choice of algorithm; x: of this rank
     """
     if world.board is None or world.virtual_ranks > 1 or call.gpu:
         return
@@ -683,18 +686,18 @@ def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) ->
 
 
 def kind_of(x: Array | None) -> tuple[Any, ...]:
-    """Return shape and dtype, by which calls are known."""
+    """Return shape and dtype, by which calls are recognised."""
     return (None,) if x is None else (x.shape, x.dtype)
 
 
 def run_known(
     world: Ranks, key: Hashable, x: Any, out: Any, iteration: object
 ) -> list[Array | None] | None:
-    """Run a call whose arguments were seen before, without more than a look at them. Collective.
+    """Run a call whose arguments were seen before, with only a quick check of them. Collective.
 
-    key: as of know; iteration: compared over the ranks, if nothing else
-    Returns None, with nothing done, where it is not known here or elsewhere, or others are about
-    to do something else. Raises NonFiniteGradient, as run.
+    key: see know; iteration: compared over the ranks, and nothing else
+    Returns None, with nothing done, if the call is not recognised here or elsewhere, or other ranks
+    make another call. Raises the NonFiniteGradient of run.
     """
     board = world.board
     if board is None or board.has_failed or world.account is not None or world.lent_by is not None:
@@ -703,7 +706,7 @@ def run_known(
         return None
     try:
         known = board.known[(key, *kind_of(x))]
-    except (KeyError, TypeError):  # whatever is wrong with the arguments is said later
+    except (KeyError, TypeError):  # errors of the arguments are raised later
         return None
     nodes, digest, method, call, recording, move, is_read, is_written, nothing = known
     (shape,) = call.shapes
@@ -733,16 +736,17 @@ def run_known(
 
 
 def is_plain(x: object) -> bool:
-    """Whether this is a NumPy array whose values lie one after another, or None."""
+    """Whether this is a C-contiguous NumPy array, or None."""
     return x is None or (type(x) is np.ndarray and x.flags.c_contiguous)
 
 
 class PreparedCollective:
-    """A collective of arrays that stay where they are; made by Collective.prepare. Collective.
+    """A repeatable collective of fixed arrays; made by Collective.prepare. Collective.
 
-    is_fast: whether run is a call list, without the interpreter, or MPI's own: with one rank a
-        process and NumPy arrays. Else it does what Collective.run does, but for comparing the
-        arguments. A small collective comes first, or last, where something depends on all values.
+    is_fast: whether run executes a compiled call list, without the interpreter, or MPI's own
+        function: with one rank per process and NumPy arrays, unless wire is "nvfp4". Otherwise it
+        does the same as Collective.run, without comparing the arguments. A small collective comes
+        before or after the data if a step depends on all values.
     """
 
     def __init__(
@@ -769,17 +773,17 @@ class PreparedCollective:
 
     @property
     def is_fast(self) -> bool:
-        """Whether run is a call list, or MPI's own."""
+        """Whether run executes a call list, or MPI's own function."""
         return self._recording is not None or self._move is not None
 
     def run(self, *, iteration: int = 0) -> list[Array | None]:
-        """Do it for what the arrays hold now; return what Collective.run returns. Collective.
+        """Run on the current values of the arrays; return the same as Collective.run. Collective.
 
-        iteration: as in the function, where rounding is "stochastic"; else its value does not count
+        iteration: as in the function, if rounding is "stochastic"; otherwise it is ignored
         The results lie in the same arrays every time.
-        Raises on all ranks NonFiniteGradient as the function, TypeError for a wrong iteration if
-        it counts; RankFailure. After free RuntimeError, or the end of the job if others have not
-        freed it.
+        Raises on all ranks NonFiniteGradient as the function, and TypeError for a wrong iteration
+        if it matters; RankFailure. After free it raises RuntimeError, or ends the job if other
+        ranks have not freed it.
         """
         world, method = self._world, self._method
         if self._freed:
@@ -797,7 +801,7 @@ class PreparedCollective:
         return self._arrays.copied()
 
     def free(self) -> None:
-        """Free the requests; after that only run is an error. Of this process: not collective."""
+        """Free the requests; then run raises an error. Not collective."""
         self._freed = True
         if self._recording is not None:
             self._recording.free()
@@ -809,33 +813,33 @@ class PreparedCollective:
         self.free()
 
 
-WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, which have one shift
+WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, with one shift
 
 
 def count(world: Any, x: Array, out: Array) -> None:
-    """Count what this process has handed to MPI's own collective."""
+    """Count the bytes that this process has passed to MPI's own collective."""
     world.count_collective(max(x.nbytes, out.nbytes))
 
 
 def even(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return the rows of each rank where they are shared out as evenly as can be."""
+    """Return the rows of each rank for blocks as even as possible."""
     found = (split(rows, ranks, i) for i in range(ranks))
     return tuple(stop - start for start, stop in found)
 
 
 def checked_counts(name: str, counts: Any, ranks: int) -> tuple[int, ...]:
-    """Return counts as a tuple. Raises TypeError or ValueError unless there is one a rank."""
+    """Return counts as a tuple. Raises TypeError or ValueError unless there is one per rank."""
     if not isinstance(counts, Sequence | np.ndarray) or isinstance(counts, str):
         raise TypeError(f"allreduce: {name}={counts!r}: must be a list of integers")
     if len(counts) != ranks:
-        raise ValueError(f"allreduce: {name}={counts!r}: must be {ranks}, one a rank")
+        raise ValueError(f"allreduce: {name}={counts!r}: must be {ranks}, one per rank")
     for each in counts:
         check_whole(f"allreduce: {name}", each, 0)
     return tuple(map(int, counts))
 
 
 def overlaps(array: Array, others: Sequence[Array]) -> bool:
-    """Whether an array has memory of one of the others."""
+    """Whether an array shares memory with one of the others."""
     return any(np.may_share_memory(array, each) for each in others)
 
 
@@ -843,7 +847,7 @@ def overlaps(array: Array, others: Sequence[Array]) -> bool:
 def blocks_of(
     name: str, counts: tuple[int, ...], root: int, keeps: bool, dtype: str, raw: bool
 ) -> Blocks:
-    """Return the blocks of so many values; of bytes where these travel as they are."""
+    """Return blocks of these numbers of values; in bytes if values travel unrounded."""
     if raw and not SHARES[name].sums:
         size = np.dtype(dtype).itemsize
         return Blocks(name, tuple(size * each for each in counts), root, keeps, "uint8")

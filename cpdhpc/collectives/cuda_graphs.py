@@ -1,4 +1,4 @@
-"""All-reduces of GPU arrays as CUDA graphs: a launch for all that is between two messages."""
+"""All-reduces of GPU arrays as CUDA graphs: one launch for all work between two messages."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from .rank_program import program
 if TYPE_CHECKING:
     from ..ops.gpu_runtime import Graphs
 
-COUNT_BYTES = 8  # of values that are not finite, uint64
+COUNT_BYTES = 8  # of the number of non-finite values, uint64
 
 
 def check_graphs(method: Method, world: Ranks, xs: Sequence[Array], graphs: object) -> None:
-    """Raise TypeError or ValueError where a call cannot be captured."""
+    """Raise TypeError or ValueError if a call cannot be captured."""
     what = "Allreduce.prepare: graphs=True"
     if not isinstance(graphs, bool):
         raise TypeError(f"Allreduce.prepare: graphs={graphs!r}: must be True or False")
     if not graphs:
         return
     if world.virtual_ranks > 1:
-        raise ValueError(f"{what}: {world.virtual_ranks} virtual ranks: must be 1 a process")
+        raise ValueError(f"{what}: {world.virtual_ranks} virtual ranks: must be 1 per process")
     if not (len(xs) and on_gpu(xs[0])):
-        raise ValueError(f"{what}: x is not on a GPU: graphs are of CuPy arrays")
+        raise ValueError(f"{what}: x is not on a GPU: graphs need CuPy arrays")
     if method.algorithm == MPI_ALLREDUCE:
         raise ValueError(f"{what}: algorithm='mpi': MPI sums by itself, there is nothing to launch")
     if method.is_random:
         raise ValueError(
-            f"{what}: rounding='stochastic': a key differs from call to call, and the arguments of "
-            "captured kernels do not"
+            f"{what}: rounding='stochastic': its key differs from call to call, but the arguments "
+            "of captured kernels are fixed"
         )
 
 
 class Between(NamedTuple):
-    """What is launched before an exchange, None for nothing, and the exchange; None at the end."""
+    """The launches before an exchange, None for none, and the exchange; None at the end."""
 
     graph: Any
     exchange: Exchange | None
 
 
 class _Came(NamedTuple):
-    """What a program is given at its next step, and the pinned memory that it comes from, if any.
+    """The input of a program's next step, and the pinned memory that it comes from, if any.
 
     received: None before the first step
     """
@@ -64,7 +64,7 @@ class _Came(NamedTuple):
 
 
 class _Asked:
-    """The operations of a backend, and how many were asked for."""
+    """The operations of a backend, with a count of the calls."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels, self.count = kernels, 0
@@ -75,13 +75,13 @@ class _Asked:
 
 
 class Graphed:
-    """What the rank of this process does in an all-reduce of GPU arrays, captured. Collective.
+    """One process's part in an all-reduce of GPU arrays, captured in graphs. Collective.
 
-    Its programs run without messages, as when call lists are written down: once so that kernels
-    are loaded, and once to be captured. Where MPI takes no GPU memory, the copies to and from
-    pinned memory are in the graphs, too: in order with the kernels, so this is for small arrays.
+    Its programs run without messages, as when call lists are recorded: once to load kernels, and
+    once to be captured. If MPI does not take GPU memory, the copies to and from pinned memory are
+    in the graphs, too: in order with the kernels, so this is for small arrays.
     x, out: float32[n] on the GPU, that do not overlap
-    segments, shifts: as Method.plan; adapt gives others
+    segments, shifts: see Method.plan; adapt sets other shifts
     freed: whether run is an error; what: named in messages
     """
 
@@ -102,13 +102,13 @@ class Graphed:
         carrier = carrier_of(world, x)
         assert isinstance(carrier, Carrier), "x is on a GPU"
         self._streams, self._staged = carrier.streams, isinstance(carrier, Staged)
-        # Direct gives MPI pinned memory, too, when the stream has come so far.
+        # Direct passes pinned memory to MPI, too, when the stream has reached that point.
         self._carrier = Direct(world, self._streams) if self._staged else carrier
         self._divisor, self._unseen = method.divisor(world.ranks), method.result_unseen
         self.plan = method.plan(world.nodes, x, segments, shifts, 0)
         self._pieces = self.plan.pieces()
         self._kernels = _Asked(backend_of(x))
-        self._counted = False  # whether pieces tell how many values are not finite
+        self._counted = False  # whether pieces report how many values are not finite
         try:
             graphs = gpu_runtime.Graphs()
             self._memory: Graphs | None = graphs
@@ -125,7 +125,7 @@ class Graphed:
         return self.plan.schedule.window(self._world.ranks)
 
     def _all(self, out: Array, graphs: Graphs | None) -> list[list[Between]]:
-        """Launch what the programs of all pieces launch, or capture it in graphs; return it."""
+        """Launch the programs of all pieces, or capture them in graphs; return the launches."""
         pinned = self._runtime.Streams.pinned if graphs is None else graphs.pinned
         like = np.empty_like(self.x, shape=(0,))
         slots = [
@@ -143,7 +143,7 @@ class Graphed:
     def _piece(
         self, piece: Piece, out: Array, graphs: Graphs | None, take: Take, take_host: Take
     ) -> Iterator[Between]:
-        """Yield what a program launches, and what it then asks for."""
+        """Yield the launches of a program, and its exchanges."""
         wire = replace(self.plan.wire, kernels=self._kernels)
         plan = replace(self.plan, wire=wire, copy=self._copy)
         steps = program(plan, piece, self._world.hosted.start, self.x, out, take)
@@ -161,9 +161,9 @@ class Graphed:
     def _advance(
         self, steps: Program[Any], number: int, came: _Came, take: Take, take_host: Take
     ) -> tuple[Exchange | None, _Came]:
-        """Launch what a program does up to its next exchange, and the copies around it.
+        """Launch a program's work up to its next exchange, and the copies around it.
 
-        Returns the exchange as MPI is to do it, and where what comes in will be.
+        Returns the exchange for MPI, and the place of the received message.
         """
         if came.host is not None:
             self._runtime.copy_up(came.host, came.received)
@@ -171,7 +171,7 @@ class Graphed:
         try:
             exchange = next(steps) if came.received is None else steps.send(came.received)
         except StopIteration as stop:
-            if hasattr(stop.value, "get"):  # else a number that was known before
+            if hasattr(stop.value, "get"):  # otherwise a number that was known before
                 self._counted = True
                 count = self._counts[number : number + 1].view(np.uint8)
                 self._copy_down(stop.value.reshape(1).view(np.uint8), count)
@@ -206,20 +206,20 @@ class Graphed:
                 place[:] = shift_bytes(each, segments, self.x.size, self.x)
 
     def _begin(self) -> None:
-        """Take CuPy's current stream, behind the run before, which may have been in another."""
+        """Take CuPy's current stream, after the previous run, which may have used another."""
         carrier_of(self._world, self.x)
         self._streams.follow(self._ended)
 
     def run(self, x: None = None, out: None = None, iteration: int = 0) -> int:
-        """Do it: from x as it is now to out; return how many values are not finite. Collective.
+        """All-reduce the current x into out; return the number of non-finite values. Collective.
 
-        Raises RankFailure, or ends the job, as engine.run does; RuntimeError where it is freed or
-        did not get to its end before.
+        Raises RankFailure, or ends the job, as engine.run does; RuntimeError if it is freed or an
+        earlier run failed.
         """
         if self.freed:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         self._begin()
-        self.freed = True  # in case of a failure: messages may be under way then
+        self.freed = True  # in case of a failure, which may leave messages in progress
         run(
             self._world, self._start, len(self._pieces), self.x, self.what, self._window,
             self._carrier,
@@ -242,7 +242,7 @@ class Graphed:
         return int(not is_finite(self.out)) if self._unseen else 0
 
     def free(self) -> None:
-        """Let go of graphs and memory, once the GPU is done with them. Raises as gpu_runtime.wait.
+        """Free graphs and memory once the GPU has finished. Raises the errors of gpu_runtime.wait.
 
         It cannot be run any more.
         """
@@ -251,13 +251,13 @@ class Graphed:
         self._betweens, self._memory, self._counts = [], None, np.empty(0, np.uint64)
 
     def drop(self) -> None:
-        """Free it, where nobody can be told that the GPU has failed."""
+        """Free it in a place that cannot report a failure of the GPU."""
         with suppress(RuntimeError, TimeoutError):
             self.free()
 
 
 def _replay(betweens: Sequence[Between]) -> Program[int]:
-    """Do what was captured, as a program."""
+    """Run the captured launches and exchanges, as a program."""
     for graph, exchange in betweens:
         if graph is not None:
             graph.launch()

@@ -1,4 +1,4 @@
-"""Runs the programs of ranks: takes their messages to one another, within and between processes."""
+"""Runs the programs of ranks and carries their messages, within and between processes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Result = TypeVar("Result")
 
 
 class ScheduleError(RuntimeError):
-    """A schedule that cannot be carried out: a deadlock, or a message that nobody receives."""
+    """A schedule that cannot complete: a deadlock, or a message that no rank receives."""
 
 
 class Exchange(NamedTuple):
-    """What a program asks for: one message out, one in, or both at once.
+    """A request of a program: one message out, one in, or both at once.
 
     send_to, recv_from: rank or None; payload: uint8[any], not changed by anyone afterwards
-    nbytes: bytes of the message in; no bytes mean no message
+    nbytes: size of the message in; no message is sent for size 0
     round, recv_chunks, send_chunks: for error messages
-    place: uint8[nbytes], where the message in should be put, if that matters
+    place: uint8[nbytes], the place for the message in, if that matters
     """
 
     send_to: int | None
@@ -66,7 +66,7 @@ def _reason(what: str, does: str, other: int | None, number: int, chunks: Sequen
 
 
 def named(chunks: Sequence[int]) -> str:
-    """Return chunks as errors name them."""
+    """Return the name of chunks in errors."""
     more = f" and {len(chunks) - 1} more" if len(chunks) > 1 else ""
     return f"chunk {chunks[0]}{more}"
 
@@ -77,7 +77,7 @@ def fresh(like: Array, size_bytes: int) -> Array:
 
 
 class BufferPool:
-    """Arrays that are taken in the same order time after time, and made only once.
+    """Arrays that are taken in the same order again and again, and allocated only once.
 
     make: size_bytes -> uint8[size_bytes]
     """
@@ -88,7 +88,7 @@ class BufferPool:
         self._taken = 0
 
     def take(self, size_bytes: int) -> Array:
-        """Return uint8[size_bytes], which is the caller's until the next rewind."""
+        """Return uint8[size_bytes], which belongs to the caller until the next rewind."""
         if self._taken == len(self._arrays):
             self._arrays.append(self._make(size_bytes))
         elif self._arrays[self._taken].size < size_bytes:  # twice as large: memory may be kept
@@ -99,7 +99,7 @@ class BufferPool:
         return self._arrays[self._taken - 1][:size_bytes]
 
     def rewind(self) -> None:
-        """Begin again with the first array."""
+        """Start again with the first array."""
         self._taken = 0
 
 
@@ -115,16 +115,16 @@ def run(
     window: int = 1,
     carrier: Ranks | Direct | Staged | None = None,
 ) -> list[list[Result]]:
-    """Run the programs of all pieces to their ends; return what they return, by piece and rank.
+    """Run the programs of all pieces to their ends; return their results, by piece and rank.
 
     Collective: all processes of world run the programs of their ranks, of the same pieces.
-    start: called for each piece in order; like: an array of the kind that received bytes are to
-    be stored in; what: named in messages, as "allreduce ring"; window: how many pieces after the
-    first one that has not ended, itself included, may be under way; the same on all processes;
-    carrier: what carries the payloads, where these are of another kind than like
-    Raises ScheduleError in a world of one process. Where others take part they cannot be told
-    any more, so this and every other error then ends the job with a message; but for RankFailure,
-    after the death of a process, which all that are left raise.
+    start: called for each piece in order; like: an array of the kind that received bytes are
+    stored in; what: named in messages, for example "allreduce ring"; window: how many pieces may be
+    in progress, counted from the first unfinished one; the same on all processes; carrier: moves
+    payloads that are of another kind than like
+    Raises ScheduleError in a world of one process. With other processes, which can no longer
+    learn of it, this and every other error ends the job with a message. The exception is
+    RankFailure, after the death of a process, which all remaining processes raise.
     """
     try:
         return _Run(world, start, pieces, like, what, window, carrier).run()
@@ -133,7 +133,7 @@ def run(
 
 
 def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
-    """Raise what follows from an error in the middle of a run, or end the job: see run."""
+    """Raise the error that follows from one in the middle of a run, or end the job: see run."""
     failure = error if isinstance(error, RankFailure) else world.failure(error, what)
     if failure is not None:
         raise failure from None
@@ -144,9 +144,9 @@ def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
 
 
 def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
-    """Return what carries arrays like this in a call that begins; for NumPy arrays the world.
+    """Return the carrier of arrays like this for a new call; for NumPy arrays the world.
 
-    Collective: the first time that a world is given GPU arrays.
+    Collective the first time that a world gets GPU arrays.
     """
     if not on_gpu(like):
         return world
@@ -171,7 +171,7 @@ def sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> 
 
 
 class _Piece(Generic[Result]):
-    """A piece under way: its programs by rank, how many still run, and what they send."""
+    """A piece in progress: its programs by rank, how many still run, and their buffers."""
 
     def __init__(self, number: int, take: Take) -> None:
         self.number, self.take = number, take
@@ -182,7 +182,7 @@ class _Piece(Generic[Result]):
 
 
 class _Run(Generic[Result]):
-    """The state of one run: which programs can go on, and which wait for what."""
+    """The state of one run: programs that can continue, and waits."""
 
     def __init__(
         self,
@@ -228,10 +228,10 @@ class _Run(Generic[Result]):
         return self.results
 
     def _open(self) -> None:
-        """Start the next piece; it takes the arrays of the one before the window."""
+        """Start the next piece; it reuses the buffers of the piece before the window."""
         number, slot = self.opened, self.opened % self.window
         take: Take = partial(fresh, self.like)
-        if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
+        if self.world.virtual_ranks == 1:  # otherwise hosted ranks pass payloads without a copy
             pool = self.carrier.cache.get((BufferPool, type(self.like), slot), self._new_pool)
             pool.rewind()
             take = pool.take
@@ -245,11 +245,11 @@ class _Run(Generic[Result]):
         self.opened += 1
 
     def _new_pool(self) -> BufferPool:
-        """Return a pool of arrays like the caller's, but without a hold on it."""
+        """Return a pool of arrays like the caller's, without a reference to the caller's."""
         return BufferPool(partial(fresh, np.empty_like(self.like, shape=(0,))))
 
     def _close(self) -> None:
-        """Leave pieces that have ended and whose messages have left."""
+        """Close pieces that have ended and whose messages have been sent."""
         for piece in self.under_way.copy():
             if piece.running:
                 continue
@@ -289,7 +289,7 @@ class _Run(Generic[Result]):
     def _send(
         self, piece: _Piece[Result], rank: int, to: int, payload: Array, exchange: Exchange
     ) -> None:
-        """Send a message, or hand it to a rank of this process."""
+        """Send a message, or pass it to a rank of this process."""
         self.world.count(rank, payload.size)
         if to not in self.world.hosted:
             since = timeline.began()
@@ -314,7 +314,7 @@ class _Run(Generic[Result]):
                 self.remote.append((piece, rank, wait, buffer))
 
     def _raise_what_is_left(self) -> NoReturn:
-        """Raise ScheduleError for ranks that wait for ever, or messages that nobody takes."""
+        """Raise ScheduleError for ranks that wait for ever, or messages that no rank receives."""
         if self.local:
             lines = (
                 f"rank {rank} waits for rank {e.recv_from}, round {e.round}, {named(e.recv_chunks)}"

@@ -1,5 +1,5 @@
-"""How to all-reduce: the choices, checked once, the shifts that all ranks share, and the machine
-file by which "auto" chooses.
+"""The choices of an all-reduce, checked once, the shifts that all ranks share, and the machine
+file that "auto" uses.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ HEADROOMS = {"n": 2, "sqrt": 1, "none": 0}  # H = ranks ** (half of this)
 
 
 class Segment(NamedTuple):
-    """A named part of an array, as a layer: values start..stop."""
+    """A named part of an array, for example a layer: values start..stop."""
 
     name: str
     start: int
     stop: int
 
 
-# Of each segment: of contributions, and of partial sums and the result; none where tiles have some
+# Of each segment: for contributions, and for partial sums and the result; empty if tiles have own
 Shifts = tuple[Sequence[int], Sequence[int]]
 
 
@@ -69,7 +69,7 @@ class Scaling(NamedTuple):
 
 
 def parse_scaling(text: str, wire: str | Format | None) -> Scaling:
-    """Return the meaning of a scaling's name; static's shift must suit the wire, if any.
+    """Return a scaling parsed from its name; static's shift must suit the wire, if any.
 
     Raises ValueError for unknown names and shifts out of range.
     """
@@ -91,7 +91,7 @@ def parse_scaling(text: str, wire: str | Format | None) -> Scaling:
 
 
 def tile_span(segment: Segment) -> slice:
-    """Return which tiles belong to a segment that starts on a tile."""
+    """Return the tiles that belong to a segment that starts on a tile."""
     return slice(tiles(segment.start), tiles(segment.stop))
 
 
@@ -127,7 +127,7 @@ def integer_shift(amax_bits: int, fmt: Format) -> int:
 def shift_bytes(shifts: Sequence[int], segments: Sequence[Segment], n: int, like: Array) -> Array:
     """Return the shift byte of each tile, uint8[tiles(n)], from the shift of each segment.
 
-    It is made on the host: a GPU would be given a fill for each segment.
+    Made on the host: a GPU would need a fill for each segment.
     """
     out = np.empty(tiles(n), np.uint8)
     for shift, segment in zip(shifts, segments, strict=True):
@@ -136,12 +136,12 @@ def shift_bytes(shifts: Sequence[int], segments: Sequence[Segment], n: int, like
 
 
 class Reduced(NamedTuple):
-    """What an all-reduce returns.
+    """The result of an all-reduce.
 
     arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
-    sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
-        and the result, were scaled; empty where they travel, and for wire "raw"
-    algorithm: the one that was used: what "auto" has chosen
+    sent_shifts, result_shifts: for each segment, the k that scaled contributions, and partial sums
+        and the result; empty if shifts travel with the data, and for wire "raw"
+    algorithm: the one that was used, after the choice of "auto"
     """
 
     arrays: tuple[Array, ...]
@@ -171,10 +171,10 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The times of a machine whose links and ranks are all alike; UNITS says per what.
+    """The times of a machine whose links and ranks are all equal; UNITS has the units.
 
     A link takes alpha_s + bytes * beta_s: Hockney, Parallel Computing 20(3), 1994; a rank sends and
-    receives one message at a time; in a node a message takes a step. Operations are in the cache.
+    receives one message at a time; within a node a message takes a step. Operations are in cache.
     Raises ValueError for a time that is negative or not finite.
     """
 
@@ -203,7 +203,7 @@ class Machine:
                 raise ValueError(f"Machine: {each.name}={value}: must be 0 or more, and finite")
 
 
-DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measured nowhere
+DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; not measured
     alpha_s=2e-6,
     beta_s=1e-10,
     host_s=0.0,
@@ -224,7 +224,7 @@ DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measure
 
 @dataclass(frozen=True)
 class MachineFile:
-    """A file of bench fit: the times, their units, and where they come from."""
+    """A file of bench fit: the times, their units, and their provenance."""
 
     machine: Machine
     units: Mapping[str, str] = field(default_factory=dict)
@@ -232,9 +232,9 @@ class MachineFile:
 
 
 def read_machine(path: Path) -> MachineFile:
-    """Return what bench fit has written.
+    """Return the content of a file that bench fit has written.
 
-    Raises ConfigError, a ValueError, for anything else; StoreError, one too, where it is damaged.
+    Raises ConfigError, a ValueError, for other content; StoreError, also one, for a damaged file.
     """
     from ..options import made
     from ..whole_files import check_sealed, read_file_of
@@ -244,7 +244,7 @@ def read_machine(path: Path) -> MachineFile:
 
 
 def as_machine(machine: Machine | str | Path | None) -> Machine:
-    """Return a machine as it is, read from a TOML file, or for None DEFAULT.
+    """Return a machine unchanged, read from a TOML file, or DEFAULT for None.
 
     Raises ConfigError, a ValueError, for a file that cannot be used, TypeError for other types.
     """
@@ -275,29 +275,29 @@ class Sums(NamedTuple):
         return max(self.chains)
 
     def at_most(self, ranks: int) -> Sums:
-        """Return sums of so many contributions at most."""
+        """Return sums of at most so many contributions."""
         *first, last = self.chains
         below = max(1, self.held) * int(np.prod(first, initial=1))
         return self._replace(chains=(*first, max(1, min(last, ranks // below))))
 
 
 Op = Literal["sum", "mean"]
-MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
+MPI_ALLREDUCE = "mpi"  # the only algorithm that is not a schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
-CHOSEN = (AUTO, USUAL)  # when the ranks and their nodes are known
+CHOSEN = (AUTO, USUAL)  # resolved when the ranks and their nodes are known
 
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
 
 
-UNSAID = "accumulate", "overflow"  # where None stands for what follows from other choices
+UNSAID = "accumulate", "overflow"  # if None, they follow from other choices
 
 
 @dataclass(frozen=True)
 class Method:
-    """The choices of an all-reduce; the arguments are those of allreduce.
+    """The choices of an all-reduce; for the arguments see allreduce.
 
-    finite: whether wire "raw", too, raises NonFiniteGradient, where the result is not finite
-    Raises ValueError for unknown names and what does not go together, TypeError for other types.
+    finite: whether wire "raw", too, raises NonFiniteGradient if the result is not finite
+    Raises ValueError for unknown names and combinations that do not fit, TypeError for other types.
     """
 
     wire: str | Format = "raw"
@@ -320,7 +320,7 @@ class Method:
                 raise TypeError(f"allreduce: {name}={value!r}: must be a string")
         check_key("allreduce: seed", self.seed)
         check_integer("allreduce: random_bits", self.random_bits)
-        object.__setattr__(self, "seed", int(self.seed))  # ranks that give NumPy's are alike
+        object.__setattr__(self, "seed", int(self.seed))  # NumPy's integers compare equal
         if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
             object.__setattr__(self, "machine", as_machine(self.machine))
         assert self.parsed_scaling  # raises for an unknown name
@@ -364,7 +364,7 @@ class Method:
         return Cast(fmt, self.rounding, overflow, self.random_bits)
 
     def _check_exact(self) -> None:
-        """Raise ValueError for what has no exact sum."""
+        """Raise ValueError for choices that have no exact sum."""
         if isinstance(self.fmt, TableFormat):
             raise ValueError(
                 f"allreduce: accumulate='exact': wire={self.wire!r}: exact sums are of "
@@ -372,7 +372,7 @@ class Method:
             )
         if self.algorithm == AUTO:
             raise ValueError(
-                "allreduce: algorithm='auto': bench fit measures no exact sums: name one of "
+                "allreduce: algorithm='auto': bench fit does not measure exact sums: use one of "
                 f"{', '.join(SCHEDULES)}"
             )
         kinds = ("aps",) if self.integers else ("aps", "static", "none")
@@ -385,12 +385,12 @@ class Method:
             )
         if self.overflow == "inf":
             raise ValueError(
-                f"allreduce: overflow={self.overflow!r}: {what} knows saturate only: no integer "
+                f"allreduce: overflow={self.overflow!r}: {what} allows only saturate: no integer "
                 "is infinite"
             )
 
     def _accumulates(self) -> tuple[str, ...]:
-        """Return what accumulate may be; for raw, float32 and requantise are the same."""
+        """Return the allowed values of accumulate; for raw, float32 and requantise are the same."""
         if self.integers:
             return (EXACT,)
         schedule = SCHEDULES.get(self.algorithm)
@@ -406,11 +406,11 @@ class Method:
         return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
 
     def usual(self, nodes: tuple[int, ...], size_bytes: int = 0) -> str:
-        """Return the algorithm of "usual": one whose error does not grow with ranks.
+        """Return the algorithm of "usual", whose error does not grow with ranks.
 
-        nodes: the node of each rank; size_bytes: of the values, which no sum's depends on
-        ring for wire "raw"; else hier if ranks share nodes and there are several, or rhd; if they
-        do not know how to accumulate, biring or direct.
+        nodes: the node of each rank; size_bytes: of the values, ignored for sums
+        ring for wire "raw"; otherwise hier if there are several nodes of several ranks, else rhd;
+        if these do not have this accumulate, biring or direct.
         """
         if self.fmt is None:
             return "ring"
@@ -420,11 +420,11 @@ class Method:
         return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
 
     def rounded_sums(self, nodes: tuple[int, ...]) -> Sums | None:
-        """Return what sums are rounded before each addition, None if their error is bounded.
+        """Return the sums that are rounded before each addition, None if their error is bounded.
 
         nodes: the node of each rank
-        So in rings also sums that grow; of kahan, whose roundings are made up for, those between
-        nodes.
+        In rings these include sums that grow; for kahan, which compensates roundings, only those
+        between nodes.
         """
         ranks, way = len(nodes), self.accumulating
         rings = {"ring": (ranks,), "biring": (1 + ranks // 2, 2)}
@@ -445,7 +445,7 @@ class Method:
 
     @property
     def call(self) -> str:
-        """The collective, as messages name it."""
+        """The name of the collective in messages."""
         return ALLREDUCE
 
     def blocks_of(self, n: int, ranks: int) -> Blocks:
@@ -459,7 +459,7 @@ class Method:
 
     @cached_property
     def description(self) -> str:
-        """All choices in words."""
+        """All choices as text."""
         return repr(self)
 
     @cached_property
@@ -469,7 +469,7 @@ class Method:
 
     @cached_property
     def integers(self) -> bool:
-        """Whether the wire is one of integers, which have exact sums only."""
+        """Whether the wire is one of integers, which have only exact sums."""
         return isinstance(self.wire, str) and self.wire in INTEGERS
 
     @cached_property
@@ -485,7 +485,7 @@ class Method:
 
     @cached_property
     def accumulating(self) -> str:
-        """The name of the way in which the schedule's partial sums are kept."""
+        """The name of the way in which the schedule's partial sums are accumulated."""
         if self.exact:
             return EXACT
         schedule = SCHEDULES[self.algorithm]
@@ -516,28 +516,33 @@ class Method:
 
     @property
     def result_unseen(self) -> bool:
-        """Whether no code shows what is not finite in the result: it is to be looked at itself."""
+        """Whether the result must be searched for non-finite values, as no code shows them."""
         return self.finite if self.fmt is None else not self.result_rounded
 
     def divisor(self, ranks: int) -> np.float32 | None:
-        """Return by what a sum is divided, None where it is the result."""
+        """Return the divisor of a sum, None if the sum is the result."""
         return np.float32(ranks) if self.op == "mean" else None
 
     def is_recorded(self, nodes: tuple[int, ...]) -> bool:
-        """Whether calls that come again are call lists, where each process has one rank.
+        """Whether repeated calls are call lists, if each process has one rank.
 
         nodes: the node of each rank
         """
         few = len(nodes) <= MOST_RANKS or len(set(nodes)) == 1
-        return few and self.algorithm in SCHEDULES and not isinstance(self.fmt, TwoScales)
+        return few and self.is_compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled kernels of the CPU do all of it, so that call lists can have it."""
+        return self.algorithm in SCHEDULES and not isinstance(self.fmt, TwoScales)
 
     @cached_property
     def shares_shifts(self) -> bool:
-        """Whether the shifts of a call come from the data of all ranks."""
+        """Whether the shifts of a call depend on the data of all ranks."""
         return self.fmt is not None and self.parsed_scaling.kind == "aps"
 
     def first_shifts(self, parts: Sequence[Segment]) -> Shifts:
-        """Return the shift of each segment before anything is known of the values."""
+        """Return the shift of each segment before any values are known."""
         kind, shift = self.parsed_scaling
         if self.fmt is None or kind in SHARED:
             return (), ()
@@ -552,10 +557,10 @@ class Method:
         iteration: int,
         blocks: Blocks | None = None,
     ) -> Plan:
-        """Return what the programs of all ranks share.
+        """Return the plan that the programs of all ranks share.
 
         nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
-        and for partial sums and the result; blocks: of an all-reduce of arrays like x, unless given
+        and for partial sums and the result; blocks: default that of an all-reduce of arrays like x
         """
         blocks = blocks or Blocks(ALLREDUCE, (x.size,))
         schedule, wire = SCHEDULES[self.algorithm], self.payloads
@@ -579,10 +584,10 @@ class Method:
         )
 
     def _stream(self, iteration: int, wire: Wire) -> tuple[int, int] | None:
-        """Return (seed, iteration) of the random numbers, None where there are none.
+        """Return (seed, iteration) of the random numbers, None if there are none.
 
-        Partial sums that grow are rounded by chance also where contributions are not. They have
-        the same numbers in each iteration then, which need not be the same on all ranks.
+        Partial sums that grow are rounded stochastically even if contributions are not. They then
+        use the same numbers in each iteration, as iterations may differ between ranks.
         """
         if self.is_random:
             return self.seed, iteration
@@ -591,12 +596,12 @@ class Method:
 
     @property
     def is_random(self) -> bool:
-        """Whether values are rounded by chance, so that calls differ with the iteration."""
+        """Whether values are rounded stochastically, so that calls differ with the iteration."""
         return self.fmt is not None and self.rounding == "stochastic"
 
     @cached_property
     def payloads(self) -> Wire:
-        """What values become while they travel."""
+        """The encoding of values while they travel."""
         if self.fmt is None:
             return Raw()
         cast = self._cast(self.fmt)
@@ -615,7 +620,7 @@ def configured(kind: type[Chosen], **choices: Any) -> Chosen:
     """Return a method of a kind with these choices, checked once; machine: a Machine or None."""
     try:
         found = _configured(kind, **choices)  # type: ignore[arg-type]  # a class can be hashed
-    except TypeError:  # maybe as a choice cannot be hashed: this says which is of a wrong type
+    except TypeError:  # maybe a choice cannot be hashed; the next line reports a wrong type
         return kind(**choices)
     assert isinstance(found, kind), "made by it"
     return found
@@ -627,7 +632,7 @@ def _configured(kind: type[Method], **choices: Any) -> Method:
 
 
 def named_as(method: Chosen, algorithm: str) -> Chosen:
-    """Return a method with another algorithm; the same one every time."""
+    """Return a method with another algorithm; the same object every time."""
     found = _named_as(method, algorithm)
     assert isinstance(found, type(method)), "replace keeps the class"
     return found

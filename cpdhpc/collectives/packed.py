@@ -39,21 +39,22 @@ def reduce_scatter(
 ) -> Any:
     """Return this rank's block of the sum, or mean, of all ranks' arrays. Collective.
 
-    It is the first half of allreduce: (p - 1) / p of the data leaves each rank. What a rank keeps
-    is not rounded once more, but for exact sums. all_gather of it, with the same wire, gives the
-    bits of allreduce where blocks are whole tiles of 1,024 values.
+    This is the first half of allreduce: (p - 1) / p of the data leaves each rank. A rank's own
+    block is not rounded once more, except for exact sums. all_gather of it, with the same wire,
+    gives the bits of allreduce if blocks are whole tiles of 1,024 values.
     world: World, Loopback or an mpi4py communicator
     x: C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays or torch tensors on the
         CPU; with virtual ranks a sequence of one for each; never written, unless out shares its
         memory. float32; with wire "raw" also integers, other floats and complex numbers
-    counts: rows of x, along its first axis, that each rank gets, the same list everywhere; may hold
-        zeros. Default: shared out as evenly as can be, the first ranks one more
+    counts: rows of x, along its first axis, for each rank, the same list everywhere; may hold
+        zeros. Default: as even as possible, the first ranks one more
     algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier", whose chunks have owners, as in
-        allreduce; or "mpi" (MPI_Reduce_scatter, wire "raw"). "usual" is as in allreduce, but for
-        wire "raw": direct on one node, hier on several, or rhd where ranks share none
+        allreduce; or "mpi" (MPI_Reduce_scatter, wire "raw"). "usual" is the same as in allreduce,
+        except for wire "raw": direct on one node; on several nodes hier, or rhd if no two ranks
+        share a node
     out: for the block, [counts[rank], ...], and returned; with virtual ranks one for each
     wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
-    what is raised: as allreduce. "mean" is of floats and complex numbers
+    errors: see allreduce. "mean" needs floats or complex numbers
     Returns an array like x; with virtual ranks a list of them.
     """
     return _run(
@@ -80,22 +81,23 @@ def all_gather(
 ) -> Any:
     """Return the arrays of all ranks, one after another: the same bits on every rank. Collective.
 
-    A value is encoded once, by its rank, which also gets what all others get: the decoded one. It
-    is the second half of allreduce: a rank sends on p - 1 encoded blocks.
+    A value is encoded once, by its rank, which also gets the decoded value, like all others. This
+    is the second half of allreduce: a rank sends p - 1 encoded blocks.
     world: World, Loopback or an mpi4py communicator
-    x: C-contiguous, of one dtype everywhere, and of one shape but for the rows that counts says;
+    x: C-contiguous, of one dtype everywhere, and of one shape except for the rows in counts;
         all NumPy or all CuPy arrays or torch tensors on the CPU; with virtual ranks a sequence of
         one for each. float32; with wire "raw" any dtype without Python objects, of torch too
     counts: rows, along the first axis, of each rank's x, the same list everywhere; may hold zeros.
         Default: those of x, which then are the same on all ranks
     algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier", or "mpi" (MPI_Allgather, wire
-        "raw"): no bit depends on it. "usual" is direct on one node, hier on several, or rhd where
-        ranks share none; for wire "raw" mpi, but for a few values on one node
-    scaling: as allreduce; "aps" has one shift for all values
-    out: for the result, [sum(counts), ...], and returned. Where it shares memory with x, one more
+        "raw"): the result does not depend on it. "usual" is direct on one node; on several nodes
+        hier, or rhd if no two ranks share a node; for wire "raw" it is mpi, except for a few values
+        on one node
+    scaling: see allreduce; "aps" has one shift for all values
+    out: for the result, [sum(counts), ...], and returned. If it shares memory with x, one more
         copy is made
-    wire, rounding, overflow, random_bits, seed, iteration, and what is raised: as allreduce
-    Returns an array like x: one, also with virtual ranks.
+    wire, rounding, overflow, random_bits, seed, iteration, and errors: see allreduce
+    Returns an array like x: a single one, also with virtual ranks.
     """
     return _run(
         "all_gather", world, x, out, counts, None, iteration,
@@ -120,20 +122,19 @@ def all_to_all(
     seed: int = 0,
     iteration: int = 0,
 ) -> Any:
-    """Send a block to every rank; return those that came, in the order of ranks. Collective.
+    """Send a block to every rank; return the received ones, in the order of ranks. Collective.
 
-    Each value is encoded once and decoded once; so is what a rank sends to itself.
+    Each value is encoded once and decoded once, including a rank's block for itself.
     world: World, Loopback or an mpi4py communicator
-    x: as all_gather; without counts of one shape everywhere
-    counts: rows of x, along its first axis, for each rank; each rank has its own list, which may
-        hold zeros, but all give one or none does. Default: the same for all, so the rows must be a
-        multiple of the ranks
-    recv_counts: rows that are to come from each rank, compared with what those send. Default: any
+    x: see all_gather; without counts of one shape everywhere
+    counts: rows of x, along its first axis, for each rank. Each rank has its own list, which may
+        hold zeros, but either all ranks pass one or none does. Default: the same for all, so the
+        number of rows must be a multiple of the ranks
+    recv_counts: expected rows from each rank, compared with the senders' counts. Default: any
     algorithm: "direct" (pairwise) or "mpi" (MPI_Alltoall, wire "raw"); "usual" is direct
-    out: for the result, [sum of what comes, ...], and returned; with virtual ranks one for each
+    out: for the result, [sum of received rows, ...], and returned; with virtual ranks one for each
     With virtual ranks counts and recv_counts are lists of one for each, too.
-    wire, scaling, rounding, overflow, random_bits, seed, iteration, and what is raised: as
-    all_gather
+    wire, scaling, rounding, overflow, random_bits, seed, iteration, and errors: see all_gather
     Returns an array like x; with virtual ranks a list of them.
     """
     return _run(
@@ -160,18 +161,17 @@ def broadcast(
 ) -> Any:
     """Return the root's array: the same bits on every rank. Collective.
 
-    A value is encoded once, by the root, which also gets what all others get: the decoded one.
+    A value is encoded once, by the root, which also gets the decoded value, like all others.
     world: World, Loopback or an mpi4py communicator
-    x: of one shape and dtype everywhere, else as all_gather; read on the root alone
+    x: of one shape and dtype everywhere, otherwise as for all_gather; read only on the root
     algorithm: "tree" (binomial); "ring" (a chain from the root on, whose ranks each send the data
         once, a piece at a time); "biring", "torus", "rhd", "direct" or "hier" (to the owners of
-        chunks, then the all-gather); or "mpi" (MPI_Bcast, wire "raw"): no bit depends on it.
-        "usual" is tree on one node and for 64 KiB of float32 at most, else hier, or rhd where ranks
-        share no node; for wire "raw" mpi, but for a few values on one node
+        chunks, then the all-gather); or "mpi" (MPI_Bcast, wire "raw"): the result does not depend
+        on it. "usual" is tree on one node and for at most 64 KiB of float32, otherwise hier, or rhd
+        if no two ranks share a node; for wire "raw" it is mpi, except for a few values on one node
     out: for the result, like x, and returned; may be x itself. Default: a new array
-    wire, scaling, rounding, overflow, random_bits, seed, iteration, and what is raised: as
-    all_gather
-    Returns an array like x: one, also with virtual ranks.
+    wire, scaling, rounding, overflow, random_bits, seed, iteration, and errors: see all_gather
+    Returns an array like x: a single one, also with virtual ranks.
     """
     return _run(
         "broadcast", world, x, out, None, None, iteration,
@@ -200,15 +200,15 @@ def reduce(
 ) -> Any:
     """Return the sum, or mean, of all ranks' arrays on the root, None elsewhere. Collective.
 
-    It has the bits of allreduce with root 0: the sums are rounded to the wire, as they travel.
+    It has the bits of allreduce with root 0: sums are rounded to the wire when they travel.
     world: World, Loopback or an mpi4py communicator
-    x: as reduce_scatter
+    x: see reduce_scatter
     algorithm: "ring", "biring", "torus", "rhd", "direct" or "hier": a reduce-scatter, whose owners
         send their parts to the root; "tree" (binomial, counted from the root on); or "mpi"
-        (MPI_Reduce, wire "raw"). "usual" is as of reduce_scatter
-    out: of the root: for the result, like x, and returned
+        (MPI_Reduce, wire "raw"). For "usual" see reduce_scatter
+    out: on the root: for the result, like x, and returned
     wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
-    what is raised: as reduce_scatter
+    errors: see reduce_scatter
     """
     return _run(
         "reduce", world, x, out, None, None, iteration,
@@ -235,10 +235,10 @@ def gather(
 ) -> Any:
     """Return the arrays of all ranks, one after another, on the root, None elsewhere. Collective.
 
-    A value is encoded once, by its rank, and decoded by the root; so are the root's own.
+    A value is encoded once, by its rank, and decoded by the root, including the root's own values.
     algorithm: "direct" or "mpi" (MPI_Gather, wire "raw"); "usual" is direct
-    out: of the root: for the result, [sum(counts), ...], and returned
-    The other arguments, and what is raised: as all_gather.
+    out: on the root: for the result, [sum(counts), ...], and returned
+    Other arguments, and errors: see all_gather.
     """
     return _run(
         "gather", world, x, out, counts, None, iteration,
@@ -265,15 +265,15 @@ def scatter(
 ) -> Any:
     """Return this rank's block of the root's array. Collective.
 
-    A value is encoded once, by the root, and decoded by its rank; so are the root's own.
-    x: of the root, as all_gather; None on all other ranks
-    counts: rows of x, along its first axis, that each rank gets, the same list everywhere; may hold
-        zeros. Default: shared out as evenly as can be, the first ranks one more
+    A value is encoded once, by the root, and decoded by its rank, including the root's own values.
+    x: on the root as for all_gather; None on all other ranks
+    counts: rows of x, along its first axis, for each rank, the same list everywhere; may hold
+        zeros. Default: as even as possible, the first ranks one more
     algorithm: "direct" or "mpi" (MPI_Scatter, wire "raw"); "usual" is direct
-    out: for the block, [counts[rank], ...], and returned; with virtual ranks one for each. It must
-        be given where x is on a GPU of another rank
-    The other arguments, and what is raised: as all_gather.
-    Returns an array like x, a NumPy array where none is given; with virtual ranks a list of them.
+    out: for the block, [counts[rank], ...], and returned; with virtual ranks one for each. It is
+        required if x is on a GPU of another rank
+    Other arguments, and errors: see all_gather.
+    Returns an array like x, a NumPy array on ranks without x; with virtual ranks a list of them.
     """
     return _run(
         "scatter", world, x, out, counts, None, iteration,
@@ -292,7 +292,7 @@ def _run(
     iteration: int,
     **choices: Any,
 ) -> Any:
-    """Make the choices and arrays ready, run the collective of a name, and return its result."""
+    """Prepare choices and arrays, run the collective of a name, and return its result."""
     ranks, error = world if type(world) is World else as_world(world, name), None
     key = name, *choices.values(), listed(counts), listed(recv_counts)
     if (type(x) is np.ndarray or x is None) and choices["seed"].__class__ is int:
@@ -302,13 +302,13 @@ def _run(
     several, share = ranks.virtual_ranks > 1, SHARES[name]
     try:
         config = configured(Collective, collective=name, **choices)
-    except Exception as found:  # whatever: the other ranks are to hear of it
+    except Exception as found:  # of any class: it must be raised on all ranks
         config, error = Collective(collective=name), found
     given = x if several and isinstance(x, Sequence) else [x]
     if several and x is None:
         given = [None] * ranks.virtual_ranks
     rooted = share.rooted and not share.same and name != "scatter"
-    is_one = not several or share.same or rooted  # out, and what is returned
+    is_one = not several or share.same or rooted  # whether out and the result are single arrays
     xs: list[Any] = []
     outs: list[Any] | None = None
     try:
@@ -318,7 +318,7 @@ def _run(
             outs = [array_of("out", each) for each in ([out] if is_one else out)]
         if outs is not None and rooted and several:
             outs = [outs[0] if rank == config.root else None for rank in ranks.hosted]
-    except Exception as found:  # whatever: the other ranks are to hear of it
+    except Exception as found:  # of any class: it must be raised on all ranks
         error = error or said_by(name, found)
     results = config.run(
         ranks, xs, outs, counts=counts, recv_counts=recv_counts, iteration=iteration, error=error,
@@ -337,15 +337,16 @@ def _run(
 
 
 def array_of(name: str, x: Any) -> Any:
-    """Return the memory of a torch tensor as a NumPy array; x itself where it is no tensor.
+    """Return the memory of a torch tensor as a NumPy array; x itself if it is not a tensor.
 
-    Of a dtype that NumPy has not, as bfloat16, as values of so many bytes. Raises as of_tensor.
+    A dtype that NumPy does not have (bfloat16, for example) becomes opaque values of the same size.
+    Raises the errors of of_tensor.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return x
     sizes = {1: torch.uint8, 2: torch.int16}
-    lost = x.requires_grad and torch.is_grad_enabled()  # which of_tensor refuses
+    lost = x.requires_grad and torch.is_grad_enabled()  # of_tensor refuses it
     if is_foreign(x) and x.element_size() in sizes and not lost:
         found = of_tensor(name, x.detach().view(sizes[x.element_size()]))
         return found.view(f"V{x.element_size()}")
@@ -359,7 +360,7 @@ def is_foreign(x: Any) -> bool:
 
 
 def tensor_like(like: Any, array: Array | None) -> Any:
-    """Return an array as a tensor where like is one, of its dtype; else itself."""
+    """Return an array as a tensor of like's dtype if like is a tensor; otherwise itself."""
     torch = sys.modules.get("torch")
     if array is None or torch is None or not isinstance(like, torch.Tensor):
         return array

@@ -1,7 +1,7 @@
-"""What to expect of an all-reduce: its time, and its error where sums are rounded again and again.
+"""Predictions for an all-reduce: its time, and the error of repeatedly rounded sums.
 
-For the time its programs run on clocks, with kernels that only take time. For the error one sum is
-formed.
+For the time, its programs run on simulated clocks, with kernels that only take time. For the error,
+one sum is computed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .schedules import SCHEDULES, Layout, Schedule
 
 @dataclass
 class Kernels:
-    """Stand for those of a wire, and only take time; seconds: since somebody last looked.
+    """Stand-ins for a wire's kernels that only take time; seconds: since the last reading.
 
-    x, out: float32[n], neither read nor written: what is read of x or written to out, all of it
-    once, comes from memory as far as the cache does not hold both, and takes that time besides
+    x, out: float32[n], neither read nor written. Reads of x and writes to out, each once in full,
+    go to memory as far as the cache does not hold both arrays, and take that time in addition
     """
 
     machine: Machine
@@ -48,33 +48,33 @@ class Kernels:
         self.near_s = min(1.0, machine.own_cache_bytes / size_bytes) * machine.near_s
 
     def _work(self, time_s: float, n: int, read: Sequence[Array], out: Array | None = None) -> int:
-        """Take the time of n values in the cache, and what those of memory take longer."""
+        """Add the time of n values in the cache, and the additional time of those in memory."""
         far = sum(np.may_share_memory(each, self.x) for each in read)
         far += out is not None and np.may_share_memory(out, self.out)
         self.seconds += 4 * n * (time_s + far * self.memory_s)
         return 0
 
     def copy(self, target: Array, source: Array) -> None:
-        """Take the time of a copy, of float32 or of bytes."""
+        """Add the time of a copy, of float32 or of bytes."""
         self._work(self.machine.copy_s, source.nbytes // 4, [source], target)
 
     def add(self, x: Array, y: Array, out: Array) -> None:
-        """Take the time of an addition."""
+        """Add the time of an addition."""
         self._work(self.machine.gamma_s, x.size, [x, y], out)
 
     def subtract(self, x: Array, y: Array, out: Array) -> None:
-        """Take no time: it is not in the model."""
+        """Add no time: it is not in the model."""
 
     def encode_tiles(self, x: Array, *_: Any, **__: Any) -> None:
-        """Take the time of encoding."""
+        """Add the time of encoding."""
         self._work(self.machine.encode_s, x.size, [x])
 
     def decode_tiles(self, *_: Any, out: Array) -> int:
-        """Take the time of decoding."""
+        """Add the time of decoding."""
         return self._work(self.machine.decode_s, out.size, [], out)
 
     def decode_add_tiles(self, words: Array, shifts: Array, fmt: Any, x: Array, out: Array) -> None:
-        """Take the time of decoding into a sum."""
+        """Add the time of decoding into a sum."""
         self._work(self.machine.decode_add_s, x.size, [x], out)
 
     def decode_add_encode_tiles(
@@ -87,7 +87,7 @@ class Kernels:
         out: Array | None,
         **__: Any,
     ) -> int:
-        """Take the time of a hop, and of decoding to out."""
+        """Add the time of a hop, and of decoding to out."""
         decode_s = 0.0 if out is None else self.machine.decode_s
         return self._work(self.machine.hop_s + decode_s, x.size, [x], out)
 
@@ -102,36 +102,37 @@ class Kernels:
         return self._work(self.machine.decode_add_s, more.size, [more], out)
 
     def pack_trits(self, *_: Any) -> None:
-        """Take no time: it is in that of encoding."""
+        """Add no time: it is included in that of encoding."""
 
     unpack_trits = pack_trits
 
     def decode_integers_tiles(
         self, words: Array, bits: int, shifts: Array, fmt: Any, out: Array
     ) -> int:
-        """Take the time of decoding."""
+        """Add the time of decoding."""
         return self.decode_tiles(out=out)
 
     def add_integers_tiles(
         self, a: Array, a_bits: int, b: Array, b_bits: int, fmt: Any, out: Array, bits: int
     ) -> None:
-        """Take the time of a hop."""
+        """Add the time of a hop."""
         self._work(self.machine.hop_s, 8 * out.size // bits, [])
 
     def add_encode_integers_tiles(
         self, words: Array, bits: int, cast: Any, x: Array, *_: Any, **__: Any
     ) -> None:
-        """Take the time of a hop."""
+        """Add the time of a hop."""
         self._work(self.machine.hop_s, x.size, [x])
 
 
 @dataclass
 class _Rank:
-    """A rank's clocks and what it can do next.
+    """A rank's clocks and its next possible actions.
 
-    busy_s: of the processor, the port out and the port in
-    ready: (time, piece) at which a program can go on; closed_s: of each piece, when it has ended
-    and its messages have left; expected: the message in, by piece, and whether from another node
+    busy_s: of the processor, the send port and the receive port
+    ready: (time, piece) at which a program can continue; closed_s: for each piece, when it has
+    ended and its messages have been sent; expected: by piece, the message in, and whether it comes
+    from another node
     """
 
     clock_s: float = 0.0
@@ -148,22 +149,22 @@ class _Rank:
     expected: dict[int, tuple[Array, bool]] = field(default_factory=dict)
     expected_share: dict[int, float] = field(default_factory=dict)
     first_open: int = 0  # all pieces before it are closed
-    free_s: float = 0.0  # since when they are
+    free_s: float = 0.0  # time of that
 
     def work(self, time_s: float) -> None:
-        """Spend time of the processor."""
+        """Add time of the processor."""
         self.clock_s += time_s
         self.busy_s[0] += time_s
 
     def close(self, piece: int) -> None:
-        """Note that a piece has ended."""
+        """Record that a piece has ended."""
         self.closed_s[piece] = max(self.clock_s, self.leaving_s.pop(piece))
         while self.first_open in self.closed_s:
             self.free_s = max(self.free_s, self.closed_s.pop(self.first_open))
             self.first_open += 1
 
     def next_s(self, pieces: int, window: int) -> float | None:
-        """Return when the rank can next do something."""
+        """Return the time of the rank's next action."""
         times = [self.ready[0][0]] if self.ready else []
         if self.opened < pieces and self.opened < window:
             times.append(0.0)
@@ -173,12 +174,12 @@ class _Rank:
 
 
 class Simulation:
-    """The clocks of all ranks, or of rank 0 that stands for all, while they run a plan.
+    """The clocks of all ranks, or of rank 0 as the representative of all, while they run a plan.
 
-    share: of the chunks that hold data, where rank 0 is alone; a message, and what is done for it,
+    share: of the chunks that hold data, if only rank 0 is simulated; a message, and the work on it,
     counts for that share, but at least for a chunk
-    pieces: those to simulate; near: of the rounds, whether a message stays in its node, where every
-    rank does the same at the same time, so that what rank 0 receives was sent when rank 0 sends
+    pieces: those to simulate; near: for each round, whether a message stays in its node, if every
+    rank does the same at the same time, so that rank 0 receives what was sent when rank 0 sends
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Simulation:
             heapq.heappush(self.agenda, (time_s, rank, state.version))
 
     def _act(self, rank: int, time_s: float) -> None:
-        """Resume what can go on, else open a piece, as the engine does."""
+        """Resume a program that can continue, else open a piece, as the engine does."""
         state = self.ranks[rank]
         state.clock_s = time_s
         if state.ready and state.ready[0][0] <= time_s:
@@ -260,7 +261,7 @@ class Simulation:
             state.bytes_sent += size
             if self._is_far(rank, exchange.send_to, exchange.round):
                 state.work(size * share * self.machine.host_s)
-            elif self._is_given(exchange.payload):  # others cannot read it there
+            elif self._is_given(exchange.payload):  # others cannot read it in place
                 self.kernels.copy(self._take(size), exchange.payload)
         state.work(self.kernels.seconds * share + self.machine.step_s)
         if exchange.send_to is not None and size and self.near is None:
@@ -279,7 +280,7 @@ class Simulation:
         )
 
     def _share(self, chunks: int) -> float:
-        """Return which part of so many chunks is data: one of them at least."""
+        """Return the fraction of so many chunks that is data: at least one of them."""
         return max(self.share, 1 / max(1, chunks))
 
     def _end(self, rank: int, piece: int) -> None:
@@ -331,16 +332,16 @@ class Simulation:
         heapq.heappush(state.ready, (arrival_s, piece))
 
 
-PIECES = 4  # that are simulated at least
-PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are simulated: up to WINDOWS windows
+PIECES = 4  # simulated at least
+PROGRAMS = 1 << 13  # pieces times ranks: up to so many, up to WINDOWS windows are simulated
 WINDOWS = 4
-ALL_RANKS = 8  # up to here all ranks are simulated even where one can stand for all
+ALL_RANKS = 8  # up to here all ranks are simulated even if one represents all
 
 
 class Prediction(NamedTuple):
     """time_s of a call; wire_bytes: that leave a rank, the mean over ranks.
 
-    simulated: the number of ranks whose steps were simulated: all, or one that stands for all
+    simulated: the number of simulated ranks: all, or one that represents all
     """
 
     time_s: float
@@ -355,8 +356,8 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
 
     nodes: the node of each rank, numbered in the order of first ranks: hier's steps depend on it
     Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, simulated
-    step by step, as a call list. Not in it: contention of links, ranks that share a processor,
-    subtractions. Exact sums widen as they travel; to add integers takes as long as a hop.
+    step by step, as a call list. Not included: contention of links, ranks that share a processor,
+    subtractions. Exact sums widen while they travel; adding integers takes as long as a hop.
     Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
     """
     if method.algorithm == USUAL:
@@ -381,9 +382,9 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
 
 
 def _period_s(simulation: Simulation, ends_s: Sequence[float]) -> float:
-    """Return how long each further piece takes: what the busiest processor or port needs for one.
+    """Return the time of each further piece: the longest use of a processor or port for one.
 
-    Or the time between the ends of the last ones, where that is longer: as a window that is full.
+    Or the time between the ends of the last ones if that is longer, as with a full window.
     """
     half = len(ends_s) // 2
     between_s = (ends_s[-1] - ends_s[half - 1]) / (len(ends_s) - half)
@@ -392,19 +393,19 @@ def _period_s(simulation: Simulation, ends_s: Sequence[float]) -> float:
 
 
 def _before_s(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) -> float:
-    """Return the time of the call itself: comparing the arguments, for aps the largest values."""
+    """Return the time of the call itself: comparing arguments, and for aps the largest values."""
     aps = method.fmt is not None and method.parsed_scaling.kind == "aps"
     agreement_s = (len(nodes) - 1).bit_length() * machine.alpha_s
-    compared = len(set(nodes)) > 1  # within a node by a look at words
+    compared = len(set(nodes)) > 1  # within a node only words in memory are compared
     return machine.call_s + (compared + aps) * agreement_s + aps * machine.copy_s * 4 * n
 
 
 def _simulation(
     machine: Machine, method: Method, nodes: tuple[int, ...], n: int, near: Sequence[bool] | None
 ) -> tuple[Simulation, int, float]:
-    """Return the simulation of the first pieces, how many there are, and the share that is data.
+    """Return the simulation of the first pieces, their number, and the share of data in chunks.
 
-    Where one rank stands for all, every chunk is as large as the largest: in whole tiles.
+    If one rank represents all, every chunk is as large as the largest, in whole tiles.
     """
     one, ranks = near is not None, len(nodes)
     chunks = SCHEDULES[method.algorithm].chunks(Layout(nodes))
@@ -413,14 +414,14 @@ def _simulation(
     padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
     blocks = method.blocks_of(padded, ranks)
     sizes = [blocks.sizes(rank, ranks) for rank in (range(1) if one else range(ranks))]
-    # Never touched: a promise of memory, no more.
+    # Never touched: only address space is reserved.
     x, out = (np.zeros(max(each), np.float32) for each in zip(*sizes, strict=True))
     shifts = [] if method.fmt is None or method.parsed_scaling.kind in SHARED else [0]
     segments = [Segment("x", 0, padded)][: len(shifts)]
     plan = method.plan(nodes, x, segments, (shifts, shifts), 0, blocks)
     wire = plan.wire
     share = wire.size_bytes(n) / max(1, wire.size_bytes(padded))
-    if padded > n and n < TILE:  # then a message is no tile either
+    if padded > n and n < TILE:  # then messages are smaller than a tile, too
         machine = replace(
             machine, beta_s=machine.beta_s * wire.size_bytes(n) / wire.size_bytes(TILE)
         )
@@ -437,8 +438,8 @@ def _simulation(
 def _all_alike(schedule: Schedule, share: Share, nodes: tuple[int, ...]) -> Sequence[bool] | None:
     """Return for each step whether its messages stay in their nodes, if all ranks do the same.
 
-    That is, if every rank sends and receives in every step, of the same kinds and numbers. Then all
-    clocks are equal, and one rank stands for all. A few ranks are looked at.
+    That is the case if every rank sends and receives in every step, messages of the same kinds and
+    sizes. Then all clocks are equal, and one rank represents all. Only a few ranks are checked.
     """
     ranks = len(nodes)
     looked_at = sorted({0, 1, 2, ranks // 3, ranks // 2, ranks - 2, ranks - 1} & {*range(ranks)})
@@ -457,13 +458,13 @@ def _all_alike(schedule: Schedule, share: Share, nodes: tuple[int, ...]) -> Sequ
     return near
 
 
-MOST_SUMMED = 4096  # of the sum that is formed: of more ranks it is no better
+MOST_SUMMED = 4096  # ranks in the computed sum: with more, the error is at least as large
 
 
 class Expected(NamedTuple):
     """Relative errors: of the whole sum, and of rounding once.
 
-    kind: of DATA, the contributions of which these are
+    kind: of the contributions, a key of DATA
     """
 
     whole: float
@@ -471,7 +472,7 @@ class Expected(NamedTuple):
     kind: str
 
 
-DATA = {"of a common direction and noise": 1.0, "of noise alone": 0.0}  # how much is in common
+DATA = {"of a common direction and noise": 1.0, "of noise alone": 0.0}  # weight of the direction
 NOISE = 3.0
 
 
@@ -479,8 +480,8 @@ NOISE = 3.0
 def expected_error(wire: Packed, sums: Sums) -> Expected:
     """Return the larger error of sums of 1,024 values by a wire, each tile with its own shift.
 
-    A rank's contribution is a direction that all share plus three times as much noise, or noise
-    alone, as in docs/accuracy.md. It takes some 40 us a rank, of MOST_SUMMED at most.
+    A rank's contribution is a direction that all share plus three times as much noise, or only
+    noise, as in docs/accuracy.md. It takes about 40 us per rank, for at most MOST_SUMMED ranks.
     """
     sums = sums.at_most(MOST_SUMMED)
     return max(_error(replace(wire, fit=True), sums, kind) for kind in DATA)
@@ -503,7 +504,7 @@ def _error(wire: Packed, sums: Sums, kind: str) -> Expected:
         return out
 
     def total(chains: Sequence[int]) -> tuple[Array, int]:
-        """Return a sum of sums, and how many contributions are in it."""
+        """Return a sum of sums, and the number of contributions in it."""
         if not chains:
             parts = [rounded(contribution(), 1) for _ in range(sums.held)] or [contribution()]
             return np.asarray(np.sum(parts, 0, np.float32)), len(parts)
@@ -523,15 +524,15 @@ def _error(wire: Packed, sums: Sums, kind: str) -> Expected:
         return Expected(whole, once, kind)
 
 
-LONG = 5  # terms of a sum below which its error is not looked at
-WORSE = 3  # times the error of one rounding, from which on a sum's error is said
+LONG = 5  # terms of a sum below which its error is not computed
+WORSE = 3  # times the error of one rounding: larger errors of a sum are reported
 
 
 def stagnation(method: Method, nodes: tuple[int, ...]) -> str | None:
-    """Return a line that says what error to expect, if that grows with so many ranks.
+    """Return a warning with the expected error of a sum, or None if it does not grow with ranks.
 
     nodes: the node of each rank
-    That is so if sums of more than a few terms are rounded before each addition.
+    It grows if sums of more than a few terms are rounded before each addition.
     """
     sums, wire = method.rounded_sums(nodes), method.payloads
     if sums is None or sums.longest < LONG or not isinstance(wire, Packed):
@@ -550,13 +551,13 @@ def stagnation(method: Method, nodes: tuple[int, ...]) -> str | None:
     )
 
 
-ALIKE = 1.05  # times the least prediction: nearer ones cannot be told apart
+ALIKE = 1.05  # times the smallest prediction: closer times count as equal
 
 
 def fastest(times_s: Mapping[str, float]) -> str:
-    """Return the first schedule whose predicted time is alike to the least one.
+    """Return the first schedule whose predicted time is within ALIKE of the smallest.
 
-    So that another fit of the same machine seldom changes the choice, and with it bits.
+    So another fit of the same machine seldom changes the choice, and with it the bits.
     """
     least_s = min(times_s.values())
     return next(name for name in SCHEDULES if times_s.get(name, inf) <= ALIKE * least_s)
@@ -566,8 +567,8 @@ def fastest(times_s: Mapping[str, float]) -> str:
 def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
     """Return a method of algorithm "auto" with the algorithm that is predicted to be fastest.
 
-    Of those whose error does not grow with ranks, as stagnation finds it, if there are any.
-    A function of its arguments alone, so the same on all ranks.
+    Among those whose error does not grow with ranks (see stagnation), if there are any.
+    Depends only on its arguments, so it is the same on all ranks.
     """
     machine = as_machine(method.machine)
     found: dict[str, Method] = {}

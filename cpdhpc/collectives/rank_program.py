@@ -20,10 +20,10 @@ from .schedules import Kind, Schedule, Step
 
 
 class Sum(NamedTuple):
-    """total, float32, plus what last holds, if anything; shifts: those of last.
+    """A partial sum: total, float32, plus the decoded values of last, if there is one.
 
-    total is only read: it may be a raw payload, and so another rank's memory, or the caller's.
-    terms: contributions in last
+    shifts: those of last; terms: contributions in last
+    total is only read: it may be a raw payload, in another rank's memory, or the caller's array.
     """
 
     total: Array
@@ -32,13 +32,13 @@ class Sum(NamedTuple):
     terms: int = 1
 
 
-# (chunk, payloads in the order of ranks) -> their sum, of which the last term is not yet added
+# (chunk, payloads in the order of ranks) -> their sum, with its last term not yet added
 Accumulate = Callable[["Chunk", Sequence[Array]], Sum]
 
 
 def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """Sum in float32."""
-    raw, first = chunk.is_raw, payloads[0]  # a raw one is read where it lies
+    raw, first = chunk.is_raw, payloads[0]  # a raw one is read in place
     total = first.view(chunk.dtype) if raw else chunk.values(first, chunk.sent)
     place = chunk.room() if raw and len(payloads) > 2 else total
     for payload in payloads[1:-1]:
@@ -67,7 +67,7 @@ def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     keys, shifts = chunk.keys, chunk.result
     sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, shifts)
     kernels = chunk.wire.kernels or backend_of(sum_.total)
-    c: Array | None = None  # zero, which changes no term
+    c: Array | None = None  # stands for zero, which changes no term
 
     def subtract(a: Array, b: Array) -> Array:
         out = chunk.room()
@@ -103,18 +103,18 @@ CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks of one collective share.
+    """The data that all ranks of one collective share.
 
     blocks: its data
     sent_shifts, result_shifts: uint8[tiles] for contributions, and for partial sums and the
-        result, or None where none are needed or they travel
-    accumulate: None where sums are exact
+        result, or None if none are needed or they travel
+    accumulate: None for exact sums
     result_rounded: whether the result is rounded to the wire
     nodes: the node of each rank
-    stream: (seed, iteration) of the random numbers, None where nothing is rounded by chance
-    copy: (place, payload) copies a payload that must lie elsewhere
-    slots: where keys lie by rank and phase, uint32[2], for those who write them there later; None
-        to give the keys themselves
+    stream: (seed, iteration) of the random numbers, None if nothing is rounded stochastically
+    copy: copy(place, payload) copies a payload that must lie elsewhere
+    slots: by rank and phase, memory for keys, uint32[2], which callers write later; None to pass
+        the keys themselves
     """
 
     schedule: Schedule
@@ -131,29 +131,29 @@ class Plan:
 
     @property
     def terms(self) -> int:
-        """How many contributions are in a result."""
+        """Number of contributions in a result."""
         return self.blocks.terms(len(self.nodes))
 
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the data.
 
         PIECES of them, so that encoding, travel and decoding overlap, unless a chunk's part of
-        one would leave PIECE_VALUES. With "requantise" the result of an all-reduce depends on the
-        pieces, as on all that decides which rank adds first.
+        one would be outside PIECE_VALUES. With "requantise" the result of an all-reduce depends on
+        the pieces, as on everything that decides which rank adds first.
         """
         return self.blocks.pieces(self.schedule, self.nodes, *PIECE_VALUES)
 
     def places(self, rank: int, piece: Piece) -> Places:
-        """Return the places of a rank's chunks in a piece, or in the part that it says."""
+        """Return the places of a rank's chunks in a piece, or in its part."""
         return rounds(self.schedule, self.nodes, self.blocks, rank, piece)[0]
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
 
-        Phase 0 is what a rank sends first, 1 the result, 2 and up the roundings in between, in
-        the order in which they happen. What is not summed is a result of the rank that encodes it.
-        Results of sums, and the sums of all contributions that every rank forms by itself, take the
-        number of the chunk for the rank: all get the same.
+        Phase 0 is for a rank's first message, 1 for the result, 2 and up for the roundings in
+        between, in the order in which they happen. A value that is not summed counts as a result of
+        the rank that encodes it. Results of sums, and the sums of all contributions that every rank
+        computes by itself, use the number of the chunk instead of the rank: all get the same bits.
         """
         if self.stream is None:
             return NO_KEY
@@ -172,8 +172,8 @@ class Plan:
 class Chunk:
     """A rank's state of one chunk, which begins on a tile.
 
-    start: its place in the whole
-    out: its values in the rank's result, None if that does not have them
+    start: its place in the whole data
+    out: its values in the rank's result, None if the result does not contain them
     sent, result: the shifts of its tiles for contributions, and for partial sums and the result
     take: size_bytes -> array for a payload
     """
@@ -200,24 +200,24 @@ class Chunk:
         self.out = None if place.out is None or out is None else out[place.out :][: place.n]
         # A raw payload of the result is the result itself.
         self.place = self.out.view(np.uint8) if self.is_raw and self.out is not None else None
-        self.pending: Array | None = None  # came in, not yet added: added while it is encoded
+        self.pending: Array | None = None  # received, not yet added: added while it is encoded
         self.pending_terms = 0
         self.held: dict[int, Array] = {}  # contributions by rank, not yet summed
         self.final: Array | None = None  # payload of the result
         self.nonfinite: int | None = None  # values of out, once the result is in it
-        self.summed = False  # whether what was held is in the partial sum
+        self.summed = False  # whether the held contributions are in the partial sum
         self.first = plan.key(rank, CONTRIBUTION)
         self.keys = plan.keys_between(rank, index)
 
     @property
     def dtype(self) -> Any:
-        """Of values."""
+        """The dtype of values."""
         return self.wire.dtype if isinstance(self.wire, Raw) else FLOAT32
 
     @property
     def floats(self) -> Raw | Packed | TwoScaled:
-        """The wire, which is not one of exact sums."""
-        assert not isinstance(self.wire, Exact), "exact sums are added by ExactChunk"
+        """The wire, unless it is for exact sums."""
+        assert not isinstance(self.wire, Exact), "ExactChunk adds exact sums"
         return self.wire
 
     @property
@@ -233,9 +233,9 @@ class Chunk:
         place: Array | None = None,
         wire: Wire | None = None,
     ) -> Array:
-        """Return the payload of x, in place if given; a raw one may be x itself.
+        """Return the payload of x, in place if that is not None; a raw one may be x itself.
 
-        wire: that of contributions unless given
+        wire: default that of contributions
         """
         wire = wire or self.wire
         if place is None and self.is_raw:
@@ -252,9 +252,9 @@ class Chunk:
         out: Array | None = None,
         terms: int = 1,
     ) -> Array:
-        """Return the payload of a sum, in place if given; its last term is added on the way.
+        """Return the payload of a sum, in place if that is not None; adds the last term on the way.
 
-        out: for what the payload decodes to, if that is wanted: written in the same pass
+        out: for the decoded values of the payload, if wanted: written in the same pass
         terms: contributions in it
         """
         wire, came = self.floats.of(terms), self.floats.of(sum_.terms)
@@ -286,16 +286,16 @@ class Chunk:
         return out
 
     def outgoing(self, kind: Kind, terms: int, place: Array | None = None) -> Array:
-        """Return the payload of so many contributions that a step of a kind sends.
+        """Return the payload, of so many contributions, that a step of a kind sends.
 
-        In place if that is given and suits.
+        It lies in place if that is not None and suitable.
         """
         if kind == "reduce":
             return self.partial_sum(terms, place)
         return self.contribution(place) if kind == "hold" else self.finished(place)
 
     def incoming(self, kind: Kind, source: int, payload: Array, terms: int) -> None:
-        """Take in what a step of a kind has brought: the sum of so many contributions."""
+        """Process the payload of a received step of a kind: the sum of so many contributions."""
         take = {"reduce": self.reduce, "hold": self.hold, "copy": self.copy}
         take[kind](source, payload, terms)
 
@@ -317,7 +317,7 @@ class Chunk:
         return self.encode_sum(sum_, key, place, terms=terms)
 
     def _sum(self) -> Sum:
-        """Return the partial sum with what has come in since; what was held is freed."""
+        """Return the partial sum with all received payloads; held ones are freed."""
         if self.held:
             return self._held_sum()
         came, self.pending = self.pending, None
@@ -338,10 +338,10 @@ class Chunk:
         self.pending, self.pending_terms = payload, terms
 
     def finished(self, place: Array | None = None) -> Array:
-        """Return the payload of the result, which this rank forms or has received.
+        """Return the payload of the result, which this rank computes or has received.
 
-        Where the last addition gives it, it is written to out as well: one pass over memory less
-        than to decode the payload afterwards.
+        If the last addition computes it, it is written to out as well: that saves a pass over
+        memory compared with decoding the payload afterwards.
         """
         if self.final is None:
             sums = self.plan.blocks.share.sums
@@ -356,23 +356,23 @@ class Chunk:
         return self.final
 
     def copy(self, source: int, payload: Array, terms: int) -> None:
-        """Keep the result as it came; contributions are not needed any more."""
+        """Keep the received result; contributions are no longer needed."""
         self.final = payload
         self.held.clear()
 
     def _held_sum(self) -> Sum:
         """Sum the held contributions and the own one in the order of ranks; free them."""
         self.contribution()
-        assert self.plan.accumulate is not None, "exact sums are those of ExactChunk"
+        assert self.plan.accumulate is not None, "exact sums are ExactChunk's"
         payloads = [self.held[rank] for rank in sorted(self.held)]
         self.held.clear()
         self.summed = True
         return self.plan.accumulate(self, payloads)
 
     def write(self) -> int:
-        """Write the result, float32, into out, if there is one; count what is not finite.
+        """Write the result, float32, into out, if there is one; count its non-finite values.
 
-        In results that are not rounded nothing is counted: the caller looks at them as a whole.
+        Results that are not rounded are not counted: the caller checks them as a whole.
         """
         if self.out is None:
             return 0
@@ -392,11 +392,11 @@ class Chunk:
 
 
 class ExactChunk(Chunk):
-    """A rank's state of one chunk: the sum of what came in, and how many terms it has.
+    """A rank's state of one chunk: the sum of received payloads, and its number of terms.
 
-    Integers are summed as they come, for no order matters. The rank's own contribution joins when
-    the sum is sent or finished: in the pass in which it is encoded, unless it had to be sent by
-    itself. Its random numbers are the same either way.
+    Integers are summed on arrival, as the order does not matter. The rank's own contribution is
+    added when the sum is sent or finished: in the pass in which it is encoded, unless it had to be
+    sent by itself. Its random numbers are the same either way.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -425,19 +425,19 @@ class ExactChunk(Chunk):
         self.terms += terms
 
     def _added(self, payload: Array, terms: int, place: Array | None) -> Array:
-        """Return the payload of what came in and of so many terms more, in place if given."""
+        """Return the payload of the received sum and of so many more terms, maybe in place."""
         wire, total = self._room(terms, place)
-        assert self.came is not None, "the first payload is kept as it is"
+        assert self.came is not None, "the first payload is kept unchanged"
         wire.add(self.came, self.terms, payload, total)
         return total
 
     def _room(self, terms: int, place: Array | None) -> tuple[Exact, Array]:
-        """Return the wire, and bytes, for so many terms more than have come in."""
+        """Return the wire, and bytes, for so many terms more than were received."""
         wire = self.codes.of(self.terms + terms)
         return wire, self.take(wire.size_bytes(self.n)) if place is None else place
 
     def partial_sum(self, terms: int, place: Array | None = None) -> Array:
-        """Return the payload of the sum of what came in and of the rank's own contribution."""
+        """Return the payload of the sum of the received payloads and the own contribution."""
         if self.came is None:
             return self.contribution()
         if self.own is not None:
@@ -447,7 +447,7 @@ class ExactChunk(Chunk):
         return total
 
     def finished(self, place: Array | None = None) -> Array:
-        """Return the payload of the result, which this rank forms or has received."""
+        """Return the payload of the result, which this rank computes or has received."""
         if self.final is None:
             terms = self.plan.terms
             if self.terms + 1 != terms:
@@ -459,17 +459,17 @@ class ExactChunk(Chunk):
         return self.final
 
 
-ALIGNED_BYTES = 16  # kernels read and write payloads word by word
+ALIGNED_BYTES = 16  # kernels read and write payloads in words
 
 
 def program(
     plan: Plan, piece: Piece, rank: int, x: Array, out: Array | None, take: Take
 ) -> Program[int]:
-    """Carry out a rank's part in a piece: yield exchanges, add what comes in, write the result.
+    """Run a rank's part of a piece: yield exchanges, add received payloads, write the result.
 
-    x: float32, not written; out: float32 for the result, or None where another rank of this process
-    writes it, or nothing is wanted; of the sizes that its blocks say; take: for payloads
-    Returns how many values of the result are not finite; 0 for a raw wire.
+    x: float32, not written; out: float32 for the result, or None if another rank of this process
+    writes it, or no result is wanted; both of the sizes of its blocks; take: for payloads
+    Returns the number of non-finite values in the result; 0 for a raw wire.
     """
     places, steps = rounds(plan.schedule, plan.nodes, plan.blocks, rank, piece)
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
@@ -495,7 +495,7 @@ def program(
 
 
 def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
-    """Return the bytes of each payload in a message."""
+    """Return the size in bytes of each payload in a message."""
     return [each.plan.wire.size_bytes(each.n, m) for each, m in zip(chunks, terms, strict=True)]
 
 
@@ -515,8 +515,8 @@ def _message(chunks: Mapping[int, Chunk], step: Step, take: Take) -> Array:
 
 
 def _parts(plan: Plan, message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
-    """Yield the payloads of these sizes that a message holds, each where kernels can read it."""
-    if len(sizes) == 1:  # itself: a raw result may lie where it belongs already
+    """Yield a message's payloads, of these sizes, each aligned for kernels."""
+    if len(sizes) == 1:  # the message itself: a raw result may already be in its place
         yield message
         return
     for size, end in zip(sizes, accumulate(sizes), strict=True):

@@ -1,7 +1,8 @@
-"""All-reduces that come again: written down once, as compiled kernels and messages, run often.
+"""Repeated collectives: recorded once as compiled kernels and messages, then run many times.
 
-A call list is all that without the interpreter; kernels/cpu_call_list_calls.h says what each of its
-compiled functions does. A world keeps them by method and size, and knows calls by their arguments.
+A call list is such a recording, which runs without the interpreter; the functions that it is
+compiled of are described in kernels/cpu_call_list_calls.h. A world keeps recordings by method and
+size, and recognises calls by their arguments.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from .method import Method, Reduced, Segment, Shifts, shift_bytes
 from .rank_program import Plan, program
 
 WORD_BYTES = 8
-PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
-STREAMED_BYTES = 1 << 24  # of a result from which on it is written past the caches
-FAR_BYTES = 1 << 12  # of float32, from which on it matters whether processes are far apart
-FAR_NS = 180  # a word there and back: 100 by way of a cache, 300 between two chiplets of an EPYC
-MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
-FOLLOWED_BYTES = 1 << 20  # of float32: to copy more takes longer than to make requests anew
+PART_VALUES = 1 << 16  # of a chunk that are processed at a time inside a node: fits in the cache
+STREAMED_BYTES = 1 << 24  # results of this size or more are written past the caches
+FAR_BYTES = 1 << 12  # of float32: from here on the distance of cores matters
+FAR_NS = 180  # round trip of a word: 100 through a cache, 300 between two chiplets of an EPYC
+MOST_PARTS = 128  # as recording each takes about 0.2 ms
+FOLLOWED_BYTES = 1 << 20  # of float32: above, a copy takes longer than making new requests
 
 
-KEPT = 64  # methods and sizes, those that were used last
-# Of 62 bits, so that hardly one is a digest of check_alike, of 56. Two numbers, so that no
-# iteration of one recording is one of another.
+KEPT = 64  # most recently used methods and sizes
+# Of 62 bits, so that hardly any equals a digest of check_alike, of 56. Two numbers, so that an
+# iteration of one recording never equals an iteration of another.
 DIGEST, ITERATION, MASK = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, (1 << 62) - 1
 
 # What kernels are in a timeline, those of wires being encode.
@@ -55,11 +56,11 @@ DOING = {
     "divide": timeline.COMPUTE,
 }
 LISTS = list, tuple
-new_reduced = partial(tuple.__new__, Reduced)  # in half the time that Reduced takes
+new_reduced = partial(tuple.__new__, Reduced)  # takes half as long as Reduced
 
 
 class Followed(NamedTuple):
-    """A message in x or out of a run: requests that are made anew where these lie elsewhere.
+    """A message in a run's x or out: its requests are renewed if these arrays have moved.
 
     make: (payload, stream) -> requests; of: which array, 0 or 1
     """
@@ -73,10 +74,10 @@ class Followed(NamedTuple):
 
 
 class Kernels:
-    """Stands for the kernels of a wire, and has what is asked of them written down.
+    """Takes the place of a wire's kernels and records the calls instead.
 
-    calls: of make_list, with a segment; out: its result, where what is not finite counts
-    streams: whether copies to out go past the caches, so that its lines are not read
+    calls: of make_list, with a segment; out: its result, in which non-finite values are counted
+    streams: whether copies to out bypass the caches, so that its lines are not read
     """
 
     def __init__(self, calls: Any, out: Array, streams: bool) -> None:
@@ -101,17 +102,17 @@ class Kernels:
         return self._write(_cpu.copy, 1, x, out)
 
     def copy_past_caches(self, out: Array, x: Array) -> int:
-        """Copy values or bytes to memory, for whoever has no cache in common with this core."""
+        """Copy values or bytes to memory, for readers that share no cache with this core."""
         return self._write(_cpu.copy_past_caches, 1, x, out)
 
     def divide(self, x: Array, divisor: float, out: Array, counts: bool = False) -> int:
-        """Divide float32 values; counts: whether those that are not finite then are counted."""
+        """Divide float32 values; counts: whether non-finite quotients are counted."""
         return self._write(_cpu.divide, 1, x, divisor, out, counts=counts)
 
     def _write(
         self, kernel: Callable[..., Any], *arguments: Any, counts: bool = False, **options: Any
     ) -> int:
-        """Write down a call, unless it is about nothing; return 0, as nothing is found yet."""
+        """Record a call, unless its arrays are empty; return 0, as nothing is counted yet."""
         if all(each.size for each in arguments if isinstance(each, np.ndarray)):
             out = options.get("out")
             counts = counts or (out is not None and np.may_share_memory(out, self._out))
@@ -124,7 +125,7 @@ class Kernels:
 
 
 def parts_of(plan: Plan, in_node: bool) -> list[Piece]:
-    """Return the parts of the data: pieces, cut smaller where no message leaves the node."""
+    """Return the parts of the data: pieces, cut smaller if no message leaves the node."""
     pieces = plan.pieces()
     if not in_node:
         return list(pieces)
@@ -137,17 +138,17 @@ def parts_of(plan: Plan, in_node: bool) -> list[Piece]:
 
 
 class Recording:
-    """What the rank of this process does in a collective, from start to end. Collective.
+    """One process's part in a collective, from start to end, recorded. Collective.
 
-    Its program runs once for each part of the data, on a wire whose kernels are written down
-    instead of done. So every schedule can be recorded. Payloads for processes of this node lie in
-    memory that they share, and words there tell that they are ready; others go by persistent
-    requests. What is done later is the call list of all that, without the interpreter.
-    x, out: that do not overlap: what run takes by default
-    segments, shifts, blocks: as Method.plan; adapt gives other shifts
-    moves: whether each run has arrays of its own, and follows a meeting of all processes. Then
-        memory is that of all such recordings; messages in x and out are copied, or long ones'
-        requests follow the arrays
+    Its program runs once for each part of the data, on a wire whose kernels are recorded instead
+    of run. So every schedule can be recorded. Payloads for processes of this node lie in shared
+    memory, and words there signal that they are ready; others travel by persistent requests. The
+    resulting call list runs later without the interpreter.
+    x, out: default arrays of run; must not overlap
+    segments, shifts, blocks: see Method.plan; adapt sets other shifts
+    moves: whether each run has arrays of its own, and follows a comparison of all processes. Then
+        all such recordings use the same memory; messages in x and out are copied, or if they are
+        long, their requests are renewed for the arrays
     freed: whether run is an error; what: named in messages
     """
 
@@ -169,16 +170,16 @@ class Recording:
         self.freed, self.what = False, f"{method.call} {method.algorithm}"
         self._sent, self._sent_bytes = 0, 0
         self._world, self._rank = world, world.hosted.start
-        self._of_mpi = world if isinstance(world, World) else None  # else there are no requests
+        self._of_mpi = world if isinstance(world, World) else None  # otherwise without requests
         self._divisor, self._unseen = method.divisor(world.ranks), method.result_unseen
         self._shared: Shared | None = world.shared()
         self._near = () if self._shared is None else self._shared.near
         self._lease = 0 if self._shared is None else self._shared.open_lease()
-        self._taken: list[Array] = []  # of the memory that is shared
+        self._taken: list[Array] = []  # from the shared memory
         self._requests: list[Any] = []
         self._followed: list[Followed] = []
-        self._places = self._places_of(x, out)  # that the requests know
-        self._notes: list[Wait] = []  # of where payloads lie, on their way
+        self._places = self._places_of(x, out)  # that the requests refer to
+        self._notes: list[Wait] = []  # messages with the places of payloads, being sent
         self._waits: list[Wait] = []  # by label
         self._found, self._lends = 0, False
         self._iteration: int | None = None  # whose random numbers lie in the plan's slots
@@ -192,15 +193,15 @@ class Recording:
             world.cache.hold(self)
 
     def _record(self) -> None:
-        """Run the programs of all parts up to their ends, and write them down."""
+        """Run the programs of all parts up to their ends, and record them."""
         world = self._world
         parts = parts_of(self.plan, world.board is not None)
-        # One part has two slots by turns, so that a run need not wait for the readers of the last.
+        # One part uses two slots in turn, so that a run need not wait for the last run's readers.
         turns = 2 if len(parts) == 1 and world.board is not None and not self._moves else 1
         window = self.plan.schedule.window(world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
-        # What no cache holds is written past them, unless it is divided afterwards.
+        # Results larger than caches are written past them, unless they are divided afterwards.
         streams = self.out.nbytes >= STREAMED_BYTES and self._divisor is None
         self._list = _cpu.make_list(self.x, self.out, tuple(self._all_ended()))
         self._kernels = Kernels(self._list, self.out, streams)
@@ -224,14 +225,14 @@ class Recording:
         self, plan: Plan, part: Piece, number: int, pool: BufferPool, mailbox: BufferPool
     ) -> None:
         steps = program(plan, part, self._rank, self.x, self.out, pool.take)
-        ends: list[tuple[int, Wait]] = []  # of what is sent by requests
+        ends: list[tuple[int, Wait]] = []  # of messages sent by requests
         received = None
         while True:
             try:
                 exchange = next(steps) if received is None else steps.send(received)
             except StopIteration:
                 break
-            if part.part == 0:  # what the engine calls a message goes in parts here
+            if part.part == 0:  # one message of the engine is sent in several parts here
                 self._sent += exchange.payload is not None and exchange.payload.size > 0
             self._send(exchange, number, mailbox, ends)
             received = self._receive(exchange, number, pool)
@@ -247,15 +248,15 @@ class Recording:
     def _is_far(self) -> bool:
         """Return whether two neighbours in a node have no cache in common. Collective.
 
-        What is sent is then made in a cache of this core, and copied past it for the others: to
-        fetch lines from a cache of another core takes three times as long as from memory.
+        Then payloads are made in a cache of this core and copied past it for the others: fetching
+        lines from another core's cache takes three times as long as from memory.
         """
         if 4 * self.plan.blocks.size < FAR_BYTES:  # the same on all ranks
             return False
         return round_trip_ns(self._world, f"{self.what}: round trip") > FAR_NS
 
     def _pool(self, slot: int, own: bool) -> BufferPool:
-        """Return where the payloads of a slot are taken from; own: memory that is not shared."""
+        """Return the source of a slot's payloads; own: memory that is not shared."""
         make: Callable[[int], Array] = partial(fresh, self.x)
         if not own and self._near and self._shared is not None:
             make = self._shared.take if self._moves else self._take
@@ -273,7 +274,7 @@ class Recording:
         if self._moves and self._is_given(payload) and (to in self._near or not self._follows):
             payload = self._copied(payload, mailbox)
         if to in self._near:
-            assert self._shared is not None, "else nobody is near"
+            assert self._shared is not None, "otherwise no process is near"
             note = self._shared.note(payload)
             given = self._is_given(payload)
             if self._divisor is not None and np.may_share_memory(payload, self.out):  # divided then
@@ -293,12 +294,12 @@ class Recording:
             ends.append((address, wait_to_send([request], self._rank, self.what, exchange)))
 
     def _receive(self, exchange: Exchange, number: int, pool: BufferPool) -> Array:
-        """Return where the message in will be."""
+        """Return the place of the message in."""
         source = exchange.recv_from
         if source is None or exchange.nbytes == 0:
             return fresh(self.x, 0)
         if source in self._near:
-            assert self._shared is not None, "else nobody is near"
+            assert self._shared is not None, "otherwise no process is near"
             note = np.empty(2 * NOTE_BYTES, np.uint8)
             requests = self._world.irecv(source, self._rank, note)
             wait = wait_to_receive(requests, self._rank, self.what, exchange)
@@ -312,7 +313,7 @@ class Recording:
             partial(self._world.recv_init, source, self._rank), buffer, number
         ):
             address = self._handle_of(request)
-            # Not in front of the segment: over TCP the whole then took 1.4 times as long.
+            # Not before the segment: over TCP the whole then took 1.4 times as long.
             _cpu.add_start(self._list, address)
             wait = wait_to_receive([request], self._rank, self.what, exchange)
             _cpu.add_test(self._list, address, self._label(wait))
@@ -325,7 +326,7 @@ class Recording:
     def _init(
         self, make: Callable[[Array, int], list[Any]], message: Array, stream: int
     ) -> list[Any]:
-        """Return persistent requests for a message, which follow it if it lies in x or out."""
+        """Return persistent requests for a message, renewed later if it lies in x or out."""
         requests = make(message, stream)
         self._requests += requests
         if self._follows and self._is_given(message):
@@ -341,7 +342,7 @@ class Recording:
         return tuple(each.__array_interface__["data"][0] for each in arrays)
 
     def _follow(self, x: Array, out: Array) -> None:
-        """Make the requests for messages in x and out anew, where these lie elsewhere now."""
+        """Renew the requests for messages in x and out, if these arrays have moved."""
         places = self._places_of(x, out)
         if not self._followed or places == self._places:
             return
@@ -377,10 +378,10 @@ class Recording:
                 self._world.wait_any([wait])
 
     def _take(self, size_bytes: int) -> Array:
-        """Return memory that the node shares, where there is somebody to share it with."""
+        """Return shared memory of the node, if there are processes to share it with."""
         if not self._near:
             return fresh(self.x, size_bytes)
-        assert self._shared is not None, "else nobody is near"
+        assert self._shared is not None, "otherwise no process is near"
         self._taken.append(self._shared.take(size_bytes))
         return self._taken[-1]
 
@@ -390,7 +391,7 @@ class Recording:
         return word
 
     def _all_ended(self) -> list[tuple[Array, ...]]:
-        """Return for each slot the words by which the processes of the node tell what they ended.
+        """Return for each slot the words in which the node's processes count finished parts.
 
         Collective.
         """
@@ -412,20 +413,20 @@ class Recording:
                 place[:] = shift_bytes(each, segments, plan.blocks.size, self.x)
 
     def _draw(self, iteration: int) -> None:
-        """Let runs round by the random numbers of an iteration."""
+        """Set the random numbers of an iteration for later runs."""
         if iteration != self._iteration:
             for path, slot in (self.plan.slots or {}).items():
                 slot[:] = random_key(self._method.seed, iteration, *path)
             self._iteration = iteration
 
     def run(self, x: Array | None = None, out: Array | None = None, iteration: int = 0) -> int:
-        """Do it: from x as it is now to out; return how many values are not finite. Collective.
+        """Run from the current x to out; return the number of non-finite values. Collective.
 
-        x, out: C-contiguous, of the sizes that were recorded; others only if it moves
+        x, out: C-contiguous, of the recorded sizes; other arrays only if the recording moves
         iteration: of the random numbers
-        Returns OVERLAPS, with nothing done, where out has memory of x.
-        Raises RankFailure, or ends the job, as engine.run does; RuntimeError where it is freed or
-        did not get to its end before.
+        Returns OVERLAPS, with nothing done, if out shares memory with x.
+        Raises RankFailure, or ends the job, as engine.run does; RuntimeError if it is freed or an
+        earlier run failed.
         """
         if self.freed:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
@@ -433,7 +434,7 @@ class Recording:
         if self._differs:
             self._draw(iteration)
             self._follow(x, out)
-        try:  # as in run_agreed: a function for both would cost the smallest calls some percent
+        try:  # as in run_agreed: a common function would cost the smallest calls a few percent
             found = run_list(self._list, kernel_threads(), self._looks(LOOKS), x, out)
             if found == WAITING:
                 found = self._awaited()
@@ -444,11 +445,11 @@ class Recording:
     def run_agreed(
         self, number: int, xs: Sequence[Array], outs: Sequence[Array], iteration: int
     ) -> int:
-        """Do what run does, once all processes of the node have given the same number. Collective.
+        """Do the same as run, once all processes of the node agree on the number. Collective.
 
-        The recording moves, and is not freed. Returns also, with nothing done, UNLIKE where they
-        have not, and STRANGE where xs or outs is not a list or tuple of one NumPy array that run
-        takes, which the others are not told.
+        The recording moves, and is not freed. May also return, with nothing done, UNLIKE if they
+        do not agree, and STRANGE if xs or outs is not a list or tuple of one NumPy array that run
+        takes; the other processes do not learn of the latter.
         """
         board = self._world.board
         if self._differs:
@@ -464,27 +465,27 @@ class Recording:
         return self._bad_values(outs[0]) if found == 0 else found
 
     def _looks(self, most: int) -> int:
-        """Return how many looks in vain a run has: none where the world sleeps between them."""
+        """Return how often a run looks in vain before it waits: 0 if the world sleeps then."""
         return 0 if self._world.pause_s else most
 
     def _awaited(self) -> int:
-        """Return what the run under way comes to, which waits for others."""
+        """Return the result of the current run, which waits for others."""
         self._world.wait_any([Wait([self], self._rank, self._reason)])
         return self._found
 
     def _give_up(self, error: BaseException) -> NoReturn:
-        self.freed = bool(self._waits)  # messages may be under way
+        self.freed = bool(self._waits)  # messages may be in progress
         if isinstance(error, Exception):
             give_up(self._world, self._explained(error), self.what)
         raise error
 
     def _bad_values(self, out: Array) -> int:
-        """Return 1 where the result is not finite, which no kernel has seen."""
+        """Return 1 if the result is not finite and no kernel has checked it."""
         seen = not self._unseen or self._divisor is not None
         return int(not seen and not is_finite(out.reshape(-1)))
 
     def Test(self) -> bool:
-        """Go on with the run under way; whether it is at its end: as a request of MPI's."""
+        """Continue the current run; return whether it has ended: like a request of MPI's."""
         self._found = _cpu.resume_list(self._list, self._looks(FEW_LOOKS))
         return self._found != WAITING
 
@@ -496,7 +497,7 @@ class Recording:
         return reason if isinstance(reason, str) else reason()
 
     def _explained(self, error: Exception) -> Exception:
-        """Return what MPI says of an error, if it is one of MPI's."""
+        """Return MPI's own error for a failed request, if there is one, else the error."""
         try:
             for request in self._requests:
                 request.Test()
@@ -505,7 +506,7 @@ class Recording:
         return error
 
     def free(self) -> None:
-        """Free the requests, and leave memory of the node; it cannot be run any more."""
+        """Free the requests, and leave the node's memory; it cannot be run any more."""
         if self._shared is not None:
             self._shared.leave(self._lease, self._taken)
         self.freed, self._shared = True, None
@@ -516,12 +517,12 @@ class Recording:
         self._list = None
 
     def is_idle(self) -> bool:
-        """Whether free waits for nobody, which it never does."""
+        """Whether free would not wait, which is always so."""
         return True
 
     def drop(self) -> None:
-        """Free it, from any thread and at any time, as a garbage collector may."""
-        if self._requests:  # MPI is not to be called now: the next recording does it
+        """Free it, from any thread and at any time, for example by a garbage collector."""
+        if self._requests:  # MPI must not be called now: the next recording does it
             self._world.cache.drop(self)
         else:
             self.free()
@@ -529,7 +530,7 @@ class Recording:
 
 @dataclass
 class Entry:
-    """What a world knows of a method and a size: the nodes and the number of its calls."""
+    """A world's data on a method and a size: the nodes and the number of its calls."""
 
     nodes: tuple[int, ...]
     calls: int = 0
@@ -543,24 +544,24 @@ class Entry:
 
 
 def with_iteration(digest: int, iteration: int) -> int:
-    """Return the digest of a call of a recording, of one of 62 bits."""
+    """Return the digest, of 62 bits, of a recording's call with an iteration."""
     return (digest + ITERATION * iteration) & MASK | 1 if iteration else digest
 
 
 @dataclass(slots=True)
 class Known:
-    """What a call of an all-reduce comes to that is known by its arguments."""
+    """The preparation of an all-reduce that is recognised by its arguments."""
 
     nodes: tuple[int, ...]
     recording: Recording
     digest: int  # of the recording
-    keeps: object  # as it may be known by its identity
+    keeps: object  # a reference, if the call is recognised by this object's identity
     segments: tuple[Segment, ...]
-    told: tuple[tuple[int, ...], tuple[int, ...], str]  # of Reduced, but for the arrays
+    told: tuple[tuple[int, ...], tuple[int, ...], str]  # the fields of Reduced except arrays
 
 
 class Recordings(dict[tuple[Method, int | Blocks], Entry]):
-    """The entries of a world for methods and sizes, those used last at the end.
+    """A world's entries for methods and sizes, the last used ones at the end.
 
     A size is that of an all-reduce, or the blocks of another collective.
     """
@@ -571,7 +572,7 @@ class Recordings(dict[tuple[Method, int | Blocks], Entry]):
         self._arrays = BufferPool(partial(np.empty, dtype=np.uint8))
 
     def entry(self, method: Method, n: int | Blocks, nodes: tuple[int, ...]) -> Entry:
-        """Return the entry of a method and a size; forget the one that was not used longest."""
+        """Return the entry of a method and a size; forget the least recently used one."""
         entry = self.pop((method, n), None)
         if entry is None or entry.nodes is not nodes:
             if entry is not None:
@@ -585,19 +586,19 @@ class Recordings(dict[tuple[Method, int | Blocks], Entry]):
     def digest(self, method: Method, data: int | Blocks, nodes: tuple[int, ...]) -> int:
         """Return the digest of calls of a method and a size; the same on all processes.
 
-        Of those that are not recorded, too.
+        Also for calls that are not recorded.
         """
         entry = self.entry(method, data, nodes)
         entry.digest = entry.digest or self.next_digest()
         return entry.digest
 
     def next_digest(self) -> int:
-        """Return the digest of one more recording, the same on all processes."""
+        """Return the digest of a new recording, the same on all processes."""
         self._made += 1
         return DIGEST * self._made & MASK | 1
 
     def arrays(self, x_bytes: int, out_bytes: int) -> tuple[Array, Array]:
-        """Return x and out, uint8, to record: all recordings have the same, and touch none."""
+        """Return x and out, uint8, for recording: shared by all recordings, never accessed."""
         self._arrays.rewind()
         return self._arrays.take(x_bytes), self._arrays.take(out_bytes)
 
@@ -613,10 +614,10 @@ def recording_of(
 ) -> Recording | None:
     """Return the recording for arrays like x with these shifts, from the second call on.
 
-    out, blocks: of a collective other than an all-reduce, whose out is no array like x
-    None where a call is not recorded. A function of the calls, so the same on all processes, as it
-    must be. Collective.
-    The other arguments are those of Method.plan.
+    out, blocks: of a collective other than an all-reduce, whose out differs from x
+    Returns None if a call is not recorded. Depends only on the calls, so that the result is the
+    same on all processes, which is required. Collective.
+    For the other arguments see Method.plan.
     """
     is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
     if not (is_list and method.is_recorded(world.nodes)):
@@ -637,14 +638,14 @@ def recording_of(
 
 
 def forget(world: Ranks, method: Method, n: int) -> None:
-    """Forget a method and a size: calls that come again are recorded anew. Collective."""
+    """Forget a method and a size: later calls are recorded anew. Collective."""
     entry = world.cache.get(Recordings, Recordings).pop((method, n), None)
     if entry is not None:
         entry.free()
 
 
 def are_plain(xs: Any, outs: Any) -> bool:
-    """Whether these are one NumPy array, and none or one."""
+    """Whether xs is one NumPy array, and outs one or None."""
     if type(xs) not in LISTS or len(xs) != 1 or type(xs[0]) is not ndarray:
         return False
     return outs is None or (type(outs) in LISTS and len(outs) == 1 and type(outs[0]) is ndarray)
@@ -665,10 +666,10 @@ def know(
     parts: tuple[Segment, ...],
     reduced: Reduced,
 ) -> None:
-    """Let a call with these arguments be run at once from now on, if it is a recording alone.
+    """Let later calls with these arguments run at once, if they consist only of a recording.
 
-    what: the other arguments; keeps: what that knows by its identity; x: an array of the call
-    segments: as given; parts: what they are; reduced: what the call gave
+    what: the other arguments; keeps: the object whose identity is in what; x: an array of the call
+    segments: as passed; parts: checked; reduced: the result of the call
     """
     if world.board is None or not (segments is None or type(segments) in LISTS):
         return
@@ -683,13 +684,13 @@ def know(
 
 
 def know_as(world: Ranks, what: Hashable, other: Hashable, x: Array) -> None:
-    """Let a call without segments that is known by other be known by what, too."""
+    """Let a call without segments that is recognised by other be recognised by what, too."""
     if world.board is not None and (other, x.shape, None) in world.board.known:
         keep(world.board.known, (what, x.shape, None), world.board.known[other, x.shape, None])
 
 
 def keep(calls: dict[Hashable, Any], key: Hashable, known: object) -> None:
-    """Keep what is known of a call; forget all where it is too much."""
+    """Keep the preparation of a call; forget all if there are too many."""
     if len(calls) >= KEPT:
         calls.clear()
     calls[key] = known
@@ -704,26 +705,26 @@ def run_known(
     outs: Sequence[Any] | None,
     agreed: int = 0,
 ) -> Reduced | None:
-    """Run a call whose arguments were seen before, without a look at them. Collective.
+    """Run a call whose arguments were seen before, without checking them. Collective.
 
-    what: the other arguments; iteration, agreed: compared over the ranks, if nothing else
-    Returns None, with nothing done, where it is not known here or elsewhere, or others are about
-    to do something else. Raises NonFiniteGradient, as run.
+    what: the other arguments; iteration, agreed: compared over the ranks, and nothing else
+    Returns None, with nothing done, if the call is not recognised here or elsewhere, or other ranks
+    make another call. Raises the NonFiniteGradient of run.
     """
-    # It is a third of a call of 4 KiB: no function is called that need not be.
+    # A third of the time of a 4 KiB call is spent here: avoid every function call.
     board = world.board
     if board is None or board.has_failed or world.account is not None or world.lent_by is not None:
         return None
     try:
         x = xs[0]
         known = board.known[what, x.shape, segments if segments is None else listed(segments)]
-    except Exception:  # whatever is wrong with the arguments is said later
+    except Exception:  # errors of the arguments are raised later
         return None
     recording, number = known.recording, known.digest
     if recording.freed or world.nodes is not known.nodes or type(iteration) is not int:
         return None
     if iteration:
-        if iteration >> 62:  # more than digests tell
+        if iteration >> 62:  # more bits than digests distinguish
             return None
         number = with_iteration(number, iteration)
     if agreed:
@@ -747,14 +748,14 @@ def run_known(
 
 
 def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
-    """Return an array, float32[shape], that the processes of this node can read where it lies.
+    """Return an array, float32[shape], that the processes of this node can read in place.
 
-    Prepared all-reduces of such arrays copy nothing for the others. Where memory cannot be shared
-    it is like any other. Its memory is the world's: another array gets it once no rank has this
-    one, or a view of it, any more. Collective.
+    Prepared all-reduces of such arrays need no copies for other processes. If memory cannot be
+    shared, it is an ordinary array. The memory belongs to the world: it is reused for another array
+    once no rank has this one, or a view of it. Collective.
     world: World, Loopback or an mpi4py communicator; shape: may differ between ranks
-    Raises, on all ranks alike, TypeError, ValueError or MemoryError for a shape that is wrong, or
-    too large, on any.
+    Raises TypeError, ValueError or MemoryError on all ranks for a shape that is wrong, or too
+    large, on any.
     """
     ranks = as_world(world, "empty_shared")
     shared, array, taken = ranks.shared(), np.empty(0, np.float32), np.empty(0, np.uint8)

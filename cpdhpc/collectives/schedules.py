@@ -1,4 +1,4 @@
-"""All-reduce algorithms as data: who sends which chunks to whom in which round."""
+"""All-reduce algorithms as data: for each round, the chunks that each rank sends and receives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["reduce", "hold", "copy"]
 
 
 class Layout(NamedTuple):
-    """What the rounds of a rank depend on.
+    """The data that the rounds of a rank depend on.
 
     nodes: the node of each rank, numbered in the order of first ranks
     piece: number of the piece of the data
@@ -35,14 +35,14 @@ class Layout(NamedTuple):
 class Step(NamedTuple):
     """One round of one rank: a message out, a message in, or both at once.
 
-    kind: what travels and what becomes of it.
+    kind: the content of messages and its use.
         "reduce": the sender's partial sums of the chunks; the receiver adds them to its own;
-        "hold": the sender's own contributions; the receiver keeps them, and sums what it has, its
-            own among it, in the order of ranks, when it first needs the sum;
-        "copy": the finished chunks, whose bytes are handed on unchanged.
-    send_to, recv_from: rank, or None for no message that way
-    send_chunks, recv_chunks: what is in the message, one after another
-    send_terms, recv_terms: for each of these chunks, how many ranks' contributions are in it
+        "hold": the sender's own contributions; the receiver keeps them. When it first needs the
+            sum, it adds all it has, including its own, in the order of ranks;
+        "copy": the finished chunks, whose bytes are passed on unchanged.
+    send_to, recv_from: rank, or None for no message in that direction
+    send_chunks, recv_chunks: the chunks in the message, one after another
+    send_terms, recv_terms: for each of these chunks, the number of ranks' contributions in it
     """
 
     kind: Kind
@@ -54,7 +54,7 @@ class Step(NamedTuple):
     recv_terms: Sequence[int] = ()
 
 
-ALL = (0,)  # the one chunk
+ALL = (0,)  # the only chunk
 
 
 def tree(rank: int, layout: Layout) -> Iterator[Step]:
@@ -89,12 +89,12 @@ def _from_child(child: int, terms: int) -> Step:
 
 
 def dbtree(rank: int, layout: Layout) -> Iterator[Step]:
-    """Yield a reduction up, and a broadcast down, one of two binary trees.
+    """Yield a reduction up one of two binary trees, and a broadcast down.
 
-    Even pieces take one tree, odd pieces the other, and several pieces are under way at a time.
-    Both trees are numbered in order over places 1..p; odd places are leaves. The second tree is
-    the first one mirrored, or shifted by one place where p is odd, so that the ranks at even
-    places in one are at odd places in the other.
+    Even pieces use one tree, odd pieces the other, and several pieces are in progress at a time.
+    Both trees are numbered in order over positions 1..p; odd positions are leaves. The second tree
+    is the first one mirrored, or shifted by one position if p is odd, so that the ranks at even
+    positions in one are at odd positions in the other.
     Source: Sanders, Speck, Träff: Two-tree algorithms for full bandwidth broadcast, reduction and
     scan, Parallel Computing 35(12), 2009.
     """
@@ -113,7 +113,7 @@ def dbtree(rank: int, layout: Layout) -> Iterator[Step]:
 
 @lru_cache(maxsize=8)
 def _places(ranks: int, number: int) -> tuple[Sequence[int], Mapping[int, int]]:
-    """Return the place of each rank in a tree, and the rank at each place."""
+    """Return the position of each rank in a tree, and the rank at each position."""
     places: Sequence[int] = range(1, ranks + 1)
     if number == 1 and ranks % 2 == 0:
         places = range(ranks, 0, -1)
@@ -123,10 +123,10 @@ def _places(ranks: int, number: int) -> tuple[Sequence[int], Mapping[int, int]]:
 
 
 def tree_parent(place: int, ranks: int) -> int | None:
-    """Return the parent of a place, None for the root.
+    """Return the parent of a position, None for the root.
 
-    In the infinite tree the level of a place is its lowest set bit, and its parent the one of
-    the two places at that distance which is a level higher. Ancestors beyond p are left out.
+    In the infinite tree the level of a position is its lowest set bit. At that distance there are
+    two positions; the one that is a level higher is the parent. Ancestors beyond p are skipped.
     """
     if place == 1 << (ranks.bit_length() - 1):
         return None
@@ -138,7 +138,7 @@ def tree_parent(place: int, ranks: int) -> int | None:
 
 
 def tree_children(place: int, ranks: int) -> list[int]:
-    """Return the children of a place in the order of places: none, one or two."""
+    """Return the children of a position, in order: none, one or two."""
     half = (place & -place) // 2
     if half == 0:
         return []
@@ -149,19 +149,20 @@ def tree_children(place: int, ranks: int) -> list[int]:
 
 
 def _size(place: int, ranks: int) -> int:
-    """Return the number of places in the tree below a place, itself included."""
+    """Return the number of positions in the subtree of a position, itself included."""
     bit = place & -place
     return min(place + bit - 1, ranks) - (place - bit)
 
 
-Strand = tuple[int, int]  # a lane and a column: what is summed along one way of the rings
-MOST_IN_GROUP = 8  # nodes: fewer sums that are rounded before they are large
+Strand = tuple[int, int]  # a lane and a column, which are summed along one path of the rings
+MOST_IN_GROUP = 8  # nodes: limits the number of rounded sums before they are large
 
 
 def group_size(nodes: int) -> int:
-    """Return how many nodes are a ring of their own, within the ring of these: about the root.
+    """Return the number of nodes in each inner ring of torus: about the root of nodes.
 
-    A divisor if one is at least half of that, so that all groups are alike; 1: one ring of all.
+    A divisor if one is at least half of that, so that all groups have the same size; 1 means a
+    single ring of all nodes.
     """
     wanted = min(MOST_IN_GROUP, isqrt(nodes))
     divisors = [size for size in range(1, wanted + 1) if nodes % size == 0 and 2 * size >= wanted]
@@ -169,7 +170,7 @@ def group_size(nodes: int) -> int:
 
 
 class _Nodes:
-    """Who owns what: ranks are in nodes, nodes in groups.
+    """The ownership of chunks: ranks are in nodes, nodes in groups.
 
     There are as many lanes as ranks in the largest node; each node deals them to its ranks in
     turn. There are as many columns as nodes in the largest group; each group deals them to its
@@ -196,7 +197,7 @@ class _Nodes:
         return range(place, self.columns, len(self.groups[group]))
 
     def terms(self, nodes: Iterable[int]) -> int:
-        """Return the number of ranks in nodes."""
+        """Return the number of ranks in some nodes."""
         return sum(len(self.members[node]) for node in nodes)
 
     def chunks(self, strands: Iterable[Strand], groups: Sequence[int]) -> tuple[int, ...]:
@@ -205,7 +206,7 @@ class _Nodes:
         return tuple((a * self.columns + b) * count + i for a, b in strands for i in groups)
 
     def owners(self, node: int, strands: Sequence[Strand]) -> Iterator[Owner]:
-        """Yield which ranks of a node own the lanes of some of these strands."""
+        """Yield the ranks of a node, each with those of these strands whose lanes it owns."""
         members = self.members[node]
         for place, member in enumerate(members):
             own = [each for each in strands if each[0] % len(members) == place]
@@ -213,7 +214,7 @@ class _Nodes:
                 yield member, own
 
     def owners_in_group(self, group: int, strands: Sequence[Strand]) -> Iterator[Owner]:
-        """Yield which ranks of a group own some of these strands."""
+        """Yield the ranks of a group, each with those of these strands that it owns."""
         nodes = self.groups[group]
         for place, node in enumerate(nodes):
             own = [each for each in strands if each[1] % len(nodes) == place]
@@ -225,17 +226,17 @@ _nodes = lru_cache(maxsize=8)(_Nodes)
 
 
 def hier_chunks(layout: Layout) -> int:
-    """Return the number of chunks: lanes times columns times groups, a rank's one if all alike."""
+    """Return the number of chunks, lanes x columns x groups: one per rank if nodes are equal."""
     nodes = _nodes(layout.nodes)
     return nodes.lanes * nodes.columns * len(nodes.groups)
 
 
 def hier(rank: int, layout: Layout) -> Iterator[Step]:
-    """Yield reduce-scatter in the node, rings between nodes for what is owned, all-gather.
+    """Yield reduce-scatter in the node, rings between nodes for owned chunks, all-gather.
 
-    Inside nodes everyone sends to everyone, as in direct; between nodes as torus between ranks.
-    With one node it is direct, with nodes of one rank it is torus. The own contribution of a rank
-    that is alone on its node is not rounded before it is sent, as in ring.
+    Inside nodes every rank sends to every other, as in direct; between nodes as torus does between
+    ranks. With one node it is direct, with nodes of one rank it is torus. If a rank is alone on its
+    node, its own contribution is not rounded before it is sent, as in ring.
     Source: the levels are those of Horovod's hierarchical all-reduce (Sergeev, Del Balso,
     arXiv 1802.05799, and its repository); the parts are those of direct and torus.
     """
@@ -248,15 +249,16 @@ def hier(rank: int, layout: Layout) -> Iterator[Step]:
 
 
 def torus_chunks(layout: Layout) -> int:
-    """Return the number of chunks: one for each rank if all groups are alike."""
+    """Return the number of chunks: one for each rank if all groups have the same size."""
     return hier_chunks(Layout(tuple(range(layout.ranks))))
 
 
 def torus(rank: int, layout: Layout) -> Iterator[Step]:
     """Yield reduce-scatter round a ring of a few neighbours, then round a ring of such groups.
 
-    Then all-gather the other way. The bytes are those of ring, in fewer rounds, and each rank talks
-    to the next and the previous one in either ring. Nearly all bytes are sums of a few ranks.
+    Then all-gather in the reverse order. The bytes are those of ring, in fewer rounds, and each
+    rank communicates with the next and the previous one in either ring. Nearly all bytes are sums
+    of a few ranks.
     Source: the two levels are those of Mikami et al.: Massively distributed SGD: ImageNet/ResNet-50
     training in a flash, arXiv 1811.05233.
     """
@@ -264,7 +266,7 @@ def torus(rank: int, layout: Layout) -> Iterator[Step]:
 
 
 def _inside(nodes: _Nodes, node: int, place: int, kind: Kind, terms: int) -> Iterator[Step]:
-    """Yield "hold": to each member of the node what it owns; "copy": to each what is owned."""
+    """Yield "hold": to each node member the chunks it owns; "copy": own chunks to each member."""
     members = nodes.members[node]
     everything = range(nodes.columns), range(len(nodes.groups))
     owned = [
@@ -328,9 +330,9 @@ def _between_groups(
 def _rounds(
     nodes: _Nodes, ring: Sequence[Sequence[int]], place: int, kind: Kind
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the rounds of the place-th of a ring: whose part goes out, whose comes in, and terms.
+    """Yield the rounds of the place-th ring member: whose part is sent, whose received, and terms.
 
-    ring: the nodes of each
+    ring: the nodes of each member
     """
     count, ranks = len(ring), nodes.terms(range(len(nodes.members)))
     sent_terms = came_terms = 0
@@ -353,9 +355,9 @@ def _hop(
     previous: Sequence[Part],
     terms: Sequence[int],
 ) -> Iterator[Step]:
-    """Yield one hop: a message for each rank on either side: more than one where nodes differ.
+    """Yield one hop: a message for each rank on either side, several if nodes differ in size.
 
-    terms: in what goes out, in what comes in
+    terms: in the sent chunks, in the received chunks
     """
     for (to, out), (source, into) in zip_longest(following, previous, fillvalue=(None, ())):
         yield Step(kind, to, out, (terms[0],) * len(out), source, into, (terms[1],) * len(into))
@@ -392,9 +394,9 @@ def biring(rank: int, layout: Layout) -> Iterator[Step]:
 
 
 def _one_way(kind: Kind, rank: int, way: int, i: int, arc: int, ranks: int) -> Step:
-    """Return round i of the ring that goes up (way 1) or down (-1) arcs of so many ranks."""
+    """Return round i of a ring in one direction (way 1 or -1), for arcs of so many ranks."""
     to, source = (rank + way) % ranks, (rank - way) % ranks
-    # A sum has come i ranks far and has arc - i to go; a result has come i ranks from its owner.
+    # A sum has passed i ranks and has arc - i to go; a result is i ranks from its owner.
     ahead, terms = (arc - i, i + 1) if kind == "reduce" else (-i, ranks)
     there, here = (rank + way * ahead) % ranks, (source + way * ahead) % ranks
     return Step(kind, to, (there,), (terms,), source, (here,), (terms,))
@@ -403,8 +405,8 @@ def _one_way(kind: Kind, rank: int, way: int, i: int, arc: int, ranks: int) -> S
 def rhd(rank: int, layout: Layout) -> Iterator[Step]:
     """Yield recursive halving, then doubling, with circulant skips; rank i finishes chunk i.
 
-    ceil(log2 p) rounds each way, in each of which the skip, at first p, is halved and rounded up;
-    each rank sends p - 1 chunks each way.
+    There are ceil(log2 p) rounds in each direction. The skip starts at p and in each round is
+    halved and rounded up; each rank sends p - 1 chunks in each direction.
     Source: Träff: Optimal, non-pipelined reduce-scatter and allreduce algorithms,
     arXiv 2410.14234.
     """
@@ -416,7 +418,7 @@ def rhd(rank: int, layout: Layout) -> Iterator[Step]:
     def chunks(first: int, count: int) -> tuple[int, ...]:
         return tuple((first + i) % ranks for i in range(count))
 
-    terms = [1] * ranks  # in the partial sums of chunks rank, rank + 1, ...: alike on all ranks
+    terms = [1] * ranks  # in the partial sums of chunks rank, rank + 1, ...: the same on all ranks
     for before, skip in pairwise(skips):
         count = before - skip
         ahead, back, moved = (rank + skip) % ranks, (rank - skip) % ranks, tuple(terms[skip:before])
@@ -431,7 +433,7 @@ def rhd(rank: int, layout: Layout) -> Iterator[Step]:
 def direct(rank: int, layout: Layout) -> Iterator[Step]:
     """Yield chunk i of every rank to rank i, which sums them, then its result to every rank.
 
-    Two roundings whatever the number of ranks, and the bytes of the ring.
+    Two roundings for any number of ranks, and the bytes of the ring.
     Source: "scatter-reduce-all-gather" of Markov et al.: CGX, Middleware 2022.
     """
     ranks = layout.ranks
@@ -455,7 +457,7 @@ def gather(rank: int, layout: Layout) -> Iterator[Step]:
 
 
 def hier_owners(layout: Layout) -> Sequence[int]:
-    """Return which rank finishes each chunk of hier."""
+    """Return the rank that finishes each chunk of hier."""
     nodes, found = _nodes(layout.nodes), []
     for lane, column, group in product(
         range(nodes.lanes), range(nodes.columns), range(len(nodes.groups))
@@ -467,7 +469,7 @@ def hier_owners(layout: Layout) -> Sequence[int]:
 
 
 def torus_owners(layout: Layout) -> Sequence[int]:
-    """Return which rank finishes each chunk of torus."""
+    """Return the rank that finishes each chunk of torus."""
     return hier_owners(Layout(tuple(range(layout.ranks))))
 
 
@@ -488,12 +490,12 @@ def _of_rings(layout: Layout) -> Growth:
 
 
 def _of_few(layout: Layout) -> Growth:
-    """A sum of four contributions may be rounded as a contribution is."""
+    """A sum of four contributions may be rounded like a contribution."""
     return Growth(layout.ranks, free=4)
 
 
 def _of_nodes(layout: Layout) -> Growth:
-    """As of two nodes of the mean size: contributions were rounded inside, too."""
+    """Like two nodes of the mean size: contributions were rounded inside, too."""
     return Growth(layout.ranks, free=max(4, 2 * layout.ranks // len({*layout.nodes})))
 
 
@@ -509,16 +511,16 @@ def _up_and_down(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """An algorithm: its rounds, its chunks, and how partial sums may be kept in it.
+    """An algorithm: its rounds, its chunks, and how partial sums may be accumulated.
 
     steps: (rank, layout) -> the rounds of that rank, in order
     chunks: layout -> number of chunks that a piece of the data is cut into
-    accumulates: the names from ACCUMULATES that make sense in it; default: one of them; fixed: the
+    accumulates: the names from ACCUMULATES that suit it; default: one of them; fixed: the
         default for formats that cannot have more bits
     result_travels: whether the finished sum is sent, and so rounded to the wire
-    window: number of ranks -> pieces that are under way at a time
+    window: number of ranks -> number of pieces in progress at a time
     growth: layout -> how partial sums grow with "grow"
-    owners: layout -> the rank that finishes each chunk, None where there is one chunk for all
+    owners: layout -> the rank that finishes each chunk, None if there is one chunk for all
     """
 
     steps: Callable[[int, Layout], Iterator[Step]]

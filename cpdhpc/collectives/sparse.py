@@ -1,8 +1,8 @@
-"""Collectives for gradient compressors, whose ranks have arrays of unequal lengths.
+"""Collectives for gradient compressors, whose ranks have arrays of different lengths.
 
 All-gather sparse payloads, broadcast a leader's choice, sum small vectors, exchange with
-neighbours: programs for the engine, so with its messages, time-outs, counts and virtual ranks, and
-the same bits and bytes in a simulation.
+neighbours. They are programs for the engine, so they have its messages, time-outs, byte counts and
+virtual ranks, and give the same bits and bytes in a simulation.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SUMMED = ("float32", "float64", "int64")
 DTYPES = (
     *SUMMED, "float16", "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "uint64",
 )  # fmt: skip
-GATHERED_BYTES = 1 << 14  # vectors up to here are summed in the fewest messages, not bytes
+GATHERED_BYTES = 1 << 14  # up to here, sums of vectors minimise messages, above it bytes
 
 
 def allgather(world: Ranks, arrays: Sequence[Array]) -> list[Array]:
-    """Return the arrays of all ranks, in their order, with their own lengths. Collective.
+    """Return the arrays of all ranks, in order, with their own lengths. Collective.
 
     arrays: one of dtype[n] for each hosted rank, of one dtype from DTYPES everywhere and any n
-    What is returned are parts of one new array. A rank sends ceil(log2(ranks)) messages, and
-    as many bytes as ranks - 1 arrays have.
+    The returned arrays are parts of one new array. A rank sends ceil(log2(ranks)) messages, with
+    the bytes of ranks - 1 arrays.
     Source: Bruck et al.: Efficient algorithms for all-to-all communications in multiport
     message-passing systems, IEEE TPDS 8(11), 1997.
-    Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.
+    Raises TypeError and ValueError on all ranks before arrays move; other errors as engine.run.
     """
 
     def check() -> tuple[dict[str, object], list[int]]:
@@ -57,9 +57,9 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
     """Return the array of root_rank, the same on all ranks. Collective.
 
     arrays: dtype[n], dtype from DTYPES and any n, for root_rank; None for each other hosted rank
-    The process of root_rank gets back that very array. A rank sends ceil(log2(ranks)) messages at
-    most: a binomial tree.
-    Raises TypeError and ValueError on all ranks alike, before the array moves; else as engine.run.
+    The process of root_rank gets the same array object back. A rank sends at most
+    ceil(log2(ranks)) messages: a binomial tree.
+    Raises TypeError and ValueError on all ranks before the array moves; other errors as engine.run.
     """
 
     def check() -> tuple[dict[str, object], list[int]]:
@@ -72,7 +72,7 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
                 numbers = [_check_vector(f"broadcast: array of root_rank {rank}", x).size]
                 numbers.append(DTYPES.index(x.dtype.name))  # type: ignore[union-attr]
             elif x is not None:
-                raise ValueError(f"broadcast: rank {rank} gives an array: must be None: is no root")
+                raise ValueError(f"broadcast: rank {rank} has an array: only the root may have one")
         return {"root_rank": int(root_rank)}, numbers
 
     length, which = _agreed(world, "broadcast", check, 2)
@@ -92,10 +92,10 @@ def sum(world: Ranks, arrays: Sequence[Array]) -> Array:
     """Return the sum of all ranks' arrays, added in the order of ranks. Collective.
 
     arrays: one for each hosted rank, of one shape and one dtype from SUMMED everywhere
-    The result is new; it has the same bits on all ranks, whichever processes they are on.
-    Up to GATHERED_BYTES the arrays are gathered, else each rank sums a part: a rank sends
+    The result is new; it has the same bits on all ranks, however they are placed on processes.
+    Up to GATHERED_BYTES the arrays are gathered, above it each rank sums a part: then a rank sends
     2 (ranks - 1) / ranks of an array's bytes. int64 wraps around.
-    Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.
+    Raises TypeError and ValueError on all ranks before arrays move; other errors as engine.run.
     """
 
     def check() -> tuple[dict[str, object], list[int]]:
@@ -125,16 +125,16 @@ def neighbours(
     sends: Sequence[Mapping[int, Array]],
     sources: Sequence[Collection[int]] | None = None,
 ) -> list[dict[int, Array]]:
-    """Send arrays to some ranks; return what came from others, {rank: array}. Collective.
+    """Send arrays to some ranks; return those received from others, {rank: array}. Collective.
 
-    sends: for each hosted rank, what goes to which other rank: dtype[n], dtype from DTYPES and
-    any n; all ranks call, with nothing in it where nothing is sent
-    sources: for each hosted rank, who sends to it, where that is known: every rank sends then, all
-    arrays have one dtype and length, and nothing but the arrays travels. None: who sends to whom,
-    and how much, is gathered first: some bytes a message, from all to all.
-    Returns a dict for each hosted rank, in the order of the ranks that sent; arrays of length 0
-    come too. Between ranks of a process they may be the sender's very arrays.
-    Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.
+    sends: for each hosted rank a dict {other rank: array}, dtype[n], dtype from DTYPES and any n;
+    all ranks call, with an empty dict if they send nothing
+    sources: for each hosted rank the ranks that send to it, if they are known. Then every rank must
+    send, all arrays have one dtype and length, and only the arrays travel. None: these data are
+    gathered first, with a few bytes for each message, from all ranks to all.
+    Returns a dict for each hosted rank, in the order of the senders, including arrays of length 0.
+    Between ranks of a process they may be the sender's own array objects.
+    Raises TypeError and ValueError on all ranks before arrays move; other errors as engine.run.
     """
     with alike_on_all(world, "neighbours: arguments") as alike:
         _check_sends(world, sends)
@@ -167,7 +167,7 @@ def _check_sends(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> None:
 def _one_kind(
     world: Ranks, sends: Sequence[Mapping[int, Array]], sources: Sequence[Collection[int]]
 ) -> dict[str, object]:
-    """Return the dtype and length of all arrays. Raises ValueError where there are several."""
+    """Return the dtype and length of all arrays. Raises ValueError if there are several."""
     _check_number("neighbours: sources", world, sources)
     kinds = set[tuple[str, int]]()
     for rank, each, heard in zip(world.hosted, sends, sources, strict=True):
@@ -182,13 +182,13 @@ def _one_kind(
         kinds |= {(x.dtype.name, x.size) for x in each.values()}
     if len(kinds) > 1:
         shown = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
-        raise ValueError(f"neighbours: arrays are {shown}: with sources they must be alike")
+        raise ValueError(f"neighbours: arrays are {shown}: with sources they must have one kind")
     ((dtype, length),) = kinds
     return {"dtype": dtype, "length": length}
 
 
 def _told(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[list[tuple[int, str, int]]]:
-    """Return for each hosted rank who sends to it, and what: (rank, dtype, n). Collective."""
+    """Return for each hosted rank its incoming arrays: (rank, dtype, n). Collective."""
     mine = [
         (rank, to, x.dtype.name, x.size)
         for rank, each in zip(world.hosted, sends, strict=True)
@@ -209,9 +209,9 @@ def _is_rank(given: object, world: Ranks) -> bool:
 
 def _check_number(name: str, world: Ranks, given: Sequence[object]) -> None:
     if not isinstance(given, list | tuple):
-        raise TypeError(f"{name}: {type(given).__name__}: must be a list, one of each hosted rank")
+        raise TypeError(f"{name}: {type(given).__name__}: must be a list, one for each hosted rank")
     if len(given) != world.virtual_ranks:
-        raise ValueError(f"{name}: {len(given)} given for {world.virtual_ranks} hosted ranks")
+        raise ValueError(f"{name}: {len(given)} entries for {world.virtual_ranks} hosted ranks")
 
 
 def _check_dtype(name: str, x: Any, dtypes: Sequence[str]) -> Array:
@@ -234,28 +234,28 @@ def _check_vector(name: str, x: Any) -> Array:
 def _check_like(name: str, rank: int, x: Array, first: Array) -> None:
     if x.dtype != first.dtype:
         raise TypeError(
-            f"{name}: array of rank {rank} has dtype {x.dtype}: must be {first.dtype}, as the first"
+            f"{name}: array of rank {rank} has dtype {x.dtype}: the first has {first.dtype}"
         )
 
 
 def _agreed(
     world: Ranks, name: str, check: Callable[[], tuple[dict[str, object], list[int]]], count: int
 ) -> list[int]:
-    """Return the largest of each of the count numbers that the processes' checks give. Collective.
+    """Return the maximum of each of the count numbers over the processes' checks. Collective.
 
-    Raises what a check of any process raises, and ValueError where arguments differ, on all.
+    Raises any process's error, and ValueError if arguments differ, on all processes.
     """
     error: Exception | None = None
     arguments, numbers = dict[str, object](), [0] * count
     try:
         arguments, numbers = check()
-    except Exception as found:  # whatever: the other ranks are to hear of it
+    except Exception as found:  # of any class: it must be raised on all ranks
         error = found
     return check_alike(world, error, arguments, numbers, f"{name}: arguments")
 
 
 def _run(world: Ranks, what: str, program: Callable[[int, int], Program[Any]]) -> list[Any]:
-    """Run the program of each hosted rank, made of it and its place here; return the results."""
+    """Run program(rank, its index here) of each hosted rank; return the results."""
     return run(
         world,
         lambda piece, take: [program(rank, i) for i, rank in enumerate(world.hosted)],
@@ -283,9 +283,9 @@ def _transfer(
 
 
 def _gathered(rank: int, lengths: Sequence[int], own: Array) -> Program[list[Array]]:
-    """Collect the blocks of all ranks, of these lengths; those held are sent at once, in a row.
+    """Collect the blocks of all ranks, of these lengths; each message sends all blocks held so far.
 
-    They lie in the order rank, rank + 1, ... around.
+    They lie in the order rank, rank + 1, ..., around the ring.
     """
     ranks = len(lengths)
     order = [(rank + i) % ranks for i in range(ranks)]
@@ -306,7 +306,7 @@ def _gathered(rank: int, lengths: Sequence[int], own: Array) -> Program[list[Arr
 def _spread(
     rank: int, ranks: int, root_rank: int, data: Array | None, size_bytes: int
 ) -> Program[Array]:
-    """Receive the bytes from the parent in a binomial tree, and hand them to the children."""
+    """Receive the bytes from the parent in a binomial tree, and pass them to the children."""
     place = (rank - root_rank) % ranks  # in a tree whose root is 0
     distance = place & -place if place else 1 << (ranks - 1).bit_length()
     if data is None:
@@ -324,7 +324,7 @@ def _sum_of_all(rank: int, ranks: int, own: Array) -> Program[Array]:
 
 
 def _sum_of_parts(rank: int, ranks: int, own: Array) -> Program[Array]:
-    """Sum an own part of all arrays, and gather the parts."""
+    """Sum one part of all ranks' arrays, and gather the parts."""
     parts = [slice(*chunk(own.size, ranks, i)) for i in range(ranks)]
     terms = {rank: own[parts[rank]]}
     for step in range(1, ranks):
@@ -347,7 +347,7 @@ def _in_order(terms: Sequence[Array]) -> Array:
 def _exchanged(
     sends: Mapping[int, Array], comes: Sequence[tuple[int, str, int]]
 ) -> Program[dict[int, Array]]:
-    """Send what there is to send, then receive from each of those who send: (rank, dtype, n)."""
+    """Send all messages, then receive from each sender in sources: (rank, dtype, n)."""
     for to in sorted(sends):
         data = np.ascontiguousarray(sends[to])
         yield from _transfer(0, to, data, None, None, ([], [to]))

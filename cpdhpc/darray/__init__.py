@@ -1,4 +1,4 @@
-"""Distributed arrays: what ranks own, the windows that they need, and the exchange between."""
+"""Distributed arrays: the cells that each rank owns, its window, and the exchange of halos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributed arrays: their parts, other layouts, files."""
+"""Distributed arrays: each rank's part, changes of layout, HDF5 files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .plan import WindowPlan
 def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -> Array:
     """Return this rank's box in another layout of the same domain. Collective.
 
-    world: as for WindowPlan; x: the array on this rank's box of layout_from
+    world: as in WindowPlan; x: the array on this rank's box of layout_from
     For many arrays make WindowPlan(world, layout_from, layout_to.owner(rank)) once instead.
-    Raises ValueError alike on all ranks where the layouts' domains differ, and as WindowPlan.
+    Raises ValueError on all ranks if the layouts' domains differ; other errors as WindowPlan.
     """
     ranks = as_world(world, "redistribute")
 
@@ -37,8 +37,8 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
         kind = _check_part("redistribute: x", x, layout_from, ranks.rank)
         if layout_from.shape != layout_to.shape or layout_to.ranks != ranks.size:
             raise ValueError(
-                f"redistribute: layout_to is of {layout_to.shape} over {layout_to.ranks} ranks: "
-                f"must be of {layout_from.shape} over {ranks.size}"
+                f"redistribute: layout_to has shape {layout_to.shape} over {layout_to.ranks} "
+                f"ranks: must have {layout_from.shape} over {ranks.size}"
             )
         return layout_to.digest[:12], kind
 
@@ -59,9 +59,9 @@ def _root(what: str, root: int | None, world: Ranks) -> int | None:
 
 
 def _check_part(what: str, x: Array, layout: Layout, rank: int) -> str:
-    """Return dtype and further axes of x, an array on the box of a rank.
+    """Return the dtype and further axes of x, the array on a rank's box, as text.
 
-    Raises TypeError or ValueError where it is none.
+    Raises TypeError or ValueError if x is not an array or does not have the shape of the box.
     """
     dtype = array_backend(what, x).dtype(x)
     owned = layout.owner(rank).shape
@@ -74,9 +74,10 @@ def _check_part(what: str, x: Array, layout: Layout, rank: int) -> str:
 
 
 def _given(what: str, array: Array, layout: Layout, root: int | None, rank: int) -> tuple[Any, str]:
-    """Return of what a rank gives to from_global the axes of the layout, and what must be alike.
+    """Return the leading axes of from_global's array, and the text that ranks must agree on.
 
-    Raises TypeError or ValueError unless it is an array, and the whole where the rank has that.
+    Raises TypeError or ValueError if it is not an array, or on a rank that must have the whole
+    array, if its shape does not begin with the layout's.
     """
     gives = root is None or rank == root
     if array is None and not gives:
@@ -105,12 +106,12 @@ def _check_alike(what: str, values: Sequence[object]) -> None:
 
 @dataclass(frozen=True)
 class DistArray:
-    """This rank's part of an array, and who has the others.
+    """A distributed array: this rank's part, and the layout of all parts.
 
-    local: the array on layout.owner(world.rank), any further axes behind; of any kind that
+    local: the array on layout.owner(world.rank), followed by any further axes; of any kind that
         WindowPlan.exchange takes
-    Raises TypeError or ValueError where local does not have the shape of the box, on the ranks
-    that wait for this one too.
+    Raises TypeError or ValueError if local does not have the shape of the box. Ranks that are
+    waiting for this one raise the same error.
     """
 
     world: Ranks
@@ -130,11 +131,12 @@ class DistArray:
 
     @classmethod
     def from_global(cls, world: Any, layout: Layout, array: Array, root: int | None = None) -> Self:
-        """Return the distributed array of one that all ranks have, or rank root. Collective.
+        """Return a distributed array made from a whole one. Collective.
 
-        array: of the domain's shape, any further axes behind; where there is a root, the others
-            give an empty array of this kind and dtype, and of these further axes: (0, 0, 3)
-        Raises TypeError or ValueError alike on all ranks where the shape is another.
+        root: the rank that has the whole array; None if every rank has it
+        array: of the domain's shape, followed by any further axes. With a root, the other ranks
+            pass an empty array of the same kind, dtype and further axes, for example (0, 0, 3)
+        Raises TypeError or ValueError on all ranks if the shape of one is wrong.
         """
         what = "DistArray.from_global"
         ranks = as_world(world, what)
@@ -165,9 +167,9 @@ class DistArray:
         return cls(ranks, layout, redistribute(ranks, array, everything, layout))
 
     def gather(self, root: int | None = None) -> Array | None:
-        """Return the whole array on all ranks, or on rank root and None elsewhere. Collective.
+        """Return the whole array: on all ranks, or on rank root and None elsewhere. Collective.
 
-        Raises TypeError or ValueError alike on all ranks where there is no rank root.
+        Raises TypeError or ValueError on all ranks if there is no rank root.
         """
         world, what = self.world, "DistArray.gather"
 
@@ -189,7 +191,7 @@ class DistArray:
         """Return the array on this rank's window of a plan over the same layout. Collective."""
         if not isinstance(plan, WindowPlan) or plan.layout != self.layout:
             other = (
-                "is no WindowPlan" if not isinstance(plan, WindowPlan) else "is of another layout"
+                "is not a WindowPlan" if not isinstance(plan, WindowPlan) else "has another layout"
             )
             error = ValueError(f"DistArray.window: plan {getattr(plan, 'name', plan)!r} {other}")
             raise self.world.refuse(error)[0]
@@ -210,7 +212,7 @@ class DistArray:
     ) -> None:
         """Write the array as one dataset of an HDF5 file; see save_all. Collective.
 
-        Raises TypeError on all ranks alike for a dtype that NumPy has not, as bfloat16.
+        Raises TypeError on all ranks if NumPy has no such dtype (bfloat16, for example).
         """
 
         def checked() -> tuple[Path, Array]:
@@ -225,7 +227,7 @@ class DistArray:
     def load(cls, world: Any, path: Path | str, layout: Layout, name: str = "data") -> Self:
         """Return a dataset of an HDF5 file as a NumPy array in any layout. Collective.
 
-        Raises UserError alike on all ranks where it is missing, damaged or does not fit.
+        Raises UserError on all ranks if it is missing, damaged or does not fit.
         """
         ranks = as_world(world, "DistArray.load")
         place = ranks.gather_from(lambda: as_path("DistArray.load", path), "load")[ranks.rank]
@@ -234,7 +236,7 @@ class DistArray:
 
 
 def _on_host(what: str, x: Array) -> Array:
-    """Return x as a NumPy array. Raises TypeError where its dtype is not one of NumPy's own."""
+    """Return x as a NumPy array. Raises TypeError if its dtype is not one of NumPy's own."""
     backend = array_backend(what, x)
     try:
         host = backend.host(x)
@@ -242,13 +244,13 @@ def _on_host(what: str, x: Array) -> Array:
         host = None
     if host is None or host.dtype.isbuiltin == ADDED:
         raise TypeError(
-            f"{what}: dtype={backend.dtype(x)}: must be one of NumPy's own, which HDF5 keeps: "
-            "float32 holds the values of shorter formats exactly"
+            f"{what}: dtype={backend.dtype(x)}: must be one of NumPy's own, as HDF5 stores only "
+            "these: float32 holds the values of shorter formats exactly"
         )
     return host
 
 
-ADDED = 2  # of np.dtype.isbuiltin: a dtype of another package, of which HDF5 keeps bytes alone
+ADDED = 2  # np.dtype.isbuiltin of another package's dtype, which HDF5 stores as raw bytes
 
 Parts = Mapping[str, tuple[Layout, Array]]
 
@@ -261,17 +263,17 @@ def save_all(
     chunks: tuple[int, ...] | None = None,
     compression: str | None = None,
 ) -> None:
-    """Write distributed arrays as datasets of a file that takes path's place. Collective.
+    """Write distributed arrays as datasets of one HDF5 file, which replaces path. Collective.
 
-    arrays: name, as "group/data", -> layout, and the array on this rank's box, any further axes
-        behind; on all ranks the same names in the same order
-    attributes: of the file; those of process 0 are written
-    chunks, compression: as h5py.Group.create_dataset. With either the ranks write one after the
-        other, else all at once: process 0 makes datasets with room for everything, and each
-        writes its boxes where the bytes belong, by MPI-IO; all must see the directory
-    The file can be read by anyone, and by DistArray.load on any number of ranks in any layout.
-    Until the end path holds what it held before, whatever happens.
-    Raises UserError alike on all ranks where the file cannot be written; ValueError where an array
+    arrays: maps a name, for example "group/data", to a layout and the array on this rank's box,
+        followed by any further axes; the same names in the same order on all ranks
+    attributes: of the file; process 0's are written
+    chunks, compression: see h5py.Group.create_dataset. With either, ranks write one after the
+        other. Otherwise all write at once: process 0 creates datasets with room for everything,
+        and each rank writes its boxes there by MPI-IO; all ranks must see the directory
+    Any HDF5 program can read the file, and DistArray.load on any number of ranks in any layout.
+    Until the new file is complete, path keeps its old content, even after a crash.
+    Raises UserError on all ranks if the file cannot be written; ValueError if an array
     does not fit, or arguments differ between ranks.
     """
     rooms = _check(world, arrays, (chunks, compression, str(path)))
@@ -286,7 +288,7 @@ def save_all(
 def _described(
     world: Ranks, name: str, part: tuple[Layout, Array], how: tuple[object, ...]
 ) -> tuple[Any, ...]:
-    """Return what must be the same on all ranks, but for whether the array fits its box."""
+    """Return the values that ranks must agree on, and whether each array fits its box."""
     layout, local = part
     ndim = len(layout.shape)
     fits = layout.ranks == world.size and local.shape[:ndim] == layout.owner(world.rank).shape
@@ -294,7 +296,7 @@ def _described(
 
 
 def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, store.Room]:
-    """Return the datasets, alike on all ranks; raise the first rank's error on all."""
+    """Return the datasets, the same on all ranks; raise the first rank's error on all."""
 
     def described() -> list[tuple[Any, ...]]:
         return [_described(world, name, part, how) for name, part in arrays.items()]
@@ -302,7 +304,7 @@ def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, st
     everyone = world.gather_from(described, "save")
     for rank, theirs in enumerate(everyone):
         if [each[0] for each in theirs] != [each[0] for each in everyone[0]]:
-            raise ValueError(f"save: ranks 0 and {rank} do not give arrays of the same names")
+            raise ValueError(f"save: ranks 0 and {rank} have arrays of different names")
         for each, first in zip(theirs, everyone[0], strict=True):
             if not each[1]:
                 raise ValueError(
@@ -336,7 +338,7 @@ def _fill(
 
 
 def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], local: Array) -> None:
-    """Write the boxes one rank after the other: HDF5 alone knows where chunks go."""
+    """Write the boxes one rank after the other: only HDF5 knows the places of chunks."""
 
     def write(rank: int) -> None:
         if rank == world.rank and local.size:
@@ -347,7 +349,7 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
 
 
 def read_all(world: Ranks, file: BufferedReader, layouts: Mapping[str, Layout]) -> dict[str, Array]:
-    """Return this rank's boxes of datasets of a file that files.opened checked. Collective.
+    """Return this rank's boxes of the datasets of a file that files.opened checked. Collective.
 
     Raises UserError as DistArray.load does.
     """
@@ -356,13 +358,13 @@ def read_all(world: Ranks, file: BufferedReader, layouts: Mapping[str, Layout]) 
         _, rooms = store.contents(file)
         return {name: _read(world, file, name, rooms, layout) for name, layout in layouts.items()}
 
-    return world.agreed(read, "load", Exception)  # a wrong argument may be anything
+    return world.agreed(read, "load", Exception)  # a wrong argument may raise any error
 
 
 def _read(
     world: Ranks, file: BufferedReader, name: str, rooms: Mapping[str, store.Room], layout: Layout
 ) -> Array:
-    """Return this rank's box of a dataset. Raises UserError where it does not fit."""
+    """Return this rank's box of a dataset. Raises UserError if it does not fit."""
     check_layout("load", "layout", layout)
     if name not in rooms:
         known = ", ".join(rooms) or "none at all"
@@ -370,8 +372,8 @@ def _read(
     shape = rooms[name].shape
     if shape[: len(layout.shape)] != layout.shape or layout.ranks != world.size:
         raise UserError(
-            f"load: {file.name}: dataset {name!r} has shape {shape}: the layout is of "
-            f"{layout.shape} over {layout.ranks} ranks, here are {world.size}"
+            f"load: {file.name}: dataset {name!r} has shape {shape}: the layout has "
+            f"{layout.shape} over {layout.ranks} ranks, this world has {world.size}"
         )
     box = layout.owner(world.rank)
     return store.read_box(file, name, box.slices((0,) * box.ndim))

@@ -1,4 +1,4 @@
-"""Channels: the mailboxes of a plan for one operation, dtype and shape of cells, and their use."""
+"""Channels: a plan's mailboxes for one operation, dtype and cell shape, and the calls on them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .mailbox import SLOTS, Inbox, Mailbox, Outbox, Purpose
 from .windows import Message, RankPieces
 
 AnyMailbox = TypeVar("AnyMailbox", bound=Mailbox)
-PROGRAMS = 16  # of a channel: for so many strides
-NO_KEY = (0, 0)  # of random bits: wires round to the nearest
+PROGRAMS = 16  # kept by a channel, one for each set of strides
+NO_KEY = (0, 0)  # no random bits: wires round to the nearest
 
 
 @dataclass
 class Call:
-    """One exchange under way: x and out as they came.
+    """One exchange in progress: x and out as the caller passed them.
 
-    plain: as NumPy arrays where they are that; addresses: where they lie if they are on a GPU
-    carrier: what carries arrays of their GPU
+    plain: both as NumPy arrays, if they are in host memory; addresses: theirs if on a GPU
+    carrier: moves arrays of their GPU
     """
 
     backend: ArrayBackend
@@ -45,12 +45,12 @@ class Call:
 
     @property
     def slot(self) -> int:
-        """The slot that its messages take."""
+        """The mailbox slot of its messages."""
         return self.serial % SLOTS
 
     @property
     def sliced(self) -> tuple[ArrayBackend, Array, Array]:
-        """The backend, x and out for slices: NumPy's for torch where it can: torch adds fewer."""
+        """The backend, x and out for slices: NumPy's for torch tensors too if dtypes permit."""
         backend = self.backend
         if self.plain is None or backend is NUMPY or backend.dtype(self.x) == "bfloat16":
             return backend, self.x, self.out
@@ -58,8 +58,8 @@ class Call:
 
     @property
     def run(self) -> tuple[int, int, Plain, Plain]:
-        """What a program is run with."""
-        assert self.plain is not None, "programs are of NumPy arrays"
+        """The arguments with which a program is run."""
+        assert self.plain is not None, "programs take NumPy arrays"
         return self.serial, self.number, *self.plain
 
 
@@ -68,9 +68,9 @@ class Channel:
     """Mailboxes, and programs by the strides of arrays.
 
     pieces, stream, name, wire_name: of the plan; like: an array of the backend and dtype
-    trail: further axes of the arrays; wire: None for the cells' own bytes
-    direct: whether MPI takes cells from GPU memory, and mailboxes carry heads alone
-    serial: of the last call that was begun; open: serials of calls that are not finished
+    trail: further axes of the arrays; wire: None if cells travel unchanged
+    direct: whether MPI reads cells from GPU memory and mailboxes carry only headers
+    serial: of the last call that began; open: serials of unfinished calls
     """
 
     world: Ranks
@@ -87,7 +87,7 @@ class Channel:
     serial: int = 0
     open: set[int] = field(default_factory=set)
     programs: dict[Any, Program] = field(default_factory=dict)
-    on_gpu: dict[int, DeviceChannel] = field(default_factory=dict)  # by its number
+    on_gpu: dict[int, DeviceChannel] = field(default_factory=dict)  # by the GPU's number
 
     def __post_init__(self) -> None:
         world, name = self.world, self.operation.name
@@ -96,7 +96,7 @@ class Channel:
         self.compiled = self.wire is None and (self.operation is EXCHANGE or self.dtype in ADDED)
         key = f"{name} of {self.dtype}, further axes {self.trail}, wire {self.wire_name}"
         key += ", from GPU memory" if self.direct else ""
-        self.number_prefix = (crc32(key.encode()) >> 1) << 32  # in front of the numbers of calls
+        self.number_prefix = (crc32(key.encode()) >> 1) << 32  # upper bits of call numbers
         purpose = Purpose(self.stream, self.what, key)
         sent, received = self.operation.sent(self.pieces), self.operation.received(self.pieces)
 
@@ -107,17 +107,17 @@ class Channel:
         self.receiving = [(mailbox(Inbox, each), each) for each in received]
         self.sending = [(mailbox(Outbox, each), each) for each in sent]
         self.sent_bytes = sum(map(self.payload_bytes, sent))
-        self.bytes_counter = world.bytes_sent.data  # faster than the arrays
+        self.bytes_counter = world.bytes_sent.data  # faster to index than the array
         self.messages_counter = world.messages_sent.data
         most_bytes = max((self.cells_bytes(each) for each in (*sent, *received)), default=0)
         self.temporary = np.empty(most_bytes, np.uint8)
 
     def cells_bytes(self, message: Message) -> int:
-        """Return the bytes of a message's cells."""
+        """Return the size in bytes of a message's cells."""
         return message.cells * prod(self.trail) * self.itemsize
 
     def payload_bytes(self, message: Message) -> int:
-        """Return the bytes of a message on the wire."""
+        """Return the size in bytes of a message on the wire."""
         n = self.cells_bytes(message)
         return n if self.wire is None else self.wire.size_bytes(n // self.itemsize)
 
@@ -130,7 +130,7 @@ class Channel:
     def prepare(self, call: Call) -> None:
         """Give a call its serial number, before anything is sent.
 
-        Raises RuntimeError where the slots are taken, ValueError where the arrays overlap.
+        Raises RuntimeError if all slots are taken, ValueError if the arrays overlap.
         """
         call.serial = self.serial + 1
         if call.serial - SLOTS in self.open:
@@ -138,14 +138,14 @@ class Channel:
         arrays = call.plain or call.addresses
         if arrays and not self.apart(*arrays):
             raise ValueError(
-                f"{self.operation.name}: out overlaps what is given: it may only have that, or be "
-                "that, as the part of the window that this rank owns"
+                f"{self.operation.name}: out overlaps the input: it may only contain the input, or "
+                "be contained in it, as the part of the window that this rank owns"
             )
         self.serial = call.serial
         self.open.add(call.serial)
 
     def apart(self, x: Plain | Addresses, out: Plain | Addresses) -> bool:
-        """Whether two arrays share nothing, or one is the owned part of the other."""
+        """Whether two arrays share no memory, or one is the owned part of the other."""
         if not np.may_share_memory(x, out):
             return True
         pieces = self.pieces
@@ -155,7 +155,7 @@ class Channel:
         return part is not None and _same(part, own)
 
     def begin(self, call: Call) -> None:
-        """Pack and send; do what needs no message."""
+        """Pack and send; do the work that needs no message."""
         program = self.program(call)
         for inbox, _ in self.receiving:
             inbox.start(call.slot)
@@ -191,7 +191,7 @@ class Channel:
         do(self.operation.own(frame))
 
     def progress(self, call: Call) -> bool:
-        """Whether all messages of a call have come; MPI is asked for each, so that it goes on."""
+        """Whether all messages of a call have come; asks MPI about each, so that MPI progresses."""
         for outbox, _ in self.sending:
             outbox.moved(call.slot)
         come = [inbox.has_come(call.slot, call.serial) for inbox, _ in self.receiving]
@@ -199,7 +199,7 @@ class Channel:
         return all(come)
 
     def finish(self, call: Call) -> None:
-        """Take in the messages, in the order of the ranks."""
+        """Unpack the messages, in the order of the ranks."""
         program = self.program(call)
         for inbox, _ in self.receiving:
             inbox.connect()
@@ -233,13 +233,13 @@ class Channel:
         return timeline.COPY if self.wire is None else timeline.ENCODE
 
     def _cells_of(self, message: Message, payload: Bytes) -> Bytes:
-        """Return memory for the cells of a message: its payload, unless the wire changes them."""
+        """Return memory for a message's cells: its payload, unless the wire encodes them."""
         return payload if self.wire is None else self.temporary[: self.cells_bytes(message)]
 
     def program(self, call: Call) -> Program | None:
-        """Return the program for arrays of such strides, if the channel has programs.
+        """Return the program for these strides, or None before the mailboxes are connected.
 
-        It has when its mailboxes are connected, which the first call does.
+        The first call connects them.
         """
         if call.plain is None or not self.compiled:
             return None
@@ -263,14 +263,14 @@ class Channel:
         return self.programs[key]
 
     def elements(self) -> list[Bytes]:
-        """Return what each fill of an exchange writes; zero for sums."""
+        """Return the value of each fill of an exchange, as bytes; zero for sums."""
         fills = [each.value for each in self.pieces.fills] if self.operation.is_copy else [0]
         return [self.backend.element(self.like, value) for value in fills]
 
     def device(self, call: Call) -> DeviceChannel:
-        """Return what does the calls on the GPU that has a call's arrays, its stream's turn."""
+        """Return the channel of the GPU that holds a call's arrays, in its current stream."""
         carrier, number = call.carrier, call.backend.device(call.x)
-        assert carrier is not None, "calls on a GPU have one"
+        assert carrier is not None, "calls on a GPU have a carrier"
         carrier.begin()
         if number not in self.on_gpu:
             self.on_gpu[number] = DeviceChannel(
@@ -281,7 +281,7 @@ class Channel:
         return self.on_gpu[number]
 
     def is_idle(self) -> bool:
-        """Whether free waits for nobody."""
+        """Whether free would return without waiting for another rank."""
         sent = all(outbox.is_read(self.serial) for outbox, _ in self.sending)
         return (
             sent
@@ -293,7 +293,7 @@ class Channel:
         )
 
     def free(self) -> None:
-        """Wait until the others have read everything, and free requests and memory."""
+        """Wait until the other ranks have read everything; free requests and memory."""
         self.programs.clear()
         for device in self.on_gpu.values():
             device.free()
@@ -305,9 +305,9 @@ class Channel:
 
 
 class Kept:
-    """What a plan has of channels, with requests and memory, which others may be reading yet.
+    """A plan's channels, with requests and memory that other ranks may still be reading.
 
-    It goes with the plan; where the plan is dropped, when a later one of its world is made.
+    Freed with the plan; if the plan is dropped, when its world makes a later one.
     channels: by operation, dtype, further axes and whether MPI takes GPU memory
     last: by operation; freed: whether calls are errors; broken: the error that ended it, if any
     """
@@ -319,11 +319,11 @@ class Kept:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call is under way."""
+        """Whether a call is in progress."""
         return any(channel.open for channel in self.channels.values()) and not self.broken
 
     def is_idle(self) -> bool:
-        """Whether free waits for nobody; False where MPI finds a failure, of which calls tell."""
+        """Whether free would not wait; False if MPI finds a failure, which later calls report."""
         try:
             return bool(self.broken) or all(each.is_idle() for each in self.channels.values())
         except Exception as error:
@@ -331,9 +331,9 @@ class Kept:
             return False
 
     def free(self) -> None:
-        """Free requests and memory. Raises RuntimeError as WindowPlan.free."""
+        """Free requests and memory. Raises RuntimeError as WindowPlan.free does."""
         if self.is_open:
-            raise RuntimeError(f"plan {self.name!r}: free: a call is under way: finish it first")
+            raise RuntimeError(f"plan {self.name!r}: free: a call is in progress: finish it first")
         self.freed = True
         self.world.cache.release(self)
         if not self.broken:
@@ -344,13 +344,13 @@ class Kept:
 
 
 def drop(kept: ref[Kept]) -> None:
-    """Let what a plan that was dropped has left be freed when that waits for nobody."""
+    """Let the rest of a dropped plan be freed once that waits for no other rank."""
     found = kept()
     if found is not None:
         found.world.cache.drop(found)
 
 
 def _same(one: Plain, other: Plain) -> bool:
-    """Whether two arrays are the same elements."""
+    """Whether two arrays are views of the same elements."""
     alike = one.shape == other.shape and one.strides == other.strides
     return alike and one.ctypes.data == other.ctypes.data

@@ -1,4 +1,4 @@
-"""Operations compiled: lists of copies and sums, cut where MPI has something to do."""
+"""Compiled operations: lists of copies and sums, cut at the points that need MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .mailbox import HEAD_BYTES, SLOTS, Inbox, Mailbox, Outbox
 from .windows import Message, RankPieces
 
 Plain = npt.NDArray[np.generic]
-SPACE = 1 << 44  # bytes for the ghosts of a base: more than an array has
+SPACE = 1 << 44  # bytes of address space for each array's ghost: larger than any array
 
 
 def ghost(
@@ -25,12 +25,15 @@ def ghost(
     itemsize: int,
     strides: Sequence[int] | None = None,
 ) -> Addresses:
-    """Return an array that says where it lies from a base on, and may not be read; see side_of."""
+    """Return a stand-in that records an array's place relative to a base; see side_of.
+
+    Its memory must not be read.
+    """
     return addressed((base + 1) * SPACE + offset, shape, itemsize, strides)
 
 
 def side_of(view: Addresses) -> Side:
-    """Return where a part of a ghost lies."""
+    """Return the place of a part of a ghost."""
     address = int(view.__array_interface__["data"][0])
     base, offset = divmod(address + SPACE // 2, SPACE)
     return Side(base - 1, offset - SPACE // 2, view.strides)
@@ -39,7 +42,7 @@ def side_of(view: Addresses) -> Side:
 def ghosts_of(
     operation: Operation, pieces: RankPieces, x: Addresses, out: Addresses, elements: Sequence[Side]
 ) -> Frame:
-    """Return the frame of arrays that lie as x and out do, and of elements in other memory."""
+    """Return a frame of ghosts for arrays with the layout of x and out, and for elements."""
     size = x.itemsize
     given, result = (
         ghost(base, 0, each.shape, size, each.strides) for base, each in ((X, x), (OUT, out))
@@ -49,14 +52,14 @@ def ghosts_of(
 
 
 def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> list[Row]:
-    """Return the rows that do copies of ghosts.
+    """Return the rows that perform copies between ghosts.
 
-    spare: where MEMORY has room for a sum of many terms that is added to its target
+    spare: offset in MEMORY with room for a sum of many terms before it is added to its target
     """
     rows = list[Row]()
     for _, box, terms, adds in copies:
         arrays = [box, *(np.broadcast_to(term, box.shape) for term in terms)]
-        # Along the axis where all lie nearest together, whatever the order of the axes.
+        # The innermost loop runs along the axis with the smallest strides, in any axis order.
         along = np.abs([array.strides for array in arrays]).max(0, initial=0)
         arrays = [array.transpose(np.argsort(-along, kind="stable")) for array in arrays]
         shape = arrays[0].shape
@@ -75,7 +78,7 @@ def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> li
 
 
 def inside(operation: Operation, frame: Frame) -> int:
-    """Return how many bytes behind out x may lie, as the owned part of a window; or NOWHERE."""
+    """Return the offset in bytes of x in out if x may be the window's owned part; or NOWHERE."""
     pieces, owned = frame.pieces, frame.owned
     if pieces.halo_only or pieces.owned.empty or not pieces.window.contains(pieces.owned):
         return moves.NOWHERE
@@ -87,13 +90,13 @@ def inside(operation: Operation, frame: Frame) -> int:
 
 
 POLLS = 200  # of a word, before the world waits for it
-LENT_RUN = 1024  # bytes that lie together: shorter runs are not worth the kernel's help
-Sending = Sequence[tuple[Outbox, Message]]  # what travels through each mailbox
+LENT_RUN = 1024  # contiguous bytes: for shorter runs a copy by the kernel does not pay
+Sending = Sequence[tuple[Outbox, Message]]  # each mailbox and its message
 Receiving = Sequence[tuple[Inbox, Message]]
 
 
 class Span(NamedTuple):
-    """Rows first..last, and the mailboxes whose requests must be complete before, start behind."""
+    """Rows first..last; mailboxes whose requests must complete before, and those to start after."""
 
     first: int
     last: int
@@ -102,7 +105,7 @@ class Span(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The spans up to the end of begin, those of finish, and those of both in one go."""
+    """The spans of begin, those of finish, and those of both in one call."""
 
     begin: list[Span]
     finish: list[Span]
@@ -110,12 +113,12 @@ class Order(NamedTuple):
 
 
 class Program:
-    """An operation on arrays of given strides, through mailboxes that are connected.
+    """An operation on arrays of fixed strides, through connected mailboxes.
 
     sending, receiving: the mailboxes; elements: of the frame, as bytes
-    slots: the spans for each slot; compiled: what run_moves takes
-    ends: for each slot the first row of a call, the one up to which MPI is not needed, and the
-        one behind the last
+    slots: the spans for each slot; compiled: the argument of run_moves
+    ends: for each slot the first row of a call, the first row that needs MPI, and the row after
+        the last
     """
 
     def __init__(
@@ -181,19 +184,19 @@ class Program:
         return rows_of(copies, self._itemsize, self._dtype, self._spare)
 
     def _is_lent(self, i: int) -> bool:
-        """Whether a message is lent when begin and finish are one call: it lies together in x."""
+        """Whether a message is read in place if begin and finish are one call: contiguous in x."""
         mailbox, _ = self._sending[i]
         return mailbox.lends and self._operation.is_copy and moves.is_run(self._packed(0, i))
 
     def _lending(self, slot: int, i: int) -> Span:
-        """Add the rows that post a message where it is."""
+        """Add the rows that offer a message in place, without packing it."""
         mailbox, _ = self._sending[i]
         base, head = MEMORY + 1 + i, mailbox.head_at(slot)
         free = moves.await_(base, mailbox.word_at(slot), -SLOTS, is_message=False)
         return self._span([free, moves.lend(base, head, self._packed(slot, i)[0])])
 
     def _settling(self, slot: int, i: int) -> Span:
-        """Add the rows that wait until a loan was read, or pack the message after all."""
+        """Add the rows that wait until an offered message was read, or pack it after all."""
         mailbox, _ = self._sending[i]
         base, head, read = MEMORY + 1 + i, mailbox.head_at(slot), mailbox.word_at(slot)
         packed = self._packed(slot, i)
@@ -233,7 +236,7 @@ class Program:
         return self._span(rows, mailbox if mailbox.requests else None)
 
     def _taking(self, mailbox: Inbox, base: int, head: int, unpacked: Sequence[Row]) -> Row:
-        """Return the row that reads a message that was lent: to where it belongs, or to here."""
+        """Return the row that reads an offered message: into its target, or into own memory."""
         if self._operation.is_copy and len(unpacked) == 1 and unpacked[0][6] >= LENT_RUN:
             return moves.take(mailbox.process, base, head, unpacked[0], 1)
         payload = Side(base, head + HEAD_BYTES, (1,))
@@ -249,13 +252,13 @@ class Program:
             row = span.first
             while row != span.last:
                 found = run_moves(self.compiled, row, span.last, serial, number, POLLS, x, out)
-                assert found is not None, "the arrays have been looked at"
+                assert found is not None, "the arrays were checked before"
                 row = found if found == span.last else self._wait(found, serial, number)
             if span.after is not None:
                 span.after.start(slot)
 
     def rest(self, found: int, serial: int, number: int, x: Plain, out: Plain) -> None:
-        """Go on at a row that waits, or where MPI is needed."""
+        """Continue at a row that waits, or that needs MPI."""
         order = self.slots[serial % SLOTS]
         if self._needs_mpi:
             for inbox, _ in self._receiving:
@@ -266,7 +269,7 @@ class Program:
             self.run([Span(row, order.whole[0].last)], serial, number, x, out)
 
     def _wait(self, found: int, serial: int, number: int) -> int:
-        """Wait for what a row waits for, and return the row; see run_moves."""
+        """Wait for the event of a row, and return the row; see run_moves."""
         index = found if found >= 0 else -1 - found
         row = self._rows[index]
         if row["op"] == moves.TAKE:
@@ -283,12 +286,12 @@ class Program:
 
 
 def _ends(whole: Sequence[Span], needs_mpi: bool) -> tuple[int, int, int]:
-    """Return what Program.ends holds of a slot."""
+    """Return the entry of Program.ends for a slot."""
     return whole[0].first, whole[0].first if needs_mpi else whole[-1].last, whole[-1].last
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Join spans without requests to the ones before."""
+    """Join spans that have no requests to the spans before."""
     joined: list[Span] = []
     for span in spans:
         if joined and span.before is None and joined[-1].after is joined[-1].before is None:

@@ -1,9 +1,9 @@
-"""What exchange and accumulate copy and add, and what they need of each kind of array.
+"""The copies and sums of exchange and accumulate, and the operations they need of each array type.
 
-EXCHANGE and ACCUMULATE, at the end, are the only description. It is a list of boxes that are
-written, each with the arrays whose sum it becomes. do works through the list by slices; rows_of in
-compiled.py and tables in device.py translate it. These give it ghosts, arrays of which only the
-place and the strides are looked at.
+EXCHANGE and ACCUMULATE, at the end, are the only description: a list of boxes to be written, each
+with the arrays whose sum it becomes. do executes the list by slices; rows_of in compiled.py and
+tables in device.py translate it. They run it on ghosts: stand-in arrays of which only place and
+strides are used.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .windows import Message, Piece, RankPieces
 
 Array = Any  # of any backend
 Bytes = npt.NDArray[np.uint8]
-Addresses = npt.NDArray[np.generic]  # says where an array lies; may not be read
+Addresses = npt.NDArray[np.generic]  # shows where an array lies; must not be read
 
 
 class ArrayBackend:
-    """What is needed of arrays besides operators: as NumPy has it; others say what differs.
+    """Operations on arrays besides operators, here NumPy's; subclasses override what differs.
 
-    like: an array of the backend, dtype and device wanted
+    like: an array of the wanted backend, dtype and device
     """
 
     def dtype(self, x: Array) -> str:
-        """Return the name of the dtype, as float32: the same for all backends."""
+        """Return the name of the dtype ("float32"): the same for all backends."""
         return str(x.dtype.name)
 
     def itemsize(self, x: Array) -> int:
@@ -45,46 +45,46 @@ class ArrayBackend:
         return int(x.dtype.itemsize)
 
     def check(self, what: str, x: Array) -> None:
-        """Raise TypeError where an array of the backend cannot be exchanged."""
+        """Raise TypeError if an array of this backend cannot be exchanged."""
         if x.dtype.hasobject:
-            raise TypeError(f"{what} is of {x.dtype}: objects have no bytes that could travel")
+            raise TypeError(f"{what} is of {x.dtype}: objects have no bytes that can be sent")
         if not x.dtype.isnative:
-            raise TypeError(f"{what} is of {x.dtype}: must have this machine's order of bytes")
+            raise TypeError(f"{what} is of {x.dtype}: must have this machine's byte order")
 
     def empty(self, like: Array, shape: Sequence[int]) -> Array:
         """Return a new array."""
         return np.empty(shape, like.dtype)
 
     def plain(self, x: Array) -> npt.NDArray[Any] | None:
-        """Return the same memory as a NumPy array, maybe of integers; None if it is on a GPU."""
+        """Return the same memory as a NumPy array, maybe of integers; None if on a GPU."""
         if x.dtype.kind in "biufc":
             return np.asarray(x)
         return np.asarray(x).view(f"V{x.dtype.itemsize}")
 
     def addresses(self, x: Array) -> Addresses:
-        """Return where the elements lie in a GPU's memory."""
-        raise AssertionError("arrays of the host lie in no GPU's memory")
+        """Return the place of the elements in GPU memory, as an array that must not be read."""
+        raise AssertionError("host arrays have no GPU address")
 
     def device(self, x: Array) -> int:
-        """Return the number of the GPU where they are."""
-        raise AssertionError("arrays of the host have no GPU")
+        """Return the number of the GPU that holds x."""
+        raise AssertionError("host arrays have no GPU")
 
     def in_stream(self, x: Array) -> AbstractContextManager[None]:
-        """Let CuPy work on x's GPU, in the current stream of x's library."""
+        """Make CuPy work on x's GPU, in the current stream of x's library."""
         return nullcontext()
 
     def host(self, x: Array) -> npt.NDArray[Any]:
-        """Return the values as a NumPy array. Raises TypeError where NumPy has no such dtype."""
+        """Return the values as a NumPy array. Raises TypeError if NumPy has no such dtype."""
         return np.asarray(x)
 
     def element(self, like: Array, value: complex) -> Bytes:
-        """Return the bytes of a value as an element. Raises where the dtype does not take it."""
+        """Return the bytes of one element of this value. Raises if the dtype cannot hold it."""
         one = np.empty(1, like.dtype)
         one[...] = value
         return one.view(np.uint8)
 
     def flip(self, x: Array, axes: Sequence[int]) -> Array:
-        """Return x backwards along some axes."""
+        """Return x reversed along some axes."""
         return x[tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim))]
 
     def stage(self, like: Array, memory: Bytes) -> Array:
@@ -134,7 +134,7 @@ class _Torch(ArrayBackend):
             )
 
     def empty(self, like: Array, shape: Sequence[int]) -> Array:
-        """Its elements follow one another as like's do, so that both are read along."""
+        """The memory order follows like's, so that both are read along contiguous elements."""
         if len(shape) != like.ndim:
             return like.new_empty(tuple(shape))
         order = sorted(range(like.ndim), key=lambda axis: -like.stride(axis))
@@ -185,7 +185,7 @@ class _TorchGpu(_Torch):
 def addressed(
     address: int, shape: Sequence[int], itemsize: int, strides: Sequence[int] | None = None
 ) -> Addresses:
-    """Return an array that lies at an address of any memory. strides: None for C's order."""
+    """Return an array at an address in any memory, on host or GPU. strides: None for C order."""
     interface = {
         "shape": tuple(shape), "typestr": f"|V{itemsize}", "data": (address, False),
         "strides": None if strides is None else tuple(strides), "version": 3,
@@ -197,7 +197,7 @@ NUMPY, CUPY, TORCH, TORCH_GPU = ArrayBackend(), _Cupy(), _Torch(), _TorchGpu()
 
 
 def array_backend(what: str, x: Array) -> ArrayBackend:
-    """Return the backend of an array. Raises TypeError, naming what, for anything else."""
+    """Return the backend of an array. Raises TypeError, naming what, for other types."""
     if isinstance(x, np.ndarray):
         if advice := misread(x):
             raise TypeError(f"{what} is {type_name(x)}: {advice}")
@@ -213,10 +213,10 @@ def array_backend(what: str, x: Array) -> ArrayBackend:
 
 
 class Copy(NamedTuple):
-    """A box that is written: it becomes the sum of the terms, or if it adds, is raised by that.
+    """A box that is written: set to the sum of the terms, or if it adds, increased by that sum.
 
-    box: of the cells that the rank owns or of its window; in a message: of the owner's cells
-    terms: arrays of the target's shape, or of 1 along axes on which all cells get the same
+    box: of the rank's owned cells or of its window; in a message: of the owner's cells
+    terms: arrays of the target's shape, or of extent 1 along axes on which all cells are equal
     """
 
     box: Box
@@ -226,9 +226,9 @@ class Copy(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A rank's pieces and its two arrays, on the owned box and on the window.
+    """A rank's pieces and its two arrays, one on the owned box and one on the window.
 
-    elements: arrays of one element: what each fill writes, or zero, with which sums begin
+    elements: arrays of one element: the value of each fill, or the zero that sums begin with
     """
 
     pieces: RankPieces
@@ -254,17 +254,17 @@ class Frame(NamedTuple):
         raise AssertionError("boxes are of parts")
 
     def turned(self, values: Array, piece: Piece) -> Array:
-        """Return values backwards along the axes that a piece shows so."""
+        """Return values reversed along the axes that a piece shows reversed."""
         return self.backend.flip(values, [i for i, step in enumerate(piece.steps) if step < 0])
 
     def gathered(self, piece: Piece) -> list[Array]:
-        """Return the parts of the window that each show all of a piece's source, in order."""
+        """Return the parts of the window that each show a piece's whole source, in order."""
         values = self.turned(self.of_window(piece.target), piece)
         return [values[place] for place in piece.repeats()]
 
 
 def parts(frame: Frame, message: Message, values: Array) -> Iterator[tuple[Piece, Array]]:
-    """Yield pieces and the part of a message that each takes, in the shape of its source."""
+    """Yield pieces, each with its part of a message, in the shape of its source."""
     trail, start = tuple(frame.owned.shape[frame.pieces.owned.ndim :]), 0
     for piece in message.pieces:
         shape = piece.source.shape + trail
@@ -274,19 +274,19 @@ def parts(frame: Frame, message: Message, values: Array) -> Iterator[tuple[Piece
 
 
 def pack_cells(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
-    """Yield the owned cells that another rank's window shows, into a message."""
+    """Yield copies of the owned cells that another rank's window shows, into a message."""
     for piece, part in parts(frame, message, values):
         yield Copy(piece.source, part, [frame.of_owned(piece.source)])
 
 
 def unpack_cells(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
-    """Yield a message's cells, to where they show in the window."""
+    """Yield copies of a message's cells to their places in the window."""
     for piece, part in parts(frame, message, values):
         yield Copy(piece.target, frame.of_window(piece.target), [frame.turned(part, piece)])
 
 
 def show_own(frame: Frame) -> Iterator[Copy]:
-    """Yield what fills the window's cells that no one owns, and what shows the rank's own."""
+    """Yield copies of fill values and of the rank's own cells into the window."""
     for fill, element in zip(frame.pieces.fills, frame.elements, strict=True):
         yield Copy(fill.target, frame.of_window(fill.target), [element])
     for piece in frame.pieces.local:
@@ -295,19 +295,19 @@ def show_own(frame: Frame) -> Iterator[Copy]:
 
 
 def pack_sums(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
-    """Yield the sums of the window's cells that show another rank's, into a message."""
+    """Yield sums of the window's cells that show another rank's cells, into a message."""
     for piece, part in parts(frame, message, values):
         yield Copy(piece.source, part, frame.gathered(piece))
 
 
 def add_sums(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:
-    """Yield what adds a message to the owned cells."""
+    """Yield the additions of a message to the owned cells."""
     for piece, part in parts(frame, message, values):
         yield Copy(piece.source, frame.of_owned(piece.source), [part], adds=True)
 
 
 def sum_own(frame: Frame) -> Iterator[Copy]:
-    """Yield what begins sums: the window's own cell where it shows, else zero; then mirrors."""
+    """Yield the start of each sum: the window's own cell if it shows, else zero; then mirrors."""
     (zero,) = frame.elements
     for box in frame.pieces.uncovered:
         yield Copy(box, frame.of_owned(box), [zero])
@@ -327,9 +327,9 @@ def do(copies: Iterable[Copy]) -> None:
 class Operation:
     """An exchange or its transpose.
 
-    sent, received: the messages of a rank; pack, unpack: what is written for one of each
-    own: what is written before, without messages
-    is_copy: whether cells travel and arrive as they are, from the owned box to the window
+    sent, received: the messages of a rank; pack, unpack: the copies for one message of each
+    own: the copies that need no message, done first
+    is_copy: whether cells travel and arrive unchanged, from the owned box to the window
     """
 
     name: str
@@ -348,7 +348,7 @@ class Operation:
         out: Array,
         elements: Sequence[Array],
     ) -> Frame:
-        """Return the frame of what is given and what is written."""
+        """Return the frame of an input and an output array."""
         owned, window = (x, out) if self.is_copy else (out, x)
         return Frame(pieces, backend, owned, window, elements)
 

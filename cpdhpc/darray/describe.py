@@ -1,4 +1,4 @@
-"""What an exchange over windows costs, before it is done, and proof of it on the ranks."""
+"""The cost of an exchange over windows, before it is done, and its verification on the ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .windows import Integers, RankPieces, Windows, fill_value, flat_index, inte
 class RankCost:
     """One rank's part of an exchange; an accumulation sends what an exchange receives.
 
-    owned_cells, window_cells, interior_cells: of its boxes; interior: a box
-        of the window, as large as cuts leave it, that no message changes
-    local_cells: of the window, that show cells of its own
+    owned_cells, window_cells, interior_cells: of its boxes; interior: the largest box of the
+        window, up to greedy cuts, that can be computed before any message arrives
+    local_cells: cells of the window that show this rank's own cells
     sends_to: the ranks that it sends to; recvs_from: those that it receives from
     sent_bytes, received_bytes: of payloads
     """
@@ -42,9 +42,9 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Description:
-    """The costs of an exchange for every rank; as text a table.
+    """The costs of an exchange for every rank; str() makes a table.
 
-    cell: what a cell is, in words; imbalance: the most over the mean of ranks, 1 at best
+    cell: description of one cell; imbalance: maximum over mean of ranks, 1 at best
     """
 
     name: str
@@ -68,7 +68,7 @@ class Description:
 
     @property
     def most_neighbours(self) -> int:
-        """Ranks that a rank exchanges messages with, at most."""
+        """The largest number of ranks that one rank exchanges messages with."""
         return max(len({*each.sends_to, *each.recvs_from}) for each in self.ranks)
 
     @property
@@ -83,17 +83,17 @@ class Description:
 
     @property
     def imbalance_bytes(self) -> float:
-        """Imbalance of the bytes that leave."""
+        """Imbalance of the bytes that leave each rank."""
         return _imbalance([each.sent_bytes for each in self.ranks])
 
     @property
     def interior_share(self) -> float:
-        """Share of all windows' cells that interiors have: work to overlap messages with."""
+        """Share of all windows' cells in interiors: computation that can hide messages."""
         cells = sum(each.window_cells for each in self.ranks)
         return sum(each.interior_cells for each in self.ranks) / cells if cells else 1.0
 
     def __str__(self) -> str:
-        """Return a line for each rank, and what they have in common."""
+        """Return a line for each rank, then the totals."""
         head = ("rank", "owned", "window", "interior", "to", "from", "bytes out", "bytes in")
         rows: list[tuple[str, ...]] = [head]
         for each in self.ranks:
@@ -108,7 +108,7 @@ class Description:
                 f"plan {self.name!r}: {len(self.ranks)} ranks, a cell is {self.cell}",
                 *lines,
                 f"{self.messages} messages of {self.sent_bytes} bytes in all; at most "
-                f"{self.most_neighbours} neighbours and {self.most_bytes} bytes a rank, "
+                f"{self.most_neighbours} neighbours and {self.most_bytes} bytes per rank, "
                 "one message each",
                 f"imbalance (most / mean): owned {self.imbalance_owned:.3f}, "
                 f"windows {self.imbalance_window:.3f}, bytes out {self.imbalance_bytes:.3f}; "
@@ -123,7 +123,7 @@ def _imbalance(values: Sequence[int]) -> float:
 
 
 def packed_wire(wire: str | Format) -> payloads.Packed | None:
-    """Return what encodes the cells that travel; None for "raw". Raises TypeError or ValueError."""
+    """Return the encoder of cells that travel; None for "raw". Raises TypeError or ValueError."""
     if isinstance(wire, str) and wire in INTEGERS:
         allowed = "integers are for sums: use raw or a format"
         raise ArgumentError("WindowPlan", "wire", wire, allowed)
@@ -137,9 +137,9 @@ def describe(
     wire: payloads.Packed | None = None,
     name: str = "windows",
 ) -> Description:
-    """Return what an exchange over windows costs; needs no MPI, and no world of this size.
+    """Return the costs of an exchange over windows; needs no MPI, and no world of this size.
 
-    dtype: a NumPy dtype's name; trail: the further axes; wire: None for the cells' own bytes
+    dtype: a NumPy dtype's name; trail: the further axes; wire: None if cells travel unchanged
     """
     itemsize, n = np.dtype(dtype).itemsize, prod(trail)
     ranks = range(windows.layout.ranks)
@@ -149,7 +149,7 @@ def describe(
 
     sent_bytes: list[dict[int, int]] = [{} for _ in ranks]  # to each other rank
     received_bytes: list[dict[int, int]] = [{} for _ in ranks]  # from each
-    targets: list[list[Box]] = [[] for _ in ranks]  # what messages change in each window
+    targets: list[list[Box]] = [[] for _ in ranks]  # boxes of each window that messages change
     for rank in ranks:
         for owner in windows.owners(rank):
             if owner != rank:
@@ -173,18 +173,18 @@ def describe(
 
 Array = npt.NDArray[Any]
 Operation = Callable[[Array], Array]  # exchange or accumulate of a plan
-LARGEST = 1000  # of the integers of the dot test: its sums stay below 2**63 for 2**43 cells
+LARGEST = 1000  # integer in the dot test: its sums stay below 2**63 for 2**43 cells
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found, over all ranks.
+    """The findings of verify, over all ranks.
 
-    cells: of all windows; wrong_cells: that do not show what their boundary mode says
+    cells: of all windows; wrong_cells: those that differ from what their boundary mode requires
     dot: <E x, y>; dot_transposed: <x, E^T y>; must be equal
-    owned_cells: of the domain; wrong_counts: whose accumulated ones are not the number of cells
-        that show them
-    calls: how often each was done: first by slices, then by programs, which are compared too
+    owned_cells: of the domain; wrong_counts: those whose accumulated ones differ from the number
+        of cells that show them
+    calls: how often each operation ran: first by slices, then by programs, which are compared too
     """
 
     cells: int
@@ -197,11 +197,11 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether all is as it must be."""
+        """Whether no check failed."""
         return not self.wrong_cells and self.dot == self.dot_transposed and not self.wrong_counts
 
     def __str__(self) -> str:
-        """Return the figures in a line."""
+        """Return the figures in one line."""
         return (
             f"{self.wrong_cells} of {self.cells} cells of windows wrong, <Ex, y> - <x, E'y> = "
             f"{self.dot - self.dot_transposed}, {self.wrong_counts} of {self.owned_cells} counts "
@@ -212,12 +212,12 @@ class Verification:
 def verify(
     pieces: RankPieces, world: Ranks, exchange: Operation, accumulate: Operation, calls: int = 3
 ) -> Verification:
-    """Return what three checks of the operations of a plan find. Collective.
+    """Return the findings of three checks of a plan's operations. Collective.
 
-    Every cell of a window is compared with the cell that its coordinates say, by remainders; the
-    dot test proves that accumulate is the transpose of exchange for these numbers; and the sums of
-    ones must be the numbers of readers. calls: each is done so often; the first takes another way
-    through the code than the others.
+    Each window cell is compared with the owned cell computed directly from its coordinates; the
+    dot test proves that accumulate is the transpose of exchange for these numbers; and
+    accumulated ones must be the numbers of cells that show each owned cell.
+    calls: how often each operation runs; the first call takes another path through the code
     """
     wrong = sum(_wrong_cells(pieces, exchange) for _ in range(calls))
     dots = [_dots(pieces, exchange, accumulate, call) for call in range(calls)]
@@ -240,13 +240,13 @@ def owned_index(pieces: RankPieces) -> Integers:
 def expected_window(
     pieces: RankPieces, values_of: Callable[[Integers], Array], dtype: npt.DTypeLike
 ) -> Array:
-    """Return what the rank's window must show, found cell by cell and not by pieces.
+    """Return the correct content of the rank's window, found cell by cell, without pieces.
 
-    values_of: returns the values, with any further axes, of cells by their flat index
+    values_of: returns the values of cells, with any further axes, by their flat index
     """
     axes = pieces.windows.shown(pieces.rank)
     expected = values_of(flat_index(axes, pieces.layout.shape)).astype(dtype)
-    for axis, mode in enumerate(pieces.windows.modes):  # the last axis counts
+    for axis, mode in enumerate(pieces.windows.modes):  # the last axis has precedence
         value = fill_value(mode)
         if value is not None:
             expected[_filled(axes, axis)] = value
@@ -254,14 +254,14 @@ def expected_window(
 
 
 def _filled(axes: Sequence[Integers], axis: int) -> tuple[Any, ...]:
-    """Return what selects the cells of a window that are filled because of an axis."""
+    """Return the index of a window's cells that are filled because of an axis."""
     return (slice(None),) * axis + (axes[axis] < 0,)
 
 
 def _dtype(pieces: RankPieces) -> type[np.generic]:
-    """Return a dtype for integers, which also holds the values that windows are filled with.
+    """Return a dtype for integers that also holds the fill values of windows.
 
-    Others than int64 are as exact: sums stay below 2**53 for 2**33 cells.
+    Floating point is as exact as int64 here: sums stay below 2**53 for 2**33 cells.
     """
     values = [fill_value(mode) for mode in pieces.windows.modes]
     if any(isinstance(value, complex) for value in values):
@@ -275,14 +275,14 @@ def _dtype(pieces: RankPieces) -> type[np.generic]:
 def _wrong_cells(pieces: RankPieces, exchange: Operation) -> int:
     expected = expected_window(pieces, lambda index: 1 + index, _dtype(pieces))
     found = exchange((1 + owned_index(pieces)).astype(expected.dtype))
-    both_nan = (found != found) & (expected != expected)  # NaN may be a filling
+    both_nan = (found != found) & (expected != expected)  # the fill value may be NaN
     return int((~((found == expected) | both_nan)).sum())
 
 
 def _dots(
     pieces: RankPieces, exchange: Operation, accumulate: Operation, call: int
 ) -> tuple[int, int]:
-    """Return this rank's part of <E x, y> and <x, E^T y>; E x has zeros for what is filled."""
+    """Return this rank's part of <E x, y> and <x, E^T y>; filled cells of E x count as zero."""
     rng, dtype = np.random.default_rng((pieces.rank, call)), _dtype(pieces)
     x = rng.integers(-LARGEST, LARGEST + 1, pieces.owned.shape).astype(dtype)
     y = rng.integers(-LARGEST, LARGEST + 1, pieces.window.shape).astype(dtype)
@@ -294,7 +294,7 @@ def _dots(
 
 
 def _wrong_counts(pieces: RankPieces, accumulate: Operation) -> int:
-    """Compare accumulated ones with counts of readers, a product of counts along the axes."""
+    """Compare accumulated ones with the numbers of readers, a product of counts along the axes."""
     expected = np.zeros(pieces.owned.shape, np.int64)
     for rank in () if pieces.owned.empty else range(pieces.layout.ranks):
         product = np.ones((), np.int64)

@@ -1,11 +1,11 @@
-"""What a channel does if arrays are on a GPU: a launch, messages, and a launch after them.
+"""Channels for arrays on a GPU: a launch, messages, and a launch after them.
 
-All messages of a call lie in one piece of memory, so that one kernel packs them and one copy takes
-them down to pinned memory, from which they go to the mailboxes; those that come take the same way
-back. Where MPI takes GPU memory, mailboxes carry heads alone, and cells go straight to MPI.
+All messages of a call lie in one piece of memory, so that one kernel packs them and one copy moves
+them to pinned host memory, from where they go to the mailboxes; received messages take the reverse
+path. If MPI takes GPU memory, mailboxes carry only headers and MPI moves the cells directly.
 
 A launch reads a table of boxes of cells. Each cell is written once, as the sum of its terms in
-their order, so a launch has nothing to wait for in itself. kernels/cuda_moves.h reads the tables.
+their order, so nothing within a launch waits. kernels/cuda_moves.h reads the tables.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .windows import Message, RankPieces
 if TYPE_CHECKING:
     from ..ops.gpu_runtime import Streams
 
-NO_KEY = (0, 0)  # of random bits: wires round to the nearest
-PROGRAMS = 16  # of a channel: for so many strides
+NO_KEY = (0, 0)  # no random bits: wires round to the nearest
+PROGRAMS = 16  # kept by a channel, one for each set of strides
 
 
 class Way:
-    """Where the messages of one direction lie, among cells and in what travels.
+    """Offsets of the messages of one direction, in the buffer of cells and in the encoded buffer.
 
     places: messages, and the offset of the first cell of each
-    parts: of each message, the slices of what travels that are its payload
-    cells_bytes, size_bytes: of all
+    parts: for each message, the slices of the encoded buffer that are its payload
+    cells_bytes, size_bytes: of the two buffers
     """
 
     def __init__(self, messages: Sequence[Message], cell_bytes: int, wire: Packed | None) -> None:
@@ -76,12 +76,12 @@ def _shifts(count: int, wire: Packed) -> int:
 
 
 class Room:
-    """Memory of the GPU for the calls of a slot, which is written and read in turns.
+    """GPU memory for the calls of one slot, written and read in turns.
 
-    cells, travelling: of those sent and those received; the same where the wire is raw
-    sends, receives: requests of MPI where it takes this memory
-    landing, landed: pinned memory that a copy up reads, and when it has been read
-    done: when all that was launched for the slot has read and written its memory and its tables
+    cells, travelling: of those sent and those received; the same if the wire is raw
+    sends, receives: MPI's requests if MPI takes this memory
+    landing, landed: pinned memory that a copy to the GPU reads; the event when it has been read
+    done: the event when all launches of the slot have finished with its memory and its tables
     """
 
     def __init__(self, ways: tuple[Way, Way], raw: bool, streams: Streams) -> None:
@@ -105,7 +105,7 @@ class Program(NamedTuple):
 
 
 class DeviceChannel:
-    """The calls of a channel on one GPU, in its library's current stream.
+    """The calls of a channel on one GPU, in the current stream of the arrays' library.
 
     carrier: of the world, for the GPU; the other arguments are the channel's
     elements: of frames, as bytes; stream: of the plan's messages
@@ -137,9 +137,9 @@ class DeviceChannel:
         self._rooms = [Room(ways, wire is None, self._streams) for _ in range(SLOTS)]
 
     def begin(self, slot: int, serial: int, number: int, x: Addresses, out: Addresses) -> None:
-        """Pack and send; do what needs no message.
+        """Pack and send; do the work that needs no message.
 
-        Waits until the GPU has packed: MPI moves messages while the GPU and the caller go on.
+        Waits until the GPU has packed: MPI moves messages while the GPU and the caller continue.
         """
         room = self._rooms[slot]
         self._await_sends(room)
@@ -156,7 +156,7 @@ class DeviceChannel:
             self._send_staged(room, slot, serial, number)
 
     def _send_staged(self, room: Room, slot: int, serial: int, number: int) -> None:
-        """Copy all messages down at once, and then into their mailboxes."""
+        """Copy all messages to the host at once, and from there into their mailboxes."""
         host: Bytes = np.empty(0, np.uint8)
         if room.travelling[0].size:
             host, copied = self._streams.to_host(room.travelling[0], room.done)
@@ -170,7 +170,7 @@ class DeviceChannel:
             outbox.send(slot, serial, number)
 
     def _send_directly(self, room: Room, slot: int, serial: int, number: int) -> None:
-        """Give MPI all messages that leave and come, once the GPU is done with their memory."""
+        """Pass all sends and receives to MPI, once the GPU has finished with their memory."""
         if not self._sending and not self._receiving:
             return
         self._wait([room.done], "the GPU")
@@ -194,17 +194,17 @@ class DeviceChannel:
             room.sends = []
 
     def come(self, slot: int) -> bool:
-        """Whether all cells that MPI brings have come; gives it the time to move them."""
+        """Whether all cells that MPI moves have come; gives MPI time to move them."""
         room = self._rooms[slot]
         asked = [request.Test() for each in (room.sends, *room.receives) for request in each]
         return all(asked[len(room.sends) :])
 
     def finish(self, slot: int, serial: int, number: int, x: Addresses, out: Addresses) -> None:
-        """Take in the messages."""
+        """Unpack the messages."""
         room, program = self._rooms[slot], self._program(x, out)
         cells, travelled = room.cells[1], room.travelling[1]
         if not self._direct and travelled.size:
-            self._wait([room.landed], "the GPU")  # done long ago
+            self._wait([room.landed], "the GPU")  # complete long ago
             room.landing = self._streams.pinned(travelled.size)
         for i, ((inbox, _), parts) in enumerate(zip(self._receiving, self._in.parts, strict=True)):
             inbox.receive(slot, serial, number)
@@ -225,7 +225,7 @@ class DeviceChannel:
         room.done, room.receives = self._streams.mark(), []
 
     def _program(self, x: Addresses, out: Addresses) -> Program:
-        """Return the launches for arrays that lie as these do."""
+        """Return the launches for arrays with the same offset and strides."""
         from ..ops import gpu_runtime
 
         places = x.ctypes.data, out.ctypes.data
@@ -264,8 +264,8 @@ class DeviceChannel:
             gpu_runtime.wait(room.done)
 
 
-TABLE = 3  # base of what stands in the table itself: values that fill; X, OUT and MEMORY are 0..2
-BEGINS = 4  # is added to the base of a term that begins a partial sum; as in cuda_moves.h
+TABLE = 3  # base for fill values in the table itself; X, OUT and MEMORY are 0..2
+BEGINS = 4  # added to the base of a term that begins a partial sum; as in cuda_moves.h
 AXES = 6  # of a box, with that of the units
 WIDEST_BYTES = 16  # of a unit that is copied
 COPIES = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}  # bytes of a unit -> kind of move_boxes
@@ -277,7 +277,7 @@ SUMS = {  # dtype -> kind of move_boxes, and bytes of a unit
 
 
 class Table(NamedTuple):
-    """What a launch reads, int64[n]: the kind of its units, and how many boxes and units."""
+    """The input of a launch, int64[n]: the kind of its units, and how many boxes and units."""
 
     kind: int
     numbers: npt.NDArray[np.int64]
@@ -286,9 +286,9 @@ class Table(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Cells that are written once, and the terms of which they are sums.
+    """Cells that are written once, and the terms that are summed into them.
 
-    terms: arrays of the target's shape, and whether a partial sum begins with each
+    terms: arrays of the target's shape, each with whether a partial sum begins there
     """
 
     box: Box
@@ -303,7 +303,7 @@ class Region(NamedTuple):
 
 
 def each_once(copies: Iterable[Copy], regions: Sequence[Region] = ()) -> list[Region]:
-    """Return the regions and those of copies: what adds is laid over the ones before."""
+    """Return regions with the copies merged in: additions extend the terms of earlier regions."""
     found = list(regions)
     for box, target, terms, adds in copies:
         shown = [np.broadcast_to(term, target.shape) for term in terms]
@@ -322,7 +322,7 @@ def each_once(copies: Iterable[Copy], regions: Sequence[Region] = ()) -> list[Re
 
 
 class Tables(NamedTuple):
-    """Both launches of an operation; None where there is nothing to do."""
+    """Both launches of an operation; None for one without work."""
 
     begin: Table | None
     finish: Table | None
@@ -367,7 +367,7 @@ def tables(
 
 
 def _is_there(region: Region, ahead: int | None) -> bool:
-    """Whether cells are what they become. ahead: bytes from out to x, None where apart."""
+    """Whether the cells already have their value. ahead: bytes from out to x, None if apart."""
     target, term = side_of(region.target), side_of(region.terms[0][0])
     moved = {OUT: 0, X: ahead}.get(term.base)
     if moved is None or len(region.terms) > 1 or target.base != OUT:
@@ -377,7 +377,7 @@ def _is_there(region: Region, ahead: int | None) -> bool:
 
 
 class _Loops(NamedTuple):
-    """A box for the kernel: (count, stride of the target, of each term) of each axis, by bytes."""
+    """A box for the kernel: for each axis (count, stride of target, of each term), in bytes."""
 
     target: Side
     terms: tuple[Side, ...]
@@ -385,9 +385,9 @@ class _Loops(NamedTuple):
 
 
 def _loops(region: Region, itemsize: int, still: bool) -> Iterator[_Loops]:
-    """Yield boxes of at most AXES axes, the last one of bytes that lie together.
+    """Yield boxes of at most AXES axes, the last one of contiguous bytes.
 
-    still: whether units are whole elements, so that values that fill do not move within one
+    still: whether units are whole elements, so that a fill value has no stride within one
     """
     shape, target = region.target.shape, side_of(region.target)
     if 0 in shape:
@@ -398,7 +398,7 @@ def _loops(region: Region, itemsize: int, still: bool) -> Iterator[_Loops]:
     axes = [(itemsize, tuple(int(not still or s.base % BEGINS != TABLE) for s in sides))]
     strides = [side.strides for side in sides]
     along = sorted(zip(shape, *strides, strict=True), key=lambda axis: abs(axis[1]))
-    for n, *steps in along:  # threads side by side write side by side
+    for n, *steps in along:  # neighbouring threads write neighbouring cells
         inner, below = axes[0]
         if n > 1 and tuple(steps) == tuple(inner * step for step in below):
             axes[0] = n * inner, below
@@ -429,7 +429,7 @@ def _table(
     elements: Sequence[Bytes],
     added: str | None,
 ) -> Table | None:
-    """Return the table of some regions; added: the dtype of sums, None where cells are copied."""
+    """Return the table of some regions; added: the dtype of sums, None if cells are copied."""
     boxes = [loops for each in regions for loops in _loops(each, itemsize, still=True)]
     if not boxes:
         return None

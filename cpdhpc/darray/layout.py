@@ -1,4 +1,4 @@
-"""Boxes of grid cells, who owns which, and which cells a sliding filter needs."""
+"""Boxes of grid cells, layouts (which rank owns which box), and the input of sliding filters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Cells along each axis, 0 where stop is not above start."""
+        """Cells along each axis, 0 if stop is not above start."""
         return tuple(max(0, b - a) for a, b in zip(self.start, self.stop, strict=True))
 
     @property
@@ -42,12 +42,12 @@ class Box(NamedTuple):
         return any(b <= a for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box:
-        """Return the cells of both; axes without any become empty at the larger start."""
+        """Return the cells in both boxes; axes without any become empty at the larger start."""
         start = tuple(map(max, self.start, other.start))
         return Box(start, tuple(map(max, start, map(min, self.stop, other.stop))))
 
     def contains(self, other: Box) -> bool:
-        """Whether all cells of the other box are in this one; those of an empty box are."""
+        """Whether all cells of the other box are in this one; True if it is empty."""
         return other.empty or self.intersect(other) == other
 
     def shift(self, offset: Sequence[int]) -> Box:
@@ -56,12 +56,12 @@ class Box(NamedTuple):
         return Box(*moved)
 
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """Return what selects the cells in an array whose first cell is origin."""
+        """Return the index of the cells in an array whose first cell is origin."""
         ends = zip(self.start, self.stop, origin, strict=True)
         return tuple(slice(a - o, max(a, b) - o) for a, b, o in ends)
 
     def without(self, other: Box) -> Iterator[Box]:
-        """Yield disjoint boxes of the cells that are not in the other box, axis by axis."""
+        """Yield disjoint boxes that cover the cells outside the other box, axis by axis."""
         hole = self.intersect(other)
         if hole.empty:
             if not self.empty:
@@ -77,7 +77,7 @@ class Box(NamedTuple):
             start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
 
     def parts(self, cells: int) -> Iterator[Box]:
-        """Yield boxes of at most so many cells, or of one, that together are this one, in order."""
+        """Yield boxes that cover this one, in order, each of at most so many cells (1 or more)."""
         if self.size <= max(1, cells):
             if not self.empty:
                 yield self
@@ -91,7 +91,7 @@ class Box(NamedTuple):
             yield from Box(tuple(start), tuple(stop)).parts(cells)
 
     def __str__(self) -> str:
-        """Return the ranges as [0:4, -1:7]."""
+        """Return the ranges, for example [0:4, -1:7]."""
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
 
 
@@ -101,7 +101,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def as_box(function: str, argument: str, value: object, ndim: int) -> Box:
-    """Return a value as a Box of integers. Raises TypeError or ValueError unless it is one."""
+    """Return a value as a Box of integers. Raises TypeError or ValueError if it is not one."""
     if not isinstance(value, Box):
         raise ArgumentTypeError(function, argument, value, "must be a Box")
     try:
@@ -110,18 +110,18 @@ def as_box(function: str, argument: str, value: object, ndim: int) -> Box:
         allowed = "start and stop must hold integers"
         raise ArgumentTypeError(function, argument, value, allowed) from None
     if any(len(side) != ndim for side in ends):
-        raise ArgumentError(function, argument, value, f"must have {ndim} axes, as the domain")
+        raise ArgumentError(function, argument, value, f"must have {ndim} axes, like the domain")
     return Box(*ends)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The boxes that ranks own: disjoint, together the domain; some may be empty.
+    """The boxes that ranks own: disjoint, and together the whole domain; some may be empty.
 
-    shape: cells of the domain along each axis, 1 or more; owners: the box of each rank, empty ones
-        moved into the domain, so that they cut arrays of it as all others do
-    Made by grid or boxes. Raises ValueError for boxes that overlap, leave cells out or reach out
-    of the domain, and names them; TypeError for what is no box.
+    shape: cells of the domain along each axis, 1 or more; owners: the box of each rank; empty ones
+        are moved into the domain, so that they slice its arrays as all others do
+    Made by grid or boxes. Raises ValueError, naming the boxes, if they overlap, leave cells out or
+    reach outside the domain; TypeError for values that are not boxes.
     """
 
     shape: tuple[int, ...]
@@ -145,10 +145,10 @@ class Layout:
 
     @classmethod
     def grid(cls, shape: Sequence[int], procs: Sequence[int]) -> Layout:
-        """Return a Cartesian grid of procs[axis] parts along each axis, as even as can be.
+        """Return a Cartesian grid of procs[axis] parts along each axis, as even as possible.
 
-        The last axis of the grid counts fastest; parts are empty where there are more of them
-        than cells. Raises ValueError where procs does not fit shape or holds less than 1.
+        Ranks are numbered with the last axis fastest; some parts are empty if there are more
+        parts than cells. Raises ValueError if procs does not fit shape or has a number below 1.
         """
         shape, procs = tuple(shape), tuple(procs)
         if len(shape) != len(procs) or min(procs, default=1) < 1:
@@ -159,7 +159,7 @@ class Layout:
 
     @classmethod
     def boxes(cls, shape: Sequence[int], boxes: Sequence[Box]) -> Layout:
-        """Return the layout of any disjoint boxes that tile the domain, one for each rank."""
+        """Return the layout of any disjoint boxes that cover the domain, one for each rank."""
         return cls(tuple(shape), tuple(boxes))
 
     @classmethod
@@ -190,7 +190,7 @@ class Layout:
 
 
 def check_layout(function: str, argument: str, layout: object, ranks: int | None = None) -> None:
-    """Raise TypeError unless layout is one, ValueError if it is of another number of ranks."""
+    """Raise TypeError if layout is not a Layout, ValueError if its number of ranks differs."""
     if not isinstance(layout, Layout):
         raise ArgumentTypeError(function, argument, layout, "must be a Layout")
     if ranks is not None and layout.ranks != ranks:
@@ -199,17 +199,17 @@ def check_layout(function: str, argument: str, layout: object, ranks: int | None
 
 
 def _clipped(box: Box, shape: Sequence[int]) -> Box:
-    """Return an empty box as one of the domain."""
+    """Return an empty box moved into the domain."""
     start = tuple(min(max(a, 0), n) for a, n in zip(box.start, shape, strict=True))
     stop = tuple(min(max(a, b), n) for a, b, n in zip(start, box.stop, shape, strict=True))
     return Box(start, stop)
 
 
 def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
-    """Raise ValueError unless the boxes are disjoint, inside the domain and together all of it."""
+    """Raise ValueError unless the boxes are disjoint, inside the domain and cover all of it."""
     for rank, box in enumerate(boxes):
         if not domain.contains(box):
-            raise ValueError(f"Layout: rank {rank} has {box}: reaches out of the domain {domain}")
+            raise ValueError(f"Layout: rank {rank} has {box}: reaches outside the domain {domain}")
     _check_disjoint(boxes)
     if sum(box.size for box in boxes) == domain.size:
         return
@@ -217,11 +217,11 @@ def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
     for box in boxes:
         left = [rest for each in left for rest in each.without(box)]
     cells = sum(each.size for each in left)
-    raise ValueError(f"Layout: nobody owns {left[0]} of {domain}, {cells} cells in all")
+    raise ValueError(f"Layout: no rank owns {left[0]} of {domain}, {cells} cells in all")
 
 
 def _check_disjoint(boxes: Sequence[Box]) -> None:
-    """Raise ValueError, naming two ranks, where boxes overlap."""
+    """Raise ValueError, naming two ranks, if boxes overlap."""
     if not boxes:
         return
     starts = np.array([box.start for box in boxes])
@@ -240,7 +240,7 @@ def _check_disjoint(boxes: Sequence[Box]) -> None:
 
 
 def balanced_grid(ranks: int, axes: int) -> list[int]:
-    """Return as many factors of ranks, as near to one another as can be, rising; as procs."""
+    """Return factors of ranks, one per axis, as equal as possible, in rising order; for procs."""
     if axes == 1:
         return [ranks]
     root = int(ranks ** (1 / axes) + 1e-9)
@@ -257,7 +257,7 @@ def receptive(
     """Return the window that the outputs in box need: [lo step - pad, (hi - 1) step - pad + reach).
 
     reach = dilation (size - 1) + 1 cells; each argument is one number, or one for each axis
-    Raises ValueError where size, step or dilation is less than 1 or their number does not fit.
+    Raises ValueError if size, step or dilation is below 1, or their number does not fit.
     """
     given = {"size": size, "step": step, "pad": pad, "dilation": dilation}
     numbers = {name: _each_axis(name, value, box.ndim) for name, value in given.items()}
@@ -273,5 +273,5 @@ def receptive(
 def _each_axis(name: str, value: PerAxis, ndim: int) -> tuple[int, ...]:
     numbers = [int(n) for n in np.ravel(value)] * (ndim if np.ndim(value) == 0 else 1)
     if len(numbers) != ndim or np.ndim(value) > 1:
-        raise ArgumentError("receptive", name, value, f"needs one number, or {ndim}, one an axis")
+        raise ArgumentError("receptive", name, value, f"needs one number, or {ndim}, one per axis")
     return tuple(numbers)

@@ -1,11 +1,12 @@
-"""Mailboxes: the way that cells of one rank take to another, time after time.
+"""Mailboxes: fixed buffers that carry cells from one rank to another, call after call.
 
-A mailbox has two slots, used by turns, so that a message can be packed while the one before is
-still read. A slot is a head (serial number, number of the call, loan) and a payload. Where the
-processes share memory the slots lie there, written by one and read by the other, and two words in
-front tell up to which serial they have been read; a long message that lies together may be lent:
-read where its sender has it (loans.h). Else slots are private and travel by persistent requests.
-The first message of a mailbox says what it is for and where it lies.
+A mailbox has two slots, used in turn, so that a message can be packed while the previous one is
+still read. A slot is a header (serial number, number of the call, loan) and a payload. If the two
+processes share memory, the slots lie there: the sender writes them, the receiver reads them, and
+two words before the slots hold the last serial that was read from each. A long contiguous message
+may then be lent, that is, the receiver reads it from the sender's array (loans.h). Without shared
+memory slots are private and travel by persistent requests. A mailbox's first message describes its
+purpose and its place in memory.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from .windows import Message
 Bytes = npt.NDArray[np.uint8]
 
 SLOTS = 2
-HEAD_BYTES = ALIGNED_BYTES  # in front of a payload: serial, number, loan, int64 each
-LOAN = 16  # of its bytes: where the loan is
-LENT_BYTES = 1 << 16  # of a message that is worth the kernel's help
+HEAD_BYTES = ALIGNED_BYTES  # before a payload: serial, number, loan, int64 each
+LOAN = 16  # offset of the loan in the header, in bytes
+LENT_BYTES = 1 << 16  # the shortest message for which a copy by the kernel pays
 MOST_LENT_BYTES = 1 << 30  # the kernel reads less than 2 GiB in one call
-HELLO_BYTES = 512  # of the first message: a note of shared memory, then words
+HELLO_BYTES = 512  # of the first message: a reference to shared memory, then words
 
 
 class Word(NamedTuple):
-    """A request, as MPI's: done when a word of memory that is shared reaches a value."""
+    """A request, like MPI's, that is complete when a word of shared memory reaches a value."""
 
     memory: Bytes
     value: int
 
     def Test(self) -> bool:
-        """Whether it has."""
+        """Whether the word has reached the value."""
         return load_acquire(self.memory) >= self.value
 
 
 class Purpose(NamedTuple):
-    """What a mailbox is for: the plan's stream of messages, and words for errors.
+    """The use of a mailbox: the plan's stream of messages, and words for errors.
 
-    what: as "exchange of plan 'pixels'"; key: of the channel, as "float32 (3,), wire raw"
+    what: for example "exchange of plan 'pixels'"; key: of the channel, "float32 (3,), wire raw"
     """
 
     stream: int
@@ -57,11 +58,11 @@ class Purpose(NamedTuple):
 class Mailbox:
     """One direction between this rank and another.
 
-    other: the rank; size_bytes: of a payload; shared: how memory reaches the other, or None
-    memory: words and slots, when they are known
+    other: the rank; size_bytes: of a payload; shared: memory shared with the other, or None
+    memory: words and slots, once they are known
     """
 
-    doing = ""  # what the other must do before the requests of a slot are complete
+    doing = ""  # the other's action that completes the requests of a slot
 
     def __init__(
         self, world: Ranks, other: int, size_bytes: int, purpose: Purpose, shared: Shared | None
@@ -74,14 +75,14 @@ class Mailbox:
         self.memory: Bytes | None = None
         self.hello = np.zeros(HELLO_BYTES, np.uint8)
         self.greeting: list[Any] = []  # requests of the first message
-        self.requests: list[list[Any]] = []  # persistent ones, of each slot
+        self.requests: list[list[Any]] = []  # persistent ones of each slot
 
     def word_at(self, slot: int) -> int:
-        """Return where the word lies up to which serial a slot has been read."""
+        """Return the address of the word that holds the last serial read from a slot."""
         return slot * ALIGNED_BYTES
 
     def head_at(self, slot: int) -> int:
-        """Return where a slot begins."""
+        """Return the address of a slot."""
         return SLOTS * ALIGNED_BYTES + slot * self.slot_bytes
 
     def payload(self, slot: int) -> Bytes:
@@ -91,14 +92,14 @@ class Mailbox:
 
     @property
     def lends(self) -> bool:
-        """Whether a message may be lent: read by the receiver where the sender has it."""
+        """Whether a message may be lent: read by the receiver from the sender's array."""
         fits = LENT_BYTES <= self.size_bytes <= MOST_LENT_BYTES
         return fits and self.shared is not None and self.shared.lends
 
     @property
     def room(self) -> Bytes:
         """The words and the slots."""
-        assert self.memory is not None, "mailboxes are used when they are connected"
+        assert self.memory is not None, "mailboxes are connected before they are used"
         return self.memory
 
     def word(self, offset: int) -> Bytes:
@@ -112,7 +113,7 @@ class Mailbox:
             self.wait([word], "" if offset >= self.head_at(0) else " to read what came before")
 
     def differs(self, head: int, number: int) -> NoReturn:
-        """End the job: the message that came belongs to another call than this."""
+        """End the job: the message that came belongs to a different call."""
         found = load_acquire(self.word(head + 8))
         same = "" if found >> 32 == number >> 32 else ", of another shape or dtype"
         self.stop(
@@ -121,17 +122,17 @@ class Mailbox:
         )
 
     def message(self, slot: int) -> Bytes:
-        """Return the head and the payload of a slot: what travels."""
+        """Return the header and the payload of a slot, which travel together."""
         start = self.head_at(slot)
         return self.room[start : start + HEAD_BYTES + self.size_bytes]
 
     def wait(self, requests: list[Any], doing: str = "") -> None:
-        """Wait for requests; the time-out says who waits for whom."""
+        """Wait for requests; the time-out names both ranks."""
         reason = f"{self.purpose.what}: waited {{:.1f}} s for rank {self.other}{doing}"
         self.world.wait_any([Wait(requests, self.world.rank, reason)])
 
     def stop(self, problem: str) -> NoReturn:
-        """End the job: ranks do not do the same."""
+        """End the job: the ranks make different calls."""
         self.world.abort(f"{self.purpose.what}: {problem}")
 
     def start(self, slot: int) -> None:
@@ -196,7 +197,7 @@ class Outbox(Mailbox):
         self.start(slot)
 
     def is_read(self, serial: int) -> bool:
-        """Whether the other has read all up to a serial, so that close waits for nobody."""
+        """Whether the other has read all up to a serial, so that close does not wait."""
         if not all([request.Test() for request in self.greeting]):
             return False
         if self.shared is None:
@@ -204,7 +205,7 @@ class Outbox(Mailbox):
         return all(load_acquire(self.word(self.word_at(n % SLOTS))) >= n for n in _last(serial))
 
     def close(self, serial: int) -> None:
-        """Wait until all has been read, and give back the memory."""
+        """Wait until all has been read, and free the memory."""
         self.wait(self.greeting)
         for last in _last(serial):
             self.reserve(last % SLOTS, last + SLOTS)
@@ -226,7 +227,7 @@ class Inbox(Mailbox):
         self.greeting = self.world.irecv(
             self.other, self.world.rank, self.hello, self.purpose.stream
         )
-        self.connected, self.process = False, 0  # of the operating system
+        self.connected, self.process = False, 0  # process: number in the operating system
         if self.shared is None:
             self.memory = np.zeros(self.total_bytes, np.uint8)
             init = partial(self.world.recv_init, self.other, self.world.rank)
@@ -244,24 +245,24 @@ class Inbox(Mailbox):
         self.connected = True
 
     def has_come(self, slot: int, serial: int) -> bool:
-        """Whether the message of a serial is there, without waiting."""
+        """Whether the message of a serial has come, without waiting."""
         if not self.moved(slot):
             return False
         self.connect()
         return load_acquire(self.word(self.head_at(slot))) >= serial
 
     def receive(self, slot: int, serial: int, number: int) -> None:
-        """Wait for the message of a serial; end the job where it has another number."""
+        """Wait for the message of a serial; end the job if its call number differs."""
         head = self.head_at(slot)
         self.arrive(slot)
         self.wait_word(head, serial)
         if load_acquire(self.word(head + 8)) != number:
             self.differs(head, number)
-        if load_acquire(self.word(head + LOAN)):  # a sender that recalls it packs the same bytes
+        if load_acquire(self.word(head + LOAN)):  # if recalled, the sender packs the same bytes
             read_loan(self.process, self.room[head : head + HEAD_BYTES], self.payload(slot))
 
     def release(self, slot: int, serial: int) -> None:
-        """Tell the other that a slot has been read."""
+        """Mark a slot as read, for the sender."""
         if self.shared is not None:
             store_release(self.word(self.word_at(slot)), serial)
 
@@ -269,10 +270,10 @@ class Inbox(Mailbox):
 def greet(
     world: Ranks, sent: Sequence[Message], received: Sequence[Message], purpose: Purpose
 ) -> None:
-    """Tell the ranks of messages what a call is, before what all ranks must do together.
+    """Announce a call to the ranks of messages, before a step that all ranks must do together.
 
-    Who is told another thing than it does ends the job: in its first mailbox, too, whose first
-    message this looks like.
+    If a rank announces another call, the job ends. That includes ranks that wait in their first
+    mailbox for its first message, which has the same form.
     """
     here, reason = world.rank, f"{purpose.what}: waited {{:.1f}} s for rank"
     mine = np.zeros(HELLO_BYTES, np.uint8)
@@ -293,7 +294,7 @@ def _write(hello: Bytes, key: str) -> None:
 
 
 def _compare(world: Ranks, other: int, hello: Bytes, purpose: Purpose) -> None:
-    """End the job where a first message is for something else."""
+    """End the job if a first message announces something else."""
     theirs = hello[NOTE_BYTES:].tobytes().rstrip(b"\0").decode(errors="replace")
     if theirs != purpose.key[: HELLO_BYTES - NOTE_BYTES]:
         world.abort(f"{purpose.what}: rank {other} has {theirs}, this rank {purpose.key}")

@@ -1,4 +1,4 @@
-"""Plans of windows, built once by all ranks together, and the exchanges over them."""
+"""Window plans, built once by all ranks together, and the exchanges over them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from .layout import Box, Layout, as_box, check_layout
 from .mailbox import SLOTS, Purpose, greet
 from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary
 
-MOST_NUMBER = 0xFFFFFFFF  # of calls
+MOST_NUMBER = 0xFFFFFFFF  # largest number of a call
 
 
 class Handle:
-    """An exchange or accumulation under way, from begin to finish.
+    """An exchange or accumulation in progress, between begin and finish.
 
-    out: the array that finish returns. Until then only plan.interior of it may be read (of an
-    accumulation nothing); what was given may be changed again.
+    out: the array that finish returns. Until then only plan.interior of it may be read, and of an
+    accumulation nothing. The input may be changed as soon as begin returns.
     """
 
     def __init__(self, plan: WindowPlan, channel: Channel, call: Call) -> None:
@@ -55,11 +55,11 @@ class Handle:
         return self._call.out
 
     def progress(self) -> bool:
-        """Return whether all messages have come; until then give MPI the time to move them.
+        """Return whether all messages have come; until then give MPI time to move them.
 
-        MPI moves long messages only while it is called: between parts of a computation that hides
-        an exchange call this, best every millisecond or more often (a few microseconds each).
-        Raises as finish.
+        MPI moves long messages only while it is called. A computation that hides an exchange
+        should call this between its parts, every millisecond or more often (each call takes a few
+        microseconds). Raises the errors of finish.
         """
         if self._done:
             return True
@@ -69,9 +69,9 @@ class Handle:
             _give_up(self._plan, self._channel.operation, error)
 
     def finish(self) -> Array:
-        """Wait for the messages and return the array. Collective: once, where begin was.
+        """Wait for the messages and return the array. Collective, once after begin.
 
-        Raises RuntimeError where it was called before; RankFailure as an all-reduce does.
+        Raises RuntimeError if it was called before; RankFailure as an all-reduce does.
         """
         if self._done:
             raise RuntimeError(f"{self._channel.what}: is finished")
@@ -83,7 +83,7 @@ class Handle:
         return self._call.out
 
     def remember(self) -> None:
-        """Let the next call like this one go straight to its program."""
+        """Let the next call with the same layout go straight to its program."""
         call = self._call
         program = self._channel.program(call)
         if program is not None and call.plain is not None and call.plain[0] is call.x:
@@ -93,9 +93,9 @@ class Handle:
 
 
 class Repeated:
-    """The last call of an operation on NumPy arrays, for a next one like it.
+    """The last call of an operation on NumPy arrays, kept for the next call with the same layout.
 
-    What it needs lies near, as calls of a few cells take a microsecond.
+    Its fields are quick to reach: calls of a few cells take a microsecond.
     """
 
     __slots__ = ("_messages", "_program", "_shape", "_world", "channel", "dtype")
@@ -105,9 +105,9 @@ class Repeated:
         self.dtype, self._shape, self._messages = out.dtype, out.shape, len(channel.sending)
 
     def again(self, x: Array, out: Array | None, number: int) -> Array | None:
-        """Do the call again, on other arrays, and return out; None where they lie otherwise.
+        """Repeat the call on other arrays and return out; None if their layout differs.
 
-        Raises ValueError, having done nothing, where they overlap.
+        Raises ValueError, with nothing done, if they overlap.
         """
         dtype, channel, program = self.dtype, self.channel, self._program
         if out is None:
@@ -132,7 +132,7 @@ class Repeated:
 
 
 def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int) -> Array:
-    """Do an operation of a plan. Collective. Raises as WindowPlan.exchange."""
+    """Do an operation of a plan. Collective. Raises the errors of WindowPlan.exchange."""
     last = plan.last.get(operation.name)
     adds_to_nothing = out is None and plan.halo_only
     if last is not None and type(x) is np.ndarray and x.dtype is last.dtype and not adds_to_nothing:
@@ -154,7 +154,7 @@ def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, num
 def begin(
     plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int
 ) -> Handle:
-    """Start an operation of a plan. Collective. Raises as WindowPlan.exchange."""
+    """Start an operation of a plan. Collective. Raises the errors of WindowPlan.exchange."""
     plan.world.check_thread()
     try:
         _check_usable(plan, operation)
@@ -163,7 +163,7 @@ def begin(
         _refuse(plan, error)
     if call.addresses:
         try:
-            if plan.world.gpu_aware is None:  # carrier_of is collective then
+            if plan.world.gpu_aware is None:  # then carrier_of is collective
                 _greet(plan, operation)
             with call.backend.in_stream(x):
                 carrier = carrier_of(plan.world, x)
@@ -184,25 +184,25 @@ def begin(
 
 
 def _check_usable(plan: WindowPlan, operation: Operation) -> None:
-    """Raise RuntimeError where a plan is freed, or was ended by an error, which is told again."""
+    """Raise RuntimeError if a plan is freed, or if an earlier error ended it, with that error."""
     what = f"{operation.name}: plan {plan.name!r}"
     if plan.kept.broken:
         raise RuntimeError(
-            f"{what} was ended by an earlier call, make a new one: {plan.kept.broken}"
+            f"{what} was ended by an earlier error, make a new one: {plan.kept.broken}"
         )
     if plan.freed:
         raise RuntimeError(f"{what} is freed")
 
 
 def _greet(plan: WindowPlan, operation: Operation) -> None:
-    """Tell the ranks of messages that arrays are on a GPU."""
+    """Announce to the ranks of messages that arrays are on a GPU."""
     what, key = f"{operation.name} of plan {plan.name!r}", f"{operation.name} of GPU arrays"
     sent, received = operation.sent(plan), operation.received(plan)
     greet(plan.world, sent, received, Purpose(plan.stream, what, key))
 
 
 def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:
-    """Raise an error on all ranks, also on those that have begun the call and wait."""
+    """Raise an error on all ranks, including those that have begun the call and wait."""
     found, by_all = plan.world.refuse(error)
     if not by_all:
         _break(plan, found)
@@ -223,7 +223,7 @@ def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoRetu
 
 
 def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -> Call:
-    """Return the call with these arrays; raise TypeError or ValueError where they do not fit."""
+    """Return the call with these arrays; raise TypeError or ValueError if they do not fit."""
     adds = operation is ACCUMULATE
     what = f"{operation.name}: {'y' if adds else 'x'}"
     backend = array_backend(what, x)
@@ -237,15 +237,15 @@ def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -
             f"{shown if adds else f'owned box {plan.owned}'} of rank {plan.rank}"
         )
     if adds and dtype == "bool":
-        raise TypeError(f"{what} is of bool: there are no sums of truth values")
+        raise TypeError(f"{what} is of bool: truth values cannot be summed")
     if plan.packed is not None and dtype != "float32":
         raise TypeError(f"{what} is of {dtype}: wire {plan.wire} takes float32")
     shape = result + tuple(x.shape[ndim:])
     if out is None:
         if adds and plan.halo_only:
             raise TypeError(
-                f"accumulate: out is None: plan {plan.name!r} is of halos only: what comes is "
-                "added to what out holds"
+                f"accumulate: out is None: plan {plan.name!r} is of halos only: received sums are "
+                "added to the content of out"
             )
         out = backend.empty(x, shape)
     else:
@@ -259,9 +259,9 @@ def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -
 def _on_gpu(
     what: str, backend: ArrayBackend, x: Array, out: Array, adds: bool
 ) -> tuple[Addresses, Addresses]:
-    """Return where arrays lie on a GPU. Raises TypeError or ValueError where no kernel takes them.
+    """Return the places of arrays on a GPU. Raises TypeError or ValueError if no kernel takes them.
 
-    Numbers that are added must lie at multiples of their size; what is copied may lie anywhere.
+    Numbers to be added must be aligned to their size; copied elements need no alignment.
     """
     dtype, devices = backend.dtype(x), (backend.device(x), backend.device(out))
     if dtype != "bool" and dtype not in SUMS:
@@ -281,11 +281,11 @@ def _on_gpu(
 def _check_out(
     what: str, backend: ArrayBackend, x: Array, out: Array, shape: tuple[int, ...]
 ) -> None:
-    """Raise TypeError or ValueError unless out is of x's backend and dtype and of a shape."""
+    """Raise TypeError or ValueError unless out has x's backend and dtype, and this shape."""
     if array_backend(what, out) is not backend or out.dtype != x.dtype:
         raise TypeError(
             f"{what} is {type_name(out)} of {getattr(out, 'dtype', '?')}: must be "
-            f"{type_name(x)} of {x.dtype}, as what is given"
+            f"{type_name(x)} of {x.dtype}, like the input"
         )
     backend.check(what, out)
     if tuple(out.shape) != shape:
@@ -299,7 +299,7 @@ def _check_out(
 
 
 def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) -> Channel:
-    """Return the channel for arrays like these, made when they are first met; number the call."""
+    """Return the channel for arrays like these, made on the first call; number the call."""
     if not isinstance(number, int):
         raise ArgumentTypeError(operation.name, "number", number, "must be an integer")
     trail = tuple(call.x.shape[len(plan.shape if operation is ACCUMULATE else plan.owned.shape) :])
@@ -317,9 +317,9 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) ->
 
 
 def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
-    """Raise TypeError or ValueError, on all ranks, where a dtype is not what the operation needs.
+    """Raise TypeError or ValueError, on all ranks, if a dtype does not suit the operation.
 
-    An exchange fills with values that the dtype must take, an accumulation adds.
+    An exchange needs a dtype that can hold the fill values, an accumulation one that can be added.
     """
     dtype = call.backend.dtype(call.x)
     if operation is ACCUMULATE:
@@ -329,7 +329,7 @@ def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
         except TypeError:
             adds = False
         if not adds:
-            raise TypeError(f"accumulate: y is of {dtype}: has no sums of its own dtype")
+            raise TypeError(f"accumulate: y is of {dtype}, which cannot be summed in its own dtype")
         return
     for value in filter(None, map(fill_value, plan.windows.modes)):
         try:
@@ -341,26 +341,27 @@ def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
 
 
 class WindowPlan(RankPieces):
-    """How each rank's window, any box, is filled from the boxes that the ranks own. Collective.
+    """The plan that fills each rank's window (any box) from the boxes that ranks own. Collective.
 
     world: a World, or an mpi4py intra-communicator; without virtual ranks
-    layout: who owns what, the same on all ranks, one box for each
-    window: this rank's input window: any box, beyond neighbours and the domain, or empty
-    boundary: what lies beyond the domain: a mode for all axes, or one for each: "zero",
+    layout: the box that each rank owns, the same on all ranks
+    window: this rank's input window: any box; may reach beyond neighbours and the domain, or be
+        empty
+    boundary: the cells beyond the domain: a mode for all axes, or one for each: "zero",
         Constant(value), "wrap", "reflect", "symmetric", "edge", with the meaning of numpy.pad;
-        where several axes are filled the last one counts
+        in corners, the mode of the last axis applies
     wire: "raw", or a format's name: float32 cells that travel are rounded to it, tile by tile
-    halo_only: whether to leave the owned cells where they are: in place of a window there are the
-        cells around the owned box alone, along one axis: those of each box of parts, one after
-        the other. accumulate adds to what out holds
+    halo_only: leave the owned cells out: instead of the window, arrays hold only the cells next to
+        the owned box along one axis, those of each box of parts one after the other. accumulate
+        then adds to the content of out
     name: of the plan in messages
     An exchange is the linear map E with E[cell of the window, cell that it shows] = 1, plus a
-    constant; accumulate is its transpose. Arrays have the shape of the box and any further axes
-    behind, which are never split. A rank without messages makes no MPI call.
-    All ranks begin the operations of a plan in the same order, with alike dtypes and further axes.
-    A plan keeps requests and memory until it is freed, at the latest with its world; those of a
-    plan that is dropped go when a later one is made, once the other ranks have read what was sent.
-    Raises TypeError or ValueError alike on all ranks.
+    constant; accumulate is its transpose. Arrays have the shape of the box, followed by any
+    further axes, which are never split. A rank without messages makes no MPI call.
+    All ranks begin a plan's operations in the same order, with the same dtypes and further axes.
+    A plan keeps requests and memory until it is freed, at the latest with its world. Those of a
+    dropped plan are freed when a later plan is made, once the other ranks have read all messages.
+    Raises TypeError or ValueError on all ranks.
     """
 
     def __init__(
@@ -378,10 +379,10 @@ class WindowPlan(RankPieces):
         agreed = _agree(self.world, layout, window, boundary, wire, halo_only, name)
         boxes, modes, self.packed = agreed
         super().__init__(Windows(layout, boxes, modes, halo_only), self.world.rank)
-        self.pieces = self.bare()  # for channels: they outlive a plan that is dropped
+        self.pieces = self.bare()  # for channels, which outlive a dropped plan
         self.stream, self.kept = self.world.open_stream(), Kept(self.world, name)
         self.channels, self.last = self.kept.channels, self.kept.last
-        self.world.shared()  # collective when it is first asked for
+        self.world.shared()  # collective on the first call
         self.world.cache.free_dropped()
         if self.sends or self.recvs:
             self.world.cache.hold(self.kept)
@@ -389,58 +390,59 @@ class WindowPlan(RankPieces):
 
     @property
     def freed(self) -> bool:
-        """Whether calls are an error, after free or a failure."""
+        """Whether calls raise an error, after free or a failure."""
         return self.kept.freed
 
     def exchange(self, x: Array, out: Array = None, *, number: int = 0) -> Array:
-        """Return the array on the window, given the array on the owned box. Collective.
+        """Return the array on the window, from the array on the owned box. Collective.
 
-        x: owned.shape + any further axes, alike on all ranks; not changed; any dtype; an array of
-            NumPy or CuPy, or a torch tensor
+        x: owned.shape + any further axes, the same on all ranks; not changed; any dtype; an array
+            of NumPy or CuPy, or a torch tensor
         out: window.shape + the further axes, of x's kind and dtype, overwritten; None for a new
-            one. It may have x as the part that this rank owns (inside), else they must not overlap
-        number: of this call, where calls could get out of order: if another rank sends what has
-            another number, the job ends and names both. 0..2**32 - 1
-        Raises TypeError or ValueError where x or out does not fit, on all ranks alike: those that
-        wait for this one's messages, in any call of its world, raise too.
+            one. x may be the part of out that this rank owns (inside); otherwise they must not
+            overlap
+        number: of this call, 0..2**32 - 1, if calls could get out of order: if ranks send
+            different numbers, the job ends and both are named
+        Raises TypeError or ValueError on all ranks if x or out does not fit on one: ranks that
+        are waiting for its messages, in any call of its world, raise the error too.
         """
         return run(self, EXCHANGE, x, out, number)
 
     def accumulate(self, y: Array, out: Array = None, *, number: int = 0) -> Array:
-        """Return, for each owned cell, the sum of all cells of windows that show it. Collective.
+        """Return, for each owned cell, the sum of all window cells that show it. Collective.
 
-        The transpose of exchange. Sums begin with the cell in this rank's window, then come other
-        cells of that which show it, then those of the other ranks in order; each is rounded to the
-        dtype. So the same call gives the same bits.
+        The transpose of exchange. A sum begins with the cell in this rank's window, then adds
+        other cells of that window that show it, then those of the other ranks in order; each
+        addition is rounded to the dtype. So the same call always gives the same bits.
         y: window.shape + any further axes, not changed; not bool
         out: owned.shape + the further axes, overwritten; may be the owned part of y (inside)
-        The other arguments and errors are those of exchange.
+        number and errors: see exchange
         """
         return run(self, ACCUMULATE, y, out, number)
 
     def begin(self, x: Array, out: Array = None, *, number: int = 0) -> Handle:
-        """Start an exchange; its result is what finish of the handle returns. Collective.
+        """Start an exchange; the handle's finish returns its result. Collective.
 
-        At most two of one plan, dtype and further axes are under way at a time: RuntimeError.
+        Raises RuntimeError if two of this plan, dtype and further axes are already in progress.
         """
         return begin(self, EXCHANGE, x, out, number)
 
     def begin_accumulate(self, y: Array, out: Array = None, *, number: int = 0) -> Handle:
-        """Start an accumulation, as begin."""
+        """Start an accumulation; see begin. Collective."""
         return begin(self, ACCUMULATE, y, out, number)
 
     def describe(self, dtype: str = "float32", trail: Sequence[int] = ()) -> Description:
-        """Return what an exchange of such cells costs every rank, as a table. Not collective.
+        """Return the costs of an exchange of such cells for every rank, as a table.
 
-        dtype: a NumPy dtype's name; trail: the further axes
+        dtype: a NumPy dtype's name; trail: the further axes. Not collective.
         """
         return describe(self.windows, dtype, trail, self.packed, self.name)
 
     def verify(self) -> Verification:
-        """Check exchange and accumulate in integers, exactly, on these ranks. Collective.
+        """Check exchange and accumulate on these ranks with integers, exactly. Collective.
 
-        Returns the figures; raises ArithmeticError alike on all ranks where one is wrong, and
-        ValueError where the wire rounds, or cells are left alone.
+        Returns the figures. Raises ArithmeticError on all ranks if a check fails, and
+        ValueError if the wire rounds or the plan is of halos only.
         """
         if self.halo_only:
             raise ValueError(
@@ -448,7 +450,7 @@ class WindowPlan(RankPieces):
             )
         if self.packed is not None:
             raise ValueError(
-                f"verify: plan {self.name!r} rounds what travels to {self.wire}: verify one with "
+                f"verify: plan {self.name!r} rounds messages to {self.wire}: verify one with "
                 'wire="raw"'
             )
         found = verify(self, self.world, self.exchange, self.accumulate)
@@ -457,10 +459,10 @@ class WindowPlan(RankPieces):
         return found
 
     def free(self) -> None:
-        """Free requests and memory once the other ranks have read what was sent.
+        """Free requests and memory once the other ranks have read all messages.
 
-        Every rank that used the plan must call it, or go on using it.
-        Raises RuntimeError where a call is under way, which others wait for.
+        Every rank that used the plan must call it, or continue to use the plan.
+        Raises RuntimeError if a call is in progress, as other ranks wait for it.
         """
         self.kept.free()
 
@@ -468,7 +470,7 @@ class WindowPlan(RankPieces):
         return self
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return the same plan: copies of a network exchange through its mailboxes, by turns."""
+        """Return the same plan: copies of a network take turns to exchange through it."""
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -485,13 +487,13 @@ def _agree(
     halo_only: bool,
     name: str,
 ) -> tuple[list[Box], tuple[Any, ...], Packed | None]:
-    """Return the windows of all ranks, modes and wire; raise a rank's error on all. Collective."""
+    """Return all ranks' windows, modes and wire; raise one rank's error on all. Collective."""
 
     def mine() -> tuple[Box, tuple[Any, ...], Packed | None, dict[str, str]]:
         box, modes, packed = _checked(world, layout, window, boundary, wire)
         compared = {"name": name, "wire": wire, "halo_only": halo_only, "boundary": modes,
                     "domain": layout.shape}  # fmt: skip
-        texts = {key: repr(value) for key, value in compared.items()}  # as text: NaN is not NaN
+        texts = {key: repr(value) for key, value in compared.items()}  # text: NaN != NaN
         return box, modes, packed, texts | {"layout": f"one of digest {layout.digest[:12]}"}
 
     entries = world.gather_from(mine, "WindowPlan")
@@ -508,9 +510,9 @@ def _agree(
 def _checked(
     world: Ranks, layout: Layout, window: Box, boundary: Boundary, wire: str | Format
 ) -> tuple[Box, tuple[Any, ...], Packed | None]:
-    """Return window, modes and wire of this rank, checked."""
+    """Return this rank's window, modes and wire, checked."""
     if world.virtual_ranks != 1:
-        raise ValueError("WindowPlan: world has virtual ranks: needs one rank a process")
+        raise ValueError("WindowPlan: world has virtual ranks: needs one rank per process")
     check_layout("WindowPlan", "layout", layout, world.size)
     box = as_box("WindowPlan", "window", window, len(layout.shape))
     modes = parse_boundary(boundary, len(layout.shape))

@@ -1,6 +1,6 @@
-"""Which cells of whose box each rank's window shows, and what lies beyond the domain: geometry.
+"""The geometry of windows: the owned cell that each window cell shows, and boundary modes.
 
-Nothing here sends or holds arrays: plans, costs and pictures are all made of it.
+Nothing here sends or holds arrays; plans, costs and pictures are derived from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .layout import Box, Layout
 
 Integers = npt.NDArray[np.int64]
 
-BLOCKS = {  # mode -> cells that a block has less than the extent; whether every other is reversed
+BLOCKS = {  # mode -> cells by which a block is shorter than the extent; whether blocks alternate
     "wrap": (0, False),
     "reflect": (1, True),
     "symmetric": (0, True),
@@ -39,9 +39,9 @@ Boundary = Mode | Sequence[Mode]
 
 
 class Segment(NamedTuple):
-    """length cells from target on, of a window, and the cells of the domain that they show.
+    """length cells of a window, from target on, and the cells of the domain that they show.
 
-    step 1: source, source + 1, ...; step -1: the same cells backwards, so that the last one shows
+    step 1: source, source + 1, ...; step -1: the same cells reversed, so that the last one shows
     source; step 0: all show source
     """
 
@@ -52,15 +52,14 @@ class Segment(NamedTuple):
 
     @property
     def sources(self) -> int:
-        """How many cells of the domain are shown."""
+        """Number of cells of the domain that are shown."""
         return self.length if self.step else 1
 
 
 def parse_boundary(boundary: Boundary, ndim: int) -> tuple[Mode, ...]:
-    """Return the mode of each axis, given one for all or one for each.
+    """Return the mode of each axis, from one mode for all or one for each.
 
-    Raises ValueError for unknown modes or a number of them that does not fit; TypeError for
-    anything else.
+    Raises ValueError for unknown modes or a wrong number of them; TypeError for anything else.
     """
     one = isinstance(boundary, str | Constant)
     modes = (boundary,) * ndim if one else boundary
@@ -77,16 +76,16 @@ def parse_boundary(boundary: Boundary, ndim: int) -> tuple[Mode, ...]:
 
 
 def fill_value(mode: Mode) -> complex | None:
-    """Return the value that a mode fills with; None where it shows cells of the domain."""
+    """Return the fill value of a mode; None for modes that show cells of the domain."""
     if isinstance(mode, Constant):
         return mode.value
     return 0 if mode == "zero" else None
 
 
 def segments(start: int, stop: int, extent: int, mode: Mode) -> Iterator[Segment]:
-    """Yield the segments of the cells start..stop of a window, but for those that are filled.
+    """Yield the segments of a window's cells start..stop, without those that are filled.
 
-    They are disjoint and in order of the targets.
+    They are disjoint and ordered by target.
     """
     low, high = min(max(start, 0), extent), max(min(stop, extent), 0)
     if start < 0:
@@ -101,7 +100,7 @@ def _beyond(start: int, stop: int, extent: int, mode: Mode) -> Iterator[Segment]
     """Yield the segments of cells that are all on one side of the domain."""
     if start >= stop or fill_value(mode) is not None:
         return
-    if mode == "edge" or extent == 1:  # of which reflect has no block: numpy.pad repeats it
+    if mode == "edge" or extent == 1:  # one cell has no block to reflect: numpy.pad repeats it
         yield Segment(start, 0 if start < 0 else extent - 1, stop - start, 0)
         return
     less, reverses = BLOCKS[str(mode)]
@@ -116,9 +115,9 @@ def _beyond(start: int, stop: int, extent: int, mode: Mode) -> Iterator[Segment]
 
 
 def sources(start: int, stop: int, extent: int, mode: Mode) -> Integers:
-    """Return the cell of the domain that each cell start..stop shows, -1 where it is filled.
+    """Return the cell of the domain that each cell start..stop shows, -1 if it is filled.
 
-    By remainders, cell by cell, and not by segments: what segments are checked against.
+    Computed cell by cell with remainders, as an independent check of segments.
     """
     cells = np.arange(start, stop)
     if fill_value(mode) is not None:
@@ -135,9 +134,9 @@ def sources(start: int, stop: int, extent: int, mode: Mode) -> Integers:
 
 
 def flat_index(axes: Sequence[Integers], shape: Sequence[int]) -> Integers:
-    """Return the flat index, in an array of a shape, of all combinations of indices of each axis.
+    """Return the flat index, in an array of this shape, of all combinations of the axes' indices.
 
-    axes: int64[n] each; returns int64[n of each axis]; no meaning where an index is -1
+    axes: int64[n] each; returns int64[n of each axis]; meaningless if an index is -1
     """
     index = np.zeros((), np.int64)
     for axis, extent in zip(axes, shape, strict=True):
@@ -149,7 +148,7 @@ class Piece(NamedTuple):
     """A box of one rank's cells that shows as a box of a window.
 
     source: in coordinates of the domain; target: in those of the window, which may lie outside
-    steps: along each axis 1, -1 (reversed) or 0 (one cell of the source shows in all of target)
+    steps: for each axis 1, -1 (reversed) or 0 (one cell of the source fills all of target)
     """
 
     source: Box
@@ -158,11 +157,11 @@ class Piece(NamedTuple):
 
     @property
     def is_itself(self) -> bool:
-        """Whether the cells show where they are."""
+        """Whether the cells show at their own coordinates."""
         return self.source == self.target and min(self.steps) == 1
 
     def repeats(self) -> Iterator[tuple[slice, ...]]:
-        """Yield the parts of the target that each show all of the source, the last axis fastest."""
+        """Yield the parts of the target that each show the whole source, the last axis fastest."""
         axes = zip(self.target.shape, self.steps, strict=True)
         yield from product(
             *((slice(None),) if step else [slice(i, i + 1) for i in range(n)] for n, step in axes)
@@ -170,21 +169,21 @@ class Piece(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Cells of a window that no one owns, and their value."""
+    """Cells of a window that no rank owns, and their value."""
 
     target: Box
     value: complex
 
 
 class Message(NamedTuple):
-    """What goes between this rank and another in one exchange, in one message."""
+    """The cells that travel between this rank and another in one exchange, in one message."""
 
     rank: int
     pieces: tuple[Piece, ...]
 
     @property
     def cells(self) -> int:
-        """Cells that travel."""
+        """Number of cells."""
         return sum(piece.source.size for piece in self.pieces)
 
 
@@ -193,7 +192,7 @@ class Windows:
 
     boxes: the window of each rank: any box, overlapping, beyond the domain, or empty
     modes: the boundary mode of each axis
-    halo_only: whether only what lies around the owned boxes is shown
+    halo_only: whether only cells around the owned boxes are shown
     """
 
     def __init__(
@@ -207,26 +206,26 @@ class Windows:
         self.halo_only = halo_only
 
     def parts(self, rank: int) -> list[Box]:
-        """Return the disjoint boxes of a window that are shown: itself, or those of its halo."""
+        """Return the disjoint boxes of a window that are shown: all of it, or its halo's boxes."""
         window = self.boxes[rank]
         return [*window.without(self.layout.owners[rank])] if self.halo_only else [window]
 
     def owners(self, rank: int) -> list[int]:
-        """Return the ranks whose cells the window of a rank shows, itself included, in order."""
+        """Return the ranks whose cells a rank's window shows, itself included, in order."""
         hull = self._hulls[rank]
         near = (self._bounds[:, 0] < hull[1]) & (self._bounds[:, 1] > hull[0])
         found = np.flatnonzero(near.all(axis=1) & self._filled)
         return [int(owner) for owner in found if any(self.pieces(int(owner), rank))]
 
     def readers(self, rank: int) -> list[int]:
-        """Return the ranks whose windows show cells of a rank, itself included, in order."""
+        """Return the ranks whose windows show a rank's cells, itself included, in order."""
         box = self._bounds[rank]
         near = (self._hulls[:, 0] < box[1]) & (self._hulls[:, 1] > box[0])
         found = np.flatnonzero(near.all(axis=1) & self._filled[rank])
         return [int(reader) for reader in found if any(self.pieces(rank, int(reader)))]
 
     def pieces(self, owner: int, reader: int) -> Iterator[Piece]:
-        """Yield the pieces of an owner's box in a reader's window, in one order everywhere."""
+        """Yield the pieces of an owner's box in a reader's window, in the same order everywhere."""
         for part in self.parts(reader):
             yield from self._shown(self.layout.owners[owner], part)
 
@@ -243,7 +242,7 @@ class Windows:
             yield _piece(combined)
 
     def fills(self, rank: int) -> list[Fill]:
-        """Return the disjoint boxes of a window that are filled; of two axes the last counts."""
+        """Return the disjoint boxes of a window that are filled; the last axis has precedence."""
         return [fill for part in self.parts(rank) for fill in self._fills(part)]
 
     def _fills(self, window: Box) -> list[Fill]:
@@ -261,7 +260,7 @@ class Windows:
     def shown(self, rank: int) -> list[Integers]:
         """Return, for each axis, the index of the cell that each cell of a window shows, or -1.
 
-        By remainders (sources), and not by pieces.
+        Computed with sources, independently of pieces.
         """
         start, stop = self.boxes[rank]
         ends = zip(start, map(max, start, stop), self.layout.shape, self.modes, strict=True)
@@ -277,7 +276,7 @@ class Windows:
 
     @cached_property
     def _filled(self) -> npt.NDArray[np.bool_]:
-        """bool[ranks]: who owns cells."""
+        """bool[ranks]: whether each rank owns cells."""
         return np.asarray((self._bounds[:, 0] < self._bounds[:, 1]).all(axis=1))
 
     @cached_property
@@ -308,7 +307,7 @@ def replaced(box: Box, axis: int, low: int, high: int) -> Box:
 
 
 def _cut(segment: Segment, low: int, high: int) -> Segment:
-    """Return the part of a segment whose sources are in low..high; of length 0 if there is none."""
+    """Return the part of a segment whose sources are in low..high; its length may be 0."""
     target, source, length, step = segment
     first, last = max(source, low), min(source + segment.sources, high)
     if first >= last:
@@ -329,10 +328,11 @@ class RankPieces:
     """One rank's part of an exchange over windows.
 
     owned, window: its boxes; layout, windows: of all ranks
-    sends, recvs: one Message for each rank that reads from or is read by this one, by rank;
-    local: pieces of this rank's own box; fills: what no one owns; uncovered: parts of the owned
-    box where sums begin with zero, as its own window does not show them in their place
-    halo_only, parts: of the windows; shape: of an array on what is shown of the window
+    sends, recvs: one Message for each rank that reads from or is read by this one, by rank
+    local: pieces of this rank's own box; fills: cells that no rank owns
+    uncovered: parts of the owned box that its own window does not show in place; their sums begin
+        with zero
+    halo_only, parts: of the windows; shape: of an array on the shown part of the window
     """
 
     def __init__(self, windows: Windows, rank: int) -> None:
@@ -354,14 +354,14 @@ class RankPieces:
         )  # fmt: skip
 
     def bare(self) -> RankPieces:
-        """Return the same, with nothing of what uses it."""
+        """Return a copy without references to its users."""
         found = object.__new__(RankPieces)
         vars(found).update(vars(self))
         return found
 
     @cached_property
     def interior(self) -> Box:
-        """A box of the window, as large as cuts leave it, that no message changes."""
+        """The largest box, up to greedy cuts, that can be computed before any message arrives."""
         return interior_of(self.window, [p.target for m in self.recvs for p in m.pieces])
 
     @cached_property
@@ -372,7 +372,7 @@ class RankPieces:
     def inside(self, y: Any) -> Any:
         """Return the part of an array on the window that this rank owns, as a view.
 
-        Raises ValueError where the window does not contain the owned box.
+        Raises ValueError if the window does not contain the owned box.
         """
         if not self.window.contains(self.owned):
             raise ValueError(f"inside: window {self.window} does not contain {self.owned}")
@@ -384,7 +384,8 @@ class RankPieces:
 def interior_of(window: Box, remote: Sequence[Box]) -> Box:
     """Return a box of the window without cells of remote boxes, which are disjoint.
 
-    Cut where most cells stay that are in none of them: so the box is empty only if all cells are.
+    Each cut keeps the most cells that are in none of them, so the box is empty only if no such
+    cell exists.
     """
     inner = window
     starts, stops = (np.array([getattr(b, at) for b in remote]) for at in ("start", "stop"))
@@ -404,7 +405,7 @@ def interior_of(window: Box, remote: Sequence[Box]) -> Box:
 
 
 def _without(box: Box, holes: Sequence[Box]) -> list[Box]:
-    """Return disjoint boxes of the cells of a box that are in no hole."""
+    """Return disjoint boxes that cover the cells of a box outside all holes."""
     left = [box]
     for hole in holes:
         left = [rest for each in left for rest in each.without(hole)]

@@ -63,10 +63,7 @@ def unsupported() -> str:
     """Return why kernels cannot be compiled for CuPy's current GPU, "" where they can."""
     if cupy.cuda.runtime.is_hip:
         return "has CuPy for ROCm: the kernels are CUDA's, for NVIDIA's GPUs alone"
-    capability, (version, _) = (
-        int(cupy.cuda.Device().compute_capability),
-        cupy.cuda.nvrtc.getVersion(),
-    )
+    capability, (version, _) = int(compute_capability()), cupy.cuda.nvrtc.getVersion()
     if version >= 13 and capability < LEAST_OF_CUDA_13:
         least = f"{LEAST_OF_CUDA_13 / 10:.1f}"
         return (
@@ -121,7 +118,7 @@ def _compiled(source: str) -> Any:
     if why := unsupported():
         raise UserError(f"cpdhpc: this process {why}")
     module = cupy.RawModule(code=source, options=OPTIONS)
-    capability, toolkit = cupy.cuda.Device().compute_capability, cupy.cuda.nvrtc.getVersion()
+    capability, toolkit = compute_capability(), cupy.cuda.nvrtc.getVersion()
     made_of = repr((source, OPTIONS, capability, toolkit, cupy.__version__))
     name = f"cpdhpc-{hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()}"
     folder = kept_by_cupy()
@@ -275,6 +272,7 @@ __all__ = [
     "Event",
     "Graphs",
     "Streams",
+    "compute_capability",
     "copy_down",
     "copy_up",
     "current_device",
@@ -395,8 +393,13 @@ class Graphs:
         self._kept: list[Any] = []
 
     def rehearse(self, launches: Callable[[], Result]) -> Result:
-        """Return what launches returns; wait until the GPU has done them. Raises as wait."""
+        """Return what launches returns; wait until the GPU has done them. Raises as wait.
+
+        They read what CuPy's current stream was given before, and no array half written.
+        """
+        given = Event(cupy.cuda.get_current_stream())
         with self._stream:
+            given.before(self._stream)
             found = launches()
             wait(Event(self._stream))
         return found
@@ -439,6 +442,11 @@ def copy_up(host: Host, array: Array) -> None:
     """Copy pinned host, uint8[n], to array, uint8[n], in CuPy's current stream."""
     kind, stream = cupy.cuda.runtime.memcpyHostToDevice, cupy.cuda.get_current_stream()
     _copy(array.data.ptr, host.ctypes.data, array.size, kind, stream)
+
+
+def compute_capability() -> str:
+    """Return that of CuPy's current GPU without its point, as "90"."""
+    return str(cupy.cuda.Device().compute_capability)
 
 
 def device_name() -> str:

@@ -1,1 +1,1 @@
-"""Worlds of ranks: who takes part, how messages travel, what a node shares."""
+"""Worlds of ranks: the processes that take part, their messages, and memory shared in a node."""

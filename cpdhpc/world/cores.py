@@ -1,4 +1,4 @@
-"""Threads and cores of a rank, without taking them from the others on its node."""
+"""Threads and cores of a rank, without taking cores from other ranks on its node."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .ranks import Ranks
 
 
 def threads_of_rank(world: Ranks) -> int:
-    """Return OMP_NUM_THREADS where it is set, else the cores that this process owns. Collective.
+    """Return OMP_NUM_THREADS if it is set, else this process's share of its cores. Collective.
 
-    Those are the cores of its affinity mask per process that shares them.
-    Raises UserError on all processes alike where OMP_NUM_THREADS is wrong on any.
+    The share is the cores of its affinity mask, divided by the processes that use them.
+    Raises UserError on all processes if OMP_NUM_THREADS is wrong on any.
     """
     wanted = world.agreed(omp_num_threads)
     mask = frozenset(os.sched_getaffinity(0))
@@ -30,10 +30,11 @@ def threads_of_rank(world: Ranks) -> int:
 def own_cores(world: Ranks) -> Iterator[str]:
     """Bind this process to its share of the cores it may use, until the end. Collective.
 
-    Libraries that sleep, as gloo, let the scheduler put two ranks on a core, where the next
-    library, if it spins, waits for time slices: MPI_Allreduce then takes 20 ms instead of 8 us.
-    Kernels run on a thread for each core from then on, or on OMP_NUM_THREADS.
-    Yields what became of it, in words.
+    Without this, libraries that sleep while waiting (gloo, for example) let the scheduler put two
+    ranks on one core. The next library, if it spins, then waits for time slices: MPI_Allreduce
+    takes 20 ms instead of 8 us. Kernels run on one thread per core from then on, or on
+    OMP_NUM_THREADS threads.
+    Yields a text that describes the binding.
     """
     before = os.sched_getaffinity(0)
     mine = (socket.gethostname(), sorted(before))
@@ -55,13 +56,13 @@ def own_cores(world: Ranks) -> Iterator[str]:
 
 
 def _distance(world: Ranks) -> str:
-    """Return in words how far the cores of neighbours in a node are apart. Collective."""
+    """Return a text with the round-trip time between cores of neighbouring ranks. Collective."""
     trip_ns = round_trip_ns(world)
     return f", a word to another and back in {trip_ns} ns" if trip_ns else ""
 
 
 def _threads(world: Ranks) -> str:
-    """Set the number of threads of kernels, and return it in words. Collective."""
+    """Set the number of threads of kernels, and return it as text. Collective."""
     count = threads_of_rank(world)
     set_kernel_threads(count)
     return f"kernels on {count} thread{'s' * (count > 1)}"

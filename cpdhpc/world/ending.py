@@ -1,4 +1,4 @@
-"""How jobs end: waits that take too long, errors that nobody catches, MPI after a death."""
+"""The end of jobs: time-outs, uncaught errors, and MPI after a process died."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .. import _cpu
 from ..methods import check_bool, check_whole
 from .ranks import portable
 
-POLLS = 50  # before a wait gives up the core for the first time
-GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
+POLLS = 50  # before a waiting process yields its core for the first time
+GRACE_S = 1.0  # after a time-out: time for the others to report that they wait too
 PAUSE_S = 0.001  # between two looks, in that time
-ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
+ALARM_PERIOD_S = 0.1  # between two looks of a waiting process for the time-out of another
 
 Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
 
 
 def say(lines: Sequence[str]) -> None:
-    """Write lines to stderr at once: other processes write there too."""
+    """Write lines to stderr in one call, as other processes write there too."""
     sys.stderr.write("".join(line + "\n" for line in lines))
     sys.stderr.flush()
 
@@ -34,7 +34,7 @@ def say(lines: Sequence[str]) -> None:
 def world_error(
     virtual_ranks: int, most: int, timeout_s: object, gpu_direct: object, share_memory: object
 ) -> Exception | None:
-    """Return what is wrong with the arguments of a World; most: virtual ranks that there may be."""
+    """Return the error in the arguments of a World, or None; most: the limit of virtual ranks."""
     try:
         check_whole("World: virtual_ranks", virtual_ranks, 1)
         if virtual_ranks > most:
@@ -51,11 +51,11 @@ def world_error(
 
 
 class Timeout:
-    """How long the processes of a communicator wait, and what then happens.
+    """The time-out of a communicator's processes, and the end of the job after it.
 
-    mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
+    mpi: the module mpi4py.MPI; alarm_tag: reserved for these messages; end: ends the job
     look: called now and then while a process waits; may raise
-    pause_s: see Ranks; asked before each sleep, as another thread may change it
+    pause_s: see Ranks; read before each sleep, as another thread may change it
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Timeout:
         self._pause_s = pause_s
 
     def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
-        """Wait until done; give up when the time is over, here or at another process.
+        """Wait until done; give up after the time-out, here or at another process.
 
-        pause_s: sleep between looks, at least as long as this one's own; 0: only give up the core
+        pause_s: sleep between looks, at least as long as self.pause_s; 0: only yield the core
         """
         for _ in range(1 if self._pause_s() else POLLS):
             if done():
@@ -95,7 +95,7 @@ class Timeout:
                 self.give_up(now_s - start_s, lines)
 
     def give_up(self, waited_s: float, lines: Lines) -> NoReturn:
-        """Tell the others, who then give up too; say who waits for whom; end the job."""
+        """Alert the others, so that they give up too; print who waits for whom; end the job."""
         rank, size = self._comm.Get_rank(), self._comm.Get_size()
         others = [process for process in range(size) if process != rank]
         nothing = [np.empty(0, np.uint8), self._mpi.BYTE]
@@ -108,32 +108,32 @@ class Timeout:
                 absent.discard(status.Get_source())
             time.sleep(PAUSE_S)
         say(lines(waited_s, sorted(absent)))
-        time.sleep(GRACE_S)  # for the lines of the others
+        time.sleep(GRACE_S)  # for the others' lines
         del alarms
         self._end()
 
 
 class Freed:
-    """Stands where a world's communicator was."""
+    """Takes the place of a freed world's communicator."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("World: is freed: it cannot be used any more")
 
 
 def abort_job(message: str, status: int = 1) -> NoReturn:
-    """Print message to stderr and end the job: all processes of it where MPI is running."""
+    """Print message to stderr and end the job: all of its processes if MPI is running."""
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
     if running is None or not running.Is_initialized() or running.Is_finalized():
         raise SystemExit(status)
-    if running.COMM_WORLD.Get_size() > 1:  # libraries have much to say of an abort
+    if running.COMM_WORLD.Get_size() > 1:  # libraries print much when they abort
         running.COMM_WORLD.Abort(status)
     raise SystemExit(status)
 
 
 class EndsJob:
-    """What becomes sys.excepthook: shows an error by the one before, then ends the job."""
+    """Replaces sys.excepthook: shows an error by the previous hook, then ends the job."""
 
     def __init__(self, show: Callable[..., object], who: str) -> None:
         self._show, self._who = show, who
@@ -146,14 +146,14 @@ class EndsJob:
         abort_job(f"{self._who}ends the job: {kind.__name__}: {error}")
 
 
-DEAD_S = 1.0  # for the name of a process that died, where another one told of it first
+DEAD_S = 1.0  # wait for the number of a dead process, if another process reported the death first
 
 
 def dead_of(mpi: Any, comm: Any) -> list[int]:
-    """Return the processes of a communicator that are dead, after a failure; [] if none is known.
+    """Return the dead processes of a communicator after a failure; [] if none is known.
 
-    Who left its wait as another revoked the communicator hears of the death a little later, and
-    only while MPI is called.
+    A process that leaves its wait because another revoked the communicator learns of the death
+    a little later, and only while it calls MPI.
     """
     end_s = time.monotonic() + DEAD_S
     while not comm.Get_failed().Get_size() and time.monotonic() < end_s:
@@ -167,34 +167,35 @@ FINALISE_S = 10.0  # for MPI_Finalize after a death, which Open MPI 5 now and th
 
 
 def limit_finalise(limit_s: float = FINALISE_S) -> None:
-    """Let this process end without MPI_Finalize where that takes long, when Python ends.
+    """When Python exits, limit the time of MPI_Finalize; then end this process without it.
 
-    For after a death. mpi4py calls it behind all that Python does at exit, so files and streams are
-    flushed. Where it is cut short the exit status is 0, as the program's own is not known there. A
-    timer of the system does it, as mpi4py holds Python's lock in that call. Once is enough.
+    For use after a death. mpi4py calls MPI_Finalize after all of Python's own exit steps, so files
+    and streams are flushed. If it is cut short, the exit status is 0, as the program's own is not
+    known there. A timer of the operating system does this, because mpi4py holds Python's lock
+    during the call. One call of this function is enough.
     """
     words = f"MPI_Finalize: takes more than {limit_s:g} s after a death: ended without it\n"
     _cpu.end_in_time(limit_s, words.encode())
 
 
-REFUSAL_S = 30.0  # for which a process that refuses a call waits for the others to hear of it
+REFUSAL_S = 30.0  # how long a process that refuses a call waits for the others to learn of it
 
 
 class Begun(NamedTuple):
-    """The last collective call that a process has begun: its number, MPI's name, bytes given."""
+    """The last collective call that a process has begun: its number, MPI's name, size in bytes."""
 
     number: int = 0
     name: str = ""
     size_bytes: int = 0
 
     def next(self, start: Callable[[], Any]) -> Begun:
-        """Return what is begun by start: a method of a communicator, or a partial of one."""
+        """Return the record of a call started by start: a communicator's method, maybe partial."""
         given = next(iter(getattr(start, "args", ())), np.empty(0, np.uint8))
         array = given[0] if isinstance(given, list) else given
         return Begun(self.number + 1, getattr(start, "func", start).__name__, array.nbytes)
 
     def again(self, mpi: Any, comm: Any) -> Callable[[], Any]:
-        """Return what begins it here, with values that nobody reads."""
+        """Return a function that begins the same call here, with values that nobody reads."""
         values = np.zeros(self.size_bytes // 8, np.int64)
         found = np.empty(values.size * comm.Get_size(), np.int64)
         given: dict[str, tuple[Any, ...]] = {
@@ -210,9 +211,9 @@ def meet(
 ) -> tuple[Exception, bool, Sequence[Begun]]:
     """Exchange errors with all processes; return the first one, and whether all have one.
 
-    mine: the error of this process, None where it only waited; tag: of these messages alone
-    begun: the last calls here; those of the process that is furthest are returned, too
-    Collective. Raises TimeoutError, which names them, where some do not come in wait_s.
+    mine: the error of this process, None if it only waited; tag: reserved for these messages
+    begun: this process's last calls; those of the process that is furthest are returned, too
+    Collective. Raises TimeoutError, naming the processes, if some do not come in wait_s.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     others = [process for process in range(size) if process != rank]
@@ -226,7 +227,7 @@ def meet(
         os.sched_yield()
         if time.monotonic() > end_s:
             who = ", ".join(map(str, missing)) or "unknown"
-            raise TimeoutError(f"rank {who} did not hear of it in {wait_s:.0f} s")
+            raise TimeoutError(f"rank {who} did not learn of it in {wait_s:.0f} s")
     told = [found[process] for process in range(size)]
     errors = [pickle.loads(each) for each, _ in told if each is not None]
     furthest = max((each for _, each in told), key=lambda calls: calls[-1])

@@ -1,4 +1,4 @@
-"""Files that all processes write and read together, whole or not at all, with one checksum."""
+"""Files that all processes write and read together, complete or not at all, with one checksum."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def save(
     chunks: tuple[int, ...] | None = None,
     compression: str | None = None,
 ) -> str:
-    """Write a file of datasets that takes path's place; return its checksum. Collective.
+    """Write a file of datasets that replaces path; return its checksum. Collective.
 
-    rooms, attributes, chunks, compression: as store.create; of process 0
-    fill: writes the values to a file that has room for them at these offsets; collective, and what
-        it raises it raises on all processes alike
-    Raises UserError on all processes alike where the file cannot be written.
+    rooms, attributes, chunks, compression: see store.create; process 0's are used
+    fill: writes the values at these offsets into a file that has room for them; collective; its
+        errors must be raised on all processes
+    Raises UserError on all processes if the file cannot be written.
     """
 
     def make() -> tuple[str, Offsets]:
@@ -65,15 +65,15 @@ def save(
     return checksum
 
 
-TRIES = 20  # to open the same file on all processes, while others write new ones
+TRIES = 20  # to open the same file on all processes while other programs replace it
 
 
 @contextmanager
 def opened(world: Ranks, path: Path) -> Iterator[tuple[io.BufferedReader, str]]:
-    """Yield a file, open on all processes, and its checksum, "" where it has none. Collective.
+    """Yield a file, open on all processes, and its checksum ("" if it has none). Collective.
 
-    Each process reads a part of it. Read on from what is open: another may take path meanwhile.
-    Raises StoreError on all processes alike where the file is missing or damaged.
+    Each process reads a part of it for the check. Continue to read from the open file: another
+    file may replace path meanwhile. Raises StoreError on all processes if it is missing or damaged.
     """
     with ExitStack() as kept:
         yield _checked(world, path, kept)
@@ -83,10 +83,10 @@ def _checked(world: Ranks, path: Path, kept: ExitStack) -> tuple[io.BufferedRead
     try:
         for _ in range(TRIES):
             file, begin = world.agreed(partial(_begin, path, kept, open_ordinary), "check", OSError)
-            if len(set(world.gather(begin, "check"))) == 1:  # which has the checksum of all else
+            if len(set(world.gather(begin, "check"))) == 1:  # it has the checksum of all the rest
                 break
         else:
-            raise store.StoreError(f"{path}: is another file from process to process")
+            raise store.StoreError(f"{path}: processes see different files")
         if not store.has_checksum(path, file):
             return file, ""
         return file, store.check(path, file, _digests(world, file, "check"))
@@ -106,7 +106,7 @@ def _begin(
 
 
 def _digests(world: Ranks, file: io.BufferedReader, what: str) -> list[bytes]:
-    """Return the digests of all blocks, of which each process finds a part. Collective."""
+    """Return the digests of all blocks; each process computes a part. Collective."""
     of_process = partial(store.block_digests, file, world.process, world.processes)
     mine = world.agreed(of_process, what, OSError)
     return [digest for part in world.gather(mine, what) for digest in part]
@@ -115,7 +115,7 @@ def _digests(world: Ranks, file: io.BufferedReader, what: str) -> list[bytes]:
 def check_box(
     path: object, offset: object, shape: Sequence[int], start: Sequence[int], box: object
 ) -> None:
-    """Raise TypeError or ValueError unless these are what Ranks.write_box is to be given."""
+    """Raise TypeError or ValueError unless these are valid arguments of Ranks.write_box."""
     if not isinstance(path, str | Path):
         raise TypeError(f"write_box: path={path!r}: must be a Path")
     check_whole("write_box: offset", offset, 0)
@@ -129,7 +129,7 @@ def check_box(
 
 
 def _own_file(path: Path) -> int:
-    """Return the number of a file that open_own opens in its file system, 0 where there is none."""
+    """Return the inode of the file that open_own opens, 0 if there is none."""
     try:
         with open(path, "rb", opener=open_own) as file:
             return os.fstat(file.fileno()).st_ino
@@ -149,12 +149,12 @@ def write_box(
     """Write a process's box of an array whose first byte is at an offset. Collective.
 
     mpi: the module mpi4py.MPI; the others as Ranks.write_box
-    Returns what went wrong on this process, None where nothing did.
+    Returns this process's error, or None.
     """
     before = _own_file(path)
     try:
         file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY)
-        # MPI follows links: this is the file if the name has been no other's meanwhile.
+        # MPI follows links: this is the right file if the name has not changed its file meanwhile.
         differs = comm.allreduce(not before or _own_file(path) != before, mpi.LOR)
     except mpi.Exception as error:  # on all processes
         return _problem(path, box.nbytes, error)
@@ -163,10 +163,10 @@ def write_box(
         return OSError(errno.ESTALE, "another program has changed it")
     element = mpi.BYTE.Create_contiguous(box.dtype.itemsize).Commit()
     types = [element]
-    if box.size:  # MPI has no subarrays of nothing
+    if box.size:  # MPI has no empty subarrays
         types.append(element.Create_subarray(list(shape), list(box.shape), list(start)).Commit())
     problems = []
-    for call, *arguments in (  # all are collective: who has a problem goes on with the others
+    for call, *arguments in (  # all are collective: after an error, continue with the others
         (file.Set_view, offset, element, types[-1]),
         (file.Write_all, [box, box.size, element]),
         (file.Sync,),
@@ -182,7 +182,7 @@ def write_box(
 
 
 def _problem(path: Path, size_bytes: int, error: Exception) -> OSError:
-    """Return an error of MPI-IO, which says MPI_ERR_OTHER where the disk is full."""
+    """Return an error of MPI-IO with its cause: for a full disk MPI says only MPI_ERR_OTHER."""
     disk = os.statvfs(path.parent)
     if disk.f_bavail * disk.f_frsize < size_bytes:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

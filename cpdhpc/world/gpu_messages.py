@@ -1,4 +1,4 @@
-"""How GPU arrays travel: as they are where MPI takes them, else through pinned host memory."""
+"""Messages of GPU arrays: directly if MPI takes GPU memory, else through pinned host memory."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from .ranks import Array, Cache, Ranks, Wait
 if TYPE_CHECKING:
     from ..ops.gpu_runtime import Event, Streams
 
-SIZE_BYTES = 1 << 20  # of the trial; more than MPI libraries send along with the envelope
+SIZE_BYTES = 1 << 20  # of the trial; more than MPI libraries send with the envelope
 
 
 def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     """Make a GPU that no other process of the node has the current one; return its number.
 
-    It is that of CuPy, and of torch if that is loaded: call it before model.cuda(), or give the
-    number, as in model.to(f"cuda:{use_gpu(world)}"). A process that sees one GPU, as under
-    Slurm's --gpus-per-task, takes that; one that has chosen another than the first, of torch or
-    CuPy, keeps it. World does the same for CuPy, without complaint, where that is loaded already. A
-    thread takes it by cupy.cuda.Device(number).use() and torch.cuda.set_device(number). Collective.
-    oversubscribe: processes may share a GPU; reducers and hooks on this world allow it then too
-    Raises UserError on all processes where one sees no GPU, or shares it and one does not allow
-    that; TypeError for a wrong argument.
+    It is that of CuPy, and of torch if that is loaded: call it before model.cuda(), or pass the
+    number, as in model.to(f"cuda:{use_gpu(world)}"). A process that sees one GPU (under Slurm's
+    --gpus-per-task, for example) takes that; one that has chosen a GPU other than the first, in
+    torch or CuPy, keeps it. World does the same for CuPy, without raising errors, if CuPy is
+    already loaded. Each thread selects the GPU by cupy.cuda.Device(number).use() and
+    torch.cuda.set_device(number). Collective.
+    oversubscribe: processes may share a GPU; then reducers and hooks on this world allow it, too
+    Raises UserError on all processes if one sees no GPU, or shares one and any process does not
+    allow that; TypeError for a wrong argument.
     """
     if not isinstance(world, Ranks):
         raise TypeError(f"use_gpu: world is {type(world).__name__}: must be a World")
@@ -64,8 +65,8 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
 def check_gpus(world: Ranks, function: str, device: int, memory: int) -> None:
     """Raise UserError on all processes unless each has a GPU of its own, and memory MPI can take.
 
-    Processes of a node may share one where use_gpu was told so. MPI is given memory of another
-    library's as it is if it takes GPU memory, and shares that of a node by CUDA IPC. Collective.
+    Processes of a node may share one after use_gpu(oversubscribe=True). If MPI takes GPU memory, it
+    gets another library's memory directly, and shares memory within a node by CUDA IPC. Collective.
     function: for the error; device: the number of the GPU that this process computes on; memory:
         an address there
     """
@@ -97,7 +98,7 @@ def check_gpus(world: Ranks, function: str, device: int, memory: int) -> None:
 
 
 def sharing(world: Ranks, addresses: Sequence[str]) -> list[str]:
-    """Return the numbers of the processes whose GPU another one of their node has too.
+    """Return the numbers of the processes whose GPU another process of their node has too.
 
     addresses: of the GPU of each process, "" for none
     """
@@ -108,9 +109,9 @@ def sharing(world: Ranks, addresses: Sequence[str]) -> list[str]:
 
 
 def use_own_gpu(world: Ranks, *, with_torch: bool = False) -> tuple[int, str]:
-    """Make CuPy's current GPU that of this process; return its number and address, or (-1, "").
+    """Give this process a GPU of its own in CuPy; return number and address, or (-1, "").
 
-    with_torch: make it torch's too, if that is loaded, whose choice comes first
+    with_torch: select it in torch too, if that is loaded; torch's choice then has precedence
     """
     if find_spec("cupy") is None:
         return -1, ""
@@ -129,11 +130,11 @@ def use_own_gpu(world: Ranks, *, with_torch: bool = False) -> tuple[int, str]:
     return found
 
 
-TRIAL = "GPU memory: waited {:.1f} s for the trial of MPI; World(gpu_direct=False) leaves it out"
+TRIAL = "GPU memory: waited {:.1f} s for MPI's trial; World(gpu_direct=False) skips it"
 
 
 class Answer(NamedTuple):
-    """yes or no, and how it was found out."""
+    """yes or no, and the reason."""
 
     yes: bool
     why: str
@@ -143,24 +144,24 @@ class Answer(NamedTuple):
 
 
 def gpu_aware(world: Ranks) -> Answer:
-    """Return whether MPI takes GPU memory on all processes; a world asks once. Collective."""
+    """Return whether MPI takes GPU memory on all processes; asked once per world. Collective."""
     if world.gpu_aware is None:
         world.gpu_aware = find_out(world)
     return Answer(*world.gpu_aware)
 
 
 def find_out(world: Ranks) -> Answer:
-    """Ask the library, then try. Collective.
+    """Query the library, then try. Collective.
 
-    The library is asked first, as a trial with one that does not know GPUs crashes: a no is final.
-    A yes is tried, because it may say only how the library was built.
+    The library is queried first, as a trial crashes if it does not support GPUs: a no is final.
+    A yes is tried, because it may only describe how the library was built.
     """
     asked = [Answer(*each) for each in world.gather(tuple(_ask(world)), "GPU-aware MPI")]
     for answer in asked:
         if not answer.yes:
             return answer
     if world.processes < 2:
-        return Answer(True, f"{asked[0].why}; not tried, that takes 2 processes")
+        return Answer(True, f"{asked[0].why}; not tried, which needs 2 processes")
     if exchange(world):
         return Answer(True, f"{asked[0].why}; each process sent GPU memory to the next")
     return Answer(False, f"{asked[0].why} says yes, but GPU memory arrived changed")
@@ -186,7 +187,7 @@ def exchange(world: Ranks) -> bool:
 
 
 def _pattern(process: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return bytes that differ from place to place and between neighbours."""
+    """Return bytes that differ from position to position and between neighbouring processes."""
     return (np.arange(SIZE_BYTES) % 251 + process % 5 + 1).astype(np.uint8)
 
 
@@ -208,52 +209,52 @@ def query() -> Answer:
 
 
 def _switched_off() -> bool:
-    """Whether CUDA support is off in Open MPI 4, whose query tells only how it was built."""
+    """Whether CUDA support is off in Open MPI 4, whose query only reports how it was built."""
     for path in loaded("libopen-pal"):
         try:
             return not ctypes.c_bool.in_dll(ctypes.CDLL(path), "opal_cuda_support").value
-        except ValueError:  # Open MPI 5 has no such variable: its query tells what is in use
+        except ValueError:  # Open MPI 5 has no such variable: its query reports what is in use
             continue
     return False
 
 
 def loaded(start: str) -> list[str]:
-    """Return the paths of the libraries in this process's memory map with names that start so."""
+    """Return the paths of libraries in this process's memory map whose name begins with start."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = dict.fromkeys(line[line.index("/") :] for line in lines if "/" in line)
     return [path for path in paths if Path(path).name.startswith(start) and ".so" in path]
 
 
 class Delayed:
-    """A message that MPI is given once an event has come; a request like those of MPI."""
+    """A message that MPI gets once an event has come; a request like MPI's."""
 
     def __init__(
         self, carrier: Carrier, event: Event, start: Callable[[], list[Any]], keep: Array | None
     ) -> None:
         self._carrier, self._start = carrier, start
-        self._keep = keep  # what a copy reads until the event; freed, others would write there
+        self._keep = keep  # read by a copy until the event; if freed, others could write there
         self.event: Event | None = event
         self.requests: list[Any] = []
 
     @property
     def waits_for_gpu(self) -> bool:
-        """Whether it is the GPU that is waited for, not another rank."""
+        """Whether the wait is for the GPU, not for another rank."""
         return self.event is not None
 
     def start(self) -> bool:
-        """Give the message to MPI if the event has come; return whether it has."""
+        """Pass the message to MPI if the event has come; return whether it has."""
         if self.event is not None and self.event.Test():
             self.requests, self.event, self._keep = self._start(), None, None
         return self.event is None
 
     def Test(self) -> bool:
-        """Whether the message is complete; starts whatever can be started."""
+        """Whether the message is complete; starts all messages that can be started."""
         self._carrier.progress()
         return self.event is None and all([request.Test() for request in self.requests])
 
 
 class Landing:
-    """A message into pinned memory, and the copy up from there; a request like those of MPI."""
+    """A message into pinned memory, then a copy from there to the GPU; a request like MPI's."""
 
     def __init__(self, carrier: Carrier, requests: list[Any], copy: Callable[[], Event]) -> None:
         self._carrier, self._requests, self._copy = carrier, requests, copy
@@ -261,11 +262,11 @@ class Landing:
 
     @property
     def waits_for_gpu(self) -> bool:
-        """Whether it is the GPU that is waited for, not another rank."""
+        """Whether the wait is for the GPU, not for another rank."""
         return self._event is not None
 
     def Test(self) -> bool:
-        """Whether the message is in GPU memory; starts whatever can be started."""
+        """Whether the message is in GPU memory; starts all messages that can be started."""
         self._carrier.progress()
         if self._event is None and all([request.Test() for request in self._requests]):
             self._event = self._copy()
@@ -273,15 +274,14 @@ class Landing:
 
 
 class Carrier:
-    """Sends and receives arrays of one GPU for a world; what is asked for happens in order.
+    """Sends and receives arrays of one GPU for a world, in the order of the calls.
 
-    MPI knows nothing of streams: it may read what it is given, and write where it is told to, at
-    once. So a message starts when the caller's stream has come to the place where it was asked
-    for: what it holds has been computed, and what lay in the buffer before is needed no more.
-    Nothing waits here: whoever tests a request, of this or another message, starts all those
-    whose time has come.
-    cache: buffers for the stream of the last call: memory that is freed goes back to the stream
-        that it was taken in, so another stream gets buffers of its own
+    MPI knows nothing of streams: it may read a send buffer and write a receive buffer at once. So a
+    message starts when the caller's stream has reached the point of the call: then its values
+    have been computed, and the old content of the buffer is no longer needed. Nothing waits here:
+    each test of a request, of any message, starts all messages that are ready.
+    cache: buffers for the stream of the last call: freed memory returns to the stream that
+        allocated it, so another stream gets buffers of its own
     """
 
     def __init__(self, world: Ranks, streams: Streams) -> None:
@@ -290,40 +290,40 @@ class Carrier:
         self._delayed: deque[Delayed] = deque()
 
     def begin(self) -> None:
-        """Begin a call, in CuPy's current stream."""
+        """Begin a call in CuPy's current stream."""
         if self.streams.begin():
             self.cache.free()
 
     def progress(self) -> None:
-        """Start the messages whose events have come, in the order in which they were asked for."""
+        """Start the messages whose events have come, in the order of the calls."""
         while self._delayed and self._delayed[0].start():
             self._delayed.popleft()
 
     def delay(
         self, event: Event, start: Callable[[], list[Any]], keep: Array | None = None
     ) -> list[Any]:
-        """Return the requests of a message that starts after an event and all asked for before."""
+        """Return requests of a message that starts after an event and all earlier messages."""
         message = Delayed(self, event, start, keep)
         self._delayed.append(message)
         self.progress()
         return [message]
 
     def wait(self, requests: list[Any], what: str, whom: str = "the GPU") -> None:
-        """Wait for requests, at most for the time-out of the world."""
+        """Wait for requests, at most for the world's time-out."""
         reason = f"{what}: waited {{:.1f}} s for {whom}"
         self._world.wait_any([Wait(requests, self._world.hosted.start, reason)])
 
 
 class Direct(Carrier):
-    """Gives GPU memory to MPI as it is."""
+    """Passes GPU memory to MPI directly."""
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
-        """Start to send, as Ranks.isend, what the caller's stream will have put into payload."""
+        """Start to send, as Ranks.isend, the content of payload at this point of the stream."""
         start = partial(self._world.isend, rank, to, payload, stream)
         return self.delay(self.streams.mark(), start)
 
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
-        """Start to receive, as Ranks.irecv, when the caller's stream is done with buffer."""
+        """Start to receive, as Ranks.irecv, when the caller's stream has finished with buffer."""
         start = partial(self._world.irecv, source, rank, buffer, stream)
         return self.delay(self.streams.mark(), start)
 
@@ -334,19 +334,19 @@ class Direct(Carrier):
 
 
 class Staged(Carrier):
-    """Copies GPU memory to pinned memory and sends that; receives into such, and copies up.
+    """Sends GPU memory through pinned host memory, and receives through it.
 
-    The copies have streams of their own, so those of one message go on while another travels and
-    the kernels of a third run: the engine has several pieces of the data under way.
+    Copies have streams of their own, so those of one message run while another travels and the
+    kernels of a third run: the engine has several pieces of the data in progress.
     """
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
-        """Start to send, as Ranks.isend, what the caller's stream will have put into payload."""
+        """Start to send, as Ranks.isend, the content of payload at this point of the stream."""
         host, copied = self.streams.to_host(payload, self.streams.mark())
         return self.delay(copied, partial(self._world.isend, rank, to, host, stream), payload)
 
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
-        """Start to receive, as Ranks.irecv; buffer is written when the caller's stream is done."""
+        """Start to receive, as Ranks.irecv; buffer is written after the caller's stream."""
         host = self.streams.pinned(buffer.size)
         requests = self._world.irecv(source, rank, host, stream)
         copy = partial(self.streams.to_device, host, buffer, self.streams.mark())
@@ -365,15 +365,15 @@ class Staged(Carrier):
 
 
 def carrier_of_gpu(world: Ranks) -> Direct | Staged:
-    """Return what carries arrays of CuPy's current GPU in a call that begins.
+    """Return the carrier of arrays on CuPy's current GPU, for a new call.
 
-    Collective: the first time that a world is asked.
+    Collective on a world's first call.
     """
     from ..ops import gpu_runtime
 
     device = gpu_runtime.current_device()
     gpu_runtime.wait_at_most(world.timeout_s)
-    world.shared()  # so that calls are compared in the memory of a node, as those of NumPy arrays
+    world.shared()  # so that calls are compared in node memory, like those of NumPy arrays
     kind = Direct if world.processes > 1 and gpu_aware(world).yes else Staged
     carrier = world.cache.get(("carrier", device), lambda: kind(world, gpu_runtime.Streams()))
     carrier.begin()

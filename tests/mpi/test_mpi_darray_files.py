@@ -163,7 +163,7 @@ def wrong(world: World, folder: Path) -> dict[str, Any]:
         "no dataset 'other', only data": lambda: DistArray.load(
             world, folder / "good.h5", layout, "other"
         ),
-        r"shape \(4,\): the layout is of \(5,\)": lambda: DistArray.load(
+        r"shape \(4,\): the layout has \(5,\)": lambda: DistArray.load(
             world, folder / "good.h5", Layout.grid((5,), (world.size,))
         ),
         "another layout": lambda: DistArray(

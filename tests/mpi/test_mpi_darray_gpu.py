@@ -213,7 +213,7 @@ def test_distributed_arrays_and_what_is_refused(gpu: Any) -> None:
             plan.exchange(array.local, np.zeros(plan.window.shape))
         with pytest.raises(ValueError, match="out has shape"):
             plan.exchange(array.local, gpu.cupy.zeros((1, 1)))
-        with pytest.raises(ValueError, match="out overlaps what is given"):
+        with pytest.raises(ValueError, match="out overlaps the input"):
             plan.exchange(array.local, array.local[:, ::-1])
         odd = gpu.cupy.zeros(8 * array.local.size + 1, np.uint8)[1:].view(np.float64)
         with pytest.raises(ValueError, match=r"y begins at .* sums of float64 need multiples of 8"):

@@ -170,7 +170,7 @@ def test_a_plan_that_was_broken_is_refused_on_all(world: World, tmp_path: Path) 
     assert len(set(first)) == 1 and "x has shape (9,): must begin with" in first[0]
     for told in (second, third):  # the error that ended the plan, not the one after it
         assert len(set(told)) == 1
-        assert "plan 'all' was ended by an earlier call" in told[0] and told[0].endswith(first[0])
+        assert "plan 'all' was ended by an earlier error" in told[0] and told[0].endswith(first[0])
     setting.plan.free()
     assert world.gather(caught(lambda: setting.plan.exchange(setting.x))) == third
     plan = Setting(world, tmp_path).plan
@@ -250,6 +250,6 @@ def test_a_plan_with_a_call_under_way_is_not_freed(world: World, tmp_path: Path)
         told = str(error)
     result = handle.finish()
     plan.free()
-    said = told == "plan 'all': free: a call is under way: finish it first"
+    said = told == "plan 'all': free: a call is in progress: finish it first"
     verdicts = world.gather((said or world.size == 1, bool((result == 2).all()), plan.freed))
     assert verdicts == [(True, True, True)] * world.size

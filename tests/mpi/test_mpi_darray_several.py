@@ -70,7 +70,7 @@ def test_arrays_that_differ_between_ranks_are_refused(world, tmp_path):
     if world.rank == world.size - 1:
         parts["c"] = parts.pop("b")
     if world.size > 1:
-        with pytest.raises(ValueError, match=rf"ranks 0 and {world.size - 1} do not give arrays"):
+        with pytest.raises(ValueError, match=rf"ranks 0 and {world.size - 1} have arrays"):
             save_all(world, path, parts, {})
     parts = {"b": (Layout.grid((world.size,), (world.size,)), np.zeros(2))}
     with pytest.raises(ValueError, match="b: the array of rank 0 does not have the shape of its"):

@@ -165,7 +165,7 @@ def test_virtual_ranks(gpu, algorithm):
 def test_prepared(gpu):
     """Of GPU arrays there are no call lists: each run is a whole call, on what they hold then."""
     world, xs = gpu.world, gradients(gpu.world.ranks)
-    for wire in ("raw", "e4m3"):
+    for wire in ("raw", "e4m3", "nvfp4"):
         x = gpu.cupy.zeros(N, np.float32)
         with Allreduce(wire, op="mean").prepare(world, [x]) as prepared:
             assert not prepared.is_fast
@@ -210,7 +210,7 @@ def test_benchmarks_check_sums_on_the_gpu(gpu):
 def test_arrays_of_two_kinds_are_refused(gpu):
     world, x = gpu.world, np.ones(5, np.float32)
     given = gpu.cupy.asarray(x)
-    with pytest.raises(TypeError, match="out is on the CPU: must be on the GPU, as the first"):
+    with pytest.raises(TypeError, match="out is on the CPU: the first is on the GPU"):
         allreduce(world, given, out=x.copy())
     if world.processes > 1:
         with pytest.raises(
@@ -256,7 +256,7 @@ def test_a_nan_in_a_graph_is_named_and_the_next_run_is_right(gpu, place, segment
     """In the first piece or in another."""
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     world, xs = gpu.world, gradients(gpu.world.ranks)
-    for wire, algorithm in itertools.product(("e4m3", "e2m1fn", "e5m2"), SCHEDULES):
+    for wire, algorithm in itertools.product(("e4m3", "e2m1fn", "e5m2", "nvfp4"), SCHEDULES):
         x = gpu.cupy.zeros(N, np.float32)
         method = Allreduce(wire, algorithm)
         with method.prepare(world, [x], segments=PARTS, graphs=True) as prepared:
@@ -326,9 +326,9 @@ def test_memory_of_a_graph_that_runs_is_kept(gpu, algorithm):
 
 
 REFUSED = {
-    "rounding='stochastic': a key differs from call to call": ({"rounding": "stochastic"}, {}),
+    "rounding='stochastic': its key differs from call to call": ({"rounding": "stochastic"}, {}),
     "algorithm='mpi': MPI sums by itself": ({"wire": "raw", "algorithm": "mpi"}, {}),
-    "x is not on a GPU: graphs are of CuPy arrays": ({}, {"host": True}),
+    "x is not on a GPU: graphs need CuPy arrays": ({}, {"host": True}),
     "graphs=1: must be True or False": ({}, {"graphs": 1}),
 }
 
@@ -349,7 +349,7 @@ def test_what_cannot_be_captured_is_refused_on_all_ranks(gpu, said):
 @pytest.mark.two_ranks
 def test_virtual_ranks_and_ranks_that_differ_are_refused(gpu):
     world, x = gpu.world_of(2), gpu.cupy.zeros(N, np.float32)
-    with pytest.raises(ValueError, match="2 virtual ranks: must be 1 a process"):
+    with pytest.raises(ValueError, match="2 virtual ranks: must be 1 per process"):
         Allreduce().prepare(world, [x, x.copy()], graphs=True)
     if world.processes > 1:
         with pytest.raises(ValueError, match="graphs=True on rank 0, graphs=False on rank 1"):

@@ -30,6 +30,7 @@ AGGREGATORS: dict[str, Aggregator] = {
     "tile": LowBit(wire="e4m3"),
     "aps": LowBit(wire="e5m2", scaling="aps", algorithm="direct"),
     "stochastic": LowBit(wire="e3m0", rounding="stochastic", algorithm="tree"),
+    "nvfp4": LowBit(wire="nvfp4"),
 }
 
 

@@ -98,7 +98,7 @@ def test_errors(gpu):
         host = np.zeros(8 * world.ranks, np.float32)
         with pytest.raises(ValueError, match="x on GPU"):
             cpdhpc.all_gather(world, x if world.rank else host)
-        with pytest.raises(TypeError, match=r"out: must be given: x of the root is on a GPU"):
+        with pytest.raises(TypeError, match=r"out: must be passed: x of the root is on a GPU"):
             cpdhpc.scatter(world, None if world.rank else gpu.cupy.zeros(8, np.float32))
 
 

@@ -342,6 +342,42 @@ def test_nodes_virtual_ranks_pieces_and_mpi(world, monkeypatch):
         assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "raw", "tree"))
 
 
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_what_has_no_compiled_kernels_goes_the_engines_way(world, messages, pairs, algorithm):
+    """NVFP4, rounded to nearest and by chance, with virtual ranks too; a NaN is named."""
+    many = World(virtual_ranks=2, timeout_s=world.timeout_s)
+    segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
+    for way in (world, messages, pairs, many):
+        hosted, xs = way.hosted, gradients(way.ranks)
+        for rounding in ("nearest", "stochastic"):
+            method = Allreduce("nvfp4", algorithm, op="mean", rounding=rounding, seed=3)
+            mine, out = [xs[rank].copy() for rank in hosted], np.empty(N, np.float32)
+            with method.prepare(way, mine, [out], segments=segments) as prepared:
+                assert not prepared.is_fast
+                for call, bad in enumerate((False, True, False)):
+                    xs = gradients(way.ranks, call=call)
+                    if bad:
+                        xs[-1][2000] = np.nan
+                    for x, rank in zip(mine, hosted, strict=True):
+                        x[:] = xs[rank]
+                    if bad:
+                        with pytest.raises(NonFiniteGradient) as caught:
+                            prepared.run(iteration=call)
+                        assert caught.value.segments == ("b",)
+                        assert caught.value.ranks == (way.ranks - 1,)
+                        continue
+                    wanted = simulate(
+                        xs, "nvfp4", algorithm, op="mean", rounding=rounding, seed=3,
+                        iteration=call, nodes=way.nodes,
+                    )  # fmt: skip
+                    assert prepared.run(iteration=call).arrays[0] is out
+                    assert bits(out) == bits(wanted), (method, way.virtual_ranks)
+                    for _ in range(3):
+                        plain = method.run(way, mine, iteration=call).arrays[0]
+                        assert bits(plain) == bits(wanted)
+    many.free()
+
+
 @pytest.mark.parametrize("uneven", [False, True])
 def test_hier_between_nodes(world, uneven):
     own = World(timeout_s=world.timeout_s)

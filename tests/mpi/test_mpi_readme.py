@@ -37,7 +37,7 @@ def test_commands(world: World, directory: Path, capsys: pytest.CaptureFixture[s
     for words, parallel in commands():
         if parallel:
             found[" ".join(words)] = world.gather((main(words), capsys.readouterr().out))
-    assert len(found) == 4
+    assert len(found) == 5
     assert not {words: told for words, told in found.items() if [s for s, _ in told] != [0, 0]}
     assert all(told[0][1] for told in found.values())
     for name in ("halo.h5", "allreduce.h5", "filters.png"):

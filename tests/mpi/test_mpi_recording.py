@@ -83,7 +83,7 @@ def test_what_one_rank_finds_wrong_all_are_told(world: World, tmp_path: Path):
         "path=None: must be a path",
         "every",
         "'1' matches none",
-        "r.h5: is there already",
+        "r.h5: exists already",
         "AttributeError",
     ]
     assert len(everyone[0]) == len(parts)

@@ -111,7 +111,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
     "dropout": lambda: nn.Dropout(0.3),
     "dropout of maps": lambda: nn.Dropout2d(0.4),
-    "behind a gather": lambda: nn.Sequential(
+    "after a gather": lambda: nn.Sequential(
         nn.PReLU(4), nn.Flatten(), nn.Linear(396, 5), nn.BatchNorm1d(5), nn.Dropout(0.3)
     ),
     "over channels": lambda: nn.Sequential(nn.LocalResponseNorm(3), nn.GLU(1), nn.Softmax(-3)),
@@ -170,7 +170,7 @@ WRONG: dict[str, tuple[Callable[[ImageGrid, bool], Any], str]] = {
         lambda grid, last: partition(
             nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Dropout()), (8, 8), grid
         )(grid.cut(torch.manual_seed(int(last)) and torch.ones(1, 1, 8, 8))),
-        "random numbers stand otherwise",
+        "random state differs",
     ),
 }  # fmt: skip
 

@@ -153,7 +153,7 @@ def samples(kind):
     ("kind", "said"),
     [
         ("length", "arguments differ: training samples=64 on rank 0, training samples=54 on rank"),
-        ("values", "samples of rank 1 are other ones than those of rank 0"),
+        ("values", "samples of rank 1 differ from those of rank 0"),
     ],
 )
 def test_data_that_differ_are_told_on_all_ranks(

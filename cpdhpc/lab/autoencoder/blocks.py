@@ -1,7 +1,7 @@
 """Filters of a rank's blocks, applied to few blocks at a time, so that their values stay in cache.
 
-Fields overlap in the window that they are cut out of. A part's fields are copied to lie one after
-the other, so every product is a torch.bmm of plain matrices.
+Fields overlap in the window that contains them. A part's fields are copied one after the other, so
+every product is a torch.bmm of plain matrices.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .job import Geometry
 
 Tensor = torch.Tensor
 Pair = tuple[int, int]
-CPU_BYTES = 2**21  # of a part: few, as a core's cache
-GPU_BYTES = 2**28  # many, as a launch takes microseconds
+CPU_BYTES = 2**21  # of a part: small, to fit a core's cache
+GPU_BYTES = 2**28  # large, as a launch takes microseconds
 
 
 def most_bytes(like: Tensor) -> int:
-    """Return how many bytes a part may have, where a tensor is."""
+    """Return the size limit of a part in bytes, for a tensor's device."""
     return GPU_BYTES if like.is_cuda else CPU_BYTES
 
 
 def parts(boxes: Iterable[Box], width: int, most: int) -> Iterator[Box]:
-    """Yield boxes of at most so many blocks, each of which has its filters in one piece.
+    """Yield boxes of at most so many blocks, each with contiguous filters.
 
     boxes: of the rank's blocks, counted from its first; width: of all its blocks
     """
@@ -61,10 +61,10 @@ def overlaps(fields: Tensor, values: Tensor, geometry: Geometry) -> list[tuple[T
 
 
 class Scratch:
-    """Memory for values of the blocks of a part, one part after the other.
+    """Memory for values of the blocks of a part, reused from part to part.
 
     like: of the dtype and device; columns: whether the images of a batch are columns of a block's
-    matrices in memory, [values, batch]; else they are rows
+    matrices in memory, [values, batch]; otherwise they are rows
     """
 
     def __init__(self, like: Tensor, n: int, values: int, batch: int, columns: bool) -> None:
@@ -78,14 +78,14 @@ class Scratch:
         return here, here.view(like.shape)
 
     def or_in_place(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same, or [rows, columns, values, batch] themselves, if they lie like that."""
+        """Return the same, or [rows, columns, values, batch] themselves, if their layout fits."""
         if (values if self.columns else values.mT).is_contiguous():
             return values.flatten(0, 1), values
         return self.of(values)
 
 
 def operands(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operands of a torch.bmm, turned if that is how out lies in memory."""
+    """Return the operands of a torch.bmm, transposed if that is the memory layout of out."""
     if out.is_contiguous():
         return left, right, out
     return right.mT, left.mT, out.mT
@@ -137,7 +137,7 @@ class Filters:
         return responses
 
     def overlay(self, responses: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the window in which what filters make of responses is added; the transpose."""
+        """Return the window with the filters' outputs for responses added up; the transpose."""
         batch = responses.shape[-1]
         window = responses.new_zeros(shape)
         boxes = self.parts([whole(self.counts)], batch, 1)

@@ -36,12 +36,12 @@ def train(
 ) -> Path:
     """Train the layers of a file and return the path of the record. Collective.
 
-    png: that the first layer's filters are drawn into; the others as of train.command.train
-    Raises UserError or Interrupted on all ranks alike.
+    png: for a drawing of the first layer's filters; the others as of train.command.train
+    Raises UserError or Interrupted on all ranks.
     """
     job = world.agreed(lambda: load(path, settings))
     own = world.part(range(world.size), timeout_s=job.train.timeout_s)
-    assert own is not None, "all processes are in it"
+    assert own is not None, "it contains all processes"
     paths = Files.called(directory, job.name)
     runs = {job.name: (paths.record, paths.checkpoint)}
     with claimed(world, directory, runs, resume), catching() as caught:
@@ -63,7 +63,7 @@ def train(
 
 
 def _resumed(stack: Stack, wanted: bool, paths: Files) -> list[Step]:
-    """Return the iterations that are done. Collective."""
+    """Return the completed iterations. Collective."""
     if not wanted or not resume(paths.checkpoint, stack):
         return []
     found = stack.world.on_first(lambda: read_steps(paths.record), "resume")
@@ -133,7 +133,7 @@ def _show(step: Step, last: bool, stack: Stack, display: Display) -> None:
 
 
 def summary(stack: Stack, steps: list[Step]) -> str:
-    """Return in a line how the training of a layer went and what its iterations took."""
+    """Return a line about the training of a layer and the times of its iterations."""
     number, first, last = steps[-1].layer, steps[0], steps[-1]
     time_s, exchange_s = (
         median(getattr(step, name) for step in steps) for name in ("time_s", "exchange_s")
@@ -160,7 +160,7 @@ def _picture(path: Path, stack: Stack, steps: list[Step]) -> None:
 def shown(layer: MacroLayer) -> Array:
     """Return the filters that a picture shows, on all ranks. Collective.
 
-    [rows of blocks, columns, maps, inputs]; few, whatever the size of the layer
+    [rows of blocks, columns, maps, inputs]; few, for any size of the layer
     """
     array = layer.over_blocks(layer.weight)
     (top, left), (bottom, right) = array.layout.owner(layer.world.rank)
@@ -179,8 +179,8 @@ def shown(layer: MacroLayer) -> Array:
 def draw(path: Path, weight: Array, geometry: Geometry, steps: list[Step]) -> None:
     """Write a picture of a layer's filters, block beside block, and its curves.
 
-    weight: what shown returns
-    Raises StoreError where it cannot be written.
+    weight: the result of shown
+    Raises StoreError if it cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -219,7 +219,7 @@ def mosaic(weight: Array, geometry: Geometry) -> Array:
 def tiled(images: Array) -> Array:
     """Return images [n, height, width, channels] side by side, with white lines between; see grey.
 
-    [height, width], or [height, width, 3] where there are three channels
+    [height, width], or [height, width, 3] if there are three channels
     """
     n, height, width, channels = images.shape
     side = int(np.ceil(np.sqrt(n)))
@@ -234,7 +234,7 @@ def tiled(images: Array) -> Array:
 def grey(image: Array) -> Array:
     """Return an image [height, width, channels] in 0..1, zero at 0.5 and its peak at 0 or 1.
 
-    [height, width, 3] of three channels; of other numbers the root of the squares is shown.
+    [height, width, 3] for three channels; for other numbers the root of the squares is shown.
     """
     if image.shape[2] != 3:
         image = image[..., 0] if image.shape[2] == 1 else np.linalg.norm(image, axis=2)

@@ -1,8 +1,8 @@
 """Iterations of a layer: its objective, its gradient and the step, a few blocks at a time.
 
-A first round over the blocks makes responses and the reconstruction, a second one the gradient,
-which goes straight into the momentum and the filters. So a round reads filters once, and there is
-no array of gradients. Messages travel during the products of blocks that do not wait for them.
+A first pass over the blocks computes responses and the reconstruction, a second one the gradient,
+which is added directly to the momentum and the filters. So a pass reads filters once, and there is
+no array of gradients. Messages travel during the products of blocks that do not depend on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .blocks import fields_of, most_bytes, operands, overlaps
 from .layer import MacroLayer, TimedHandle
 
 Tensor = torch.Tensor
-COPIES = 2  # of weights and of fields in a part of the second round
+COPIES = 2  # of weights and of fields in a part of the second pass
 FEW = 16  # images of a batch, below which they are rows of a block's matrices
 
 
@@ -37,13 +37,13 @@ class Terms(NamedTuple):
 
 
 def laid(memory: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the first values of memory as an array whose axes lie in an order."""
+    """Return the first values of memory as an array with this order of axes."""
     cut = memory[: prod(shape)].view([shape[axis] for axis in order])
     return cut.permute([order.index(axis) for axis in range(len(order))])
 
 
 class Windowed:
-    """Values on a plan's window; own: those of the cells that this rank owns, a part if can be.
+    """Values on a plan's window; own: those of the cells that this rank owns, a view if possible.
 
     trail: further axes; order: of all axes in memory
     """
@@ -71,9 +71,9 @@ def early_and_late(
 
 
 class Part(NamedTuple):
-    """Views of what some blocks have, made once. Of two products the operands, see operands.
+    """Views of the data of some blocks, made once. For two products the operands, see operands.
 
-    x, again: their fields; overlaps: pairs of fields and of what is added to them
+    x, again: their fields; overlaps: pairs of fields and the values to be added to them
     responses, slopes: their own; the others are scratch memory, twice in two shapes
     """
 
@@ -102,7 +102,7 @@ class Descent:
         self.layer, self.batch = layer, batch
         self.fields, self.pools = layer.plans["fields"], layer.plans["pools"]
         cells, responses = (of.channels, batch), (of.layer.maps, batch)
-        # In both orders of axes in memory a row of a field is in one piece, for all or one image.
+        # In both orders of axes, a row of a field is contiguous, for all images or for one.
         order = (0, 1, 2, 3) if columns else (0, 3, 1, 2)
         self.order = (0, 1, 2, 3) if columns else (0, 1, 3, 2)
         self.x, self.again = (Windowed(self.fields, cells, weight, order) for _ in range(2))
@@ -156,8 +156,8 @@ class Descent:
     def step(self, x: Tensor, rate: float, momentum: float) -> Terms:
         """Return the terms of a batch, and move the filters against their gradient. Collective.
 
-        The momentum becomes itself times a factor, plus the gradient; filters move by the rate
-        times that, and get length 1.
+        The momentum is multiplied by a factor, and the gradient added; filters move by the rate
+        times the momentum, and are normalised to length 1.
         """
         self.slopes.window.zero_()
         sparsity, again = self._forward(x, None)
@@ -175,9 +175,9 @@ class Descent:
         return terms
 
     def _forward(self, x: Tensor, pooled: Tensor | None) -> tuple[Tensor, TimedHandle]:
-        """Return the sum of the pooled responses, and the reconstruction's sum under way.
+        """Return the sum of the pooled responses, and the reconstruction's sum in progress.
 
-        pooled: is filled; where there is none the slopes are, to which pools are added
+        pooled: is filled; if it is None, the slopes are, to which pools are added
         """
         self.x.own.copy_(x)
         cells = self.fields.begin(self.x.own, self.x.window)
@@ -201,7 +201,7 @@ class Descent:
         return torch.stack(sums).sum(), again
 
     def _reconstruct(self, part: Part) -> None:
-        """Make the responses of some blocks, and add what their filters make of these."""
+        """Compute the responses of some blocks, and add their filters' outputs for them."""
         part.fields[1].copy_(part.x)
         *given, out = part.respond
         torch.bmm(*given, out=out)
@@ -218,7 +218,7 @@ class Descent:
         return (rows, (columns - 1) * layer.pool_step + layer.pool, *trail), (rows, columns, *trail)
 
     def _pool(self, box: Box, pooled: Tensor | None) -> Tensor:
-        """Return the sum of some pools; write them, or add what slopes have from them.
+        """Return the sum of some pools; write them, or add their part to slopes.
 
         The sparsity term's slope with respect to a response is that response times the sum of
         sparsity / batch / pooled over its pools: here the latter.
@@ -253,7 +253,7 @@ class Descent:
         return total
 
     def _terms(self, sparsity: Tensor) -> Terms:
-        """Return the terms; the overlaid reconstruction becomes it less x / scale."""
+        """Return the terms; x / scale is subtracted from the overlaid reconstruction."""
         of = self.layer.geometry
         error, energy = sparsity.new_zeros(()), sparsity.new_zeros(())
         rows = max(1, most_bytes(sparsity) // (self.x.own[:1].nbytes or 1))
@@ -268,9 +268,9 @@ class Descent:
     def _descend(self, part: Part, rate: float, momentum: float) -> None:
         """Move the filters of some blocks.
 
-        With responses r = W x and the reconstruction's slope g in a field, W's is r g^T + s x^T for
-        s = W g + the pools' slope. Filters w of length 1 have that without its part along w, which
-        is w . (r g^T + s x^T) = r . (W g + s).
+        With responses r = W x and the reconstruction's slope g in a field, the gradient of W is
+        r g^T + s x^T for s = W g + the pools' slope. For filters w of length 1 its part along w,
+        w . (r g^T + s x^T) = r . (W g + s), is subtracted.
         """
         of = self.layer.geometry
         (x, x_shaped), (g, g_shaped), (r, r_shaped) = part.fields, part.errors, part.here
@@ -285,7 +285,7 @@ class Descent:
         torch.baddbmm(turned, left, right, alpha=alpha, out=out)
         part.moving.baddbmm_(r, g.mT, beta=momentum, alpha=alpha)
         part.moving.baddbmm_(s, x.mT)
-        along = pools.sub_(s, alpha=2).mul_(r).sum(2, keepdim=True)  # with the other sign
+        along = pools.sub_(s, alpha=2).mul_(r).sum(2, keepdim=True)  # with the opposite sign
         part.moving.addcmul_(part.weight, along)
         part.weight.sub_(part.moving, alpha=rate)
         part.weight.div_(torch.linalg.vector_norm(part.weight, dim=2, keepdim=True))

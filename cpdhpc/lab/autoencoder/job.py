@@ -1,6 +1,6 @@
 """Job files of the autoencoder: its images, layers and training.
 
-[data]: where images come from, and what is done to them before training.
+[data]: the source of images, and their preparation for training.
 
 Every rank reads all images and takes the same random crops, of which it keeps its own cells.
 """
@@ -38,23 +38,23 @@ from ..train.samples import DataError
 Array = npt.NDArray[Any]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 _CROP, _NOISE = 2, 3  # streams of random numbers
-MARGIN = 8  # cells around a square that are whitened with it; what its edges do ends before them
+MARGIN = 8  # cells around a square that are whitened with it, so that edges have no effect
 CUTOFF = 0.8  # of the whitening's low pass, of the highest frequency: 200 of 256 cycles there
 
 
 class Source(Section):
     """[data]: images, float32[n, height, width, channels] in 0..1.
 
-    name: digits: of scikit-learn, 8 x 8; idx: the file path, as MNIST's; array: a .npy file,
-        path, [n, height, width] or with channels last, uint8 or floats in 0..1, read as needed;
-        folder: image files in path, of one size or larger than size; synthetic: noise
-    path: of the file or folder, where name needs one
+    name: digits: of scikit-learn, 8 x 8; idx: the file path, in the format of MNIST; array: a .npy
+        file, path, [n, height, width] or with channels last, uint8 or floats in 0..1, read as
+        needed; folder: image files in path, of one size or larger than size; synthetic: noise
+    path: of the file or folder, if name needs one
     tile: images are laid side by side, so many in a row and a column, each time in another order
     held_out: share of the images that training never sees, evenly spaced; for probe
     size: side of the random squares that are cut out; 0: nothing is cut
     channels: of synthetic images; 1 or 3 of files: grey or colours
     prepare: none; contrast: each square to mean 0 and variance 1; whiten: the same after a filter
-        f exp(-(f / f0)^4) that evens out the spectrum of natural images
+        f exp(-(f / f0)^4) that flattens the spectrum of natural images
     Source of whiten: Olshausen, Field: Emergence of simple-cell receptive field properties, Nature
     381, 1996.
     """
@@ -76,15 +76,15 @@ class Source(Section):
         return self
 
     def load(self, held_out: bool = False) -> Images:
-        """Return the images for training, or those that are held out.
+        """Return the images for training, or the held-out ones.
 
-        Raises DataError, naming the file, where one is unfit or none is held out.
+        Raises DataError, naming the file, if one is unfit or none is held out.
         """
         return Images(self, *LOADERS[self.name](self), held_out)
 
 
 class Images:
-    """Images to take batches from. Raises DataError where they are smaller than the squares.
+    """Images to take batches from. Raises DataError if they are smaller than the squares.
 
     whole: [height, width, channels] each; white: their value for 1
     shape: height and width of a square; channels: of its cells
@@ -115,9 +115,9 @@ class Images:
         self.channels = int(first[2])
 
     def batch(self, n: int, seed: int, number: int) -> Array:
-        """Return float32[height, width, channels, n], the number-th batch; alike on all ranks.
+        """Return float32[height, width, channels, n], batch number, the same on all ranks.
 
-        Raises DataError where a value is not finite.
+        Raises DataError if a value is not finite.
         """
         words = np.random.SeedSequence([seed, _CROP, number])
         draws = np.random.Philox(words).random_raw(n * (self.source.tile**2 + 2)).reshape(n, -1)
@@ -134,9 +134,9 @@ class Images:
         return self.prepared(canvas, top, left)
 
     def prepared(self, canvas: Array, top: int, left: int) -> Array:
-        """Return float64 of a square of a canvas, as layers get it.
+        """Return float64 of a square of a canvas, prepared for layers.
 
-        Raises DataError where a value is not finite.
+        Raises DataError if a value is not finite.
         """
         (height, width), margin = self.shape, MARGIN if self.source.prepare == "whiten" else 0
         above, before = min(margin, top), min(margin, left)
@@ -147,7 +147,7 @@ class Images:
         return PREPARE[self.source.prepare](np.asarray(wide, np.float64) / self.white, inner)
 
 
-Inner = tuple[slice, slice]  # the square in what is given, which may have a margin
+Inner = tuple[slice, slice]  # the square in an array that may have a margin
 
 
 def _standard(wide: Array, inner: Inner) -> Array:
@@ -159,8 +159,8 @@ def _standard(wide: Array, inner: Inner) -> Array:
 
 
 def _whitened(wide: Array, inner: Inner) -> Array:
-    """Return a filtered square. It is filtered with its margin, and mirrored: else the jumps from
-    edge to edge, which the periodic transform sees, would hold most of the energy.
+    """Return a filtered square. It is filtered with its margin, and mirrored: otherwise the jumps
+    between opposite edges, which the periodic transform sees, would hold most of the energy.
     """
     mirrored = np.concatenate([wide, wide[::-1]])
     mirrored = np.concatenate([mirrored, mirrored[:, ::-1]], axis=1)
@@ -265,7 +265,7 @@ class Layer(Section):
 
 @dataclass(frozen=True)
 class Geometry:
-    """A layer on images of a size. Raises ValueError where they are too small for it.
+    """A layer on images of a size. Raises ValueError if they are too small for it.
 
     image: cells along both axes; channels: values of a cell
     """
@@ -287,11 +287,11 @@ class Geometry:
 
     @property
     def pools(self) -> tuple[int, int]:
-        """Pools along both axes: the size of what the layer gives, with maps channels."""
+        """Pools along both axes: the size of the layer's output, with maps channels."""
         return _slides(self.blocks, self.layer.pool, self.layer.pool_step)
 
     def cells_of(self, block: Box) -> Box:
-        """Return the cells of some blocks' fields, to the image's end where the last block is."""
+        """Return the cells of some blocks' fields, to the image's end for the last block."""
         window = receptive(block, self.layer.field, self.layer.step)
         if block.empty:
             return window
@@ -315,10 +315,10 @@ class Geometry:
 
     @property
     def scale(self) -> float:
-        """The factor on the reconstruction: the least of 1 and (values of an image / filters).
+        """The factor on the reconstruction: min(1, values of an image / filters).
 
-        So the trace of scale W^T W, with rows of length 1, is the rank that it can have at most:
-        a tight frame then gives the image back exactly. This choice is ours.
+        So the trace of scale W^T W, with rows of length 1, is its largest possible rank:
+        a tight frame then reconstructs the image exactly. This choice is ours.
         """
         return min(1.0, self.image[0] * self.image[1] * self.channels / self.filters)
 
@@ -348,7 +348,7 @@ def stack(layers: tuple[Layer, ...], image: tuple[int, int], channels: int) -> l
 
 
 Pair = Annotated[tuple[Positive, Positive], Field(strict=False)]
-MAY_DIFFER = (  # from the job of a checkpoint: the model is the same but for rounding
+MAY_DIFFER = (  # from the job of a checkpoint: the model is the same except for rounding
     "train.timeout_s",
     "train.checkpoint_every",
     "train.cell_procs",
@@ -367,10 +367,10 @@ class Train(Section):
     learning_rate, momentum: of the steps; seed: of weights and images; dtype: of all values
     checkpoint_every: iterations; timeout_s: the longest wait for others
     cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
-        not given: as square as can be
+        default: as square as possible
     threads: of torch, 0 for the cores that the rank owns
-    keep_memory: freed memory stays with the process, see keep_freed_memory: batches and what lower
-        layers give are not cleared anew
+    keep_memory: freed memory stays with the process, see keep_freed_memory: memory for batches and
+        the outputs of lower layers is not cleared again
     device: where layers compute: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
     """
 
@@ -391,9 +391,9 @@ class Train(Section):
 
 
 class Autoencoder(Section):
-    """A whole file; layers are trained in order, each on what those before it give.
+    """A whole file; layers are trained in order, each on the output of those before it.
 
-    name: of its files; the job file's where it is not given
+    name: of its files; default: the job file's
     """
 
     name: Name
@@ -407,7 +407,7 @@ class Autoencoder(Section):
 
 
 def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
-    """Return the job of a file. Raises ConfigError for whatever is wrong in it."""
+    """Return the job of a file. Raises ConfigError for any error in it."""
 
     def read(some: Iterable[str]) -> Autoencoder:
         raw = override(read_file_of(path, "layer"), some)
@@ -417,9 +417,9 @@ def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
 
 
 def procs_of(given: tuple[int, int] | None, ranks: int, key: str) -> tuple[int, int]:
-    """Return the grid of ranks. Raises ConfigError where a given one has another number."""
+    """Return the grid of ranks. Raises ConfigError if a given one has another number of ranks."""
     if given is None:
-        columns, rows = balanced_grid(ranks, 2)  # more along rows, whose cells lie together
+        columns, rows = balanced_grid(ranks, 2)  # more along rows, whose cells are contiguous
         return rows, columns
     if given[0] * given[1] != ranks:
         raise ConfigError(f"train.{key}={list(given)}: {given[0] * given[1]} ranks, not {ranks}")

@@ -1,7 +1,7 @@
 """A macro layer over ranks: filters, L2 pooling, local contrast normalisation, and its objective.
 
 Cells of the input, blocks of filters and pools are each split over ranks by a layout of their
-own. Only cells travel: filters, which are untied, stay with their block for good.
+own. Only cells travel: filters, which are untied, always stay with their block.
 Source: Coates et al., Deep learning with COTS HPC systems, ICML 2013, for the distribution of
 arrays; Le et al., Building high-level features using large scale unsupervised learning, ICML 2012,
 for the objective. Tied filters of length 1 and their factor (Geometry.scale) are ours.
@@ -36,14 +36,14 @@ class Clock:
     sent_bytes: int = 0
 
     def take(self) -> tuple[float, int]:
-        """Return both and begin anew."""
+        """Return both and reset."""
         taken = self.spent_s, self.sent_bytes
         self.spent_s, self.sent_bytes = 0.0, 0
         return taken
 
 
 class TimedPlan(WindowPlan):
-    """A plan that tells a clock of its exchanges and accumulations. Collective."""
+    """A plan that adds its exchanges and accumulations to a clock. Collective."""
 
     def __init__(self, clock: Clock, *arguments: Any, name: str) -> None:
         super().__init__(*arguments, name=name)
@@ -76,7 +76,7 @@ class TimedPlan(WindowPlan):
 
 
 class TimedHandle:
-    """A handle whose calls its plan's clock is told of."""
+    """A handle whose calls are added to its plan's clock."""
 
     def __init__(self, timed: Callable[..., Any], handle: Handle) -> None:
         self._timed, self._handle, self._come = timed, handle, False
@@ -95,7 +95,7 @@ Pair = tuple[int, int]
 
 
 def slide(window: Tensor, counts: Pair, weights: Sequence[float], step: int = 1) -> Tensor:
-    """Return the weighted sums over the squares that a window consists of, counts of them.
+    """Return weighted sums over the squares in a window, counts of them.
 
     weights: along each axis; the weight of a cell is the product of two
     """
@@ -165,7 +165,7 @@ class MacroLayer:
         return DistArray(self.world, self.blocks, local)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return float[owned pools, maps, batch], what the next layer gets. Collective.
+        """Return float[owned pools, maps, batch], the input of the next layer. Collective.
 
         x: float[owned cells, channels, batch], to which gradients flow
         """
@@ -180,10 +180,10 @@ class MacroLayer:
         return (layer.epsilon + sums).sqrt()
 
     def normalised(self, pooled: Tensor) -> Tensor:
-        """Return pooled responses less the mean near them, over their deviation. Collective.
+        """Return pooled responses less their local mean, divided by their deviation. Collective.
 
-        Means are over all maps and a square of pools with weights of a Gaussian, which the border
-        reflects; the divisor is floor at least.
+        Means are over all maps and a square of pools with weights of a Gaussian, reflected at the
+        border; the divisor is at least floor.
         Source: Jarrett et al., What is the best multi-stage architecture, ICCV 2009, section 2.1,
         with a constant floor.
         """

@@ -1,8 +1,8 @@
-"""What single neurons of a trained stack answer to, as Le et al. asked of theirs.
+"""The concepts and images that single neurons of a trained stack respond to, as in Le et al.
 
 A neuron is a pooled and normalised response. Source: Le et al., Building high-level features using
 large scale unsupervised learning, ICML 2012, sections 4 and 5; halves of the images, one to choose
-the neuron and one to judge it, are ours.
+the neuron and one to test it, are ours.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FIRST_STEP, LAST_STEP = 0.5, 0.02  # shares of the new direction in a stimulus
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images [height, width, channels, n], prepared as layers get them, and int64[n] labels."""
+    """Images [height, width, channels, n], prepared for layers, and int64[n] labels."""
 
     images: Array
     labels: Array
 
     @property
     def halves(self) -> tuple[Array, Array]:
-        """Indices of the images that choose a neuron, and of those that judge it: every other."""
+        """Indices of the images that choose a neuron, and of those that test it, alternating."""
         order = np.argsort(self.labels, kind="stable")  # so both have as many of each concept
         return np.sort(order[::2]), np.sort(order[1::2])
 
@@ -51,7 +51,7 @@ def read(images: Path | None, labels: Path | None) -> tuple[Array, Array, int]:
 
     images: a .npy file, labels then another one; or an HDF5 file with datasets images and labels;
         None: the digits of scikit-learn
-    Raises DataError, naming the file, where they cannot be used.
+    Raises DataError, naming the file, if they cannot be used.
     """
     if images is None:
         return *read_digits(), 16
@@ -79,10 +79,10 @@ def read(images: Path | None, labels: Path | None) -> tuple[Array, Array, int]:
 
 
 def prepared(of: Images, pixels: Array, labels: Array, white: int) -> Labelled:
-    """Return labelled images as a stack gets them: their middle, or copies side by side.
+    """Return labelled images prepared for a stack: their middle, or copies side by side.
 
-    Where an image is smaller than the squares of training its copies fill one.
-    Raises DataError where the channels are not those of training.
+    If an image is smaller than the squares of training, its copies fill one.
+    Raises DataError if the channels differ from those of training.
     """
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
     if pixels.shape[3] != of.channels:
@@ -108,7 +108,7 @@ def batches(stack: Stack, images: Array) -> Iterator[Tensor]:
 def responses(stack: Stack, images: Array) -> list[Tensor]:
     """Return the responses of all layers' neurons, [owned pools, maps, images] each. Collective.
 
-    On the CPU, whatever layers compute on.
+    Always on the CPU, for layers on any device.
     """
     parts: list[list[Tensor]] = [[] for _ in stack.layers]
     for x in batches(stack, images):
@@ -134,7 +134,7 @@ def errors(stack: Stack, images: Array) -> list[float]:
 
 
 class Best(NamedTuple):
-    """The neuron that tells a concept best: its place, and its accuracy on both halves.
+    """The neuron that detects a concept best: its place, and its accuracy on both halves.
 
     neuron: (row, column, map) in the layer; sign: 1 if the concept is above the threshold, else -1
     """
@@ -155,7 +155,7 @@ def accuracies(values: Array, is_concept: Array) -> tuple[Array, Array, Array]:
     order = np.argsort(values, axis=1, kind="stable")
     ranked = np.take_along_axis(values, order, axis=1)
     weight = np.where(is_concept, -0.5 / is_concept.sum(), 0.5 / (~is_concept).sum())
-    # Above a threshold behind the first k: 0.5 and what the first k add.
+    # Above a threshold after the first k: 0.5 plus the contributions of the first k.
     gained = np.cumsum(weight[order], axis=1)[:, :-1]
     tied = ranked[:, 1:] == ranked[:, :-1]
     above, below = np.where(tied, -1, gained), np.where(tied, -1, -gained)
@@ -170,7 +170,7 @@ def accuracies(values: Array, is_concept: Array) -> tuple[Array, Array, Array]:
 def selectivity(
     world: Ranks, values: Array, start: tuple[int, ...], labelled: Labelled
 ) -> dict[int, Best]:
-    """Return the best neuron for each concept, alike on all ranks. Collective.
+    """Return the best neuron for each concept, the same on all ranks. Collective.
 
     values: this rank's responses [rows, columns, maps, images], maybe none; start: its first place
     """
@@ -201,9 +201,10 @@ def stimuli(
 ) -> tuple[Array, Array]:
     """Return the images that excite neurons most, and the responses to them. Collective.
 
-    Of mean 0 and mean square 1, as contrast and whiten make images; by gradient ascent within that
-    norm (conditional gradients: each step moves towards the point of the ball that the gradient
-    names), from noise that is the same for any number of ranks. signs: -1 to excite least
+    Of mean 0 and mean square 1, like images prepared by contrast and whiten; by gradient ascent
+    within that norm (conditional gradients: each step moves towards the point of the ball in the
+    direction of the gradient), from noise that is the same for any number of ranks.
+    signs: -1 to excite least
     Returns float[height, width, channels, neurons] and float[neurons] on all ranks.
     """
     world, top = stack.world, stack.layers[layer]
@@ -217,7 +218,7 @@ def stimuli(
         y = x
         for each in stack.layers[: layer + 1]:
             y = each(y)
-        loss = (y * 0).sum()  # every rank has the graph, whosever the neuron is
+        loss = (y * 0).sum()  # every rank has the graph, even without the neuron
         mine = np.zeros(len(neurons))
         for b, (neuron, sign) in enumerate(zip(neurons, signs, strict=True)):
             i, j = neuron[0] - pools.start[0], neuron[1] - pools.start[1]

@@ -1,6 +1,6 @@
-"""Greedy training: each layer by gradient descent on what the layers before it give.
+"""Greedy training: each layer by gradient descent on the output of the layers before it.
 
-Its files: the record of iterations, and checkpoints that any number of ranks takes.
+Its files: the record of iterations, and checkpoints that any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .layer import MacroLayer
 Array = npt.NDArray[Any]
 Tensor = torch.Tensor
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of glibc's mallopt, malloc.h
-NEVER = 2**31 - 1  # bytes at the end of the heap, from which they would be given back
+NEVER = 2**31 - 1  # free bytes at the end of the heap before malloc returns them
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, of any size; return whether it does, which takes glibc.
+    """Make malloc keep freed memory of any size; return whether it does, which needs glibc.
 
-    Otherwise every array above 32 MiB is pages that the kernel clears anew: batches, and what lower
-    layers give to the one that is trained.
+    Otherwise every array above 32 MiB is pages that the kernel clears anew: batches, and outputs
+    of lower layers for the one that is trained.
     For the whole process and to its end; all threads.
     """
     try:
@@ -52,14 +52,14 @@ def keep_freed_memory() -> bool:
 
 
 def set_process(world: Ranks, train: Train) -> None:
-    """Set torch's threads, and what becomes of freed memory, for this process to its end."""
+    """Set torch's threads and the handling of freed memory for this process, to its end."""
     own_threads(world, train.threads)
     if train.keep_memory:
         keep_freed_memory()
 
 
 class Step(NamedTuple):
-    """What an iteration was, the same on all ranks; times are those of the slowest rank.
+    """The results of an iteration, the same on all ranks; times are those of the slowest rank.
 
     error, sparsity, energy: as in Terms, of the images; sent_bytes: of the rank that sent most
     """
@@ -76,11 +76,11 @@ class Step(NamedTuple):
 
 
 class Stack:
-    """The layers of a job on a world, and where training stands. Collective.
+    """The layers of a job on a world, and the position of training. Collective.
 
     layer, iteration: the next one to be done
-    Raises UserError or ValueError on all ranks alike where the job does not go with the images, or
-    one has no GPU for it.
+    Raises UserError or ValueError on all ranks if the job does not suit the images, or a rank has
+    no GPU for it.
     """
 
     def __init__(self, job: Autoencoder, world: Ranks, images: Images) -> None:
@@ -131,7 +131,7 @@ class Stack:
 
     @torch.no_grad()
     def features(self, x: Tensor, layers: int) -> Tensor:
-        """Return what so many layers make of images. Collective."""
+        """Return the output of so many layers for images. Collective."""
         for each in self.layers[:layers]:
             x = each(x)
         return x
@@ -139,8 +139,8 @@ class Stack:
     def step(self, x: Tensor) -> Step:
         """Do the next iteration on a batch. Collective.
 
-        x: what batch returned
-        Raises Diverged on all ranks alike where the objective is not finite.
+        x: the result of batch
+        Raises Diverged on all ranks if the objective is not finite.
         """
         layer, train = self.layers[self.layer], self.job.train
         x = self.features(x, self.layer)
@@ -179,11 +179,11 @@ class Stack:
 
 
 class Diverged(UserError):
-    """The objective is not finite any more."""
+    """The objective is no longer finite."""
 
 
 SCHEMA = 1
-COLUMNS = {  # of a Step: what it is, its units
+COLUMNS = {  # of a Step: description, units
     "layer": ("layer that is trained", "1"),
     "iteration": ("iteration of the layer", "1"),
     "loss": ("objective, mean over images", "1"),
@@ -199,7 +199,7 @@ COLUMNS = {  # of a Step: what it is, its units
 def save(path: Path, stack: Stack) -> None:
     """Write a checkpoint; every rank writes its own blocks of filters. Collective.
 
-    Raises UserError on all ranks alike where it cannot be written.
+    Raises UserError on all ranks if it cannot be written.
     """
     arrays = {
         f"layer{number}/{name}": layer.over_blocks(values)
@@ -218,7 +218,7 @@ def save(path: Path, stack: Stack) -> None:
 
 
 def _state(stack: Stack, number: int) -> dict[str, torch.Tensor]:
-    """Return what a layer's training goes on from; momentum once it has begun."""
+    """Return the data for resuming a layer's training; momentum once it has begun."""
     weight = stack.layers[number].weight
     if not (stack.begun(number) and stack.job.train.momentum):
         return {"weight": weight}
@@ -226,9 +226,9 @@ def _state(stack: Stack, number: int) -> dict[str, torch.Tensor]:
 
 
 def resume(path: Path, stack: Stack) -> bool:
-    """Take over a checkpoint, made by any number of ranks; False where there is none. Collective.
+    """Load a checkpoint, made by any number of ranks; False if there is none. Collective.
 
-    Raises CheckpointError or StoreError on all ranks alike.
+    Raises CheckpointError or StoreError on all ranks.
     """
     world = stack.world
     if not world.on_first(path.exists, "resume"):
@@ -248,10 +248,10 @@ def resume(path: Path, stack: Stack) -> bool:
 
 
 def _position(path: Path, file: BufferedReader, toml: str) -> tuple[int, int]:
-    """Return layer and iteration. Raises CheckpointError where the file is another job's."""
+    """Return layer and iteration. Raises CheckpointError if the file is another job's."""
     attributes, _ = store.contents(file)
     if attributes.get("kind") != "autoencoder checkpoint":
-        raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
+        raise CheckpointError(f"{path}: is not a checkpoint of an autoencoder")
     check_same(path, str(attributes["toml"]), toml, MAY_DIFFER)
     return attributes["layer"], attributes["iteration"]
 
@@ -259,7 +259,7 @@ def _position(path: Path, file: BufferedReader, toml: str) -> tuple[int, int]:
 def save_record(path: Path, stack: Stack, steps: list[Step], status: str) -> None:
     """Write the record from rank 0. Collective.
 
-    Raises UserError on all ranks alike where it cannot be written.
+    Raises UserError on all ranks if it cannot be written.
     """
     about = {**provenance.attributes(stack.world), "status": status}
     stack.world.on_first(lambda: _write_record(path, stack, steps, about), "record")
@@ -284,7 +284,7 @@ def _write_record(path: Path, stack: Stack, steps: list[Step], about: store.Attr
 
 
 def read_steps(path: Path) -> list[Step]:
-    """Return the iterations of a record. Raises StoreError where it is none."""
+    """Return the iterations of a record. Raises StoreError if it is not a record."""
     groups, _ = store.read(path)
     columns = (groups["steps"][name].tolist() for name in COLUMNS)
     return [Step(*row) for row in zip(*columns, strict=True)]

@@ -12,6 +12,7 @@ from ...shipped import folder
 from ...whole_files import StoreError, replacing
 
 EXAMPLES = ("inputs", "slurm", "docs")  # folders that the command writes
+BUILT = ("_build", "api")  # folders in docs of a clone that `make docs` writes
 
 
 def add_examples(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run_examples(arguments: argparse.Namespace) -> None:
             raise UserError(f"examples: {target} is there already: name another folder")
     for name, target in targets.items():
         try:
-            ignored = shutil.ignore_patterns("__pycache__")
+            ignored = shutil.ignore_patterns("__pycache__", *BUILT)
             shutil.copytree(folder(name), target, ignore=ignored, copy_function=_copy)
         except (OSError, shutil.Error, StoreError) as error:
             said = getattr(error, "strerror", None) or error

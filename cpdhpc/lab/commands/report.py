@@ -296,8 +296,8 @@ def compare_files(
     tables, where it fails if something is slower, but no point can be judged.
     """
     outputs.check()
-    is_file = after.is_file() and other_files.is_hdf5(after)
-    if is_file and store.read_attributes(after).get("kind") == VERIFY:
+    of_verify = after.is_file() and other_files.is_hdf5(after)
+    if of_verify and store.read_attributes(after).get("kind") == VERIFY:
         if fails or tolerance is not None:
             raise ReportError("--tolerance, --fail-on-slower: are of studies")
         from ..verify.pages import side_by_side

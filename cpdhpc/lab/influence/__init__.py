@@ -1,4 +1,4 @@
-"""Which training samples lowered or raised a loss: TracIn, from the weights that a run kept.
+"""Training samples that lowered or raised a loss: TracIn, from the weights that a run kept.
 
 Source: Pruthi et al., Estimating training data influence by tracing gradient descent, NeurIPS 2020,
 arXiv 2002.08484.
@@ -24,9 +24,9 @@ RAISED, LOWERED = "#D55E00", "#0072B2"
 
 
 class Found:
-    """A file of scores, read in parts; numbers and classes of samples in words.
+    """A file of scores, read in parts; with numbers and classes of samples as text.
 
-    rooms: what is in it
+    rooms: its datasets
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,7 @@ class Found:
         self.epochs = self.column("epoch")
 
     def column(self, name: str) -> Array:
-        """Return a dataset of one axis; of no length where it is not there."""
+        """Return a dataset of one axis; of length 0 if it does not exist."""
         if name not in self.rooms:
             return np.zeros(0)
         return store.read_box(self.path, name, (slice(None),))
@@ -60,13 +60,13 @@ class Found:
         return np.argsort(-self.column("self_influence"), kind="stable")[:most]
 
     def name(self, axis: str, at: int) -> str:
-        """Return the number of a sample, with its class in brackets where it has one."""
+        """Return the number of a sample, with its class in brackets if it has one."""
         target = self.column(f"{axis}_target")
         return f"{self.column(axis)[at]}" + (f" ({target[at]})" if len(target) else "")
 
 
 def tables(path: Path, top: int) -> list[str]:
-    """Return the lines that are printed of a file of scores."""
+    """Return the printed lines about a file of scores."""
     found, lines = Found(path), list[str]()
     for row in found.listed:
         scores, up, down = found.extremes(row, top)
@@ -90,13 +90,13 @@ def check_images(samples: Samples) -> None:
     """Raise ConfigError unless samples are images, grey or of three colours."""
     shape = tuple(samples.take(np.zeros(1, np.int64), 0)[0].shape[1:])
     if not (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3))):
-        raise ConfigError(f"--png: samples of shape {shape} are no images")
+        raise ConfigError(f"--png: samples of shape {shape} are not images")
 
 
 def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> None:
     """Draw test images with their proponents and opponents, and the largest self-influences.
 
-    Raises StoreError where the picture cannot be written.
+    Raises StoreError if the picture cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -142,7 +142,7 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
 def _image(
     axis: Any, found: Found, samples: Samples, of: str, at: int, color: str, title: str
 ) -> None:
-    """Draw a sample in a frame; nothing where there is none."""
+    """Draw a sample in a frame; nothing if there is none."""
     if not of:
         axis.set_axis_off()
         return

@@ -19,7 +19,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 _SIGNS = 1  # stream of random numbers
 PART_VALUES = 1 << 22  # signs that are made at once
-KEPT_VALUES = 1 << 26  # signs that are kept from one call to the next
+KEPT_VALUES = 1 << 26  # signs that are kept between calls
 
 
 class SampleGradients(ABC):
@@ -39,7 +39,7 @@ class SampleGradients(ABC):
 
     @abstractmethod
     def rows(self, inputs: torch.Tensor, targets: torch.Tensor) -> Rows:
-        """Return what products takes, [b, width], and the losses, [b]."""
+        """Return the input of products, [b, width], and the losses, [b]."""
 
     def products(self, some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """Return the inner products [n, m] of the gradients of rows [n, width] and [m, width]."""
@@ -66,9 +66,9 @@ class LastLayer(SampleGradients):
     """Gradients of the linear layer that runs last, in closed form: no backward but the loss's.
 
     With the layer's input h and the loss's derivative e by its output the gradient is e h^T, for
-    the bias e; so (e . e') (h . h' + 1) is the inner product of two. A row is e and h, and 1 where
-    there is a bias; where the layer is used at several places of a sample, the gradient itself.
-    Raises ConfigError where there is no such layer, or its weight is not its alone or not trained.
+    the bias e; so (e . e') (h . h' + 1) is the inner product of two. A row is e and h, and 1 if
+    there is a bias; if the layer is used at several places of a sample, the gradient itself.
+    Raises ConfigError if there is no such layer, or its weight is shared or not trained.
     """
 
     def __init__(self, model: nn.Module, loss: LossFunction, inputs: torch.Tensor) -> None:
@@ -140,11 +140,11 @@ class LastLayer(SampleGradients):
 
 
 class Layers(SampleGradients):
-    """Gradients of all parameters that are trained, or of those of some layers, by torch.func.
+    """Gradients of all trained parameters, or of those of some layers, by torch.func.
 
-    A model with recurrent layers takes one sample after the other.
-    names: of parameters, or of modules, whose parameters all count; none: all
-    Raises ConfigError for a name that the model has not, or whose parameters are not trained.
+    A model with recurrent layers processes one sample after the other.
+    names: of parameters, or of modules, which stand for all their parameters; none: all
+    Raises ConfigError for a name that the model does not have, or without trained parameters.
     """
 
     def __init__(self, model: nn.Module, loss: LossFunction, names: Sequence[str] = ()) -> None:
@@ -161,7 +161,7 @@ class Layers(SampleGradients):
                 )
         self.names = trained if not names else [p for p in trained if _within_any(p, names)]
         self.sizes = self._sizes(self.names)
-        # The LSTM of torch changes its state in place, where vmap cannot follow in all dtypes.
+        # The LSTM of torch changes its state in place, which vmap does not support for all dtypes.
         self.recurrent = any(isinstance(each, nn.RNNBase) for each in model.modules())
 
     def rows(self, inputs: torch.Tensor, targets: torch.Tensor) -> Rows:
@@ -177,7 +177,7 @@ class Layers(SampleGradients):
             return self._losses(outputs, y[None])[0]
 
         all_of = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0))
-        with warnings.catch_warnings():  # vmap of attention is a loop, as we know
+        with warnings.catch_warnings():  # vmap of attention is a loop, which is fine here
             warnings.filterwarnings("ignore", "There is a performance drop")
             gradients, losses = all_of(chosen, inputs, targets)
         return torch.cat([gradients[name].flatten(1) for name in self.names], 1), losses
@@ -200,13 +200,13 @@ def _within_any(parameter: str, names: Sequence[str]) -> bool:
 
 
 class Projection:
-    """Fewer numbers of gradients, whose inner products are right on average over seeds.
+    """Random projections of gradients, whose inner products are right on average over seeds.
 
     A gradient is multiplied by a matrix of random signs over sqrt(width); each parameter has its
-    own ones, by (seed, its number in the model), the same on all ranks. The variance of an inner
+    own signs, by (seed, its number in the model), the same on all ranks. The variance of an inner
     product of a and b is at most (|a|^2 |b|^2 + (a . b)^2) / width. Source: Achlioptas:
     Database-friendly random projections, JCSS 66(4), 2003.
-    sizes: of parameters, as SampleGradients has them
+    sizes: of parameters, as in SampleGradients
     """
 
     def __init__(self, sizes: Mapping[int, int], width: int, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Scores of training samples for test samples, and what they take: runs, samples, memory."""
+"""Scores of training samples for test samples, and their inputs: runs, samples, memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Put = Callable[[str, tuple[int, ...], Array], None]
 KIND = "influence"
 MOST = 64  # samples that go through the model at once
 CHUNK_BYTES = 64 * 2**20  # of their gradients
-TEXTS = {  # dataset: its axes, dtype, what it is
+TEXTS = {  # dataset: its axes, dtype, description
     "epoch": (("epoch",), np.int64, "epoch, from 1, after which weights were kept"),
     "learning_rate": (("epoch",), np.float64, "learning rate of its last step"),
     "test": (("test",), np.int64, "number of the test sample"),
@@ -81,9 +81,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which samples, by number; test: may be none.
+    """The selected samples, by number; test: may be none.
 
-    own: whether self-influence is wanted; memory_bytes: of rows and scores of a process
+    own: whether self-influence is computed; memory_bytes: of rows and scores of a process
     """
 
     test: Array
@@ -93,7 +93,7 @@ class Wanted:
 
 
 class Found(NamedTuple):
-    """Of some samples: rows [n, width], losses [n], targets [n] where they are classes, else 0."""
+    """Of some samples: rows [n, width], losses [n], targets [n] if they are classes, else 0."""
 
     rows: torch.Tensor
     loss: Array
@@ -103,9 +103,9 @@ class Found(NamedTuple):
 class Scores:
     """TracInCP: the sum over kept weights of rate times inner product (arXiv 2002.08484, 3.3).
 
-    What goes through the model at once, a chunk, depends on the gradients' length alone, and
-    products are of two chunks: the number of processes and the memory change no bit.
-    Raises ConfigError where the model does not take the samples.
+    The chunk of samples that go through the model at once depends only on the gradients' length,
+    and products are of two chunks: so the number of processes and the memory change no bit.
+    Raises ConfigError if the model does not accept the samples.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class Scores:
         self.blocks = self._blocks()
 
     def _blocks(self) -> list[tuple[range, range]]:
-        """Return which chunks of test samples go with which steps, alike on all processes.
+        """Return which chunks of test samples go with which steps, the same on all processes.
 
         A step is a chunk of training samples of each process. Half of the memory is for rows of
-        test samples, half for scores, of 12 bytes: a float64 sum and what is written of it.
+        test samples, half for scores, of 12 bytes: a float64 sum and its float32 output.
         """
         steps = -(-len(self.train) // self.world.processes)
         half = self.wanted.memory_bytes // (2 * self.chunk)
@@ -152,7 +152,7 @@ class Scores:
     def save(self, path: Path, attributes: store.Attributes, display: Display) -> None:
         """Compute the scores and write them. Collective.
 
-        Raises UserError on all processes alike where they are not finite, or cannot be written.
+        Raises UserError on all processes if they are not finite, or cannot be written.
         """
         attributes = {"kind": KIND, **attributes}
         files.save(self.world, path, self._rooms(), attributes, partial(self._fill, display))
@@ -176,7 +176,7 @@ class Scores:
         }
 
     def _fill(self, display: Display, path: Path, offsets: files.Offsets) -> None:
-        """Write everything. Collective; on all processes alike."""
+        """Write everything. Collective; the same on all processes."""
         rooms = self._rooms()
 
         def put(name: str, start: tuple[int, ...], box: Array) -> None:
@@ -231,7 +231,7 @@ class Scores:
         sums: Array,
         of_train: Mapping[str, Array],
     ) -> None:
-        """Add what a chunk of training samples, if there is one, gives at some weights."""
+        """Add the contribution of a chunk of training samples, if there is one, at some weights."""
         for samples in chunks:
             found, here = self._rows(self.run.train, samples), slice(at, at + len(samples))
             of_train["loss"][here], of_train["target"][here] = found.loss, found.target
@@ -243,7 +243,7 @@ class Scores:
                 first += len(each)
 
     def _of_test(self, test: range, put: Put) -> list[torch.Tensor]:
-        """Return the rows of chunks of test samples, each process finding a part. Collective."""
+        """Return the rows of chunks of test samples; each process computes a part. Collective."""
         first, stop = split(len(test), self.world.processes, self.world.process)
         own = [self.test[i] for i in test[first:stop]]
         found = agreed(self.world, lambda: [self._rows(self.run.test, each) for each in own])
@@ -259,10 +259,10 @@ class Scores:
         rows = torch.from_numpy(np.concatenate(everyone)).reshape(-1, self.width)
         return [
             each.clone() for each in torch.split(rows, self.chunk)
-        ]  # aligned alike: the same bits
+        ]  # with the same alignment: the same bits
 
     def _rows(self, samples: Samples, index: Array) -> Found:
-        """Return what there is of samples. Raises ConfigError where the model fails."""
+        """Return rows, losses and targets of samples. Raises ConfigError if the model fails."""
         inputs, targets = samples.take(index, 0)
         with told(f"influence: gradients of samples {index[0]} to {index[-1]}"):
             rows, losses = self.gradients.rows(inputs, targets)
@@ -276,7 +276,7 @@ class Scores:
 def take_over(world: Ranks, model: torch.nn.Module, path: Path) -> None:
     """Set a model's parameters and buffers to those of a file. Collective.
 
-    Raises UserError on all processes alike, naming the tensor, where the model has other ones.
+    Raises UserError on all processes, naming the tensor, if the model has different ones.
     """
 
     def read() -> None:
@@ -310,7 +310,7 @@ ALL, LAST = "all", "last"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asks for, checked; status: of the run, as its record says."""
+    """The checked options of the command line; status: of the run, from its record."""
 
     record: Path
     status: str
@@ -322,24 +322,24 @@ class Plan:
 
 
 def planned(arguments: argparse.Namespace) -> Plan:
-    """Return what is to be done. Raises UserError for whatever is wrong with it."""
+    """Return the plan. Raises UserError for any error in the options."""
     for name, least in (("projection", 0), ("seed", 0), ("memory", 1), ("top", 1)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: must be {least} or more")
     if not arguments.test and not arguments.own:
-        raise ConfigError("influence: give --test, the test samples it is on, or --self, or both")
+        raise ConfigError("influence: give --test with test samples, or --self, or both")
     for option, place in (("--out", arguments.out), ("--png", arguments.png)):
         if place is not None:
             check_file(place, option)
     record = record_of(arguments.run_of)
     job = _job(record, arguments.set)
     if not job.precision.empty:
-        raise ConfigError(f"{record}: precision: gradients of single samples are float32's only")
+        raise ConfigError(f"{record}: precision: gradients of single samples need float32")
     kept = _kept(record, job, arguments.epochs)
     data = job.data.load()
     train, test = samples_of(data)
     if data_digest(train, test) != kept[0][1].data:
-        raise ConfigError(f"{record}: the data set is another one than the run's")
+        raise ConfigError(f"{record}: the data set differs from the run's")
     wanted = Wanted(
         numbers("--test", arguments.test, len(test)),
         numbers("--train", arguments.train, len(train)),
@@ -383,13 +383,13 @@ def _job(record: Path, settings: list[str]) -> Job:
     movable = ("data.", f"model.{IMPORT_FROM}=")
     for setting in settings:
         if not setting.startswith(movable):
-            raise ConfigError(f"--set {setting}: must be of data, as data.dir=DIR")
+            raise ConfigError(f"--set {setting}: must be of data, for example data.dir=DIR")
     toml = str(store.read_attributes(record).get("toml", ""))
     return validate(Job, override(tomllib.loads(toml), settings, laid_over), str(record))
 
 
 def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, Kept]]:
-    """Return the files of weights of a run, by epoch. Raises UserError where there are none."""
+    """Return the files of weights of a run, by epoch. Raises UserError if there are none."""
     paths = record.parent.glob(Files.called(record.parent, record.stem).weights("*").name)
     kept = sorted(((path, read_kept(path)) for path in paths), key=lambda each: each[1].epoch)
     if not kept:
@@ -408,16 +408,16 @@ def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, Kept]]:
 
 
 def numbers(option: str, text: str, count: int) -> Array:
-    """Return int64[n] of numbers below count as "3", "0:100", "0:100:2", ":" and commas say.
+    """Return int64[n] of numbers below count from a text of "3", "0:100", "0:100:2", ":", commas.
 
-    None for no text. Raises ConfigError for other text, or numbers that are not there.
+    None for no text. Raises ConfigError for other text, or numbers out of range.
     """
     found = list[int]()
     for part in text.split(",") if text else ():
         try:
             found += _range(part, count)
         except ValueError:
-            raise ConfigError(f"{option} {text}: must be as 0:100 or 3,7,90:99") from None
+            raise ConfigError(f"{option} {text}: must be like 0:100 or 3,7,90:99") from None
     outside = [each for each in found if not 0 <= each < count]
     if outside or (text and not found) or len({*found}) < len(found):
         what = f"{outside[0]} is not there" if outside else "nothing, or some twice"

@@ -1,4 +1,4 @@
-"""What is asked of a search of bits, and what it has found: in HDF5, and as report shows it."""
+"""The task of a search of bits, and its results: in HDF5, and in the report."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from ..train.update import ByAllreduce
 
 Array = npt.NDArray[Any]
 KIND, FILE = "precision search", "search.h5"
-SCHEMA = 2  # of files; 1: unseen seeds were not measured, or by what another seed had recorded
+SCHEMA = 2  # of files; 1: unseen seeds were not measured, or with another seed's recordings
 RAW = "raw"  # float32
 
 
 WITHIN, BEYOND, NOT_MEASURED = "within", "beyond", "not measured"
 WIRE, SUMS = "wire", "accumulators"
 OPERANDS = "weights", "activations", "errors"
-OVER = "wire", "arithmetic", "both"  # what a search is over
+OVER = "wire", "arithmetic", "both"  # the subject of a search
 
 
 def width(name: str) -> int:
@@ -53,11 +53,11 @@ class Place:
     """A tensor of a layer, or its sums, and the formats that it may have.
 
     name: of the layer; tensor: WIRE: its gradients as they travel; SUMS: partial sums of its three
-        products; else a key of a policy
-    sizes: values: of its parameters; of a batch; SUMS: of all that is summed up to
+        products; otherwise a key of a policy
+    sizes: values: of its parameters; of a batch; SUMS: of all that are summed
     low, high: exponents between which its values are
     formats, errors: from float32 to the fewest bits, so from no error to the largest. WIRE: part of
-        the error of the whole gradient, relative to that; else error of the layer's products
+        the error of the whole gradient, relative to that; otherwise error of the layer's products
     """
 
     name: str
@@ -70,7 +70,7 @@ class Place:
 
     @property
     def label(self) -> str:
-        """What it is called."""
+        """Its name in tables."""
         return self.name if self.tensor == WIRE else f"{self.name} {self.tensor}"
 
     @property
@@ -83,7 +83,7 @@ class Place:
         if self.tensor != WIRE:
             return self.values * width(name)
         whole = [8 * packed_bytes(n, width(name)) for n in self.sizes]
-        last = 32 * self.sizes[-1] if name == RAW else whole[-1]  # nothing follows, alone at least
+        last = 32 * self.sizes[-1] if name == RAW else whole[-1]  # at least, as nothing follows
         return sum(whole[:-1]) + last
 
 
@@ -92,8 +92,8 @@ class Trial:
     """A training with some format for each place, all seeds together.
 
     formats: by place; seeds: of its runs; scores: of the test samples, by seed, NaN: none
-    sent_bytes: in a step, of the rank that sends most; error: of the mean gradient, NaN: not known
-    what: why it was done; verdict: WITHIN the budget, BEYOND it, NOT_MEASURED, or why it failed
+    sent_bytes: in a step, by the rank that sends most; error: of the mean gradient, NaN: unknown
+    what: its purpose; verdict: WITHIN the budget, BEYOND it, NOT_MEASURED, or the failure
     """
 
     formats: tuple[str, ...]
@@ -106,15 +106,15 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """Mean over seeds, NaN where one has none."""
+        """Mean over seeds, NaN if one has none."""
         return math.fsum(self.scores) / len(self.scores)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A search as its file holds it; asked: the job and what is searched for, TOML.
+    """A search, as in its file; asked: the job and the target of the search, TOML.
 
-    found: the format of each place, () while it goes on
+    found: the format of each place, () while the search continues
     """
 
     asked: str
@@ -124,18 +124,18 @@ class Evidence:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def trial(self, formats: Sequence[str], seeds: Sequence[int]) -> Trial | None:
-        """Return the training with these formats and seeds, None where there was none."""
+        """Return the training with these formats and seeds, None if there was none."""
         wanted = tuple(formats), tuple(seeds)
         return next((t for t in self.trials if (t.formats, t.seeds) == wanted), None)
 
     @property
     def tested(self) -> Trial | None:
-        """The training that says what was found is worth, of unseen seeds if there are some."""
+        """The training that shows the value of the result, with unseen seeds if there are some."""
         return next((t for t in reversed(self.trials) if self.found == t.formats), None)
 
     @property
     def outcome(self) -> str:
-        """Whether what was found keeps the budget: unseen seeds decide, if there are any."""
+        """Whether the result keeps the budget: unseen seeds decide, if there are any."""
         tested = self.tested
         if tested is None:
             return "goes on"
@@ -146,9 +146,9 @@ class Evidence:
         return f"{'yes' if tested.verdict == WITHIN else 'no'}: {tested.verdict} with {of}"
 
     def agrees(self, trial: Trial, key: str) -> Callable[[float], bool]:
-        """Return what says whether a number goes with the verdict of a trial.
+        """Return a function that tests whether a number agrees with the verdict of a trial.
 
-        key: "budget": of points to float32; "gradient_error"; any goes where it is not the limit
+        key: "budget": of points to float32; "gradient_error"; any agrees if it is not the limit
         """
         limit = tomllib.loads(self.asked).get("search", {}).get(key)
         if limit is None or trial.verdict not in (WITHIN, BEYOND):
@@ -157,15 +157,15 @@ class Evidence:
         return lambda shown: (sign * shown <= limit) == (trial.verdict == WITHIN)
 
     def bits(self, formats: Sequence[str]) -> list[int]:
-        """Return the bits of all values of each place, of those on the wire as they travel."""
+        """Return the bits of all values of each place, for those on the wire as they travel."""
         found = [place.bits(name) for place, name in zip(self.places, formats, strict=True)]
         wires = [i for i, place in enumerate(self.places) if place.tensor == WIRE]
         plain = [i for i in wires if formats[i] == RAW]
         for i in plain[:-1]:
-            last = self.places[i].sizes[-1]  # others in float32 follow it, behind a whole tile
+            last = self.places[i].sizes[-1]  # others in float32 follow it, after a whole tile
             found[i] += 8 * packed_bytes(last, 32) - 32 * last
         for i in wires if plain == wires else ():
-            found[i] = 32 * self.places[i].values  # without lowbit no tile is filled up
+            found[i] = 32 * self.places[i].values  # without lowbit tiles are not padded
         return found
 
     def widths(self, formats: Sequence[str]) -> dict[str, float]:
@@ -177,7 +177,7 @@ class Evidence:
         return found
 
     def write(self, path: Path) -> None:
-        """Write it. Raises StoreError where it cannot be written."""
+        """Write it. Raises StoreError if it cannot be written."""
         attributes: dict[str, Any] = {"kind": KIND, "schema": SCHEMA, "asked": self.asked}
         attributes["found"] = "\n".join(self.found)
         store.write(path, self._groups(), self.provenance | attributes)
@@ -242,10 +242,10 @@ class Evidence:
 
     @classmethod
     def read(cls, path: Path) -> Evidence:
-        """Return what write wrote. Raises StoreError for any other file."""
+        """Return the data of a file made by write. Raises StoreError for any other file."""
         groups, attributes = store.read(path)
         if attributes.get("kind") != KIND:
-            raise store.StoreError(f"{path}: is no evidence of a search of precision")
+            raise store.StoreError(f"{path}: is not a search of precision")
         by_error = "gradient_error" in tomllib.loads(attributes["asked"]).get("search", {})
         if "places" not in groups or (by_error and attributes.get("schema") != SCHEMA):
             raise store.StoreError(f"{path}: is a search of another version: begin anew")
@@ -291,21 +291,21 @@ def _texts(dims: tuple[str, ...], values: Sequence[str], long_name: str) -> Vari
 
 
 def _ragged(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Return which row each value is of, and the values."""
+    """Return the row of each value, and the values."""
     return [i for i, row in enumerate(rows) for _ in row], [value for row in rows for value in row]
 
 
-BEFORE, UNSEEN = 2, 3  # trainings: float32 and uniform; these and what was found, of unseen seeds
+BEFORE, UNSEEN = 2, 3  # trainings: float32 and uniform; these and the result, with unseen seeds
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is searched for.
+    """The target of a search.
 
     jobs: one for each seed
     budget: points that the accuracy may be below that of float32
     gradient_error: that the mean gradient may have, relative to the float64 one; one of the two
-    most: trainings at most, of all; unseen: seeds to test with; over: of OVER
+    most: largest number of trainings; unseen: seeds to test with; over: of OVER
     """
 
     jobs: list[Job]
@@ -322,7 +322,7 @@ class Asked:
 
     @property
     def wire(self) -> bool:
-        """Whether formats of gradients that travel are searched for."""
+        """Whether formats of gradients on their way are searched for."""
         return self.over != "arithmetic"
 
     @property
@@ -332,12 +332,12 @@ class Asked:
 
     @property
     def reserved(self) -> int:
-        """The trainings behind the search: float32, uniform and found, with unseen seeds."""
+        """The trainings after the search: float32, uniform and the result, with unseen seeds."""
         return UNSEEN if self.unseen else 0
 
     @property
     def cost(self) -> str:
-        """What it takes at most."""
+        """The largest cost."""
         seeds = len(self.seeds)
         runs = (self.most - self.reserved) * seeds + self.reserved * self.unseen
         epochs = count(self.jobs[0].train.epochs, "epoch")
@@ -349,16 +349,16 @@ class Asked:
 
     @property
     def further(self) -> tuple[int, ...]:
-        """Seeds that the search does not see."""
+        """Seeds that are not used in the search."""
         return tuple(range(max(self.seeds) + 1, max(self.seeds) + 1 + self.unseen))
 
     @property
     def method(self) -> LowBit:
-        """How gradients travel, but for the format."""
+        """The aggregator of gradients, before the choice of formats."""
         given = self.jobs[0].gradient
         if isinstance(given, LowBit):
             return replace(given, layers={})
-        assert isinstance(given, NoCompression), "check has seen it"
+        assert isinstance(given, NoCompression), "checked before"
         return LowBit(algorithm=given.algorithm, machine=given.machine)
 
     def toml(self) -> str:
@@ -375,7 +375,7 @@ class Asked:
 
 
 def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: int) -> Asked:
-    """Return what is asked for. Raises ConfigError for what cannot be searched."""
+    """Return the target. Raises ConfigError for one that cannot be searched."""
     of = arguments
     if (of.budget is None) == (of.gradient_error is None):
         raise ConfigError("search: --budget POINTS or --gradient-error SHARE: give one of them")
@@ -411,12 +411,12 @@ def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: 
         "gradient.algorithm": (
             not asked.wire or getattr(job.gradient, "algorithm", "") != "mpi", "one that rounds"),
         "precision": (not asked.arithmetic or not ruled, f"no rule of {', '.join(sorted(ruled))} "
-            "where it goes over arithmetic: it finds them"),
+            "if it goes over arithmetic: it finds them"),
         "record.thin": (
             not (asked.arithmetic and of.gradient_error) or not job.record.thin,
-            "false where --gradient-error goes over arithmetic: it needs whole weights"),
+            "false if --gradient-error goes over arithmetic: it needs whole weights"),
         "controller": (not asked.arithmetic or of.budget is not None or constant, "a constant "
-            "batch and loss scale where --gradient-error goes over arithmetic"),
+            "batch and loss scale if --gradient-error goes over arithmetic"),
     }  # fmt: skip
     for key, (fits, allowed) in wrong.items():
         if not fits:
@@ -430,9 +430,9 @@ def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: 
 
 
 CAPTION = (
-    "Wire: gradients that travel. Bits: of a value's code. Share: of all bits, of a batch; of what "
-    "travels whole tiles of 1,024 values, unless all of it is float32. Exponents: of what was "
-    "looked at. Error: wire: of the layer, relative to the whole mean gradient in float64; others: "
+    "Wire: gradients on their way. Bits: of a value's code. Share: of all bits, of a batch; on the "
+    "wire whole tiles of 1,024 values, unless all of it is float32. Exponents: of the recorded "
+    "values. Error: wire: of the layer, relative to the whole mean gradient in float64; others: "
     "of the layer's products."
 )
 TRAININGS = (
@@ -443,7 +443,7 @@ TRAININGS = (
 
 
 def search_report(path: Path) -> Report:
-    """Return the report of a file. Raises StoreError where it is of no search."""
+    """Return the report of a file. Raises StoreError if it is not a search."""
     of = Evidence.read(path)
     asked = tomllib.loads(of.asked)
     search = asked["search"]
@@ -515,7 +515,7 @@ def _layers(of: Evidence) -> list[Section]:
 
 
 def _worth(of: Evidence) -> str:
-    """Return what was found is worth, by seeds that the search has not seen if there are some."""
+    """Return the value of the result, with unseen seeds if there are some."""
     found = of.tested
     assert found is not None, "a search that has ended"
     float32, *others = [t for t in of.trials if t.seeds == found.seeds]
@@ -538,7 +538,7 @@ def _worth(of: Evidence) -> str:
 
 
 def _named(of: Evidence, formats: Sequence[str]) -> str:
-    """Return the format of what travels."""
+    """Return the format of gradients on their way."""
     return next(f for p, f in zip(of.places, formats, strict=True) if p.tensor == WIRE)
 
 
@@ -589,7 +589,7 @@ def _trainings(of: Evidence) -> Section:
         "trial_history",
         "Trainings of the search",
         ["The first two: float32, and one format for all layers."],
-        "Bits a value of each training, and what was found of it.",
+        "Bits per value of each training, and the result.",
         [Panel("", Axis("training", "whole"), Axis("bits a value", "log2"), series)],
     )
     table = tabulate("Trainings", columns, of.trials, TRAININGS)

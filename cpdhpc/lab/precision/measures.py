@@ -1,7 +1,7 @@
-"""What rounding does to arrays and recorded tensors: exponents, losses, errors of sums, products.
+"""Effects of rounding on arrays and recorded tensors: exponents, losses, errors of sums, products.
 
-All compare with float64, in NumPy, on one process. Formats, scalings and algorithms are those of
-gradients that travel: kernels and simulator are the ones of training.
+All are compared with float64, in NumPy, on one process. Formats, scalings and algorithms are those
+of gradients in training, with the same kernels and simulator.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCALINGS = ("none", "aps", *SHARED)  # of one array, by name
 
 @dataclass(frozen=True)
 class Exponents:
-    """How often each exponent comes, and apart from them what has none.
+    """Counts of values by exponent, and of values without one.
 
     counts: int64[254], of normal numbers by floor(log2|x|), from LOWEST to HIGHEST
     subnormals: of float32: non-zero, below 2**LOWEST
@@ -80,7 +80,7 @@ def exponents(x: Floats) -> Exponents:
 
 
 class Error(NamedTuple):
-    """How far values are from exact ones; all NaN where there is nothing to compare with.
+    """The distance of values from exact ones; all NaN if there is nothing to compare with.
 
     relative: ||found - exact|| / ||exact||; largest: max|found - exact| / max|exact|
     """
@@ -110,7 +110,7 @@ def error(found: Array, exact: Array) -> Error:
     largest = float(np.abs(whole).max(initial=0.0))
     if not (0 < largest < math.inf) or not np.isfinite(wrong).all():
         return UNKNOWN
-    wrong /= largest  # so that squares neither overflow nor vanish
+    wrong /= largest  # so that squares neither overflow nor underflow
     whole /= largest
     # By pairs, which is the same for any number of threads
     relative = math.sqrt(np.square(wrong).sum() / np.square(whole).sum())
@@ -119,13 +119,13 @@ def error(found: Array, exact: Array) -> Error:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Values of a format, and how many became what.
+    """Values of a format, and counts of the effects of rounding.
 
-    values: float32, of the shape of what was rounded
-    nonzero: how many of these were finite and not zero, of which are
+    values: float32, of the shape of the input
+    nonzero: how many inputs were finite and not zero. Of these were:
     saturated: beyond the largest number after rounding; underflowed: zero after it
     subnormal: below the format's smallest normal number, and not zero
-    nonfinite: were NaN or infinity
+    nonfinite: inputs that were NaN or infinity
     """
 
     values: Floats
@@ -136,7 +136,7 @@ class Rounded:
     nonfinite: int
 
     def share(self, count: int) -> float:
-        """Return a count over nonzero; NaN where that is 0."""
+        """Return a count over nonzero; NaN if that is 0."""
         return count / self.nonzero if self.nonzero else math.nan
 
 
@@ -146,7 +146,7 @@ def rounded(x: Floats, cast: Cast, scaling: str | int = "none", seed: int = 0) -
     x: float32, any shape, taken flat for tiles and blocks
     scaling: of SCALINGS: "aps": a power of two by the largest exponent; "tile", "block32",
         "block16": one for so many values, the largest that fits; or the k of 2**k for all values
-    seed: picks the random bits of rounding "stochastic"
+    seed: selects the random bits of rounding "stochastic"
     Raises TypeError for other values, ValueError for another scaling or k.
     """
     flat, fmt = _floats("rounded", x), cast.fmt
@@ -213,12 +213,12 @@ def sum_error(
     segments: Sequence[Segment] | None = None,
     **options: Any,
 ) -> Error:
-    """Return the error of the sum over ranks, as training on so many ranks would have it.
+    """Return the error of the sum over ranks, as in a training on so many ranks.
 
     rows: float32, of one shape, a contribution for each rank
-    wire, scaling, segments, options: as of cpdhpc.allreduce
-    UNKNOWN where a value is not finite, or overflows. Raises ValueError for what does not go
-    together, as exact sums of too wide a range.
+    wire, scaling, segments, options: see cpdhpc.allreduce
+    UNKNOWN if a value is not finite, or overflows. Raises ValueError for combinations that do not
+    fit, for example exact sums of too wide a range.
     """
     algorithm = "ring" if way.algorithm == ANY else way.algorithm
     method = Allreduce(wire, algorithm, scaling, way.accumulate, **options)
@@ -241,14 +241,14 @@ def _floats(function: str, x: Array) -> Floats:
     """Return x flat. Raises TypeError unless it is a float32 array."""
     if not isinstance(x, np.ndarray) or x.dtype != np.float32:
         came = f"{type_name(x)} of {getattr(x, 'dtype', None)}"
-        raise TypeError(f"{function}: x is {came}: a NumPy array of float32 is allowed")
+        raise TypeError(f"{function}: x is {came}: must be a NumPy array of float32")
     return np.ascontiguousarray(x).reshape(-1)
 
 
 KIND = "replay"  # of the file of results
 SUMMED = 64  # tiles of a rank's gradients that are summed at most, evenly spread
-SEEN = 3  # iterations whose sums and products are looked at, evenly spread
-OUTPUTS = 16  # rows and columns of a product that are formed at most, evenly spread
+SEEN = 3  # iterations whose sums and products are computed, evenly spread
+OUTPUTS = 16  # rows and columns of a product that are computed at most, evenly spread
 ORDERS: dict[str, dict[str, Any]] = {  # of the sums of products -> arguments of matmul
     "ascending": {},
     "pairwise": {"order": "pairwise"},
@@ -260,13 +260,13 @@ PADDINGS = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "cir
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a recording.
+    """The options of a replay of a recording.
 
-    formats, scalings: in which tensors are rounded, and gradients summed
+    formats, scalings: for rounding tensors and summing gradients
     ranks: over how many the gradients are summed; empty: 2, 4, ... up to those that were recorded
     accumulates: formats in which products are summed
-    Raises ConfigError, with the option of the command, for a name that is not known, for a list of
-    names that is empty, and for a number of ranks below 1.
+    Raises ConfigError, with the option of the command, for an unknown name, an empty list of
+    names, and a number of ranks below 1.
     """
 
     formats: tuple[str, ...] = ("e4m3", "e5m2")
@@ -277,7 +277,7 @@ class Question:
     def __post_init__(self) -> None:
         for option in ("formats", "scalings", "accumulates"):
             if not getattr(self, option):
-                raise ConfigError(f"precision replay: --{option}: names none: give one or more")
+                raise ConfigError(f"precision replay: --{option}: is empty: give one or more")
         for count in self.ranks:
             if count < 1:
                 raise ConfigError(f"precision replay: --ranks {count}: must be 1 or more")
@@ -287,7 +287,7 @@ class Question:
             raise ConfigError(f"precision replay: {problem}") from None
         for name in self.accumulates:
             if not isinstance(found[name], FloatFormat):
-                raise ConfigError(f"precision replay: --accumulates {name}: should be as e5m10")
+                raise ConfigError(f"precision replay: --accumulates {name}: should be like e5m10")
         for scaling in self.scalings:
             if scaling not in SCALINGS:
                 known = ", ".join(SCALINGS)
@@ -295,16 +295,16 @@ class Question:
 
 
 class Answers(NamedTuple):
-    """Groups of labelled arrays for store.write, and what could not be answered, and why."""
+    """Groups of labelled arrays for store.write, and the omitted results, with reasons."""
 
     groups: dict[str, dict[str, Variable]]
     left_out: list[str]
 
 
 def replay(recorded: Recorded, question: Question) -> Answers:
-    """Return what formats, sums and products do to the tensors of a recording.
+    """Return the effects of formats, sums and products on the tensors of a recording.
 
-    Raises ConfigError where the recording is empty.
+    Raises ConfigError if the recording is empty.
     """
     if not recorded.tensors:
         raise ConfigError(f"{recorded.file}: holds no iteration yet")
@@ -319,7 +319,7 @@ def replay(recorded: Recorded, question: Question) -> Answers:
 
 
 def _labels(recorded: Recorded) -> tuple[list[tuple[str, str]], list[int]]:
-    """Return what names the rows of tables, kind and name, and the iterations."""
+    """Return the labels of the rows of tables, kind and name, and the iterations."""
     return list(dict.fromkeys((t.kind, t.name) for t in recorded.tensors)), recorded.iterations
 
 
@@ -330,9 +330,9 @@ def _table(
     rows: Callable[[Array], dict[str, Any]],
     dtype: Any = np.float64,
 ) -> dict[str, Variable]:
-    """Return columns by tensor, iteration and further labels, of what rows says of values.
+    """Return columns by tensor, iteration and further labels, computed by rows from values.
 
-    further: name, labels and long name of the axes behind; columns: long name by name
+    further: name, labels and long name of the axes after these; columns: long name by name
     """
     tensors, iterations = _labels(recorded)
     dims = ("tensor", "iteration", *(name for name, _, _ in further))
@@ -435,7 +435,7 @@ def _seen(recorded: Recorded) -> list[int]:
 def _sums(
     recorded: Recorded, question: Question, left_out: list[str]
 ) -> dict[str, Variable] | None:
-    """Return the errors of sums over ranks of all gradients that were recorded, as one bucket."""
+    """Return the errors of sums over ranks of all recorded gradients, as one bucket."""
     gradients = [each for each in recorded.tensors if each.kind == "gradients"]
     most = min((each.shape[0] for each in gradients), default=0)
     counts = question.ranks or tuple(1 << i for i in range(1, most.bit_length()) if 1 << i <= most)
@@ -445,7 +445,7 @@ def _sums(
         elif count == 1:
             left_out.append("sums over 1 rank: nothing is added")
     counts = tuple(count for count in counts if 2 <= count <= most)
-    ways = [way for way in WAYS if way.algorithm not in ("hier", "gather")]  # for these: as direct
+    ways = [way for way in WAYS if way.algorithm not in ("hier", "gather")]  # these equal direct
     if not counts:
         return None
     iterations = _seen(recorded)
@@ -464,7 +464,7 @@ def _sums(
             found[(i, *at)] = wrong.relative
     labels = {
         "iteration": (np.array(iterations), "iteration, from 0"),
-        "format": (np.array(question.formats), "format of what travels"),
+        "format": (np.array(question.formats), "format on the wire"),
         "scaling": (np.array(question.scalings), "how values are brought into its range"),
         "way": (np.array([_named(way) for way in ways]), "algorithm, how partial sums are kept"),
         "ranks": (np.array(counts), "number of ranks"),
@@ -494,14 +494,14 @@ def _bucket(gradients: Sequence[Tensor]) -> tuple[list[Array], tuple[Segment, ..
 
 
 def _tiles_kept(values: int, share: float) -> Array:
-    """Return the places of the values in a share of the tiles, at least one, evenly spread."""
+    """Return the indices of the values in a share of the tiles, at least one, evenly spread."""
     some = _spread(tiles(values), max(1, int(share * tiles(values))))
     places = (some[:, None] * TILE + np.arange(TILE)).reshape(-1)
     return places[places < values]
 
 
 class Operands(NamedTuple):
-    """Matrices whose product is one of a layer's three; a: of OUTPUTS rows, b: columns at most."""
+    """Operands of one of a layer's three products; a: at most OUTPUTS rows, b: columns."""
 
     a: Array
     b: Array
@@ -556,21 +556,21 @@ def _errors(operands: Operands, accumulates: Iterable[str]) -> list[list[float]]
 
 
 class Missing(Exception):
-    """What a product lacks."""
+    """A missing part of a product."""
 
 
 def operands(layer: dict[str, Any], read: Callable[[str], Array]) -> dict[str, Operands]:
     """Return some rows and columns of a layer's products, by name in PRODUCTS.
 
-    layer: its type and geometry; read: its tensor of a kind. Raises Missing where its products are
-    not known, or read does.
+    layer: its type and geometry; read: its tensor of a kind. Raises Missing if its products are
+    unknown, or read does.
     """
     of = _Layer(layer, read)
     return {name: take(of) for name, take in PRODUCTS.items()}
 
 
 def tensor_of(recorded: Recorded, iteration: int, layer: str, kind: str) -> Array:
-    """Return a tensor of a layer for its products. Raises Missing where it is not there whole."""
+    """Return a tensor of a layer for its products. Raises Missing if it is not there whole."""
     name = f"{layer}.weight".lstrip(".") if kind == "weights" else layer
     found = recorded.by_name.get((iteration, kind, name))
     if found is None:
@@ -584,7 +584,7 @@ def tensor_of(recorded: Recorded, iteration: int, layer: str, kind: str) -> Arra
 class _Layer:
     """A layer as products of matrices: convolutions by the patches of their inputs, first group.
 
-    layer: type and geometry; read: the tensor of a kind. Raises Missing where there is none.
+    layer: type and geometry; read: the tensor of a kind. Raises Missing if there is none.
     """
 
     layer: dict[str, Any]
@@ -621,7 +621,7 @@ class _Layer:
 
     @cached_property
     def left(self) -> Array:
-        """float32[samples, outputs], gradients of what the layer gave."""
+        """float32[samples, outputs], gradients of the layer's output."""
         errors = self.read("errors")
         if not self.spatial:
             return errors.reshape(-1, errors.shape[-1])
@@ -630,7 +630,7 @@ class _Layer:
 
 
 def _patches(x: Array, layer: dict[str, Any]) -> Array:
-    """Return what each place of a convolution sees of float32[samples, channels, *space]."""
+    """Return the patch at each place of a convolution of float32[samples, channels, *space]."""
     size, stride, dilation = (layer[key] for key in ("kernel_size", "stride", "dilation"))
     padding = layer["padding"]
     if padding == "same":
@@ -645,14 +645,14 @@ def _patches(x: Array, layer: dict[str, Any]) -> Array:
     windows = np.lib.stride_tricks.sliding_window_view(padded, reach, space)
     steps = (*(slice(None, None, s) for s in stride), *(slice(None, None, d) for d in dilation))
     windows = windows[(slice(None), slice(None), *steps)]
-    places = np.moveaxis(windows, 1, 1 + len(size))  # channels behind the places
+    places = np.moveaxis(windows, 1, 1 + len(size))  # channels after the places
     return np.ascontiguousarray(places).reshape(math.prod(places.shape[: 1 + len(size)]), -1)
 
 
 def _operands(a: Array, b: Array) -> Operands:
-    """Return some rows of a and columns of b. Raises Missing where they do not go together."""
+    """Return some rows of a and columns of b. Raises Missing if their shapes do not fit."""
     if a.shape[1] != b.shape[0] or not a.size or not b.size:
-        raise Missing(f"matrices of {a.shape} and {b.shape} do not go together")
+        raise Missing(f"matrices of {a.shape} and {b.shape} do not fit each other")
     rows, columns = _spread(a.shape[0], OUTPUTS), _spread(b.shape[1], OUTPUTS)
     return Operands(np.ascontiguousarray(a[rows]), np.ascontiguousarray(b[:, columns]))
 

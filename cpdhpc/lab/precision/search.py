@@ -1,12 +1,12 @@
-"""The fewest bits of each layer, in which gradients travel and in its arithmetic, by trainings.
+"""The fewest bits of each layer, for gradients on the wire and for its arithmetic, by trainings.
 
-A job of one row is trained in float32, with every seed. From tensors recorded there each place (the
-gradients of a layer that travel, its operands, its sums) gets its formats, those with the least
-error for their bits, and all places an order of steps: first the one that saves the most bits for
-its error. Trainings tell how many of these steps the budget allows (bisection), and then place by
-place whether one more is possible, until none is. Every training is one more row of search.h5,
-which report shows; policy.toml has what was found. Seeds that the search has not seen tell what it
-is worth. --resume goes on after a kill.
+A job of one row is trained in float32, with every seed. Tensors recorded there determine the
+formats of each place (a layer's gradients on the wire, its operands, its sums): those with the
+least error for their bits. They also determine an order of steps over all places: first the step
+that saves the most bits for its error. Trainings find how many of these steps the budget allows
+(bisection), and then, place by place, whether one more is possible, until none is. Every training
+is one more row of search.h5, which report shows; policy.toml has the result. Seeds that were not
+used in the search show its value. --resume continues after a kill.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ from .evidence import (
 )
 from .measures import LOWEST, Missing, error, exponents, operands, product_error, tensor_of
 
-UNIFORM = "e4m3"  # what the result is compared with
-UNIFORM_SUMS = "e6m9"  # for it: Wang et al., arXiv 1812.08011, without their chunks
+UNIFORM = "e4m3"  # the baseline for the result
+UNIFORM_SUMS = "e6m9"  # of the baseline: Wang et al., arXiv 1812.08011, without their chunks
 POLICY, RUNS = "policy.toml", "runs"
-COUNTS = "search.trials", "search.test_seeds"  # may be others where a search goes on
+COUNTS = "search.trials", "search.test_seeds"  # may differ when a search is resumed
 
 IN_PLACE = "to be put in place of the job's own, which rounds"
 BISECTION, STEP, TESTED = "bisection", "one step more", "unseen seeds"
-RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when tensors are looked at
+RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when tensors are recorded
 PRODUCTS_OF_A_LAYER = "forward", "input_gradient", "weight_gradient"
-Task = tuple[str, Callable[[], list[Place]]]  # of a layer: what gives its places
-Levels = tuple[int, ...]  # of each place: which of its formats
+Task = tuple[str, Callable[[], list[Place]]]  # of a layer: a function that returns its places
+Levels = tuple[int, ...]  # for each place the index of its format
 
 
 class Search:
-    """A search at work. All processes decide alike, on numbers of process 0, which writes."""
+    """A running search. All processes decide identically, by numbers of process 0, which writes."""
 
     def __init__(self, asked: Asked, directory: Path, trainer: Trainer, resume: bool) -> None:
         self.asked, self.directory, self.trainer = asked, directory, trainer
@@ -87,7 +87,7 @@ class Search:
         self.evidence = Evidence(asked.toml(), provenance=attributes(ranks))
 
     def run(self) -> None:
-        """Search to the end. Collective. Raises UserError or Interrupted on all alike."""
+        """Search to the end. Collective. Raises UserError or Interrupted on all processes."""
         files = {"search": [self.directory / FILE]}
         with claimed(self.world, self.directory, files, self.resume):
             self._run()
@@ -108,7 +108,7 @@ class Search:
                 f"--gradient-error {self.asked.gradient_error}"
             )
         took_s = time.perf_counter() - began
-        of_before = f"float32 and the formats proposed: as {self.directory / FILE} has them"
+        of_before = f"float32 and the formats proposed: taken from {self.directory / FILE}"
         self._say(of_before if known else f"float32 took {took_s:.0f} s, formats proposed")
         self._trial(uniform, f"uniform {UNIFORM}")
         steps = narrowing(places)
@@ -129,7 +129,7 @@ class Search:
             print(line, flush=True)
 
     def _begin(self) -> None:
-        """Take over the evidence in the directory; else train in float32, and propose formats."""
+        """Load the evidence in the directory; otherwise train in float32, and propose formats."""
         path = self.directory / FILE
 
         def read() -> Evidence | None:
@@ -151,7 +151,7 @@ class Search:
         self.evidence = replace(self.evidence, places=places)
 
     def _keep(self, evidence: Evidence) -> None:
-        """Go on with some evidence, written. Collective."""
+        """Continue with some evidence, and write it. Collective."""
         self.evidence = evidence
         self.world.on_first(lambda: evidence.write(self.directory / FILE), "search")
 
@@ -186,14 +186,14 @@ class Search:
         return jobs
 
     def _iterations(self) -> tuple[int, ...]:
-        """Return when gradients are recorded. Collective."""
+        """Return the iterations in which gradients are recorded. Collective."""
         job = self.asked.jobs[0]
         samples = len(samples_of(self.trainer.data_of(job))[0])
         steps = job.train.epochs * -(-samples // job.train.batch)
         return tuple(sorted({min(int(share * steps), steps - 1) for share in RECORDED}))
 
     def _method(self, formats: tuple[str, ...]) -> Aggregator | ImportedAggregator:
-        """Return how gradients travel in a trial."""
+        """Return the aggregator of gradients in a trial."""
         if not self.asked.wire:
             return self.asked.jobs[0].gradient
         method, rows = self.asked.method, zip(self.evidence.places, formats, strict=False)
@@ -211,13 +211,13 @@ class Search:
 
         def tidied() -> list[Path]:
             for path in (self.directory / RUNS).glob("*.checkpoint*.h5"):
-                path.unlink()  # records alone say what is complete
+                path.unlink()  # only records show what is complete
             return [path for path in paths if path.exists()]
 
         return self.world.on_first(tidied, "search")
 
     def _proposed(self, job: Job, files: list[Path]) -> tuple[Place, ...]:
-        """Return the places with their formats, by what float32 has recorded. Collective."""
+        """Return the places with their formats, from the recordings of float32. Collective."""
         world, asked = self.world, self.asked
         path = Files.of(self.directory / RUNS, job).recording(job)
 
@@ -251,7 +251,7 @@ class Search:
     def _trial(
         self, formats: tuple[str, ...], what: str, seeds: tuple[int, ...] | None = None
     ) -> Trial:
-        """Return what a training gives; one that was done already is not done again. Collective."""
+        """Return the result of a training; earlier ones are not repeated. Collective."""
         seeds = seeds or self.asked.seeds
         if known := self.evidence.trial(formats, seeds):
             return known
@@ -271,9 +271,9 @@ class Search:
     def _error(self, jobs: list[Job], formats: tuple[str, ...], files: list[Path]) -> float:
         """Return the error of the mean gradient of a trial, NaN: not measured. Collective.
 
-        Of its first seed. Over wires of gradients that the run has recorded; over arithmetic of
-        those at the weights and with the batches that float32 recorded with the same seed. So
-        float32's own is 0, but for the sum over ranks.
+        For its first seed. Over wires: of gradients that the run has recorded. Over arithmetic: of
+        gradients at the weights and with the batches that float32 recorded with the same seed. So
+        float32's own error is 0, except for the sum over ranks.
         """
         job = jobs[0]
         if not self.asked.arithmetic:
@@ -295,7 +295,7 @@ class Search:
                 exact = gradients.load(gradients.path_of(before.record, i))
                 try:
                     found = gradient_of(training, weights, i)
-                except NonFiniteGradient:  # on all processes alike
+                except NonFiniteGradient:  # on all processes
                     squares.append(math.inf)
                     break
                 square = norm = 0.0
@@ -320,7 +320,7 @@ class Search:
         )
         spent, limit = error, self.asked.gradient_error
         if limit is None:
-            assert self.asked.budget is not None, "one of the two is given"
+            assert self.asked.budget is not None, "one of the two is set"
             base = self.evidence.trial((RAW,) * len(formats), trial.seeds) or trial
             spent, limit = base.score - self.asked.budget, trial.score
         if math.isnan(spent) or math.isnan(limit):
@@ -332,7 +332,7 @@ class Search:
 
     @property
     def _may_go_on(self) -> bool:
-        """Whether there may be another training."""
+        """Whether another training is allowed."""
         done = sum(trial.what != TESTED for trial in self.evidence.trials)
         return done + self.asked.reserved < self.asked.most
 
@@ -345,7 +345,7 @@ class Search:
         return steps[low]
 
     def _narrowed(self, levels: Levels) -> Levels:
-        """Return levels of which none can be one more within the budget."""
+        """Return levels of which none can be one higher within the budget."""
         places, closed = self.evidence.places, set[int]()
         while self._may_go_on:
             able = [i for i, at in enumerate(levels) if at + 1 < len(places[i].formats)]
@@ -361,9 +361,9 @@ class Search:
         return levels
 
     def _fewest(self, formats: tuple[str, ...]) -> tuple[str, ...]:
-        """Return these formats, or others within the budget with which fewer bytes travel.
+        """Return these formats, or others within the budget that send fewer bytes.
 
-        Layers smaller than a tile may send more in a mixture than all of them in float32.
+        Layers smaller than a tile may send more in a mixture than with float32 for all.
         """
         places = self.evidence.places
         if not self.asked.wire:
@@ -404,7 +404,7 @@ def formats_of(places: Sequence[Place], levels: Levels) -> tuple[str, ...]:
 
 
 def rules_of(places: Sequence[Place], formats: Sequence[str], wires: bool) -> list[Raw]:
-    """Return the rules of [precision] of what is rounded; wires: and of what travels."""
+    """Return the rules of [precision] for rounded tensors; wires: and for the wires."""
     rules: dict[str, Raw] = {}
     for place, name in zip(places, formats, strict=False):
         rule = rules.setdefault(place.name, {"layers": place.name or "*"})
@@ -418,9 +418,9 @@ def rules_of(places: Sequence[Place], formats: Sequence[str], wires: bool) -> li
 
 
 def narrowing(places: Sequence[Place]) -> list[Levels]:
-    """Return steps from the most bits to the fewest, each that saves the most bits for its error.
+    """Return steps from the most bits to the fewest; each saves the most bits for its error.
 
-    The squares of the places' errors add up, as if they were independent.
+    The squares of the places' errors are added, as if they were independent.
     """
     levels = (0,) * len(places)
     steps = [levels]
@@ -442,14 +442,14 @@ def told(evidence: Evidence, trial: Trial) -> str:
     score = "" if math.isnan(trial.score) else f", score {trial.score:.2f}"
     wrong = agreeing(lambda n: f"{trial.error:.{n}g}", evidence.agrees(trial, "gradient_error"), 2)
     error = "" if math.isnan(trial.error) else f", error of the mean {wrong}"
-    sent = "" if math.isnan(trial.sent_bytes) else f", {trial.sent_bytes:,.0f} B a step sent"
-    return f"{trial.what}: {bits} bits a value{sent}{score}{error}: {trial.verdict}"
+    sent = "" if math.isnan(trial.sent_bytes) else f", {trial.sent_bytes:,.0f} B per step sent"
+    return f"{trial.what}: {bits} bits per value{sent}{score}{error}: {trial.verdict}"
 
 
 def policy(evidence: Evidence, asked: Asked) -> str:
-    """Return what was found as TOML, with what it is worth as comments.
+    """Return the result as TOML, with its value as comments.
 
-    Rules of [precision]; where float32 sends the fewest bytes, the [gradient] that sends it.
+    Rules of [precision]; if float32 sends the fewest bytes, a [gradient] that sends it.
     """
     limit = (
         f"{asked.budget:g} points"
@@ -483,7 +483,7 @@ def policy(evidence: Evidence, asked: Asked) -> str:
 
 
 def narrows(evidence: Evidence) -> bool:
-    """Return whether what was found has fewer bits than float32 on a wire."""
+    """Return whether the result has fewer bits than float32 on a wire."""
     pairs = zip(evidence.places, evidence.found, strict=True)
     return any(place.tensor == WIRE and name != RAW for place, name in pairs)
 
@@ -491,19 +491,19 @@ def narrows(evidence: Evidence) -> bool:
 Array = npt.NDArray[Any]
 
 BITS = (16, 12, 10, 8, 7, 6, 5, 4, 3)
-FORMATS = (  # bf16, and of each width all that have 2 to 5 exponent bits
+FORMATS = (  # bf16, and of each width all formats with 2 to 5 exponent bits
     "bf16",
     *(f"e{e}m{bits - 1 - e}" for bits in BITS for e in range(2, min(5, bits - 1) + 1)),
 )
 
 
-ACCUMULATORS = (  # wider ranges too: nothing scales a sum
+ACCUMULATORS = (  # wider ranges too: sums are not scaled
     "bf16",
     *(f"e{e}m{bits - 1 - e}" for bits in (24, 20, 16, 14, 12, 10, 9, 8) for e in range(4, 8)),
 )
-SCALED = "aps"  # operands have a power of two each, so that only their spread counts
+SCALED = "aps"  # operands have a power of two each, so that only their spread matters
 SATURATED = {"overflow": "saturate"}  # sums
-USED = {  # by products, as replay names them
+USED = {  # by products, with the names of replay
     "weights": ("forward", "input gradient"),
     "activations": ("forward", "weight gradient"),
     "errors": ("input gradient", "weight gradient"),
@@ -521,10 +521,10 @@ def modules_of(names: Iterable[str]) -> dict[str, list[str]]:
 def proposed(
     name: str, parameters: Sequence[str], method: LowBit, recorded: Sequence[Gradients]
 ) -> Place:
-    """Return a layer's gradients with float32 and the formats of use.
+    """Return a layer's gradients with float32 and the useful formats.
 
-    These have fewer bits than float32, whole tiles counted; none has fewer bits than another and no
-    larger error; and some of the gradient arrives.
+    These have fewer bits than float32, including whole tiles; none has fewer bits than another and
+    no larger error; and at least some of the gradient is nonzero after rounding.
     """
     shapes = [recorded[0].layers[each].shape[1:] for each in parameters]
     bucket = Bucket(tuple(parameters), tuple(shapes), TILE)
@@ -547,11 +547,11 @@ def proposed(
                 squared_error(replace(method, wire=wire), bucket, row) / (norm or 1.0)
                 for row, norm in zip(rows, norms, strict=True)
             ]
-        except (ValueError, NonFiniteGradient):  # what the options do not take, or overflows
+        except (ValueError, NonFiniteGradient):  # not allowed by the options, or overflow
             return math.inf
         return math.sqrt(math.fsum(squares) / len(squares))
 
-    return laddered(plain, FORMATS, lost, own or 1.0)  # own: nothing would arrive
+    return laddered(plain, FORMATS, lost, own or 1.0)  # own: the error if all becomes zero
 
 
 def laddered(
@@ -559,7 +559,7 @@ def laddered(
 ) -> Place:
     """Return a place with float32 and those formats of which none has fewer bits and less error.
 
-    lost: error of a format; most: what it must be below
+    lost: error of a format; most: its upper limit
     """
     ladder: list[tuple[str, float]] = []  # from the fewest bits on
     for name in sorted(names, key=lambda name: parse_format(name).bits):
@@ -574,17 +574,17 @@ def laddered(
 
 
 def span(arrays: Iterable[Array]) -> tuple[int, int]:
-    """Return the least and the largest exponent of values; of zeros alone 0 and 0."""
+    """Return the least and the largest exponent of values; for only zeros 0 and 0."""
     (there,) = np.nonzero(np.sum([exponents(each).counts for each in arrays], axis=0))
     return (int(there[0]) + LOWEST, int(there[-1]) + LOWEST) if there.size else (0, 0)
 
 
 def in_products(recorded: Recorded, name: str) -> list[Place]:
-    """Return a layer's operands, weight gradients and sums with float32 and the formats of use.
+    """Return a layer's operands, weight gradients and sums with float32 and the useful formats.
 
-    Errors are those of its three products against float64, root mean squares over those that a
-    tensor is used in and over iterations; of weight gradients that of rounding.
-    Raises replay.Missing where a tensor was not recorded whole, or its products are not known.
+    Errors are those of its three products against float64, root mean squares over the products that
+    use a tensor and over iterations; for weight gradients that of rounding.
+    Raises replay.Missing if a tensor was not recorded whole, or its products are unknown.
     """
     layer = recorded.layers[name]
     tensors = {i: {kind: tensor_of(recorded, i, name, kind) for kind in OPERANDS}
@@ -631,7 +631,7 @@ def in_products(recorded: Recorded, name: str) -> list[Place]:
 
 
 def scaled(fmt: str) -> TensorFormat:
-    """Return how a tensor is rounded to a format that the search has found."""
+    """Return the rounding of a tensor to a format of the result."""
     return TensorFormat(format=fmt, scaling=SCALED)
 
 

@@ -1,1 +1,1 @@
-"""Jobs of training on many ranks; what a job file may say is known without torch."""
+"""Training jobs on many ranks; job files are checked without importing torch."""

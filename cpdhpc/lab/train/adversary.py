@@ -1,4 +1,4 @@
-"""Adversarial copies by parameters of some steps ago, and the gradient of samples and copies."""
+"""Adversarial copies made with earlier parameters, and the gradient of samples and copies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...world.ranks import Ranks
 from .losses import Adversarial, LossFunction
 from .samples import Samples, device_of, taken
 
-OF_COPIES = "adversarial_"  # begins the names of the statistics that copies have
+OF_COPIES = "adversarial_"  # prefix of the names of copies' statistics
 BEFORE = "before"  # entry of the state: float32[tau, ...], parameters of the last steps
 
 
 def add_statistics(model: torch.nn.Module) -> None:
-    """Give each batch norm a second set of buffers, which begins as the first."""
+    """Give each batch norm a second set of buffers, initially equal to the first."""
     for norm in _norms(model):
         for name, buffer in list(norm.named_buffers(recurse=False)):
             norm.register_buffer(OF_COPIES + name, buffer.clone())
@@ -33,10 +33,10 @@ def _norms(model: torch.nn.Module) -> list[_BatchNorm]:
 
 
 class Adversary:
-    """What makes copies for a run, and what it keeps: state, parameters of tau steps.
+    """Makes the copies of a run, and keeps the state for it: parameters of tau steps.
 
-    of: checked against the ranks
-    Raises ConfigError, on all ranks alike, where parameters are not float32.
+    of: already checked against the ranks
+    Raises ConfigError on all ranks if parameters are not float32.
     """
 
     def __init__(self, of: Adversarial, model: torch.nn.Module, world: Ranks) -> None:
@@ -49,7 +49,7 @@ class Adversary:
         self._statistics: list[torch.Tensor] = []
 
     def part(self, rank: int) -> tuple[int, int]:
-        """Return which part of a batch a rank takes, and of how many."""
+        """Return the index of a rank's part of a batch, and the number of parts."""
         parts = self.world.ranks // self.of.groups
         return rank % parts, parts
 
@@ -63,7 +63,7 @@ class Adversary:
     ) -> torch.Tensor:
         """Return the loss of a rank's part: of samples, of copies, or the mean of both.
 
-        As one, so that hooks see each gradient once. Raises ConfigError for whole numbers.
+        One forward for both, so that hooks see each gradient once. Raises ConfigError for integers.
         """
         parts, losses = self.world.ranks // self.of.groups, []
         if self.of.groups == 1 or rank < parts:
@@ -73,7 +73,7 @@ class Adversary:
             copies = self.copies(inputs, targets, loss, old)
             with self._of_copies():
                 losses.append(loss(self.model(copies), targets))
-        if self.of.groups > 1 and rank == parts:  # whose statistics all are to have
+        if self.of.groups > 1 and rank == parts:  # its statistics are shared with all ranks
             self._statistics = [each.clone() for each in self._buffers()]
         return torch.stack(losses).mean()
 
@@ -101,16 +101,16 @@ class Adversary:
         return changed.clamp(self.of.low, self.of.high)
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return the parameters as they are, without gradients."""
+        """Return the current parameters, without gradients."""
         return {name: each.detach() for name, each in self.model.named_parameters()}
 
     def _kept(self, name: str, parameter: torch.Tensor) -> Array:
-        """Return float32[tau, ...] of a parameter; at first what it is now, the beginning."""
+        """Return float32[tau, ...] of a parameter; initially its current value in each row."""
         shape = (self.of.tau, *[1] * parameter.dim())
         return self.state.shared(name, BEFORE, lambda: values_of(parameter.repeat(shape)))
 
     def _old(self, iteration: int) -> dict[str, torch.Tensor]:
-        """Return the parameters of tau steps ago; of the first step where there were fewer."""
+        """Return the parameters of tau steps ago; of the first step if there were fewer."""
         if not self.of.tau:
             return self.now()
         slot = iteration % self.of.tau
@@ -119,14 +119,14 @@ class Adversary:
         return {name: torch.from_numpy(each[slot]).to(device) for name, each in kept.items()}
 
     def remember(self, iteration: int) -> None:
-        """Keep the parameters of a step, in the place of those that were tau steps old."""
+        """Keep the parameters of a step, replacing those that are tau steps old."""
         if self.of.tau and self.of.trained:
             for name, parameter in self.now().items():
                 self._kept(name, parameter)[iteration % self.of.tau] = values_of(parameter)
 
     @contextmanager
     def _of_copies(self) -> Iterator[None]:
-        """Let batch norms use the statistics of copies."""
+        """Make batch norms use the statistics of copies."""
         self._swap()
         try:
             yield
@@ -144,9 +144,9 @@ class Adversary:
         return [each for name, each in named if name.rpartition(".")[2].startswith(OF_COPIES)]
 
     def share(self) -> None:
-        """Give all ranks the statistics of copies that the second group's first rank has.
+        """Copy the statistics of copies from the second group's first rank to all. Collective.
 
-        Collective. Where ranks do both, the reducer has shared them with the others.
+        If ranks compute both halves, the reducer has shared them with the other buffers.
         """
         buffers = self._buffers()
         if self.of.groups == 1 or not buffers:
@@ -160,7 +160,7 @@ class Adversary:
 
 
 class Attacked:
-    """Samples with each input changed so that the loss of the model as it is now grows."""
+    """Samples with each input changed so that the loss of the current model grows."""
 
     def __init__(self, adversary: Adversary, samples: Samples, loss: LossFunction) -> None:
         self.adversary, self.samples, self.loss = adversary, samples, loss

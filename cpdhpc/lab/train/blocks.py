@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """after(branch(x) + shortcut(x)); a shortcut or after that is None leaves values as they are.
+    """after(branch(x) + shortcut(x)); a shortcut or after of None is the identity.
 
     Source: He et al., Deep residual learning, arXiv 1512.03385, figure 2.
     """
@@ -30,7 +30,7 @@ class Residual(nn.Module):
 
 
 def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution without bias that keeps the size of images, but for its stride."""
+    """Return a convolution without bias that keeps the size of images, except for its stride."""
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
@@ -93,7 +93,7 @@ def bottleneck(inputs: int, width: int, stride: int, norm: str) -> nn.Module:
 def preactivated(inputs: int, width: int, stride: int, norm: str, dropout: float) -> nn.Module:
     """Return a wide network's block, with norm and ReLU before each convolution.
 
-    Where the number of channels changes the shortcut begins behind the first norm and ReLU.
+    If the number of channels changes, the shortcut begins after the first norm and ReLU.
     Source: Zagoruyko, Komodakis, Wide residual networks, arXiv 1605.07146, figure 1 (d).
     """
     first = [normalisation(norm, inputs), nn.ReLU()]
@@ -115,7 +115,7 @@ def pooled(channels: int, classes: int) -> list[nn.Module]:
 
 
 def initialised(network: nn.Module) -> nn.Module:
-    """Return a network of convolutions, with their weights drawn anew.
+    """Return a network of convolutions, with newly drawn weights.
 
     Source: He et al., Delving deep into rectifiers, arXiv 1502.01852, section 2.2, backward.
     """
@@ -126,7 +126,7 @@ def initialised(network: nn.Module) -> nn.Module:
 
 
 class Rows(nn.Module):
-    """Images as sequences of their rows; of each row the values of all channels."""
+    """Images as sequences of their rows; each row has the values of all channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float[batch, height, channels * width]."""
@@ -134,7 +134,7 @@ class Rows(nn.Module):
 
 
 class Recurrent(nn.LSTM):
-    """LSTM that gives the values of its last layer, from a state of zeros."""
+    """LSTM that returns the values of its last layer, starting from a state of zeros."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return float[batch, time, hidden]."""
@@ -143,7 +143,7 @@ class Recurrent(nn.LSTM):
 
 
 class Last(nn.Module):
-    """What a sequence ends with."""
+    """The last element of a sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float[batch, values] of float[batch, time, values]."""
@@ -151,7 +151,7 @@ class Last(nn.Module):
 
 
 class ClassesFirst(nn.Module):
-    """Logits of sequences as losses take them: the second axis is the class."""
+    """Logits of sequences with the class as the second axis, as losses need them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float[batch, classes, time] of float[batch, time, classes]."""
@@ -159,7 +159,7 @@ class ClassesFirst(nn.Module):
 
 
 class Positions(nn.Module):
-    """Adds to the values of each place in a sequence those learned for it."""
+    """Adds learned values to each place of a sequence."""
 
     def __init__(self, time: int, width: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Positions(nn.Module):
 
 
 class CausalLayer(nn.TransformerEncoderLayer):
-    """A layer of a transformer whose places see those before them, with norms before its parts."""
+    """A transformer layer in which places see only earlier ones, with norms before its parts."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__(
@@ -185,5 +185,5 @@ class CausalLayer(nn.TransformerEncoderLayer):
 
 @cache
 def _later(time: int) -> Tensor:
-    """Return bool[time, time], true for the places behind each, which it does not see."""
+    """Return bool[time, time], true for later places, which each place does not see."""
     return torch.ones(time, time, dtype=torch.bool).triu(1)

@@ -1,7 +1,7 @@
-"""The files of a run: where they are, its checkpoint, and the weights that it keeps of epochs.
+"""The files of a run: their paths, its checkpoint, and the weights kept after epochs.
 
-A checkpoint is one HDF5 file with everything that a run needs to go on, and another with what
-methods keep of each rank.
+A checkpoint is one HDF5 file with everything that is needed to resume a run, and another one with
+the per-rank state of methods.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Groups = dict[str, dict[str, Array]]
 States = Mapping[str, State]
 REDISTRIBUTION, SHARED = "redistribution", "shared"  # attribute of datasets of a state file
 WEIGHTS = "weights"
-LOOKED_AT = 128  # samples of training and of the test that tell one data set from another
-FEW = 8  # of them, where each run has to wait for them
+LOOKED_AT = 128  # training and test samples that identify a data set
+FEW = 8  # of them, if each run has to wait for them
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where the files of a run are."""
+    """The paths of a run's files."""
 
     record: Path
     checkpoint: Path
@@ -58,22 +58,22 @@ class Files:
         return cls(directory / f"{run}.h5", directory / f"{run}.checkpoint.h5")
 
     def written(self, job: Job) -> list[Path]:
-        """Return all files of a job's run, with those of gradients and weights that it keeps."""
+        """Return all files of a job's run, including kept gradients and weights."""
         several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
         kept = [self.weights(epoch) for epoch in job.train.kept_epochs]
         recordings = [self.recording(job)] if job.record.number else []
         return [self.checkpoint, self.record, *several, *kept, *recordings]
 
     def weights(self, epoch: int | str) -> Path:
-        """Return where the weights after an epoch, counted from 1, are."""
+        """Return the path of the weights after an epoch, counted from 1."""
         return self.record.with_name(f"{self.record.stem}.{WEIGHTS}-{epoch}.h5")
 
     def state(self, iteration: int | str) -> Path:
-        """Return where the state of methods is that belongs to the checkpoint of an iteration."""
+        """Return the path of the methods' state that belongs to an iteration's checkpoint."""
         return self.record.with_name(f"{self.checkpoint.stem}.state-{iteration}.h5")
 
     def recording(self, job: Job) -> Path:
-        """Return where [record] of a job goes."""
+        """Return the path of [record]'s file."""
         beside = self.record.with_name(f"{self.record.stem}.recording.h5")
         return Path(job.record.file) if job.record.file else beside
 
@@ -82,11 +82,11 @@ class Files:
 def claimed(
     world: Ranks, directory: Path, runs: Mapping[str, Collection[Path]], resume: bool
 ) -> Iterator[None]:
-    """Keep others from writing the files of some runs, until the end of the block. Collective.
+    """Lock the files of some runs against other processes, until the end of the block. Collective.
 
-    runs: files by the name of the run, for which process 0 holds .NAME.lock
-    Raises UserError on all processes alike where the directory cannot be written, another process
-    is at work on a run, or without resume a file is there already.
+    runs: files by the name of the run; process 0 holds .NAME.lock for each
+    Raises UserError on all processes if the directory cannot be written, another process
+    works on a run, or without resume a file exists already.
     """
     with ExitStack() as locks:
         world.on_first(partial(_claim, locks, directory, runs, resume), "output")
@@ -128,15 +128,15 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Groups:
             f"{index}.{name}": values_of(tensor)
             for index, state in moments.items()
             for name, tensor in state.items()
-            if tensor is not None  # SGD has no buffer where there is no momentum
+            if tensor is not None  # SGD has no buffer without momentum
         },
     }
 
 
 def load_model(groups: Groups, model: torch.nn.Module) -> None:
-    """Set a model's parameters and buffers to what tensors returned.
+    """Set a model's parameters and buffers to the result of tensors.
 
-    Raises CheckpointError, naming the tensor, where the model has other ones.
+    Raises CheckpointError, naming the tensor, if the model has different ones.
     """
     own = model.state_dict()
     for name in sorted(own.keys() | groups["model"].keys()):
@@ -148,7 +148,7 @@ def load_model(groups: Groups, model: torch.nn.Module) -> None:
 
 
 def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Set model and optimizer to what tensors returned. Raises CheckpointError as load_model."""
+    """Set model and optimizer to the result of tensors. Raises CheckpointError as load_model."""
     load_model(groups, model)
     state = optimizer.state_dict()
     for key, values in groups["optimizer"].items():
@@ -159,10 +159,10 @@ def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: its next iteration, the samples seen, the ranks it had so far.
+    """The progress of a run: its next iteration, the samples seen, the ranks it had so far.
 
-    state: checksum of the file of its own in which what methods keep is; "" for nothing
-    data: what tells its data set from others; "" where nobody knows
+    state: checksum of the separate file with the methods' state; "" if there is none
+    data: identifies its data set; "" if unknown
     """
 
     iteration: int
@@ -173,14 +173,14 @@ class Position:
 
 
 def save(path: Path, groups: Groups, position: Position, toml: str) -> None:
-    """Write a checkpoint that takes path's place when it is complete."""
+    """Write a checkpoint that replaces path when it is complete."""
     store.write(path, groups, {"kind": "checkpoint", **asdict(position), "toml": toml})
 
 
 def check_job(path: Path, there: str, here: str) -> None:
-    """Raise CheckpointError where a file's job is another than this one; both as TOML text.
+    """Raise CheckpointError if a file's job differs from this one; both as TOML text.
 
-    This one may be longer. Keys that an older version did not have count as their defaults.
+    This one may have more epochs. Keys that an older version did not have count as their defaults.
     """
     with suppress(ConfigError):
         there = validate(Job, tomllib.loads(there), str(path)).toml()
@@ -190,14 +190,14 @@ def check_job(path: Path, there: str, here: str) -> None:
 
 
 def check_same(path: Path, there: str, here: str, may_differ: Iterable[str]) -> None:
-    """Raise CheckpointError for a key in which a file's TOML text is another than this one."""
+    """Raise CheckpointError for a key in which a file's TOML text differs from this one."""
     key = difference(here, there, may_differ)
     if key is not None:
         said = [
             "not given" if value is None else repr(value)
             for value in (value_of(there, key), value_of(here, key))
         ]
-        more = ": it may be more here, and not less" if key == EPOCHS else ""
+        more = ": it may be more here, but not less" if key == EPOCHS else ""
         raise CheckpointError(f"{path}: {key} is {said[0]} there and {said[1]} here{more}")
 
 
@@ -205,17 +205,17 @@ def read_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
     """Return a checkpoint's groups and attributes. Raises CheckpointError for any other file."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != "checkpoint":
-        raise CheckpointError(f"{path}: is no checkpoint of cpdhpc train")
+        raise CheckpointError(f"{path}: is not a checkpoint of cpdhpc train")
     return groups, attributes
 
 
 def load(
     world: Ranks, path: Path, toml: str, samples_seen: Callable[[int], int]
 ) -> tuple[Groups, Position] | None:
-    """Return a checkpoint's groups and where its run stood, None if there is no file. Collective.
+    """Return a checkpoint's groups and its run's position, None if there is no file. Collective.
 
-    samples_seen: those of so many iterations, for files of versions that did not count samples
-    Raises on all processes alike CheckpointError, naming what differs, if it is another job's, and
+    samples_seen: the samples of so many iterations, for files of versions that did not count them
+    Raises on all processes CheckpointError, naming the difference, if it is another job's, and
     StoreError if it cannot be read.
     """
     groups: Groups = {}
@@ -234,7 +234,7 @@ def load(
     there = world.on_first(read, "resume")
     if there is None:
         return None
-    for name, arrays in there[0].items():  # which may be none: SGD without momentum keeps nothing
+    for name, arrays in there[0].items():  # may be empty: SGD without momentum keeps nothing
         group = groups.setdefault(name, {})
         for key, shape, dtype in arrays:
             array = group.setdefault(key, np.empty(shape, dtype))
@@ -244,11 +244,11 @@ def load(
 
 
 def save_states(world: Ranks, path: Path, states: States) -> str:
-    """Write what methods keep: every process its ranks' rows, all at once. Collective.
+    """Write the methods' state: every process its ranks' rows, all at once. Collective.
 
-    states: by who keeps them. Returns the checksum by which load_states knows the file again, ""
-    and no file where nothing is kept. The file takes path's place when it is complete. Raises
-    UserError on all processes alike where it cannot be written.
+    states: by owner. Returns the checksum by which load_states recognises the file; if there is no
+    state, "" and no file. The file replaces path when it is complete. Raises UserError on all
+    processes if it cannot be written.
     """
     entries = {f"{who}/{a}/{b}": e for who, state in states.items() for (a, b), e in state}
     if not entries:
@@ -271,8 +271,8 @@ def _room(entry: Entry, ranks: int) -> store.Room:
 
 
 def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> None:
-    """Write an entry: own ones row by row, shared ones from process 0. Collective."""
-    if offset is None:  # no byte in it
+    """Write an entry: per-rank ones row by row, shared ones from process 0. Collective."""
+    if offset is None:  # it is empty
         return
     array, shape = np.ascontiguousarray(to_host(entry.array)), entry.array.shape
     if entry.redistribution is None:
@@ -284,11 +284,11 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
 
 
 def load_states(world: Ranks, path: Path, checksum: str, states: States) -> int:
-    """Give methods what they kept, redistributed where the number of ranks is another. Collective.
+    """Restore the methods' state, redistributed if the number of ranks changed. Collective.
 
-    checksum: as save_states returned it. Returns the former number of ranks, this one's where
-    nothing tells it. Raises UserError on all processes alike where the file is
-    missing, damaged or of another checkpoint.
+    checksum: the result of save_states. Returns the former number of ranks, or this run's if it is
+    unknown. Raises UserError on all processes if the file is missing, damaged or of another
+    checkpoint.
     """
 
     def take(file: BufferedReader) -> int:
@@ -301,7 +301,7 @@ def load_states(world: Ranks, path: Path, checksum: str, states: States) -> int:
                 layer, _, entry = key.rpartition("/")
                 states[who].put((layer, entry), _read_rows(world, file, name, room))
         except (KeyError, IndexError) as found:
-            raise CheckpointError(f"{path}: is no state of a checkpoint: {found}") from None
+            raise CheckpointError(f"{path}: is not a state of a checkpoint: {found}") from None
         return former
 
     with files.opened(world, path) as (file, found):
@@ -316,7 +316,7 @@ def _read_rows(world: Ranks, file: BufferedReader, name: str, room: store.Room) 
     same = kind != SHARED and rows == world.ranks
     mine = slice(world.hosted.start, world.hosted.stop) if same else slice(0, rows)
     if kind == "drop" and not same:
-        mine = slice(0, 0)  # a model of each rank, say, which fits nowhere
+        mine = slice(0, 0)  # it cannot be redistributed, for example one model per rank
     array = store.read_box(file, name, (mine,))
     if kind == SHARED:
         return Entry(array, None)
@@ -325,7 +325,7 @@ def _read_rows(world: Ranks, file: BufferedReader, name: str, room: store.Room) 
 
 @dataclass(frozen=True)
 class Kept:
-    """Where a run stood whose weights were kept.
+    """The position of a run whose weights were kept.
 
     learning_rate: of the last step before; data: see data_digest; job: as TOML text
     """
@@ -338,7 +338,7 @@ class Kept:
 
 
 def data_digest(train: Samples, test: Samples, looked_at: int = LOOKED_AT) -> str:
-    """Return what tells data sets apart: how many samples there are, and some from everywhere."""
+    """Return a digest that identifies data sets: from the number of samples, and some of them."""
     digest = hashlib.sha256()
     for samples in (train, test):
         some = np.unique(np.linspace(0, len(samples) - 1, looked_at).astype(np.int64))
@@ -350,7 +350,7 @@ def data_digest(train: Samples, test: Samples, looked_at: int = LOOKED_AT) -> st
 
 
 def few_digest(train: Samples, test: Samples) -> str:
-    """Return data_digest of few samples; "" if one fails, which is told where training takes it."""
+    """Return data_digest of few samples; "" if one fails, as training will report the error."""
     try:
         return data_digest(train, test, FEW)
     except UserError:
@@ -358,25 +358,25 @@ def few_digest(train: Samples, test: Samples) -> str:
 
 
 def size_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers."""
+    """Return the size in bytes of a model's parameters and buffers."""
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def save_weights(path: Path, model: torch.nn.Module, here: Kept) -> None:
-    """Write parameters and buffers to a file that takes path's place when it is complete.
+    """Write parameters and buffers to a file that replaces path when it is complete.
 
-    Raises StoreError where it cannot be written.
+    Raises StoreError if it cannot be written.
     """
     store.write(path, {"model": weights(model)}, {"kind": WEIGHTS, **asdict(here)})
 
 
 def read_kept(path: Path) -> Kept:
-    """Return where the run stood. Raises StoreError for any other file."""
+    """Return the run's position. Raises StoreError for any other file."""
     return _kept(path, store.read_attributes(path))
 
 
 def load_weights(path: Path) -> tuple[dict[str, Array], Kept]:
-    """Return parameters and buffers by name, and where the run stood. Raises as read_kept."""
+    """Return parameters and buffers by name, and the run's position. Raises as read_kept."""
     groups, attributes = store.read(path)
     kept = _kept(path, attributes)
     return groups["model"], kept

@@ -26,13 +26,13 @@ from .training import Training
 def train(
     world: World, path: Path, settings: Iterable[str], directory: Path, resume: bool
 ) -> tuple[list[Path], list[str]]:
-    """Run all of a job file's runs; return their records, and what is said of those that diverged.
+    """Run all of a job file's runs; return their records, and the messages of diverged ones.
 
-    Collective. A run that diverges ends alone: the others are trained.
+    Collective. A run that diverges ends, and the others continue.
 
-    resume: go on from checkpoints and skip the runs that are complete; else the directory must
-        not hold files of these runs
-    Raises UserError or Interrupted on all processes alike.
+    resume: resume from checkpoints and skip the runs that are complete; otherwise the directory
+        must not hold files of these runs
+    Raises UserError or Interrupted on all processes.
     """
     jobs = agreed(world, lambda: load(path, settings))
     check_jobs(world, jobs, "train: jobs")
@@ -42,23 +42,23 @@ def train(
 
 
 def check_jobs(world: World, jobs: Sequence[Job], what: str) -> None:
-    """Raise ConfigError where jobs differ, as of a copy of their file that is old. Collective."""
+    """Raise ConfigError if jobs differ, for example by an outdated copy of a file. Collective."""
     keys = {f"{job.id}: {k}": v for job in jobs for k, v in flatten(job.model_dump()).items()}
     _agree_on(world, keys, what)
 
 
 def _check_data(world: World, data: Dataset | Source) -> None:
-    """Raise ConfigError where samples differ, of which ranks take their shares. Collective."""
+    """Raise ConfigError if samples differ between ranks, which share them out. Collective."""
     train, test = samples_of(data)
     found = {"training samples": len(train), "test samples": len(test)}
     _agree_on(world, found, "train: data")
     first, again = few_digest(train, test), few_digest(train, test)
-    digests = world.gather(first if first == again else "")  # else drawn by chance when taken
+    digests = world.gather(first if first == again else "")  # otherwise they are drawn when taken
     for rank, digest in enumerate(digests):
         if "" not in digests and digest != digests[0]:
             raise ConfigError(
-                f"train: samples of rank {rank} are other ones than those of rank 0: each "
-                "rank takes a share of the same"
+                f"train: samples of rank {rank} differ from those of rank 0: all ranks must take "
+                "their shares from the same samples"
             )
 
 
@@ -72,7 +72,7 @@ def _agree_on(world: World, found: dict[str, Any], what: str) -> None:
 class Trainer:
     """Trains the runs of jobs, in one call or many; ranks and data are made once. Collective.
 
-    caught: signals, that end a run behind the iteration; quiet: show nothing
+    caught: signals, which end a run after the iteration; quiet: show nothing
     """
 
     def __init__(self, world: World, caught: Caught, *, quiet: bool = False) -> None:
@@ -91,7 +91,7 @@ class Trainer:
         return self._worlds[shape]
 
     def data_of(self, job: Job) -> Dataset | Source:
-        """Return the samples of a job. Collective. Raises UserError on all processes alike."""
+        """Return the samples of a job. Collective. Raises UserError on all processes."""
         if repr(job.data) not in self._data:
             data = agreed(self.world, job.data.load)
             _check_data(self.world, data)
@@ -103,7 +103,7 @@ class Trainer:
     ) -> list[Path]:
         """Run jobs and return the files of their records. Collective. See train.
 
-        diverged: gets what is said of runs that diverge; without it the first one raises Diverged
+        diverged: collects the messages of diverged runs; without it the first one raises Diverged
         """
         world = self.world
         agreed(world, lambda: _check_ranks(jobs, world))
@@ -124,7 +124,7 @@ class Trainer:
                     _resume(training, former_epochs, display)
                 try:
                     run(training, self.caught, display)
-                except Diverged as error:  # on all processes alike
+                except Diverged as error:  # on all processes
                     if diverged is None:
                         raise
                     diverged.append(str(error))
@@ -133,9 +133,9 @@ class Trainer:
         return [each.record for each in files.values()]
 
     def _check_layers(self, jobs: Sequence[Job]) -> None:
-        """Raise ConfigError where gradient names a layer that is not there. Collective.
+        """Raise ConfigError if gradient names a layer that does not exist. Collective.
 
-        A network is built for it where one is named: the first run would not tell of later ones.
+        Builds a network for each job that names one, so that later runs' errors appear at once.
         """
         for job in jobs if len(jobs) > 1 else ():
             if names_layers(job) and job.stages.count == 1 and job.train.image_grid == (1, 1):
@@ -148,7 +148,7 @@ def _check_layers(job: Job, data: Dataset | Source) -> None:
 
 
 def _resume(training: Training, former_epochs: int, display: Display) -> None:
-    """Go on from the checkpoint, if there is one. Collective."""
+    """Resume from the checkpoint, if there is one. Collective."""
     job, said = training.job, training.resume()
     if said:
         display.line(f"{job.id}: {said}")
@@ -160,7 +160,7 @@ def _resume(training: Training, former_epochs: int, display: Display) -> None:
 
 
 def _check_ranks(jobs: list[Job], world: World) -> None:
-    """Raise ConfigError, naming the row, where one cannot do with the ranks there are."""
+    """Raise ConfigError, naming the row, if a job does not suit the number of ranks."""
     for job in jobs:
         job.check_ranks(world.processes * job.train.virtual_ranks)
         try:
@@ -179,9 +179,9 @@ def _check_ranks(jobs: list[Job], world: World) -> None:
 
 
 def _todo(jobs: list[Job], files: dict[str, Files], resume: bool) -> list[tuple[Job, int]]:
-    """Return the jobs that are not complete, with the epochs they were to take before, or take.
+    """Return the jobs that are not complete, with the epochs of their former or current plan.
 
-    Raises CheckpointError where a file is another's.
+    Raises CheckpointError if a file belongs to another job.
     """
     todo = []
     for job in jobs:
@@ -199,7 +199,7 @@ def _todo(jobs: list[Job], files: dict[str, Files], resume: bool) -> list[tuple[
 def _same_rates(training: Training, former_epochs: int) -> bool:
     """Return whether a run of so many epochs had the rates and batches that this one begins with.
 
-    As far as controllers say that see no loss.
+    As far as this is known from controllers that do not depend on the loss.
     """
     settings = training.job.settings(training.samples)
     build = training.job.controller.build

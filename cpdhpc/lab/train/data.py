@@ -1,4 +1,4 @@
-"""Data sets of job files, and changes of their images."""
+"""Data sets of job files, and augmentation of their images."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 class Data(Section):
-    """[data]: where samples come from, named in DATA."""
+    """[data]: the source of samples, named in DATA."""
 
     @abstractmethod
     def load(self) -> Dataset | Source:
-        """Return the samples. Raises DataError, naming the file, where one is missing or unfit."""
+        """Return the samples. Raises DataError, naming the file, if one is missing or unfit."""
 
 
 STREAM = 5  # of random numbers
 
 
 class Augment(Section):
-    """[augment]: what happens to training images by chance, drawn by seed, epoch and sample.
+    """[augment]: random changes of training images, drawn by seed, epoch and sample.
 
-    crop: zeros added on each side, of which an image's size is cut out anywhere; 0: none
+    crop: zeros added on each side before a random cut to the image's size; 0: none
     flip: left and right are exchanged in half of the images
-    cutout: side of a square around any pixel that becomes zero, cut at the borders; 0: none
-    Zeros are those of the scaled inputs: the mean, where they are normalised.
+    cutout: side of a square around a random pixel that becomes zero, cut at the borders; 0: none
+    Zeros are those of the scaled inputs, which is the mean if they are normalised.
     Source: crop and flip as He et al.: Deep residual learning, CVPR 2016, section 4.2; DeVries,
     Taylor: Improved regularization with cutout, arXiv 1708.04552.
     """
@@ -50,11 +50,11 @@ class Augment(Section):
     cutout: Whole = 0
 
     def of(self, samples: Samples) -> Samples:
-        """Return the samples, whose images change as they are taken."""
+        """Return the samples, with images that change when they are taken."""
         return _Augmented(samples, self) if self.crop or self.flip or self.cutout else samples
 
     def draws(self, index: Array, seed: int, height: int, width: int) -> Array:
-        """Return int64[b, 5]: rows and columns down and right, flipped, pixel that is cut out."""
+        """Return int64[b, 5]: rows and columns of the shift, flipped, pixel of the cutout."""
         ends = np.array([2 * self.crop + 1, 2 * self.crop + 1, 2, height, width])
         words = [
             [word for part in range(3) for word in random_key(seed, STREAM, item, part)][:5]
@@ -71,7 +71,7 @@ class _Augmented:
         return len(self.samples)
 
     def take(self, index: Array, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the samples int64[b]. Raises ConfigError where they are no images."""
+        """Return the samples int64[b]. Raises ConfigError if they are not images."""
         import torch
 
         x, y = self.samples.take(index, seed)
@@ -106,8 +106,8 @@ class _Augmented:
 def read_digits() -> tuple[Array, Array]:
     """Return float64[1797, 8, 8] pixels of 0..16 and int64[1797] labels, from scikit-learn's file.
 
-    Read-only. As sklearn.datasets.load_digits, whose import takes longer than a small training.
-    Raises ModuleNotFoundError without scikit-learn.
+    Read-only. Same as sklearn.datasets.load_digits, whose import takes longer than a small
+    training. Raises ModuleNotFoundError without scikit-learn.
     """
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
@@ -121,9 +121,9 @@ def read_digits() -> tuple[Array, Array]:
 
 
 class Digits(Data):
-    """[data] name = "digits": 1,797 handwritten digits of 8 x 8 pixels, which scikit-learn has.
+    """[data] name = "digits": 1,797 handwritten digits of 8 x 8 pixels, from scikit-learn.
 
-    test_share: of all images; split_seed: by which they are chosen
+    test_share: of all images; split_seed: selects the test images
     Source: Alpaydin, Kaynak: Optical recognition of digits, UCI 1998.
     """
 
@@ -143,10 +143,10 @@ UINT8 = 0x08  # the type byte of the magic number
 
 
 class Idx(Data):
-    """[data] name = "idx": four files in one directory, each also found with .gz at its end.
+    """[data] name = "idx": four files in one directory, each also accepted with suffix .gz.
 
     dir: the directory; train_images, train_labels, test_images, test_labels: names of the files
-    train_samples, test_samples: the first ones that are taken; all where not given
+    train_samples, test_samples: how many are used, from the first on; by default all
     """
 
     name: Literal["idx"] = "idx"
@@ -159,7 +159,7 @@ class Idx(Data):
     test_samples: int | None = Field(None, ge=1)
 
     def load(self) -> Dataset:
-        """Return the images and labels. Raises DataError, naming the file, where one is unfit."""
+        """Return the images and labels. Raises DataError, naming the file, if one is unfit."""
         train = self._pair(self.train_images, self.train_labels, self.train_samples)
         test = self._pair(self.test_images, self.test_labels, self.test_samples)
         if train[0].shape[1:] != test[0].shape[1:]:
@@ -179,9 +179,9 @@ class Idx(Data):
 
 
 def find(directory: Path, name: str, key: str = "") -> Path:
-    """Return the path of a file, or of its compressed form. Raises DataError where neither is.
+    """Return the path of a file, or of its compressed form. Raises DataError if neither exists.
 
-    key: of the job file, which says where the file is: what the message begins with
+    key: of the job file, which contains the path: the prefix of the message
     """
     for path in (directory / name, directory / f"{name}.gz"):
         if path.is_file():
@@ -192,7 +192,7 @@ def find(directory: Path, name: str, key: str = "") -> Path:
 def read_idx(path: Path, dims: int) -> Array:
     """Return uint8[...] of an IDX file with that number of dimensions.
 
-    Raises DataError where the magic number, the dimensions or the length are not as they should be.
+    Raises DataError if the magic number, the dimensions or the length are wrong.
     Source: Y. LeCun, THE MNIST DATABASE, "file formats": big-endian, type and rank in the magic.
     """
     content = _bytes(path)
@@ -224,9 +224,9 @@ def _bytes(path: Path) -> bytes:
 class Cifar10(Data):
     """[data] name = "cifar10": the binary version of CIFAR-10, colour images of 32 x 32 pixels.
 
-    dir: has data_batch_1.bin to data_batch_5.bin and test_batch.bin, each also found with .gz
-    normalise: each channel less its mean over the training images, over its standard deviation
-    train_samples, test_samples: the first ones that are taken; all where not given
+    dir: has data_batch_1.bin to data_batch_5.bin and test_batch.bin, each also accepted with .gz
+    normalise: subtract each channel's mean over the training images, and divide by its deviation
+    train_samples, test_samples: how many are used, from the first on; by default all
     Source: Krizhevsky: Learning multiple layers of features from tiny images, 2009; a record is a
     label and 3 x 32 x 32 bytes, channels first.
     """
@@ -238,7 +238,7 @@ class Cifar10(Data):
     test_samples: int | None = Field(None, ge=1)
 
     def load(self) -> Dataset:
-        """Return the images, in bytes. Raises DataError, naming the file, where one is unfit."""
+        """Return the images, in bytes. Raises DataError, naming the file, if one is unfit."""
         names = [f"data_batch_{number}.bin" for number in range(1, 6)]
         train_x, train_y = self._records(names, self.train_samples)
         test = self._records(["test_batch.bin"], self.test_samples)
@@ -269,12 +269,12 @@ class Cifar10(Data):
 
 
 class Synthetic(Data):
-    """[data] name = "synthetic": inputs of any shape by chance, targets by a hidden linear teacher.
+    """[data] name = "synthetic": random inputs of any shape, targets by a hidden linear teacher.
 
     shape: of an input; task: "classification", the largest of classes outputs of the teacher, or
         "regression", the outputs themselves
-    classes: outputs of the teacher; train_samples, test_samples: how many there are
-    noise: share of the labels that are drawn anew; of regression the size of what is added
+    classes: outputs of the teacher; train_samples, test_samples: their numbers
+    noise: share of the labels that are drawn anew; for regression the size of added noise
     data_seed: of inputs, teacher and noise
     All are in memory. Inputs and teacher are multiples of 1/64, so labels are exact everywhere.
     """
@@ -321,12 +321,12 @@ INPUTS, TEACHER, NOISE = 1, 2, 3  # streams of random numbers
 
 
 class Text(Data):
-    """[data] name = "text": the characters of text files, each to be told by those before it.
+    """[data] name = "text": the characters of text files, each to be predicted from earlier ones.
 
     files: in UTF-8, one after the other; length: characters of a sample
-    test_share: of the text, its end
-    Inputs are int64[length], numbers in the sorted characters of all files; targets are the same,
-    one character on. classes is the number of different characters.
+    test_share: of the text, from its end
+    Inputs are int64[length], indices into the sorted characters of all files; targets are the same,
+    one character later. classes is the number of different characters.
     """
 
     name: Literal["text"] = "text"
@@ -335,7 +335,7 @@ class Text(Data):
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
     def load(self) -> Source:
-        """Return the samples. Raises DataError, naming the file, for one that is no text."""
+        """Return the samples. Raises DataError, naming the file, for one that is not text."""
         from .samples import Sequences
 
         text = np.concatenate([self._points(Path(name)) for name in self.files])
@@ -357,18 +357,19 @@ class Text(Data):
             return np.frombuffer(content.decode("utf-8").encode("utf-32-le"), "<u4")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path}: is no text in UTF-8: {error.reason} at byte {error.start}"
+                f"{path}: is not text in UTF-8: {error.reason} at byte {error.start}"
             ) from None
 
 
 class Hdf5(Data):
-    """[data] name = "hdf5": rows of datasets, of which each rank reads those that it needs.
+    """[data] name = "hdf5": rows of datasets, of which each rank reads only those that it needs.
 
     train, test: the files; x, y: the datasets of inputs and targets in both, rows along axis 0
-    classes: of integer targets; found by reading them where it is not given
-    channels_last: inputs are [n, height, width, channels], and are to be channels first
-    mean, deviation: of each channel, by which inputs are normalised
-    uint8 inputs are divided by 255 before; floats stay. Integer targets are classes, floats values.
+    classes: of integer targets; by default found by reading them
+    channels_last: inputs are [n, height, width, channels], and are converted to channels first
+    mean, deviation: of each channel, to normalise inputs
+    uint8 inputs are divided by 255 first; floats are not. Integer targets are classes, floats are
+    values.
     """
 
     name: Literal["hdf5"] = "hdf5"
@@ -388,7 +389,7 @@ class Hdf5(Data):
         return self
 
     def load(self) -> Source:
-        """Return the samples. Raises UserError, naming the file, where one is unfit."""
+        """Return the samples. Raises UserError, naming the file, if one is unfit."""
         from .samples import Rows
 
         mean, deviation = np.array(self.mean, np.float32), np.array(self.deviation, np.float32)

@@ -1,9 +1,9 @@
-"""A trained network as integers.
+"""Export of a trained network as integers.
 
-Takes the checkpoint of a run of a quantised model ([model] name = "quantized_cnn", or an imported
-torch.nn.Sequential of layers of cpdhpc.torch.quantized.layers), writes the integers that give the
-same class, and tests that they do on all test samples first. cpdhpc.torch.quantized.load reads the
-file.
+Reads the checkpoint of a run of a quantised model ([model] name = "quantized_cnn", or an imported
+torch.nn.Sequential of layers of cpdhpc.torch.quantized.layers). Tests on all test samples that the
+integers give the same classes as the model, then writes them. cpdhpc.torch.quantized.load reads
+the file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, metavar="RUN.checkpoint.h5", help="of train")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.h5", help="the integers")
-    add_settings(parser, "where the data is now, as data.dir=DIR; may be repeated")
+    add_settings(parser, "where the data is now, for example data.dir=DIR; may be repeated")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Export a checkpoint's model. Raises UserError, one line, where it has no integer form."""
+    """Export a checkpoint's model. Raises UserError, in one line, if it has no integer form."""
     from ...torch.quantized.integers import KIND
     from ...torch.quantized.layers import to_integers
 
@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samples]:
-    """Return the job of a checkpoint, its model as it is evaluated, and the test samples.
+    """Return the job of a checkpoint, its model in evaluation mode, and the test samples.
 
-    settings: laid over keys of data. Raises UserError where the file is no checkpoint of train, or
+    settings: override keys of data. Raises UserError if the file is not a checkpoint of train, or
     the data is not the run's.
     """
     from .checkpoint import FEW, CheckpointError, data_digest, load_model, read_checkpoint
@@ -82,16 +82,16 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     train, test = samples_of(data)
     known = attributes.get("data", "")  # older versions did not keep it
     if known and known != data_digest(train, test, FEW):
-        raise ConfigError(f"{path}: the data set is another one than the run's")
+        raise ConfigError(f"{path}: the data set differs from the run's")
     if not known:
-        print(f"{path}: has no digest of its data: whether this is the run's is not known")
+        print(f"{path}: has no digest of its data, so it is unknown whether this is the run's data")
     return job, model, test
 
 
 def compare(model: torch.nn.Module, network: IntegerNetwork, test: Samples) -> tuple[int, int]:
-    """Return how many test samples there are, and of how many the class is right.
+    """Return the number of test samples, and the number of right classes.
 
-    Raises ConfigError where model and network give one of them another class.
+    Raises ConfigError if model and network give different classes.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Decentralised training: a rank mixes its model with those of its neighbours in a graph.
 
-The weights of a step are a doubly stochastic matrix: rows and columns add up to 1, with what a rank
-gives to itself. So mixing leaves the mean over all ranks where it is.
+The weights of a step are a doubly stochastic matrix: rows and columns add up to 1, including a
+rank's weight for itself. So mixing leaves the mean over all ranks unchanged.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def ring(rank: int, ranks: int) -> set[int]:
-    """Return the rank before and the rank behind."""
+    """Return the previous and the next rank."""
     return {(rank - 1) % ranks, (rank + 1) % ranks} - {rank}
 
 
 def grid(rank: int, ranks: int) -> set[int]:
-    """Return the ranks above, below, left and right in a grid as square as may be, with borders."""
+    """Return the neighbours in a grid that is as square as possible, without wrap-around."""
     columns = ranks // _rows(ranks)
     row, column = divmod(rank, columns)
     near = {(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)}
@@ -44,7 +44,7 @@ def grid(rank: int, ranks: int) -> set[int]:
 
 
 def _rows(ranks: int) -> int:
-    """Return the largest number of rows, not above the number of columns, that holds all ranks."""
+    """Return the largest number of rows, not above the number of columns, that divides ranks."""
     return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
 
 
@@ -59,7 +59,7 @@ STATIC: dict[str, Callable[[int, int], set[int]]] = {
     "grid": grid,
     "exponential": exponential,
 }
-ONE_PEER = "one_peer"  # hears one rank a step, 1, 2, 4, ... further on, one distance after another
+ONE_PEER = "one_peer"  # hears one rank per step, in turn 1, 2, 4, ... further on
 GRAPHS = (*STATIC, ONE_PEER)
 
 
@@ -67,7 +67,7 @@ GRAPHS = (*STATIC, ONE_PEER)
 class Graph:
     """The neighbours of so many ranks; name: one of GRAPHS.
 
-    Raises ValueError where there are too few ranks, or their number makes no grid.
+    Raises ValueError if there are too few ranks, or their number makes no grid.
     """
 
     name: str
@@ -83,11 +83,11 @@ class Graph:
 
     @property
     def phases(self) -> int:
-        """Steps after which the graph is the same again."""
+        """Number of steps after which the graph repeats."""
         return (self.ranks - 1).bit_length() if self.name == ONE_PEER else 1
 
     def sources(self, rank: int, phase: int = 0) -> Mapping[int, float]:
-        """Return who is heard in a phase, in ascending order, and their weights.
+        """Return the ranks that a rank hears in a phase, in ascending order, and their weights.
 
         Metropolis weights, 1 / (1 + the larger of both numbers of neighbours); one peer has 1/2.
         Source: Xiao, Boyd: Fast linear iterations for distributed averaging, Systems & Control
@@ -100,7 +100,7 @@ class Graph:
         return {j: 1 / (1 + max(degree, len(near(j, self.ranks)))) for j in heard}
 
     def targets(self, rank: int, phase: int = 0) -> list[int]:
-        """Return who hears a rank in a phase, in ascending order."""
+        """Return the ranks that hear a rank in a phase, in ascending order."""
         if self.name == ONE_PEER:
             return [(rank - (1 << phase)) % self.ranks]
         return sorted(STATIC[self.name](rank, self.ranks))
@@ -112,13 +112,13 @@ class Graph:
 
 
 class Gossip(OwnModels):
-    """Sends each rank's next parameters to its neighbours, and takes a share of the differences.
+    """Sends each rank's next parameters to its neighbours, and adds a share of the differences.
 
-    What rank i gains in a step is sum_j W_ij (v_j - v_i): v is what was sent, with wire "raw" the
-    vectors y themselves. Other wires send the change of y since the last step of that phase, and v
-    is the sum of what was decoded, the same bits at both ends: so what is lost is made up for
-    later, as errors enter the next change. As a rank's own v_i takes part, and not its y_i, the
-    columns of W add up to 1, and the mean over ranks stays where it is.
+    In a step rank i adds sum_j W_ij (v_j - v_i). With wire "raw" v is the vector y itself. Other
+    wires send the change of y since the last step of that phase, and v is the sum of the decoded
+    changes, with the same bits at both ends: so rounding errors enter the next change and are
+    corrected later. As a rank uses its own v_i, and not its y_i, the columns of W add up to 1, and
+    the mean over ranks is unchanged.
     Source: Koloskova, Stich, Jaggi: Decentralized stochastic optimization and gossip algorithms
     with compressed communication, ICML 2019, arXiv 1902.00340, with consensus step size 1.
     """
@@ -145,18 +145,18 @@ class Gossip(OwnModels):
         if self.packed is None:
             return
         for copies, parameters in zip(self._copies(), self.parameters, strict=True):
-            copies[...] = parameters  # all ranks begin alike
+            copies[...] = parameters  # all ranks begin with the same
 
     def _copies(self) -> list[Array]:
-        """Return what each hosted rank knows of what was sent, float32[copies, bucket.size].
+        """Return each hosted rank's copies of sent vectors, float32[copies, bucket.size].
 
-        By phase: its own, and then that of each source. Not there with wire "raw".
+        By phase: its own, then one for each source. Absent with wire "raw".
         """
         shape = self.graph.phases * self._slots, self.bucket.size
         return self.state.own("", "copies", shape, "drop")
 
     def reduce(self) -> Mean:
-        """Send what each rank would have without the others, and hear it. Collective.
+        """Exchange the vectors that each rank would have without the others. Collective.
 
         See Update.reduce.
         """
@@ -183,7 +183,7 @@ class Gossip(OwnModels):
         return np.float32(self.optimizer.param_groups[0]["lr"])
 
     def _decayed(self, flat: Array, parameters: Array, used: Sequence[int]) -> Array:
-        """Return a gradient, with weight decay where any rank has one, as bucket lays it out."""
+        """Return a gradient plus weight decay for layers that any rank used, laid out by bucket."""
         decays = {
             id(p): g["weight_decay"] for g in self.optimizer.param_groups for p in g["params"]
         }
@@ -196,16 +196,16 @@ class Gossip(OwnModels):
 
     @abstractmethod
     def _next(self, x: Array, gradient: Array, hosted: int) -> Array:
-        """Return what a rank sends, float32[bucket.size], new."""
+        """Return the vector that a rank sends, float32[bucket.size], new."""
 
     @abstractmethod
     def _mix(self, x: Array, gradient: Array, hosted: int) -> None:
-        """Make of parameters x, in place, the next ones, of what was sent and gained."""
+        """Update parameters x, in place, from the sent vectors and the mixing."""
 
     def _exchanged(self, ys: list[Array], packed: Packed | None) -> list[Array]:
-        """Return what each hosted rank gains by its neighbours' vectors. Collective.
+        """Return the mixing term of each hosted rank. Collective.
 
-        packed: in what changes since the last step of the phase travel; None: the very vectors
+        packed: the format of changes since the last step of the phase; None: send whole vectors
         """
         phase = (self.reducer.iteration - 1) % self.graph.phases
         heard, told = self._heard[phase], self._told[phase]
@@ -237,7 +237,7 @@ class Gossip(OwnModels):
         return payload
 
     def _added(self, copy: Array, payload: Array) -> Array:
-        """Add what a payload says to a copy, in place; return the copy."""
+        """Add the decoded payload to a copy, in place; return the copy."""
         assert self.packed is not None
         self.packed.add(payload, None, copy, copy)
         return copy
@@ -261,16 +261,16 @@ class DmSgdUpdate(Gossip):
 class DecentLaMUpdate(Gossip):
     """y = x - rate g, gt = (x - (y + gain)) / rate, m = b m + gt, x = x - rate m.
 
-    Computed as gt = g - gain / rate and x = y + gain - rate b m, with the m before: so differences
-    of nearby vectors are formed once, of neighbours'.
+    Computed as gt = g - gain / rate and x = y + gain - rate b m, with the previous m: so
+    differences of nearby vectors are computed only once, between neighbours.
 
     gt = (x - W x) / rate + W g. At a rate of 0, which a controller may choose, gt = W g, the limit
-    where all ranks have the same x. Where they have not there is none: x = W x, as rate gt has a
-    limit, but m gets nothing of it. The gradients travel as they are then, beside the models.
+    if all ranks have the same x. Otherwise there is no limit: x = W x, as rate gt has a limit, but
+    m gets nothing from it. Then the gradients travel unchanged, beside the models.
     """
 
     def reduce(self) -> Mean:
-        """Hear the neighbours' gradients too, at a rate of 0. Collective. See Gossip.reduce."""
+        """Exchange gradients with neighbours too, at a rate of 0. Collective. See Gossip.reduce."""
         nothing = super().reduce()
         if not self.rate:
             gains = self._exchanged(self._gradients, None)
@@ -298,10 +298,10 @@ def _known_wire(name: str) -> str:
 class GossipRule(OwnModelsRule):
     """A rule whose ranks hear their neighbours in a graph; its steps are those of plain SGD.
 
-    graph: who they are: "ring", "grid", "exponential" (distances 1, 2, 4, ... both ways) or
-        "one_peer" (one of those distances a step, one way)
-    wire: in what models travel, as in cpdhpc.allreduce; those but "raw" keep a copy of each
-        neighbour's model
+    graph: the neighbours: "ring", "grid", "exponential" (distances 1, 2, 4, ... both ways) or
+        "one_peer" (one of those distances per step, one way)
+    wire: the format of models on their way, as in cpdhpc.allreduce; all but "raw" keep a copy of
+        each neighbour's model
     """
 
     update: ClassVar[type[Gossip]] = DmSgdUpdate
@@ -322,22 +322,22 @@ class GossipRule(OwnModelsRule):
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> Gossip:
-        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
+        """Return the rule's update. See UpdateRule.build. Raises ConfigError for too few ranks."""
         try:
             graph = Graph(self.graph, reducer.world.ranks)
-        except ValueError as error:  # alike on all ranks
+        except ValueError as error:  # the same on all ranks
             raise ConfigError(f"update.name={self.name!r}: {error}") from None
-        momentum = getattr(self, "momentum", 0.0)  # which DSGD has not
+        momentum = getattr(self, "momentum", 0.0)  # which DSGD does not have
         return self.update(model, optimizer, reducer, graph, self.wire, momentum)
 
 
 class DSgd(GossipRule):
     """[update] name = "dsgd": each rank steps by its own gradient, and mixes with its neighbours.
 
-    Its optimiser is sgd with momentum = 0, which it has where the job names no other, and of which
-    the rule has the rate and the weight decay.
+    Its optimiser is sgd with momentum = 0, which is the default with this rule; the rule uses its
+    rate and weight decay.
     Source: Lian et al.: Can decentralized algorithms outperform centralized algorithms?, arXiv
-    1705.09056, algorithm 1, mixing behind the step.
+    1705.09056, algorithm 1, mixing after the step.
     """
 
     name: Literal["dsgd"] = "dsgd"
@@ -346,7 +346,7 @@ class DSgd(GossipRule):
 class DmSgd(GossipRule):
     """[update] name = "dmsgd": DSGD whose ranks step by momentum of their own gradients.
 
-    Its optimiser is sgd with momentum = 0, which it has where the job names no other: the momentum
+    Its optimiser is sgd with momentum = 0, which is the default with this rule: the momentum
     is the rule's.
     momentum: share of the last step that is added
     Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 1.
@@ -357,13 +357,13 @@ class DmSgd(GossipRule):
 
 
 class DecentLaM(GossipRule):
-    """[update] name = "decentlam": DSGD with momentum of steps that have the mixing in them.
+    """[update] name = "decentlam": DSGD with momentum of steps that include the mixing.
 
     So the momentum does not enlarge the bias of ranks whose data differ, as that of "dmsgd" does.
-    Its optimiser is sgd with momentum = 0, which it has where the job names no other: the momentum
+    Its optimiser is sgd with momentum = 0, which is the default with this rule: the momentum
     is the rule's.
-    graph: "ring", "grid" or "exponential"; momentum across graphs that change with each step, as
-        "one_peer", grows without end (tests/test_decentralised.py)
+    graph: "ring", "grid" or "exponential"; with graphs that change in each step ("one_peer")
+        momentum grows without bound (tests/test_decentralised.py)
     momentum: share of the last step that is added
     Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 2.
     """
@@ -377,7 +377,5 @@ class DecentLaM(GossipRule):
     @classmethod
     def _stays(cls, graph: str) -> str:
         if graph == ONE_PEER:
-            raise ValueError(
-                f"momentum diverges where graphs change: known are {', '.join(STATIC)}"
-            )
+            raise ValueError(f"momentum diverges if graphs change: known are {', '.join(STATIC)}")
         return graph

@@ -1,6 +1,6 @@
 """Gradients of every rank in an iteration as an HDF5 file, to be averaged again without training.
 
-Read without torch, as login nodes need.
+Reading needs no torch, as on login nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KIND = GROUP = "gradients"
 class Gradients:
     """layers: float32[ranks, *shape] by name, in the model's order, times loss_scale.
 
-    source: whose they are
+    source: their origin
     """
 
     iteration: int
@@ -39,20 +39,20 @@ class Gradients:
 
 
 def path_of(record: Path, iteration: int | str) -> Path:
-    """Return where the gradients of an iteration are, beside the record of their run."""
+    """Return the path of the gradients of an iteration, beside the record of their run."""
     return record.with_name(f"{record.stem}.{KIND}-{iteration}.h5")
 
 
 def size_bytes(reducer: GradientReducer) -> int:
-    """Return the bytes of the gradients of all ranks."""
+    """Return the size in bytes of the gradients of all ranks."""
     return 4 * reducer.world.ranks * sum(p.numel() for p in reducer.parameters)
 
 
 def save(reducer: GradientReducer, path: Path | str, iteration: int, source: str = "") -> None:
-    """Write what all ranks gave to the last reduce, float32 as it was averaged. Collective.
+    """Write all ranks' inputs of the last reduce, float32 as it was averaged. Collective.
 
-    Every process writes its ranks' rows at once; the file takes path's place when it is complete.
-    source: whose they are. Raises UserError on all processes alike where it cannot be written.
+    Every process writes its ranks' rows at once; the file replaces path when it is complete.
+    source: their origin. Raises UserError on all processes if it cannot be written.
     """
     world, bucket = reducer.world, reducer.bucket
     views = [bucket.views(to_host(flat)) for flat in reducer.flats]
@@ -68,7 +68,7 @@ def save(reducer: GradientReducer, path: Path | str, iteration: int, source: str
     def fill(temporary: Path, offsets: files.Offsets) -> None:
         for layer, (key, room) in enumerate(rooms.items()):
             offset = offsets[key]
-            if offset is None:  # no value in it
+            if offset is None:  # it is empty
                 continue
             rows = np.stack([each[layer] for each in views])
             start = (world.hosted.start,) + (0,) * (rows.ndim - 1)
@@ -93,7 +93,7 @@ def _key(name: str) -> str:
 def load_all(path: Path | str) -> list[Gradients]:
     """Return the gradients of each iteration in a file of save, or of precision record.
 
-    Raises StoreError for any other file, and where none were recorded.
+    Raises StoreError for any other file, and if none were recorded.
     """
     if store.read_attributes(path).get("kind") != recording.KIND:
         return [load(path)]
@@ -113,7 +113,7 @@ def load_all(path: Path | str) -> list[Gradients]:
 
 
 def load(path: Path | str) -> Gradients:
-    """Return the gradients that save wrote. Raises StoreError for any other file."""
+    """Return the gradients written by save. Raises StoreError for any other file."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != KIND:
         raise store.StoreError(f"{path}: has no recorded gradients: train.record_gradients does")

@@ -1,4 +1,4 @@
-"""What is the user's own in a job file, by its name: import = "package.module:name"."""
+"""A user's own functions in a job file, named by import = "package.module:name"."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Named = Annotated[str, Field(alias="import"), AfterValidator(_checked)]
 
 
 class Imported(Section):
-    """What tables share that name a function; their other keys are its arguments."""
+    """Common base of tables that name a function; their other keys are its arguments."""
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
     of: ClassVar[str]  # the table
@@ -44,7 +44,7 @@ class Imported(Section):
 
     @property
     def where(self) -> str:
-        """What errors begin with."""
+        """The prefix of errors."""
         return f'{self.of}.import="{self.imported}"'
 
     @property
@@ -54,9 +54,9 @@ class Imported(Section):
 
     @contextmanager
     def _found(self) -> Iterator[Callable[..., Any]]:
-        """Yield the function, whose modules are looked for in import_from first until the end.
+        """Yield the function; until the end its modules are searched in import_from first.
 
-        Raises ConfigError, one line, for what is wrong with the import and for what the block does.
+        Raises ConfigError, in one line, for errors of the import and of the block.
         """
         module = self.imported.partition(":")[0]
         sys.path.insert(0, self.import_from)
@@ -76,15 +76,15 @@ class Imported(Section):
             sys.path.remove(self.import_from)
 
     def call(self) -> Any:
-        """Return what the function returns. Raises ConfigError for whatever it raises."""
+        """Return the function's result. Raises ConfigError for any error that it raises."""
         with self._found() as function:
             return function(**(self.model_extra or {}))
 
     def with_options(self, *given: str) -> Callable[..., Any]:
-        """Return the function of two arguments, which gets the options too when it is called.
+        """Return the function of two arguments, with the options added to each call.
 
-        given: further keyword arguments that it must take
-        Raises ConfigError, as what is returned does for what the function raises.
+        given: further keyword arguments that it must accept
+        Raises ConfigError, also from the returned function for errors of the user's.
         """
         options = dict(self.model_extra or {})
         with self._found() as function:
@@ -100,14 +100,14 @@ class Imported(Section):
 class ImportedModel(Model, Imported):
     """[model] import = "package.module:function": the network that the function returns.
 
-    import: of any callable, as a class; its arguments are the other keys of the table
-    import_from: directory that modules are looked for in first; the job file's where not given
+    import: a function or any callable, such as a class; its arguments are the table's other keys
+    import_from: directory that is searched for modules first; default: the job file's
     """
 
     of: ClassVar[str] = "model"
 
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        """Return the network. Raises ConfigError where there is none. See Model.build."""
+        """Return the network. Raises ConfigError if it is not one. See Model.build."""
         import torch
 
         model = self.call()
@@ -121,16 +121,16 @@ class ImportedModel(Model, Imported):
 class ImportedData(Data, Imported):
     """[data] import = "package.module:function": two map-style torch datasets, train and test.
 
-    import: of any callable that returns the two; its arguments are the other keys of the table.
-        Items are pairs (input, target), which torch's default_collate puts together; targets are
-        what the loss takes
-    import_from: directory that modules are looked for in first; the job file's where not given
+    import: any callable that returns the two; its arguments are the other keys of the table.
+        Items are pairs (input, target), which torch's default_collate combines; targets must suit
+        the loss
+    import_from: directory that is searched for modules first; default: the job file's
     """
 
     of: ClassVar[str] = "data"
 
     def load(self) -> Source:
-        """Return the two. Raises ConfigError where they are none. See Data.load."""
+        """Return the two. Raises ConfigError if they are not datasets. See Data.load."""
         from .samples import MapStyle
 
         found, where = self.call(), self.where
@@ -141,7 +141,7 @@ class ImportedData(Data, Imported):
             try:
                 problem = f"has no {missing[0]}" if missing else "" if len(dataset) else "is empty"
             except Exception as error:
-                problem = f"tells no length: {type(error).__name__}: {' '.join(str(error).split())}"
+                problem = f"has no length: {type(error).__name__}: {' '.join(str(error).split())}"
             if problem:
                 raise ConfigError(f"{where}: {name} dataset {type(dataset).__name__} {problem}")
         train, test = (MapStyle(where, dataset) for dataset in found)
@@ -154,11 +154,11 @@ class ImportedData(Data, Imported):
 
 
 class ImportedAggregator(Imported):
-    """[gradient] import = "package.module:name": the Aggregator of that name, or that it returns.
+    """[gradient] import = "package.module:name": an Aggregator, or a callable that returns one.
 
     import: of a class derived from Aggregator, whose fields are the other keys of the table, or of
         any callable that returns an Aggregator
-    import_from: directory that modules are looked for in first; the job file's where not given
+    import_from: directory that is searched for modules first; default: the job file's
     has_momentum, holds_back, stateless: unknown before build
     """
 
@@ -170,11 +170,11 @@ class ImportedAggregator(Imported):
 
     @property
     def aggregator(self) -> str:
-        """What it is called, in place of the name of a row."""
+        """Its name, instead of the name of a row."""
         return self.imported
 
     def build(self) -> Aggregator:
-        """Return it. Raises ConfigError where there is none, or its options are wrong."""
+        """Return it. Raises ConfigError if it is not one, or its options are wrong."""
         with self._found() as found:
             options = dict(self.model_extra or {})
             if inspect.isclass(found) and issubclass(found, Aggregator):
@@ -190,10 +190,10 @@ class ImportedAggregator(Imported):
 class ImportedLoss(Loss, Imported):
     """[loss] import = "package.module:function": a function (outputs, targets, reduction="mean").
 
-    import: of a function as those of torch.nn.functional: without reduction it gives the mean over
+    import: of a function like those of torch.nn.functional: by default it returns the mean over
         all targets, with reduction="none" a value for each; its further arguments are the
         other keys of the table
-    import_from: directory that modules are looked for in first; the job file's where not given
+    import_from: directory that is searched for modules first; default: the job file's
     """
 
     of: ClassVar[str] = "loss"
@@ -207,11 +207,12 @@ class ImportedLoss(Loss, Imported):
 
 
 class ImportedMetric(Metric, Imported):
-    """[metric] import = "package.module:function": the mean of what a function (outputs, targets)
+    """[metric] import = "package.module:function": the mean of the function's values.
 
-    returns for each target or sample; its further arguments are the other keys of the table.
+    import: of a function (outputs, targets) that returns a value for each target or sample; its
+        further arguments are the other keys of the table
     better: which scores are
-    import_from: directory that modules are looked for in first; the job file's where not given
+    import_from: directory that is searched for modules first; default: the job file's
     """
 
     of: ClassVar[str] = "metric"
@@ -222,7 +223,7 @@ class ImportedMetric(Metric, Imported):
     @classmethod
     def _is_not_the_loss(cls, imported: str) -> str:
         if imported.endswith(":loss"):
-            raise ValueError("should be called otherwise: records have a test_loss already")
+            raise ValueError("should have another name: records already have a test_loss")
         return imported
 
     @property

@@ -1,4 +1,4 @@
-"""A training job as its TOML file says it: every key, its type and its default."""
+"""A training job, as in its TOML file: every key, its type and its default."""
 
 from __future__ import annotations
 
@@ -65,30 +65,30 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 class Train(Section):
     """[train]: the run itself.
 
-    epochs: times that all training samples are seen; learning_rate: before the schedule's factor
-    settings: "recommended": where [gradient] holds values back, momentum is at most what goes with
-        that, 0.7, 0.5 or 0; steps stay as long, by another learning_rate, where momentum adds up
-    seeds: of weights, order and chance; a run for each; seed = S is seeds = [S]
-    virtual_ranks: ranks that each process plays; bits are those of so many processes
-    batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
-        0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
-    loss_scaling: "dynamic" halves the scale where a gradient overflows on any rank, skips the step
-        on all, and doubles it after 2,000 steps without
-    loss_scale: what the loss is multiplied by, and means are divided by; a power of two. Default:
-        1, and 65,536 to begin with where it is dynamic
+    epochs: passes over all training samples; learning_rate: before the schedule's factor
+    settings: "recommended": if [gradient] holds values back, momentum is limited to the value that
+        suits this, 0.7, 0.5 or 0; if momentum adds up, another learning_rate keeps steps as long
+    seeds: of weights, order and all random numbers; one run for each; seed = S is seeds = [S]
+    virtual_ranks: ranks that each process runs; the bits are those of so many processes
+    batch: samples of all ranks together; threads: of torch, and of kernels if overlap is off;
+        0: OMP_NUM_THREADS if it is set, else the cores that the rank owns
+    loss_scaling: "dynamic" halves the scale if a gradient overflows on any rank, skips the step
+        on all, and doubles it after 2,000 steps without overflow
+    loss_scale: factor on the loss, divided out of means; a power of two. Default: 1, and initially
+        65,536 if it is dynamic
     bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
-        first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
+        first, and with overlap during backward; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
-    keep_every: epochs, after each of which the weights are kept in a file of their own
-        (influence), beside the checkpoint, which is overwritten; 0: none are
-    record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
-        own, 4 bytes a value and rank each (bench compress)
+    keep_every: weights are kept after every so many epochs, each time in a file of their own
+        (influence), beside the checkpoint, which is overwritten; 0: never
+    record_gradients: iterations, from 0, in which the gradients of every rank are written to files,
+        4 bytes per value and rank each (bench compress)
     device: where models compute and gradients are averaged; "gpu": each process on one of its own
-    oversubscribe_gpus: let processes of a node share GPUs where there are too few
-    gpu_direct: whether MPI is given GPU memory: "auto" where it takes it, else it goes through the
-        host; "required" refuses to begin where it does not; "never"
-    autocast: the dtype of torch.autocast in forward; "float16" goes best with dynamic scaling
+    oversubscribe_gpus: let processes of a node share GPUs if there are too few
+    gpu_direct: whether MPI gets GPU memory: "auto" if MPI takes it, otherwise through the
+        host; "required": an error if MPI does not take it; "never"
+    autocast: the dtype of torch.autocast in forward; "float16" should have dynamic scaling
     """
 
     epochs: Positive = 10
@@ -161,16 +161,16 @@ class Train(Section):
         }
 
 
-EPOCHS = "train.epochs"  # may be raised where a run is gone on with
+EPOCHS = "train.epochs"  # may be larger when a run is resumed
 RATE = "train.learning_rate"
 OWN_MOMENTUM = "optimizer.momentum"  # in needs of update rules that have one of their own
 WITHOUT_MOMENTUM = "write momentum = 0.0 below [optimizer], or leave optimizer.momentum out"
-MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change bits
+MAY_DIFFER = (  # when a run is resumed; virtual_ranks and device change bits
     "train.virtual_ranks",
     "train.checkpoint_every",
     "train.telemetry_every",
     "train.timeout_s",
-    "train.settings",  # what it has set is in other keys
+    "train.settings",  # its effect is in other keys
     "train.overlap",
     "train.device",
     "train.gpu_direct",
@@ -203,8 +203,8 @@ Further = Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)]
 class Job(Section):
     """One row of a job file: a configuration that is run once per seed.
 
-    name: part of file names; the job file's where it is not given
-    metrics: each told beside metric, which is what reports and studies go by; as [[metrics]]
+    name: part of file names; default: the job file's
+    metrics: further ones beside metric, which reports and studies use; tables [[metrics]]
     """
 
     name: Name
@@ -258,14 +258,14 @@ class Job(Section):
         labels = [metric.label for metric in (self.metric, *self.metrics)]
         twice = [label for label in labels[1:] if label == "loss" or labels.count(label) > 1]
         if twice:
-            raise ValueError(f"metrics: {twice[0]!r}: is told already")
+            raise ValueError(f"metrics: {twice[0]!r}: is there twice")
         return self
 
     @model_validator(mode="after")
     def _goes_together(self) -> Job:
         train, gradient = self.train, self.gradient
         clip = getattr(self.optimizer, "clip_global_norm", 0)
-        usual = {  # key -> whether it has the value that goes with all, and that value
+        usual = {  # key -> whether it has the value that suits all others, and that value
             "stages.count": (self.stages.count == 1, "1"),
             "train.image_grid": (train.image_grid == (1, 1), "[1, 1]"),
             "adversarial.epsilon": (not self.adversarial.epsilon, "0"),
@@ -280,14 +280,14 @@ class Job(Section):
             "optimizer.clip_global_norm": (not clip, "0"),
             "gradient.aggregator": (
                 gradient.stateless,
-                "one that keeps nothing, as none or lowbit",
+                "one that keeps nothing, for example none or lowbit",
             ),
             "gradient.error_feedback": (not getattr(gradient, "error_feedback", False), "false"),
             "gradient.layers": (not getattr(gradient, "layers", {}), "empty"),  # of other stages
         }
         by_ranks = "stages.count", "train.image_grid", "adversarial.epsilon", "update"
         others = [key for key in usual if key != "stages.count"]
-        # what is asked for, whether it is, and keys that have to be as usual then
+        # a setting, whether it is in use, and keys that then need their usual values
         alone: list[tuple[str, Any, Iterable[str]]] = [
             ("adversarial", self.adversarial.epsilon, ("update", "train.image_grid")),
             ("precision", not self.precision.empty, ("train.image_grid",)),
@@ -299,7 +299,7 @@ class Job(Section):
             for key in given if is_asked else ():
                 is_usual, value = usual[key]
                 if not is_usual:
-                    raise ValueError(f"{what}: does not go with this {key}: must be {value}")
+                    raise ValueError(f"{what}: does not allow this {key}: must be {value}")
         return self
 
     @model_validator(mode="after")
@@ -315,7 +315,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _momentum_that_goes_with_the_rest(self) -> Job:
-        """Take none where the job names none and gradient or update have their own."""
+        """Set no momentum if the job names none and gradient or update have their own."""
         of, keys = self.optimizer, {"momentum", "nesterov"}
         has_own = self.gradient.has_momentum or OWN_MOMENTUM in self.update.needs
         if has_own and isinstance(of, Sgd) and not of.model_fields_set & keys:
@@ -324,7 +324,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _recommended(self) -> Job:
-        """Set what train.settings="recommended" stands for; once more, it changes nothing."""
+        """Apply train.settings="recommended"; applying it again changes nothing."""
         is_asked = self.train.settings == "recommended"
         if not (is_asked and self._has_too_much(self.gradient)):
             return self
@@ -336,9 +336,9 @@ class Job(Section):
         return self
 
     def _waits(self, gradient: Aggregator | ImportedAggregator) -> bool:
-        """Return whether gradients wait on their way to an optimiser.
+        """Return whether gradients are held back on their way to an optimiser.
 
-        One that has momentum where means have some is an error, see _check_momentum.
+        A momentum in the optimiser beside one in the means is an error, see _check_momentum.
         """
         is_error = gradient.has_momentum and self.optimizer.has_momentum
         return isinstance(self.update, ByAllreduce) and gradient.holds_back and not is_error
@@ -349,11 +349,11 @@ class Job(Section):
         return own or self.optimizer.kept_share
 
     def _has_too_much(self, gradient: Aggregator | ImportedAggregator) -> bool:
-        """Return whether gradients wait, and momentum is above what goes with that."""
+        """Return whether gradients are held back, and momentum is too large for that."""
         return self._waits(gradient) and self._kept_share(gradient) > gradient.most_momentum
 
     def _with_less_momentum(self, gradient: Aggregator | ImportedAggregator) -> dict[str, Raw]:
-        """Return keys by table: momentum of most_momentum at most, the rate that goes with it."""
+        """Return keys by table: momentum of at most most_momentum, the rate that suits it."""
         share = self._kept_share(gradient)
         most, changes = min(share, gradient.most_momentum), dict[str, Raw]()
         if gradient.has_momentum:
@@ -367,11 +367,11 @@ class Job(Section):
 
     @property
     def has_rate(self) -> bool:
-        """Whether the job gives a rate, of which momentum makes longer steps."""
+        """Whether the job sets a rate, and momentum makes its steps longer."""
         return self.optimizer.adds_up and RATE not in self.controller.decides
 
     def advice(self, gradient: Aggregator) -> str:
-        """Return the line about momentum beside a gradient's method; "" where there is none."""
+        """Return the advice about momentum with a gradient's method; "" if there is none."""
         if not self._waits(gradient):
             return ""
         changes = self._with_less_momentum(gradient)
@@ -425,7 +425,7 @@ class Job(Section):
             if not self.optimizer.has_noise_scale:
                 raise ValueError(
                     f"{name}: this optimizer takes the length of a layer's gradient out of its "
-                    "step, of which the noise scale says nothing"
+                    "step, so the noise scale does not apply to it"
                 )
             if self.train.batch < 2:
                 raise ValueError(f"{name}: train.batch=1: should be 2 or more")
@@ -433,13 +433,13 @@ class Job(Section):
 
     @property
     def told(self) -> list[Metric]:
-        """What is told of the test samples beside the loss: first what reports go by."""
+        """The metrics of test samples beside the loss: first the one that reports use."""
         return [metric for metric in (self.metric, *self.metrics) if metric.label != "loss"]
 
     def aggregator(self) -> Aggregator:
-        """Return how gradients are averaged; what [gradient] imports is imported here.
+        """Return the aggregator of gradients; an import of [gradient] happens here.
 
-        Raises ConfigError where that cannot be, or does not go with the job.
+        Raises ConfigError if that fails, or does not suit the job.
         """
         if not isinstance(self.gradient, ImportedAggregator):
             return self.gradient
@@ -452,7 +452,7 @@ class Job(Section):
         return found
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError where the job cannot do with so many ranks, virtual ones included."""
+        """Raise ConfigError if the job does not suit this number of ranks, with virtual ones."""
         for key, given, check in (
             ("controller.name", self.controller.name, self.controller.check_ranks),
             ("update.name", self.update.name, self.update.check_ranks),
@@ -482,11 +482,11 @@ class Job(Section):
 
     @property
     def id(self) -> str:
-        """What the files of a run are called."""
+        """The name of a run's files."""
         return f"{self.name}-s{self.seed}"
 
     def settings(self, samples: int, world: Ranks | None = None) -> Settings:
-        """Return what the controller of a run on so many training samples begins with."""
+        """Return the initial data of the controller of a run on so many training samples."""
         train = self.train
         told = self.schedule, train.learning_rate, train.batch, train.epochs, samples
         return Settings(*told, world or Loopback())
@@ -497,7 +497,7 @@ class Job(Section):
 
 
 def choices() -> dict[str, list[str]]:
-    """Return the names that each table of a job file knows, by the key that gives them."""
+    """Return the allowed names of each table of a job file, by the key that selects them."""
     rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
     found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
     schedule: Raw = {"decay": DECAYS, "batch_scaling": BATCH_SCALINGS}
@@ -505,10 +505,11 @@ def choices() -> dict[str, list[str]]:
 
 
 def laid_over(base: Raw, change: Raw) -> Raw:
-    """Return a job's tables with change laid over them.
+    """Return a job's tables overridden by change.
 
-    A table whose row is another one then loses what only the former row has: the width of an mlp
-    is no key of a lenet. See OneOf.stays. What a controller that change names decides goes too.
+    If change selects another row of a table, keys that only the former row has are dropped: the
+    width of an mlp is not a key of a lenet. See OneOf.stays. Keys that a controller in change
+    decides are dropped too.
     """
     kept = _without(base, _decided(change))
     for name, field in Job.model_fields.items():
@@ -520,14 +521,14 @@ def laid_over(base: Raw, change: Raw) -> Raw:
 
 
 def _decided(change: Raw) -> tuple[str, ...]:
-    """Return the keys, or how they begin, that a controller named in change decides."""
+    """Return the keys, or their prefixes, that a controller named in change decides."""
     name = value_at(change, ("controller", "name"))
     row = CONTROLLERS.get(name) if isinstance(name, str) else None
     return row.decides if row is not None else ()
 
 
 def _without(raw: Raw, keys: tuple[str, ...], table: str = "") -> Raw:
-    """Return tables without the keys that begin so, as table.key."""
+    """Return tables without the keys that have these prefixes, as table.key."""
     return {
         key: _without(value, keys, f"{table}{key}.") if isinstance(value, dict) else value
         for key, value in raw.items()
@@ -536,7 +537,7 @@ def _without(raw: Raw, keys: tuple[str, ...], table: str = "") -> Raw:
 
 
 def read(raw: Raw, where: str) -> Job:
-    """Return the job of tables that a user wrote, which may not say what its controller decides.
+    """Return the job in a user's tables, which may not set keys that its controller decides.
 
     Raises ConfigError, which begins with where.
     """
@@ -551,16 +552,16 @@ def read(raw: Raw, where: str) -> Job:
 
 
 def keys_of(table: str) -> set[str]:
-    """Return the keys of a table, of [train] none; those of any row where jobs choose from rows."""
+    """Return the keys of a table, except [train]; if jobs choose from rows, those of any row."""
     return set() if table == "train" else keys_inside(Job, table)
 
 
 def load(path: Path | str, settings: Iterable[str] = ()) -> list[Job]:
     """Return the runs of a job file: every row of [[compare]], or the file itself, per seed.
 
-    settings: "table.key=value", laid over the file before the rows are laid over that
+    settings: "table.key=value", which override the file before the rows override it
     gradient.machine, a file of bench fit for algorithm "auto", is relative to the job file.
-    Raises ConfigError for whatever is wrong in the file or in a setting.
+    Raises ConfigError for any error in the file or in a setting.
     """
     file = Path(path)
     return blaming(lambda some: _load(file, some), settings, file)
@@ -575,7 +576,7 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     for setting in settings:
         key = setting.partition("=")[0].strip()
         if all(value_at(row, key.split(".")) is not None for row in rows):
-            raise ConfigError(f"--set {setting}: is of no use: each row of compare says its {key}")
+            raise ConfigError(f"--set {setting}: has no effect: each row of compare sets its {key}")
     for index, row in enumerate(rows):
         if not is_one and "name" not in row:
             raise ConfigError(f"{path}: compare row {index}: name: is missing")
@@ -588,7 +589,7 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
     if not any(table.keys() - {"name"} for table in (raw, *rows)):
-        raise ConfigError(f"{path}: model and data are missing: the file says nothing of a job")
+        raise ConfigError(f"{path}: model and data are missing: the file has no keys of a job")
     runs = [run for job in jobs for run in job.seeds()]
     files = [run.record.file for run in runs if run.record.number and run.record.file]
     for f in files:
@@ -603,9 +604,9 @@ def _row(raw: Raw, row: Raw, path: Path, where: str) -> Job:
 
 
 def _with_machine(raw: Raw, directory: Path, where: str) -> Raw:
-    """Return raw with the times of a machine in place of the name of its file.
+    """Return raw with the times of a machine instead of the name of its file.
 
-    The run's record then holds what "auto" has chosen by, and resuming notices other times.
+    Then the run's record holds the input of "auto", and resuming detects other times.
     """
     gradient = raw.get("gradient")
     if not isinstance(gradient, dict) or not isinstance(gradient.get("machine"), str):

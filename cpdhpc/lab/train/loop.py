@@ -1,4 +1,4 @@
-"""A run from where it stands to its end."""
+"""A run from its current position to its end."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .step import evaluate, evaluate_each, exchange, of_samples, roots, squared_
 from .training import Training
 from .update import NOTHING, OwnModels, OwnModelsRule
 
-SAMPLES = 3  # stream of random numbers: of what samples are to chance
+SAMPLES = 3  # stream of random numbers: for random changes of samples
 
 
 class Diverged(UserError):
-    """A gradient or the loss is not finite any more."""
+    """A gradient or the loss is no longer finite."""
 
 
 def run(training: Training, caught: Caught, display: Display) -> None:
     """Train until the end and write the files. Collective.
 
-    Raises Interrupted on all processes alike after a signal to any of them, with the checkpoint
-    written; Diverged where a gradient or the loss is not finite, with the checkpoint as it was.
+    Raises Interrupted on all processes after a signal to any of them, with the checkpoint
+    written; Diverged if a gradient or the loss is not finite, with the checkpoint unchanged.
     """
     job = training.job
     for line in _announced(training):
@@ -58,7 +58,7 @@ def run(training: Training, caught: Caught, display: Display) -> None:
 
 
 def _announced(training: Training) -> Iterator[str]:
-    """Yield what is to be said of a run before it begins."""
+    """Yield the notices of a run before it begins."""
     job, files, advice = training.job, training.files, training.provenance.get("advice")
     steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
     if recorded := len(job.train.record_gradients):
@@ -83,15 +83,15 @@ def _announced(training: Training) -> Iterator[str]:
         yield f"[precision]: warmup={warmup}: fixed scales round nothing in {steps} steps"
     if job.record.iterations and (first := min(job.record.iterations)) >= steps:
         yield (
-            f"[record]: none of its {steps} iterations, from 0, will be recorded: the first one "
-            f"that is asked for is {first}"
+            f"[record]: none of its {steps} iterations, from 0, will be recorded: the first "
+            f"one to record is {first}"
         )
     if interval > steps:
         yield f"update.period={interval}: no mean over ranks in {steps} steps"
 
 
 def _missing(training: Training) -> Iterator[str]:
-    """Yield what is to be said of recordings that a complete run was asked for and has not."""
+    """Yield notices of recordings that a complete run was configured for but does not have."""
     job, done = training.job, training.iteration
     if job.record.iterations and min(job.record.iterations) >= done:
         yield f"[record]: none of its {done} iterations is recorded"
@@ -105,7 +105,7 @@ def _missing(training: Training) -> Iterator[str]:
 
 @contextmanager
 def _recording(training: Training) -> Iterator[None]:
-    """Record what [record] says in the block, from the next iteration on. Collective."""
+    """Record in the block as [record] says, from the next iteration on. Collective."""
     if not training.job.record.number:
         yield
         return
@@ -118,13 +118,13 @@ def _recording(training: Training) -> Iterator[None]:
 
 
 def _told(training: Training, scores: Mapping[str, float], loss: float) -> str:
-    """Return the scores, by column, of the metrics that are other than the loss, and the loss."""
+    """Return as text the scores, by column, of metrics other than the loss, and the loss."""
     told = [m.told(scores[m.column]) for m in training.job.told if m.column in scores]
     return ", ".join([*told, f"loss {loss:.4f}"])
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
-    """Finish the epoch that the run stands in."""
+    """Finish the current epoch."""
     job, began = training.job, time.perf_counter()
     epoch, seen = divmod(training.samples_seen, training.samples)
     order = _order(training.samples, job.seed, epoch)
@@ -148,16 +148,16 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         display.line(f"{job.id}: {column} is NaN, though the loss is finite: see its metric")
     if epoch + 1 in job.train.kept_epochs:
         training.save_weights(epoch + 1)
-    if signal:  # in the last iteration: the resumed run does not come back to this evaluation
+    if signal:  # in the last iteration: the resumed run would not repeat this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
         training.save("running")
 
 
 def _plan(training: Training, epoch: int, order: Array, size: int) -> None:
-    """Tell workers, if there are any, what this process takes in the batches from now on.
+    """Announce to workers, if there are any, this process's shares of the coming batches.
 
-    order: what is left of the epoch; size: of its batches, and of the next ones' while nobody knows
+    order: the rest of the epoch; size: of its batches, and of later ones while it is unknown
     """
     if not isinstance(training.train, Prefetched):
         return
@@ -181,9 +181,9 @@ def gradient_of(
 ) -> dict[str, Array]:
     """Return the mean gradient at some weights on the batch of an iteration, by name. Collective.
 
-    weights: by the name of the parameter, all others stay; they are others afterwards
+    weights: by the name of the parameter, all others stay; the model keeps them afterwards
     The batch is that of a controller that never changes it. Raises NonFiniteGradient on all
-    processes alike.
+    processes.
     """
     for name, parameter in training.model.named_parameters():
         if name in weights:
@@ -197,16 +197,16 @@ def gradient_of(
     return dict(zip(bucket.names, bucket.views(done.mean.flat), strict=True))
 
 
-_order = lru_cache(maxsize=2)(epoch_order)  # to sort a million takes 0.1 s
+_order = lru_cache(maxsize=2)(epoch_order)  # sorting a million takes 0.1 s
 
 
 def _seed(seed: int, epoch: int) -> int:
-    """Return the seed of what samples are to chance in an epoch."""
+    """Return the seed of the random changes of samples in an epoch."""
     return random_key(seed, SAMPLES, epoch)[0]
 
 
 def _evaluated(training: Training) -> tuple[dict[str, float], float]:
-    """Return the scores by column, by the metric of copies too where there are some; the loss."""
+    """Return the scores by column, including the metric of copies if there are some; the loss."""
     job, adversary, of = training.job, training.adversary, (training.model, training.world)
     how = training.sharing, training.at_once
     found, loss = evaluate(*of, training.test, training.loss, job.told, *how)
@@ -219,7 +219,7 @@ def _evaluated(training: Training) -> tuple[dict[str, float], float]:
 
 
 def _of_ranks(training: Training, epoch: int) -> str:
-    """Record and return how the ranks' own models do, where they have some. Collective."""
+    """Record and return the results of the ranks' own models, if they have some. Collective."""
     rule, update = training.job.update, training.update
     if not (isinstance(rule, OwnModelsRule) and isinstance(update, OwnModels)):
         return ""
@@ -247,10 +247,10 @@ def _fail(training: Training, why: str) -> NoReturn:
 
 
 def _decided(training: Training) -> tuple[float, int]:
-    """Return what the controller says, unless a step with it cannot be."""
+    """Return the controller's decision, unless a step with it is impossible."""
     rate, size = training.controller.next(training.samples_seen)
     if not (isfinite(rate) and rate >= 0 and size >= 1):
-        _fail(training, f"controller: learning rate {rate} and batch {size}: cannot be")
+        _fail(training, f"controller: learning rate {rate} and batch {size}: are not possible")
     return rate, size
 
 

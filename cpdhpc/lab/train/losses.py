@@ -1,6 +1,6 @@
-"""What training makes small, and what is told of the test samples beside it: a row each.
+"""Losses, which training minimises, and metrics of the test samples: a row each.
 
-[adversarial]: copies of samples, which a small change makes worse, that the loss is of too.
+[adversarial]: the loss includes copies of samples with a small change that increases it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LossFunction(Protocol):
-    """Of outputs [b, ...] and targets [b, ...], as the losses of torch.nn.functional."""
+    """Of outputs [b, ...] and targets [b, ...], like the losses of torch.nn.functional."""
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Return the mean over all targets; with reduction "none" a value for each.
@@ -35,7 +35,7 @@ MetricFunction = Callable[["Tensor", "Tensor"], "Tensor"]  # outputs, targets: a
 
 
 class TargetError(ConfigError):
-    """A target that the loss does not take; row: of the batch."""
+    """A target that the loss does not accept; row: of the batch."""
 
     def __init__(self, row: int, said: str) -> None:
         super().__init__(said)
@@ -46,9 +46,9 @@ class TargetError(ConfigError):
 
 
 class Loss(Section):
-    """[loss]: what training makes small, named in LOSSES.
+    """[loss]: the function that training minimises, named in LOSSES.
 
-    long_name, units: of its values; metric: of METRICS, what goes with it where the job names none
+    long_name, units: of its values; metric: the default metric for it, one of METRICS
     """
 
     long_name: ClassVar[str]
@@ -57,25 +57,25 @@ class Loss(Section):
 
     @property
     def label(self) -> str:
-        """What its values are, for records."""
+        """The name of its values in records."""
         return self.long_name
 
     @abstractmethod
     def build(self) -> LossFunction:
-        """Return the function, which raises ConfigError where outputs and targets do not fit."""
+        """Return the function, which raises ConfigError if outputs and targets do not fit."""
 
     def check(self, outputs: Tensor, classes: int) -> None:
-        """Raise ConfigError where outputs are not for data of so many classes; 0: unknown."""
+        """Raise ConfigError if outputs do not suit data of so many classes; 0: unknown."""
 
     def guessed(self, classes: int) -> float:
-        """Return the loss of outputs that are alike for all classes; infinity if nobody knows."""
+        """Return the loss of equal outputs for all classes; infinity if unknown."""
         return math.inf
 
 
 class CrossEntropy(Loss):
     """[loss] name = "cross_entropy": of outputs [b, classes, ...] and integer targets [b, ...].
 
-    label_smoothing: share of the target that goes to all classes alike, in training and test
+    label_smoothing: share of the target that is spread evenly over classes, in training and test
     Source: Szegedy et al.: Rethinking the inception architecture, CVPR 2016, section 7.
     """
 
@@ -105,7 +105,7 @@ class CrossEntropy(Loss):
         return math.log(classes) if classes else math.inf
 
 
-NO_CLASS = -(2**63)  # torch leaves targets of -100 out, unless told to leave out others
+NO_CLASS = -(2**63)  # torch ignores targets of -100 unless another value is to be ignored
 
 
 def _cross_entropy(
@@ -134,7 +134,7 @@ def _cross_entropy(
 
 
 def _check_classes(where: str, outputs: Tensor, targets: Tensor) -> int:
-    """Return the number of classes. Raises ConfigError where targets are not classes."""
+    """Return the number of classes. Raises ConfigError if targets are not classes."""
     whole = not (targets.is_floating_point() or targets.is_complex())
     if outputs.ndim < 2 or not whole or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         raise ConfigError(
@@ -178,13 +178,14 @@ class Adversarial(Section):
     """[adversarial]: half of the loss is of copies, samples + epsilon sign(gradient of the loss).
 
     epsilon: largest change of an input value; 0: no copies
-    tau: age of the parameters, in steps, that copies are made by. 0: those of the step, so that its
-        two gradients come one after the other; 1 or more: copies do not wait for the last step
-    alternate: "turns": each rank does both halves; "ranks": the first half of the ranks has the
+    tau: age in steps of the parameters that make the copies. 0: those of the step, so that its
+        two gradients are computed one after the other; 1 or more: copies need not wait for the
+        last step
+    alternate: "turns": each rank computes both halves; "ranks": the first half of the ranks has the
         samples, the other the copies, which takes an even number of ranks
-    trained: false: copies are evaluated, by the parameters then, and not trained on
-    low, high: what values of copies stay within; not given: anything
-    Batch norms have statistics of their own for copies; those of samples are evaluated.
+    trained: false: copies are only evaluated, with the parameters of that time, not trained on
+    low, high: bounds for the values of copies; default: no bounds
+    Batch norms have separate statistics for copies; evaluation uses those of samples.
     Source: Liu et al., Concurrent Adversarial Learning for Large-Batch Training, arXiv 2106.00221.
     """
 
@@ -203,17 +204,17 @@ class Adversarial(Section):
 
     @property
     def groups(self) -> int:
-        """The number of groups of ranks: 2 where one has the samples and the other the copies."""
+        """The number of groups of ranks: 2 if one has the samples and the other the copies."""
         return 2 if self.epsilon and self.trained and self.alternate == "ranks" else 1
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError where so many ranks, virtual ones included, do not make the groups."""
+        """Raise ValueError if this number of ranks, virtual ones included, is not possible."""
         if ranks % self.groups:
             raise ValueError(f"{ranks} ranks: must be even")
 
 
 class Metric(Section):
-    """[metric]: what is told of the test samples beside their loss, named in METRICS.
+    """[metric]: a score of the test samples beside their loss, named in METRICS.
 
     units: of the score; percent: whether it is shown in percent; lower: whether less is better
     """
@@ -224,16 +225,16 @@ class Metric(Section):
     @property
     @abstractmethod
     def label(self) -> str:
-        """What records and reports call it."""
+        """Its name in records and reports."""
 
     @property
     def column(self) -> str:
-        """What records call it, behind which they have the loss."""
+        """Its column in records, which is followed by the loss."""
         return f"test_{self.label}"
 
     @property
     def long_name(self) -> str:
-        """What the score is."""
+        """Description of the score."""
         return f"{self.label} of test samples"
 
     @property
@@ -243,14 +244,14 @@ class Metric(Section):
 
     @abstractmethod
     def build(self) -> MetricFunction | None:
-        """Return what gives a value for each target; None where it is the loss that tells."""
+        """Return a function with a value for each target; None if the loss is the score."""
 
     def score(self, mean: float) -> float:
-        """Return the score by the mean of the values over all targets of all samples."""
+        """Return the score from the mean of the values over all targets of all samples."""
         return mean
 
     def told(self, score: float) -> str:
-        """Return a score in words."""
+        """Return a score as text."""
         return f"{self.label} {score:.2%}" if self.percent else f"{self.label} {score:.4g}"
 
 
@@ -265,7 +266,7 @@ class Accuracy(Metric):
     name: Literal["accuracy"] = "accuracy"
 
     def build(self) -> MetricFunction:
-        """Return what is 1 where a target is right. See Metric.build."""
+        """Return a function that is 1 for right targets. See Metric.build."""
 
         def right(outputs: Tensor, targets: Tensor) -> Tensor:
             _check_classes("metric: accuracy", outputs, targets)
@@ -285,7 +286,7 @@ class Perplexity(Metric):
         return lambda outputs, targets: _cross_entropy(outputs, targets, "none")
 
     def score(self, mean: float) -> float:
-        """Return exp(mean), infinity where that is too large."""
+        """Return exp(mean), infinity if that is too large."""
         try:
             return math.exp(mean)
         except OverflowError:
@@ -293,7 +294,7 @@ class Perplexity(Metric):
 
 
 class LossAlone(Metric):
-    """[metric] name = "loss": nothing beside the loss."""
+    """[metric] name = "loss": no score beside the loss."""
 
     label: ClassVar[str] = "loss"
 

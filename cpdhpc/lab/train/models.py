@@ -23,7 +23,7 @@ class Model(Section):
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is [batch, *sample_shape].
 
-        classes: 0 where the data does not say. Raises ValueError where it does not go with the
+        classes: 0 if the data does not define them. Raises ValueError if it does not suit the
         samples.
         """
 
@@ -31,7 +31,7 @@ class Model(Section):
 def image_shape(model: str, shape: tuple[int, ...], least: int) -> tuple[int, int, int]:
     """Return channels, height and width of images [height, width] or [channels, height, width].
 
-    model: what the error begins with
+    model: prefix of the error
     Raises ValueError for other shapes, and for images of fewer rows or columns than least.
     """
     if len(shape) not in (2, 3) or min(shape[-2:]) < least:
@@ -43,7 +43,7 @@ def image_shape(model: str, shape: tuple[int, ...], least: int) -> tuple[int, in
 
 
 def to_channels(shape: tuple[int, ...]) -> list[torch.nn.Module]:
-    """Return the layer that gives images of two axes a third, of channels; none for others."""
+    """Return a layer that adds a channel axis to images of two axes; none for others."""
     import torch
 
     return [torch.nn.Unflatten(1, (1, shape[0]))] if len(shape) == 2 else []
@@ -64,7 +64,7 @@ class LeNet(Model):
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, height, width].
 
-        Raises ValueError for images that two poolings leave nothing of.
+        Raises ValueError for images too small for two poolings.
         """
         import torch
 
@@ -106,7 +106,7 @@ class Mlp(Model):
 
 
 class ResidualMlp(Model):
-    """[model] name = "residual_mlp": fully connected blocks, each added to what enters it.
+    """[model] name = "residual_mlp": fully connected blocks, each added to its input.
 
     width: values between blocks; blocks: of two layers each, with ReLU before both
     """
@@ -152,7 +152,7 @@ class QuantizedCnn(Model):
     input_bits: Bits = 8
 
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        """Return the network. Raises ValueError for images that two poolings leave nothing of."""
+        """Return the network. Raises ValueError for images too small for two poolings."""
         from torch import nn
 
         from ...torch.quantized import layers
@@ -184,7 +184,7 @@ def plan(
     """Yield channels of the input, width and stride of each block.
 
     Each stage but the first begins with a stride of 2 and has twice the width of the one before.
-    stages: their blocks; expansion: channels that a block gives, by its width
+    stages: their blocks; expansion: output channels of a block per width
     """
     for stage, count in enumerate(stages):
         for block in range(count):
@@ -208,7 +208,7 @@ class CifarResNet(Model):
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, (channels,) height, width].
 
-        Raises ValueError for what is no image of at least 4 x 4 pixels.
+        Raises ValueError for inputs that are not images of at least 4 x 4 pixels.
         """
         from torch import nn
 
@@ -283,9 +283,9 @@ class ResNet(Model):
     """[model] name = "resnet": the residual networks for ImageNet.
 
     depth: layers, in blocks of two convolutions up to 34, of three above
-    stem: "imagenet" makes images a quarter as high and wide before the first stage, "cifar" leaves
-        them as they are, by a convolution of 3 x 3
-    width: channels of the first stage; norm: as of "resnet_cifar"
+    stem: "imagenet" reduces height and width to a quarter before the first stage, "cifar" keeps
+        them, with a convolution of 3 x 3
+    width: channels of the first stage; norm: as for "resnet_cifar"
     Source: He et al., arXiv 1512.03385, table 1.
     """
 
@@ -321,7 +321,7 @@ class ResNet(Model):
 
 
 def sequence_length(model: str, shape: tuple[int, ...]) -> int:
-    """Return the places of a sequence. Raises ValueError for samples of another shape."""
+    """Return the length of a sequence. Raises ValueError for samples of another shape."""
     if len(shape) != 1:
         raise ValueError(
             f"{model}: inputs of {' x '.join(map(str, shape))}: must be sequences of classes, "
@@ -344,7 +344,7 @@ class RowLstm(Model):
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, (channels,) height, width].
 
-        Raises ValueError for what is no image.
+        Raises ValueError for inputs that are not images.
         """
         from torch import nn
 
@@ -361,12 +361,12 @@ class RowLstm(Model):
 
 
 class LstmLanguageModel(Model):
-    """[model] name = "lstm": says of each place of a sequence of classes what comes next.
+    """[model] name = "lstm": predicts the next class at each place of a sequence of classes.
 
     embedding: values of a class; hidden: values of each of the LSTM's layers; layers: their number
-    dropout: between layers, and before and behind them; tied: embedding and output share
+    dropout: between layers, and before and after them; tied: embedding and output share
         weights, Press, Wolf, arXiv 1608.05859
-    uniform: weights and biases begin as numbers in -uniform..uniform
+    uniform: weights and biases are initialised in -uniform..uniform
     Every sequence begins with a state of zeros.
     Source: Zaremba et al., Recurrent neural network regularization, arXiv 1409.2329, section 4.1,
     whose small network is the default.
@@ -389,7 +389,7 @@ class LstmLanguageModel(Model):
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network: int64[batch, time] gives float32[batch, classes, time].
 
-        Raises ValueError for samples that are no sequences.
+        Raises ValueError for samples that are not sequences.
         """
         from torch import nn
 
@@ -411,14 +411,14 @@ class LstmLanguageModel(Model):
 
 
 class Transformer(Model):
-    """[model] name = "transformer": says of each place what comes next, from all before it.
+    """[model] name = "transformer": predicts the next class at each place, from all before it.
 
-    width: values of a place; heads: parts that attention has of them
+    width: values of a place; heads: of attention, which share the width
     layers: each of attention and two linear layers with 4 width values between, a norm before both
-    dropout: of the embedding, of attention's weights and behind each linear layer
-    Source: Vaswani et al., arXiv 1706.03762; norms, GELU and the normal numbers of deviation 0.02
-    that weights begin with as Radford et al., Language models are unsupervised multitask learners,
-    2019, section 2.3, have them.
+    dropout: of the embedding, of attention's weights and after each linear layer
+    Source: Vaswani et al., arXiv 1706.03762; norms, GELU and the initial weights, normal numbers of
+    deviation 0.02, as in Radford et al., Language models are unsupervised multitask learners,
+    2019, section 2.3.
     """
 
     name: Literal["transformer"] = "transformer"
@@ -436,7 +436,7 @@ class Transformer(Model):
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network: int64[batch, time] gives float32[batch, classes, time].
 
-        Raises ValueError for samples that are no sequences.
+        Raises ValueError for samples that are not sequences.
         """
         from torch import nn
 

@@ -19,7 +19,7 @@ class Optimizer(Section):
 
     has_noise_scale: whether its steps are along gradients times factors that are known before
     preconditions: whether those factors are other than 1
-    adds_up: whether momentum m makes steps 1 / (1 - m) times as long, as a mean of steps does not
+    adds_up: whether momentum m makes steps 1 / (1 - m) times as long; a mean does not
     """
 
     has_noise_scale: ClassVar[bool] = True
@@ -29,12 +29,12 @@ class Optimizer(Section):
     name: str
 
     def factors(self, state: Mapping[str, Any]) -> torch.Tensor | float:
-        """Return what the next step multiplies gradients by, of a parameter with this state."""
+        """Return the factors on gradients in the next step, for a parameter with this state."""
         return 1.0
 
     @property
     def has_momentum(self) -> bool:
-        """Whether a step depends on the gradients of steps before."""
+        """Whether a step depends on the gradients of earlier steps."""
         return True
 
     @property
@@ -44,7 +44,7 @@ class Optimizer(Section):
 
     @abstractmethod
     def with_share(self, share: float) -> dict[str, Any]:
-        """Return the keys that make it that share, with their values then."""
+        """Return the keys that set this share, with their values then."""
 
     @abstractmethod
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
@@ -85,7 +85,7 @@ Exclude = Literal["one_dimensional", "none"]  # the keys of torch.optimizers.EXC
 def groups(
     parameters: Iterable[torch.nn.Parameter], exclude: Exclude, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return parameters as torch's optimisers take them, those that are excluded without decay."""
+    """Return parameters for torch's optimisers, with the excluded ones without decay."""
     from ...torch.optimizers import EXCLUDES
 
     sides: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = [], []
@@ -103,9 +103,9 @@ FUSED = ("cpu", "cuda")  # types of devices for which torch has steps in one pas
 
 
 def has_fused(given: Iterable[dict[str, Any]]) -> bool:
-    """Whether torch has right steps in one pass for all parameters of groups.
+    """Whether torch's steps in one pass are correct for all parameters of groups.
 
-    They go through memory without a look at strides, and gradients of the reducer are contiguous.
+    They ignore strides in memory, and gradients of the reducer are contiguous.
     """
     parameters = [p for group in given for p in group["params"]]
     return all(
@@ -114,9 +114,9 @@ def has_fused(given: Iterable[dict[str, Any]]) -> bool:
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Give each parameter that has a gradient its momentum, which fused steps want all of or none.
+    """Give each parameter with a gradient its momentum, as fused steps need all of them or none.
 
-    A layer that no rank has used until now has none. The first step is the same: 0 is added.
+    A layer that no rank has used yet has none. The first step does not change: 0 is added.
     """
     import torch
 
@@ -147,7 +147,7 @@ class Sgd(OfMomentum):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether there is some."""
+        """Whether momentum is above 0."""
         return self.momentum > 0
 
     def with_share(self, share: float) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Sgd(OfMomentum):
 
 
 def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Tensor:
-    """Return 1 / (sqrt(v) + eps) of the state before a step, whose bias is corrected."""
+    """Return 1 / (sqrt(v) + eps) of the state before a step, with corrected bias."""
     from ...ops.tensors import values_of
 
     steps = float(values_of(state["step"]))
@@ -179,7 +179,7 @@ def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Ten
 class Adam(OfMoments):
     """[optimizer] name = "adam": as torch.optim.Adam, whose weight decay is part of the gradient.
 
-    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    betas: decay rates of the first and second moment; eps: added to the root of the second
     weight_decay: times the weights is added to gradients
     exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
     Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
@@ -205,10 +205,10 @@ class Adam(OfMoments):
 
 
 class AdamW(Adam):
-    """[optimizer] name = "adamw": as torch.optim.AdamW, whose weight decay is apart from moments.
+    """[optimizer] name = "adamw": as torch.optim.AdamW, with weight decay apart from moments.
 
-    betas: shares of the first and second moment that stay; eps: added to the root of the second
-    weight_decay: times the rate is the share of the weights that a step takes away
+    betas: decay rates of the first and second moment; eps: added to the root of the second
+    weight_decay: times the rate is the share of the weights that a step subtracts
     exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
     Source: Loshchilov, Hutter: Decoupled weight decay regularization, arXiv 1711.05101.
     """
@@ -266,9 +266,9 @@ class Larc(LayerWise, OfMomentum):
 class Lamb(LayerWise, OfMoments):
     """[optimizer] name = "lamb": Adam whose step of a layer is as long as its weights.
 
-    betas: shares of the first and second moment that stay; eps: added to the root of the second
-    weight_decay: times the weights is added to a step; trust_clip: |w| / |step| is 1 at most
-    clip_global_norm: gradients of all layers together are scaled to this norm at most; 0: off
+    betas: decay rates of the first and second moment; eps: added to the root of the second
+    weight_decay: times the weights is added to a step; trust_clip: |w| / |step| is at most 1
+    clip_global_norm: gradients of all layers together are scaled to at most this norm; 0: off
     exclude: "one_dimensional" leaves biases and norms without adaptation and decay
     Source: You et al., arXiv 1904.00962, algorithm 2.
     """
@@ -285,10 +285,10 @@ class Lamb(LayerWise, OfMoments):
 
 
 class NovoGrad(LayerWise, OfMoments):
-    """[optimizer] name = "novograd": momentum of gradients over a running norm of their layer.
+    """[optimizer] name = "novograd": momentum of gradients divided by their layer's running norm.
 
-    betas: shares of the momentum and of the squared norm that stay; eps: added to the norm
-    weight_decay: times the weights is added to what enters the momentum
+    betas: decay rates of the momentum and of the squared norm; eps: added to the norm
+    weight_decay: times the weights is added to the input of the momentum
     exclude: "one_dimensional" leaves biases and norms without decay
     Source: Ginsburg et al., arXiv 1905.11286, algorithm 1.
     """
@@ -311,12 +311,12 @@ class NovoGrad(LayerWise, OfMoments):
 
 
 class AdamP(LayerWise, OfMoments):
-    """[optimizer] name = "adamp": Adam without steps along weights whose scale is not felt.
+    """[optimizer] name = "adamp": Adam without steps along weights whose scale has no effect.
 
-    betas: shares of the first and second moment that stay; eps: added to the root of the second
-    weight_decay: times the rate is the share of the weights that a step takes away
-    delta: weights count as such where the cosine to their gradient is below delta / sqrt(values)
-    decay_share: of the weight decay that they get then
+    betas: decay rates of the first and second moment; eps: added to the root of the second
+    weight_decay: times the rate is the share of the weights that a step subtracts
+    delta: weights are such if the cosine to their gradient is below delta / sqrt(values)
+    decay_share: the share of weight decay for such weights
     exclude: "one_dimensional" leaves biases and norms without decay
     Source: Heo et al., arXiv 2006.08217, algorithm 2.
     """

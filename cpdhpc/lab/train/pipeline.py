@@ -1,12 +1,12 @@
-"""What a rank does that holds a stage: programs whose messages the engine carries.
+"""Programs of a rank that holds a stage; the engine carries their messages.
 
-Stage k maps z_k to y_k; x is z_0. Of K stages, with a multiplier l_k of each cut (0 where there are
-none), the batch's mean of
+Stage k maps z_k to y_k; x is z_0. With K stages and a multiplier l_k of each cut (0 if there are
+none), training minimises the batch's mean of
 
     cross entropy of y_K-1 + sum over cuts of beta / 2 |P (z_k - y_k-1)|^2 + <l_k, P (z_k - y_k-1)>
 
-is made small. P takes means of neighbouring values, scaled so that P P^T = 1; without filter it is
-1. What goes down from a cut is the gradient of that mean with respect to P y_k-1, times -1.
+P takes means of neighbouring values, scaled so that P P^T = 1; without filter it is 1. From a cut,
+the gradient of that mean with respect to P y_k-1, times -1, is sent to the stage before.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .step import naming_items
 class Stage:
     """Some blocks of a network, one after the other.
 
-    index, count: which stage of how many
+    index, count: number of the stage, and number of stages
     blocks: with the names of parameters and buffers that they have in the network
-    shape: of a sample of what it gives
+    shape: of a sample of its output
     """
 
     index: int
@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives the network's outputs."""
+        """Whether it returns the network's outputs."""
         return self.index == self.count - 1
 
 
@@ -64,7 +64,7 @@ class _Blocks(torch.nn.Module):
             place.add_module(last, block)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last block gives."""
+        """Return the last block's output."""
         for block in self._in_turn:
             x = block(x)
         return x
@@ -73,8 +73,8 @@ class _Blocks(torch.nn.Module):
 def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return the names and modules whose composition a network is.
 
-    A torch.nn.Sequential is its members, those within it are theirs in turn; another network says
-    its modules by an attribute "blocks". Raises ValueError for others, and where parameters belong
+    A torch.nn.Sequential consists of its members, nested ones of theirs; another network lists
+    its modules in an attribute "blocks". Raises ValueError for others, and if parameters belong
     to no block.
     """
     if _is_sequential(model):
@@ -112,10 +112,10 @@ def cut(
 ) -> list[Stage]:
     """Return the stages of a network.
 
-    begins: blocks that stages after the first begin with; empty: by parameters
-    factor: of a filter, which must go with each cut
+    begins: first blocks of the stages after the first; empty: balanced by parameters
+    factor: of a filter, which must suit each cut
     sample: two inputs, with which the blocks are tried; no parameter or buffer changes
-    Raises ValueError where the network cannot be cut so.
+    Raises ValueError if the network cannot be cut so.
     """
     blocks = blocks_of(model)
     sizes = [sum(p.numel() for p in block.parameters() if p.requires_grad) for _, block in blocks]
@@ -155,7 +155,7 @@ def cut(
 
 
 def _tried(name: str, block: torch.nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return what a block gives. Raises ValueError unless float32[count, ...]."""
+    """Return a block's output. Raises ValueError unless it is float32[count, ...]."""
     y = block(x)
     if not isinstance(y, torch.Tensor):
         raise ValueError(f"block {name!r} gives {type(y).__name__}: should be a tensor")
@@ -168,17 +168,17 @@ def _tried(name: str, block: torch.nn.Module, x: torch.Tensor, count: int) -> to
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where parts begin, in each of which something lies, the largest as small as can be.
+    """Return the begins of nonempty parts, so that the largest part is as small as possible.
 
-    sizes: of blocks; those of size 0 go with the block before
-    Raises ValueError where there are fewer blocks of a size than parts.
+    sizes: of blocks; those of size 0 belong to the block before
+    Raises ValueError if there are fewer blocks with a size than parts.
     """
     firsts = [i for i, size in enumerate(sizes) if size]
     if len(firsts) < count:
         raise ValueError(f"stages.count={count}: the network has {len(firsts)} blocks to train")
     firsts[0] = 0
     weights = [sum(sizes[a:b]) for a, b in pairwise([*firsts, len(sizes)])]
-    # ways[n]: of the first n + 1 weights the largest part, and where parts begin; n >= parts - 1
+    # ways[n]: for the first n + 1 weights the largest part, and the begins of parts; n >= parts - 1
     ways: dict[int, tuple[int, list[int]]] = {
         n: (sum(weights[: n + 1]), [0]) for n in range(len(weights))
     }
@@ -194,14 +194,14 @@ def balanced(sizes: Sequence[int], count: int) -> list[int]:
 
 
 class Wire:
-    """How values travel: float32[batch, ...] as bytes."""
+    """The encoding of values on their way: float32[batch, ...] as bytes."""
 
     def __init__(self, name: str) -> None:
         packed = packed_wire(name, "stages")
         self._raw, self._payloads = packed is None, packed or Raw()
 
     def size_bytes(self, count: int) -> int:
-        """Return the bytes of so many values."""
+        """Return the size in bytes of so many values."""
         return self._payloads.size_bytes(count)
 
     def encode(self, x: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -225,8 +225,8 @@ class Wire:
 class Filter:
     """P, which takes means of neighbours, scaled so that P P^T = 1; and its transpose.
 
-    factor: of maps [channels, height, width] squares of factor x factor pixels are one value, of
-        other samples so many values of the last axis
+    factor: in maps [channels, height, width] squares of factor x factor pixels become one value,
+        in other samples so many values of the last axis
     Raises ValueError for samples that the factor does not divide.
     """
 
@@ -262,7 +262,7 @@ class Filter:
 
 @dataclass
 class Kept:
-    """What a stage keeps of the samples of a batch: what enters it, and the multipliers."""
+    """A stage's data on the samples of a batch: its input, and the multipliers."""
 
     z: torch.Tensor
     multiplier: torch.Tensor
@@ -270,7 +270,7 @@ class Kept:
 
 @dataclass
 class Done:
-    """What a program found.
+    """The results of a program.
 
     loss: of the share, by the last stage; busy_ns: processor time of the thread, without waits
     violation: sum of the squares of P (z - y) over values, of the cut before the stage
@@ -285,11 +285,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Work:
-    """A share of a batch, as a stage takes it.
+    """A share of a batch, as input of a stage.
 
-    number: of the batch, by which stages keep what enters them; size: of all its samples
-    items: int64[b], the samples of this of so many shares
-    inputs, targets: for the first and the last stage; key: of what the network is to chance
+    number: of the batch, by which stages keep their inputs; size: all its samples
+    items: int64[b], the samples of this share
+    inputs, targets: for the first and the last stage; key: of the network's random numbers
     """
 
     number: int
@@ -307,15 +307,15 @@ class Work:
 
     @property
     def weight(self) -> float:
-        """Of a sample, where the mean over shares of their sums is the mean over the batch."""
+        """Of a sample, so that the mean over shares of their sums is the mean over the batch."""
         return self.shares / self.size
 
 
 class Part:
-    """A stage at work on one share of the batches.
+    """A stage that works on one share of the batches.
 
-    below, above: ranks of the stages before and after, None where there is none
-    below_shape: of a sample that enters; loss: of outputs and targets
+    below, above: ranks of the stages before and after, None if there is none
+    below_shape: of a sample of the input; loss: of outputs and targets
     kept: by number of the batch
     """
 
@@ -337,8 +337,8 @@ class Part:
     def serial(self, work: Work, train: bool) -> Program[Done]:
         """Forward and backward through all stages in turn.
 
-        train: leave gradients of parameters; else what enters the stages is computed anew and kept,
-            with its gradient, as a step of z or as multipliers
+        train: leave gradients of parameters; otherwise the inputs of stages are computed anew and
+            kept, with their gradients, as a step of z or as multipliers
         """
         done, z = Done(), work.inputs
         if not work.count:
@@ -357,7 +357,7 @@ class Part:
         with _busy(done):
             gradient = self._backward(z, y, direction, train, done) if needed else None
         if self.below is not None:
-            assert gradient is not None, "it was asked for"
+            assert gradient is not None, "it was requested"
             if train or self.stage.index > 1:  # the first stage has nothing else to compute
                 yield from self._send(self.below, gradient)
             if not train:
@@ -366,9 +366,9 @@ class Part:
         return done
 
     def _keep(self, y: torch.Tensor, gradient: torch.Tensor, work: Work) -> None:
-        """Keep what came from the stage below, and its gradient in what the method has for it.
+        """Keep the output of the stage below, and use its gradient as the method does.
 
-        The multipliers begin where z, which is y, would stay if z_rate is 1.
+        The multipliers begin so that z, which is y, would stay if z_rate is 1.
         """
         below, given = self.filter_below, self.given
         step = given.z_rate / work.weight * gradient
@@ -379,9 +379,9 @@ class Part:
             self.kept[work.number] = Kept(y - step / given.beta, zeros)
 
     def local(self, work: Work, last: bool) -> Program[Done]:
-        """Forward and backward of this stage alone, from what it keeps of a batch.
+        """Forward and backward of this stage alone, from the kept data of a batch.
 
-        last: no step of the batch follows, and what is kept of it goes
+        last: no step of the batch follows, and its data is dropped
         """
         done = Done()
         if not work.count:
@@ -413,12 +413,12 @@ class Part:
             if kept is not None and last:
                 del self.kept[work.number]
             elif kept is not None and came is not None and pull is not None:
-                assert gradient is not None, "what is kept requires one"
+                assert gradient is not None, "kept data requires one"
                 self._move(kept, gradient + self.filter_below.spread(pull), came, work.weight)
         return done
 
     def _move(self, kept: Kept, gradient: torch.Tensor, came: torch.Tensor, weight: float) -> None:
-        """Step along the negative gradient, and let the multipliers follow the residual."""
+        """Step along the negative gradient, and update the multipliers by the residual."""
         given = self.given
         kept.z = kept.z - given.z_rate / (given.beta * weight) * gradient
         if given.method == "lagrangian":
@@ -428,9 +428,9 @@ class Part:
     def _forward(
         self, z: torch.Tensor, work: Work, done: Done
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what enters, with a gradient to come, and the outputs, of the last stage the loss.
+        """Return the input, with requires_grad, and the outputs; for the last stage the loss.
 
-        Where the blocks fail these are NaN, and done has the error: other ranks wait for them.
+        If the blocks fail, these are NaN and done has the error, as other ranks wait for them.
         """
         if self.below is not None:
             z = z.detach().requires_grad_(torch.is_grad_enabled())
@@ -461,7 +461,7 @@ class Part:
         train: bool,
         done: Done,
     ) -> torch.Tensor | None:
-        """Return the gradient of what enters, None for the first stage.
+        """Return the gradient of the input, None for the first stage.
 
         direction: the gradient of y; None: 1. train: leave that of parameters in p.grad
         """

@@ -1,4 +1,4 @@
-"""What process 0 shows of a run: a bar on a terminal, a line per epoch elsewhere."""
+"""Process 0's display of a run: a bar on a terminal, a line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-PARENT, TERMINAL = 1, 4  # of proc_pid_stat(5), behind the name
-QUIET_S = 10  # among many runs, one this long tells of its epochs
+PARENT, TERMINAL = 1, 4  # of proc_pid_stat(5), after the name
+QUIET_S = 10  # among many runs, one that takes longer shows its epochs
 
 
 class Display:
@@ -34,7 +34,7 @@ class Display:
         self.task = self.bar.add_task("", note="")
 
     def start(self, run_id: str, samples: int, done: int) -> None:
-        """Begin a run that sees so many samples, some of which it may have seen already."""
+        """Begin a run of so many samples, some of which it may have seen already."""
         self.run += 1
         self.bar.start()
         self.bar.reset(self.task, total=samples, completed=done, note="", description=run_id)
@@ -45,19 +45,19 @@ class Display:
         return not self.bar.disable
 
     def step(self, samples: int = 1, note: str | None = None) -> None:
-        """Count samples seen; note: what stands behind the bar, None: what stood there."""
+        """Count samples seen; note: text after the bar, None: unchanged."""
         self.bar.advance(self.task, samples)
         if note is not None:
             self.bar.update(self.task, note=note)
 
     def epoch(self, run_id: str, epoch: int, epochs: int, note: str) -> None:
-        """Tell how an epoch ended, in the words of note."""
+        """Show the result of an epoch, as in note."""
         if not self.has_bar and (self.runs == 1 or time.monotonic() - self.last_s > QUIET_S):
             self.line(f"{self._which()}{run_id}: epoch {epoch} of {epochs}: {note}")
         self.bar.update(self.task, note=note)
 
     def end(self, text: str) -> None:
-        """Take the bar away and leave a line."""
+        """Remove the bar and print a final line."""
         self.bar.stop()
         self.line(f"{self._which()}{text}")
 
@@ -72,10 +72,10 @@ class Display:
 
 
 def on_terminal() -> bool:
-    """Whether a person sees stdout; mpirun gives ranks a terminal even where it has none itself.
+    """Whether a person sees stdout; mpirun gives ranks a terminal even if it has none itself.
 
-    So stdout that is no controlling terminal is judged by that of the next process above which
-    has another one: of mpirun, whatever was started in between.
+    If stdout is not the controlling terminal, the nearest ancestor process with another stdout
+    decides: mpirun, whatever was started in between.
     """
     if not sys.stdout.isatty():
         return False
@@ -88,10 +88,10 @@ def on_terminal() -> bool:
             other = Path(f"/proc/{pid}/fd/1").readlink()
             if other != ours:
                 return str(other).startswith(("/dev/pts/", "/dev/tty"))
-    except OSError:  # another user's process, or no Linux
+    except OSError:  # another user's process, or not Linux
         return False
 
 
 def _status(pid: int) -> list[str]:
-    """Return what the system says of a process, behind its name."""
+    """Return the system's data on a process, after its name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

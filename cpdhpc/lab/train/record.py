@@ -1,4 +1,4 @@
-"""The time series of a run, as rows while it goes on and as labelled arrays in its file."""
+"""The time series of a run: rows while it runs, labelled arrays in its file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Layers = dict[str, Array]  # [layers] by column
 
 
 def count_nonzero(x: Array) -> int:
-    """Return how many of float32 values are not zero; on a GPU, too, where CuPy drops small ones.
+    """Return the number of nonzero float32 values; also correct on a GPU.
 
     Bits are compared, as CuPy's own arithmetic takes subnormal numbers for zero.
     """
@@ -31,10 +31,10 @@ def count_nonzero(x: Array) -> int:
 
 
 def observe(reducer: GradientReducer, mean: Mean) -> Layers:
-    """Return what the aggregator has to say of each layer after the last reduce. Collective.
+    """Return the aggregator's telemetry of each layer after the last reduce. Collective.
 
-    nonzero: int64[layers], how many values of all ranks' gradients are not zero; the counted
-    columns are shares of these, the others as they stand in mean, NaN where they do not
+    nonzero: int64[layers], number of nonzero values in all ranks' gradients; the counted
+    columns are shares of these, the others are copied from mean, NaN if missing there
     """
     bucket, columns = reducer.bucket, reducer.aggregator.columns
     counted = [name for name, column in columns.items() if column.counted]
@@ -54,12 +54,12 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
 
 
 SCHEMA = 1
-FGSM = "_fgsm"  # ends the name of a score of adversarial copies
+FGSM = "_fgsm"  # suffix of the score of adversarial copies
 WINDOW_PHASES = "correction", "refresh", "local"
 
 
 class Quantity(NamedTuple):
-    """A column of a group; axes: behind that of the rows, which the first column labels."""
+    """A column of a group; axes: after that of the rows, which the first column labels."""
 
     long_name: str
     units: str = "1"
@@ -78,7 +78,7 @@ def _steps(loss: Loss, decided: Mapping[str, Column]) -> Table:
         "samples": Quantity("samples of the global batch", dtype=np.int64),
         "loss": Quantity(f"{loss.label} of the global batch", loss.units),
         "learning_rate": Quantity("learning rate"),
-        "loss_scale": Quantity("factor on the loss; a step is skipped where the next is half"),
+        "loss_scale": Quantity("factor on the loss; a step is skipped if the next is half"),
         "time_s": Quantity("time of a phase, the largest over processes", "s", ("phase",)),
         "wire_bytes": Quantity(
             "payload that a rank sends in a step, to ranks and to MPI's collectives",
@@ -137,13 +137,13 @@ WINDOWS = {
 class Record:
     """Rows of steps, epochs and layers, of "ranks" that have own models, "windows" of stages.
 
-    ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
-    columns: what the aggregator offers of each layer
-    loss, metrics: what is trained, and what is told of the test samples beside it
-    copies: whether the first metric is told of adversarial copies too
+    ranks: the largest number of ranks in the run; layers: parameter names, in the bucket's order
+    columns: the aggregator's telemetry of each layer
+    loss, metrics: the trained loss, and the scores of the test samples beside it
+    copies: whether the first metric is also computed for adversarial copies
     stages: that the network is cut into
-    decided: what the controller offers of each step
-    tables: the columns of each group; scores: those of epochs that metrics give, and what they are
+    decided: the controller's columns of each step
+    tables: the columns of each group; scores: columns of metrics in epochs, with descriptions
     """
 
     def __init__(
@@ -198,12 +198,12 @@ class Record:
     def epoch_of_ranks(
         self, epoch: int, distance: float, rank: int, score: float, loss: float
     ) -> None:
-        """Add how far apart the ranks' models are, and the one whose test loss is largest."""
+        """Add the distance between the ranks' models, and the one whose test loss is largest."""
         row = epoch, distance, rank, score, loss
         self.rows["ranks"].append(row if self.scores else (*row[:3], loss))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
-        """Add what was observed of the layers in a step."""
+        """Add the telemetry of the layers in a step."""
         names = [*self.tables["layers"]][1:]
         self.rows["layers"].append((iteration, *map(layers.__getitem__, names)))
 
@@ -224,7 +224,7 @@ class Record:
         return found
 
     def _labels(self, group: str) -> dict[str, Variable]:
-        """Return what labels the axes of a group behind that of the rows."""
+        """Return the labels of a group's axes after that of the rows."""
         axes: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
             "steps": {
                 "phase": (PHASES, "phase of a step"),
@@ -243,7 +243,7 @@ class Record:
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over rows that arrays returned; ranks that a run had before or has now send 0.
+        """Restore the rows in the result of arrays; former or new ranks that are missing sent 0.
 
         A column that an older version did not write is unknown: NaN, an integer -1.
         """
@@ -266,7 +266,7 @@ class Record:
         return np.full(shape, value, each.dtype)
 
     def save(self, path: Path, attributes: Attributes) -> None:
-        """Write a record that takes path's place when it is complete; attributes: of the run."""
+        """Write a record that replaces path when it is complete; attributes: of the run."""
         write(path, self.groups(), {"kind": "run", "schema": SCHEMA, **attributes})
 
     def groups(self) -> dict[str, dict[str, Variable]]:

@@ -1,4 +1,4 @@
-"""Samples as training takes them: where they lie, which an iteration takes, who reads them."""
+"""Training samples: where they are stored, which of them an iteration takes, how they are read."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class DataError(UserError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs, as images in 0..1, and their labels or other targets, in memory.
+    """Inputs, for example images in 0..1, and their labels or other targets, in memory.
 
-    train_x, test_x: float32[n, ...], or uint8[n, ...] that are to be divided by 255 as they are
+    train_x, test_x: float32[n, ...], or uint8[n, ...] that are divided by 255 when they are
         taken, which needs a quarter of the memory
-    train_y, test_y: int64[n], 0..classes - 1; or float32[n, classes], values to be found
-    mean, deviation: float32[channels], by which inputs are normalised then; empty: they are not
+    train_y, test_y: int64[n], 0..classes - 1; or float32[n, classes], values to be predicted
+    mean, deviation: float32[channels], for normalising inputs; empty: they are not normalised
     """
 
     train_x: Array
@@ -79,17 +79,17 @@ class Samples(Protocol):
     def take(self, index: Array, seed: int) -> Pair:
         """Return the samples int64[b] as two tensors whose first axis is the sample.
 
-        seed: of what a sample is to chance, with its number: so alike on any number of ranks
+        seed: of random changes, with a sample's number: so they do not depend on the ranks
         """
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """Samples that are no arrays.
+    """Samples that are not in arrays.
 
-    image_shape: of an input; classes: 0 where they are unknown
-    directory: where modules of the user's that make the items are looked for; None: there are none
+    image_shape: of an input; classes: 0 if they are unknown
+    directory: searched for the user's modules that make the items; None: there are none
     """
 
     train: Samples
@@ -100,9 +100,9 @@ class Source:
 
 
 def permutation(n: int, seed: int, *path: int) -> Array:
-    """Return int64[n], the order of 0..n-1 that (seed, *path) chooses, the same everywhere.
+    """Return int64[n], the order of 0..n-1 for (seed, *path), the same everywhere.
 
-    It is made of the raw stream of a bit generator, which NumPy promises not to change.
+    Made from the raw stream of a bit generator, which NumPy promises not to change.
     """
     draws = np.random.Philox(np.random.SeedSequence([seed, *path])).random_raw(n)
     return np.argsort(draws, kind="stable")
@@ -116,18 +116,18 @@ def split_order(n: int, test_share: float, seed: int) -> tuple[Array, Array]:
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Array:
-    """Return the order in which an epoch goes through n samples, the same on all ranks."""
+    """Return the order of n samples in an epoch, the same on all ranks."""
     return permutation(n, seed, _EPOCH, epoch)
 
 
 def shard(batch: Array, ranks: int, rank: int) -> Array:
-    """Return the part of a global batch that one rank computes on; it may be empty."""
+    """Return one rank's part of a global batch; it may be empty."""
     start, stop = split(batch.size, ranks, rank)
     return batch[start:stop]
 
 
 class Scaling:
-    """Bytes become 0..1; then inputs are normalised by channel, where mean and deviation are given.
+    """Bytes become 0..1; then inputs are normalised by channel, if mean and deviation are set.
 
     mean, deviation: float32[channels], or empty
     """
@@ -189,7 +189,7 @@ class Rows:
     """Rows of two tables of an HDF5 file, which each process opens and reads on its own.
 
     tables: of inputs and targets
-    Raises DataError where they are not numbers, empty, or not of one length.
+    Raises DataError if they are not numbers, empty, or of different lengths.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Rows:
         elif kinds[1].kind not in "iuf":
             problem = f"have dtypes {kinds[0]}, {kinds[1]}: targets must be integers or floats"
         elif len(x.shape) < 2 or not y.shape or x.shape[0] != y.shape[0] or not x.shape[0]:
-            problem = f"have shapes {x.shape} and {y.shape}: must be [n, ...], n alike, 1 or more"
+            problem = f"have shapes {x.shape} and {y.shape}: must be [n, ...] with the same n > 0"
         elif len(mean) and len(mean) != self._shape(x.shape)[0]:
             problem = f"have shapes {x.shape} and {y.shape}: mean has {len(mean)} channels"
         else:
@@ -232,7 +232,7 @@ class Rows:
         return int(classes.max()) + 1
 
     def take(self, index: Array, seed: int) -> Pair:
-        """Return the samples int64[b]. See Samples.take. Raises StoreError for what is damaged."""
+        """Return the samples int64[b]. See Samples.take. Raises StoreError for damaged data."""
         import torch
 
         x, y = (self.tables.take(name, index) for name in self.tables.names)
@@ -246,8 +246,8 @@ class Rows:
 class MapStyle:
     """A map-style torch dataset: anything with a length and items (input, target).
 
-    where: what errors begin with
-    classes: the length of the dataset's attribute of this name, as torchvision's have; else 0
+    where: prefix of errors
+    classes: the length of the dataset's attribute of this name, as in torchvision; else 0
     """
 
     def __init__(self, where: str, dataset: Any) -> None:
@@ -262,7 +262,7 @@ class MapStyle:
     def take(self, index: Array, seed: int) -> Pair:
         """Return the samples int64[b], each with random numbers of its own. See Samples.take.
 
-        Raises ConfigError if the dataset fails, or has other items than pairs.
+        Raises ConfigError if the dataset fails, or its items are not pairs.
         """
         import torch
         from torch.utils.data import default_collate
@@ -286,10 +286,10 @@ class MapStyle:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Give random, numpy.random and torch numbers by the seed, until the end of the block."""
+    """Seed random, numpy.random and torch, until the end of the block."""
     import torch
 
-    # users' transforms call np.random.rand and its like
+    # users' transforms call np.random.rand and similar functions
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
@@ -303,7 +303,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return where a model's parameters are."""
+    """Return the device of a model's parameters."""
     from ...ops.tensors import CPU
 
     return next((p.device for p in model.parameters()), CPU)
@@ -314,19 +314,19 @@ def taken(samples: Samples, index: Array, seed: int, device: torch.device) -> Pa
     from ...ops.tensors import await_device
 
     inputs, targets = samples.take(index, seed)
-    await_device(device)  # as copies from pageable memory do, without end
+    await_device(device)  # with a time-out, unlike copies from pageable memory
     return inputs.to(device), targets.to(device)
 
 
-Share = tuple[Array, int]  # what Samples.take is given
-CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of a rank, which tells its workers
+Share = tuple[Array, int]  # the arguments of Samples.take
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of a rank, which ends its workers
 
 
 class Loader(Section):
-    """[loader]: who reads samples, which changes no bit.
+    """[loader]: how samples are read, which changes no bit.
 
-    workers: of each rank, that read ahead of it: threads, or processes for data by import; 0: the
-        rank reads itself
+    workers: of each rank, that read ahead: threads, or processes for data by import; 0: the
+        rank reads by itself
     prefetch: batches that each worker reads ahead
     """
 
@@ -335,12 +335,12 @@ class Loader(Section):
 
 
 class Workers:
-    """What a process reads samples with, from entering to leaving a with block.
+    """A process's readers of samples, from entering to leaving a with block.
 
-    sources: Samples that are read; directory: where their modules are looked for first; None where
-        they may be read by threads
+    sources: Samples that are read; directory: searched for their modules first; None if
+        threads may read them
     wait_s: the longest wait for a batch
-    Raises ConfigError where processes cannot have the sources.
+    Raises ConfigError if the sources cannot be sent to processes.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Workers:
         self._lifeline: Connection | None = None
         self._content = b""
         if loader.workers and directory is not None:
-            where = f"loader.workers={loader.workers}: the datasets cannot be given to a process"
+            where = f"loader.workers={loader.workers}: the datasets cannot be sent to a process"
             with told(where):
                 self._content = pickle.dumps(self.sources)
 
@@ -369,10 +369,10 @@ class Workers:
         self._executor = self._lifeline = None
 
     def submit(self, source: int, share: Share) -> Future[Any]:
-        """Have a share of a source read; the future has whatever goes wrong."""
+        """Submit a share of a source for reading; the future holds any error."""
         try:
             return self._submit(source, share)
-        except Exception as error:  # other ranks must not wait: it is told where it is taken
+        except Exception as error:  # other ranks must not wait: it is raised when taken
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
@@ -382,13 +382,13 @@ class Workers:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(self.count, "cpdhpc-loader")
             return self._executor.submit(self.sources[source].take, *share)
-        with _signals_blocked():  # so that no worker, nor what starts them, ever gets them
+        with _signals_blocked():  # so that neither workers nor their helpers get signals
             if self._executor is None:
                 self._executor = self._processes(self.directory)
             return self._executor.submit(_take, source, *share)
 
     def _processes(self, directory: str) -> Executor:
-        """Return processes that no process with MPI was copied to."""
+        """Return processes that are not forked from a process with MPI."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch.utils.data"])
         end, self._lifeline = context.Pipe(duplex=False)
@@ -405,7 +405,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class _Worker:
-    """What a worker process has. sources: as bytes, until the first share is asked for."""
+    """A worker process's data. sources: as bytes, until the first share is requested."""
 
     sources: Any = b""
 
@@ -426,7 +426,7 @@ def _begin(lifeline: Connection, directory: str, content: bytes) -> None:
 
 
 def _take(source: int, index: Array, seed: int) -> tuple[Array, Array]:
-    with told(f"loader: {_named(index)}"):  # another error may not be one that the rank could read
+    with told(f"loader: {_named(index)}"):  # the rank may be unable to unpickle other errors
         if isinstance(_Worker.sources, bytes):
             _Worker.sources = pickle.loads(_Worker.sources)
         x, y = _Worker.sources[source].take(index, seed)
@@ -449,7 +449,7 @@ class Prefetched:
         return len(self.workers.sources[self.source])
 
     def plan(self, shares: Iterable[Share]) -> None:
-        """Say what will be taken next, in this order, in place of what was said before."""
+        """Set the shares that will be taken next, in this order, replacing earlier plans."""
         self._waiting = deque(shares)
         wanted = {_key(*share) for share in self._waiting}
         for key in [key for key in self._read if key not in wanted]:
@@ -463,9 +463,9 @@ class Prefetched:
                 self._read[_key(*share)] = self.workers.submit(self.source, share)
 
     def take(self, index: Array, seed: int) -> Pair:
-        """Return the samples int64[b]; what was not planned is read here. See Samples.take.
+        """Return the samples int64[b]; unplanned ones are read here. See Samples.take.
 
-        Raises ConfigError where a worker died, or took longer than it may.
+        Raises ConfigError if a worker died, or exceeded the time limit.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Everything a run works with, made from its configuration and tried before it begins."""
+"""Creates all objects of a run from its configuration, and tries them before it begins."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from .update import OwnModelsRule
 def own_device(
     world: Ranks, kind: str, *, oversubscribe: bool = False, gpu_direct: str = "auto"
 ) -> torch.device:
-    """Return the device of this process, which is torch's and CuPy's current one then. Collective.
+    """Return this process's device, now the current one of torch and CuPy. Collective.
 
     kind: cpu or gpu; the others: see train.job.Train
-    Raises UserError on all processes alike where one has no GPU, or torch or CuPy none for it,
-    where several share one that should not, and where MPI is to take GPU memory and does not.
+    Raises UserError on all processes if one has no GPU, or torch or CuPy cannot use it,
+    if several share one without permission, and if MPI must take GPU memory but does not.
     """
     if kind == "cpu":
         return CPU
@@ -82,9 +82,9 @@ def own_device(
 
 
 def own_threads(world: Ranks, wanted: int) -> int:
-    """Let torch have so many threads, 0: one for each core of this rank; return them. Collective.
+    """Set torch's number of threads, 0: one for each core of this rank; return it. Collective.
 
-    Raises UserError as threads_of_rank.
+    Raises the UserError of threads_of_rank.
     """
     threads = wanted or threads_of_rank(world)
     torch.set_num_threads(threads)
@@ -92,7 +92,7 @@ def own_threads(world: Ranks, wanted: int) -> int:
 
 
 def cast_forward(model: torch.nn.Module, train: Train, device: torch.device) -> None:
-    """Let a model's forward choose dtypes by torch.autocast, and return float32, if asked for."""
+    """Let a model's forward use torch.autocast, but return float32, if configured."""
     if train.autocast == "none":
         return
     forward, dtype = model.forward, getattr(torch, train.autocast)
@@ -118,7 +118,7 @@ def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[S
 
 
 def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
-    """Return a job's network, as its seed begins. Raises ConfigError, or the model's ValueError."""
+    """Return a job's network, initialised by its seed. Raises ConfigError, or its ValueError."""
     if not data.classes and not isinstance(job.model, ImportedModel):
         raise ConfigError(
             f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
@@ -133,7 +133,7 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
 
 
 def names_layers(job: Job) -> bool:
-    """Return whether an option of gradient names a layer: no network without layers has it."""
+    """Return whether an option of gradient names a layer."""
     try:
         job.aggregator().check_layers([])
     except ValueError:
@@ -142,7 +142,7 @@ def names_layers(job: Job) -> bool:
 
 
 def check_layers(job: Job, model: torch.nn.Module) -> None:
-    """Raise ConfigError where an option of gradient names a layer that the network has not."""
+    """Raise ConfigError if an option of gradient names a layer that the network does not have."""
     try:
         job.aggregator().check_layers([n for n, p in model.named_parameters() if p.requires_grad])
     except ValueError as error:
@@ -150,7 +150,7 @@ def check_layers(job: Job, model: torch.nn.Module) -> None:
 
 
 def of_gradient(job: Job, error: ValueError) -> ConfigError:
-    """Return what is said of a job whose gradients cannot be averaged as it says."""
+    """Return the error of a job whose gradients cannot be averaged as configured."""
     said = str(error).removeprefix(type(job.aggregator()).__name__).lstrip(".: ")
     return ConfigError(f"{job.id}: gradient.{said}")
 
@@ -158,16 +158,16 @@ def of_gradient(job: Job, error: ValueError) -> ConfigError:
 def check_fit(
     job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
 ) -> None:
-    """Run two samples through model, loss and metric, which leaves all as it was.
+    """Run two samples through model, loss and metric, and restore all state.
 
-    Raises ConfigError, one line that names what does not go with what.
+    Raises ConfigError, in one line that names the parts that do not fit each other.
     """
     index = np.arange(min(2, len(samples)))
     inputs, targets = taken(samples, index, 0, device_of(model))
     metrics = {f"metric {each.label}": each.build() for each in job.told}
     training, scores = model.training, list[tuple[str, Any, int]]()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), naming_items(index):
-        torch.manual_seed(job.seed)  # of layers that are not initialised before
+        torch.manual_seed(job.seed)  # for layers that are initialised in the first forward
         with told(f"{job.id}: model: inputs {shown(inputs)}"):
             outputs = model.eval()(inputs)
         model.train(training)
@@ -194,7 +194,7 @@ Array = npt.NDArray[Any]
 
 
 def agreed(world: Ranks, make: Callable[[], T]) -> T:
-    """Return make(), which has no collective in it, unless some process fails. Collective.
+    """Return make(), which contains no collective, unless some process fails. Collective.
 
     Raises the first failing process's UserError on all of them; a ValueError becomes one.
     """
@@ -211,13 +211,13 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
 
 
 def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Training:
-    """Return a run that is about to begin. Collective.
+    """Return a run that is ready to begin. Collective.
 
-    Raises UserError on all processes alike where the job does not go with the data.
+    Raises UserError on all processes if the job does not suit the data.
     """
     threads = own_threads(world, job.train.threads)
     job.check_ranks(world.ranks)
-    set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
+    set_kernel_threads(1 if job.train.overlap else threads)  # more would slow backward down
     device = own_device(
         world,
         job.train.device,
@@ -242,19 +242,19 @@ def _given(
     model: torch.nn.Module,
     grid: ImageGrid | None,
 ) -> Given:
-    """Return samples and loss, which go with the model, and who reads them. Collective."""
+    """Return samples and loss, checked with the model, and the readers. Collective."""
     train, test = samples_of(data, grid)
     digests = _digests(job, world, samples_of(data))
     train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
-    if grid is None:  # else forward has messages, and partition has checked the layers
+    if grid is None:  # otherwise forward has messages, and partition has checked the layers
         agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
     obeying = agreed(world, lambda: _obeying(job, model))
 
     def counted() -> int:
         return samples_at_once(model, train, bool(job.adversarial.epsilon))
 
-    at_once = agreed(world, counted) if grid is None else counted()  # which has messages then
+    at_once = agreed(world, counted) if grid is None else counted()  # the latter has messages
     directory = data.directory if isinstance(data, Source) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
@@ -267,7 +267,7 @@ def _given(
 
 
 def _digests(job: Job, world: Ranks, whole: tuple[Samples, Samples]) -> tuple[str, str]:
-    """Return what tells data sets apart, for kept weights and for checkpoints. Collective."""
+    """Return digests that identify the data, for kept weights and for checkpoints. Collective."""
     digest = ""
     if job.train.keep_every:
         digest = world.on_first(lambda: checkpoint.data_digest(*whole), "data")
@@ -289,7 +289,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
             bucket_mib=job.train.bucket_mib,
             overlap=job.train.overlap,
         )
-    except ValueError as error:  # on all ranks alike, as a pattern that matches no layer
+    except ValueError as error:  # on all ranks, for example a pattern that matches no layer
         raise of_gradient(job, error) from None
     reducer.advised = True  # by the run itself, before it begins
     controller = job.controller.build(job.settings(len(given.train), world))
@@ -345,7 +345,7 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
     ranks, columns = placement.world.ranks, aggregator.columns
     layers, count = list(reducers.layers), job.stages.count
     record = Record(ranks, layers, columns, job.loss, job.told, stages=count)
-    reducer = cast(GradientReducer, reducers)  # it has what loop and scaler ask of one
+    reducer = cast(GradientReducer, reducers)  # it has the methods that loop and scaler use
     update = StagedUpdate(optimizer, reducers, job.stages, given.loss, given.train, record)
     return StagedTraining(
         given,
@@ -364,7 +364,7 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
 def _split(
     job: Job, world: Ranks, data: Dataset | Source, model: torch.nn.Module
 ) -> tuple[ImageGrid, torch.nn.Module]:
-    """Return how images are split, and the network that takes their parts. Collective."""
+    """Return the split of images, and the network for their parts. Collective."""
     try:
         if isinstance(data, Source):
             raise ValueError("only data in memory is split")
@@ -372,12 +372,12 @@ def _split(
             raise ValueError("augmented images are not split")
         grid = ImageGrid(world, job.train.image_grid)
         return grid, partition(model, data.image_shape, grid)
-    except (TypeError, ValueError) as error:  # alike on all ranks
+    except (TypeError, ValueError) as error:  # the same on all ranks
         raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
 def _obeying(job: Job, model: torch.nn.Module) -> str:
-    """Let layers obey the policy of a job, and return which do; "" without one."""
+    """Make layers obey the policy of a job, and return their description; "" without one."""
     try:
         found = obeyed(model, job.precision)
         left = unheard(model, job.precision)

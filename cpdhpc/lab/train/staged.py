@@ -1,4 +1,4 @@
-"""Stages at work in a training: what takes the place of an ordinary step."""
+"""Stages in a training: their reducers, and their replacement of an ordinary step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_BYTES = np.empty(0, np.uint8)
 
 
 class StageReducers(Averaging):
-    """The reducers of the stages of this process, in the place of one of the whole network.
+    """The reducers of the stages of this process, instead of one for the whole network.
 
     Collective. Options as of GradientReducer.
     """
@@ -66,7 +66,7 @@ class StageReducers(Averaging):
                 bucket_mib=bucket_mib,
             )
 
-        self.of = self.world.agreed(  # errors may be of some stages alone
+        self.of = self.world.agreed(  # some stages alone may have errors
             lambda: {index: reducer(index) for index in placement.stages}, "stages", Exception
         )
 
@@ -79,7 +79,7 @@ class StageReducers(Averaging):
     def reduce(self, errors: dict[int, Exception], iteration: int) -> list[Mean]:
         """Set p.grad of the stages here to means over shares; return these. Collective.
 
-        errors: by stage, what was found before. Raises on all processes alike one of these, or
+        errors: by stage, found before. Raises one of these on all processes, or
         NonFiniteGradient, with p.grad of some stages set and no parameter changed.
         """
         means, found = list[Mean](), list[Exception]()
@@ -94,7 +94,7 @@ class StageReducers(Averaging):
                 found.append(NonFiniteGradient(error.segments, ranks, error.dtype))
             except Exception as error:
                 found.insert(0, error)
-        # What a stage raises gives NaN to the others, which is not to hide it.
+        # A stage's error causes NaN in the others, which must not hide it.
         worst = next(iter(found), None)
         grave = 0 if worst is None else 1 if isinstance(worst, NonFiniteGradient) else 2
         gravest = self.world.max(np.array([grave], np.int64), "stages")[0]
@@ -104,7 +104,7 @@ class StageReducers(Averaging):
 
 
 class _Window:
-    """Batches between two refreshes: first the corrections, then those that stages do alone."""
+    """Batches between two refreshes: first the corrections, then those for stages alone."""
 
     def __init__(self, batches: Sequence[Array], corrections: int, iteration: int) -> None:
         self.first = iteration
@@ -120,7 +120,7 @@ class _Window:
 
     @property
     def phase(self) -> str:
-        """What the next batch is for."""
+        """The use of the next batch."""
         return "correction" if self.corrections else "local"
 
     @property
@@ -130,12 +130,12 @@ class _Window:
 
 
 class StagedUpdate(AnyUpdate):
-    """Trains stages in turn and at the same time, in the place of forward, backward and Update.
+    """Trains stages in turn and at the same time, instead of forward, backward and Update.
 
-    Collective. model: the whole network on every process, of which it trains the stages it holds
+    Collective. model: the whole network on every process, which trains only the stages it holds
     optimizer: of all parameters; those of other stages have no gradients here
-    samples: one input and target of these become zeros where the data fails
-    record: that windows are added to; state: nothing, as checkpoints are taken between windows
+    samples: one input and target of these are used as zeros if reading data fails
+    record: that windows are added to; state: empty, as checkpoints are taken between windows
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class StagedUpdate(AnyUpdate):
         }
 
     def batch(self, coming: Array, size: int) -> Array:
-        """Return the next global batch. See Update.batch; those of a window are settled at once."""
+        """Return the next global batch. See Update.batch; a window's batches are fixed at once."""
         if not self.window:
             count = min(self.given.refresh_every, -(-coming.size // size))
             batches = [coming[size * i : size * (i + 1)] for i in range(count)]
@@ -179,7 +179,7 @@ class StagedUpdate(AnyUpdate):
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is kept of samples, which checkpoints do not have."""
+        """Whether no samples' data is kept, as checkpoints do not include it."""
         return not self.window
 
     @property
@@ -193,10 +193,10 @@ class StagedUpdate(AnyUpdate):
         return sent
 
     def train(self, samples: Samples, seed: int) -> Step:
-        """Do the next batch. Collective.
+        """Train on the next batch. Collective.
 
-        seed: of what samples are to chance. Raises on all processes alike, with the parameters as
-        they are, NonFiniteGradient and what the data or the network raised on any.
+        seed: of random changes of samples. Raises on all processes, with the parameters unchanged,
+        NonFiniteGradient and errors of the data or the network on any.
         """
         window, phase, watch = self.window, self.window.phase, Stopwatch.start()
         if phase == "local" and not window.refreshed:
@@ -233,7 +233,7 @@ class StagedUpdate(AnyUpdate):
             try:
                 if ends:
                     inputs, targets = samples.take(items, seed)
-            except Exception as error:  # the other ranks are to hear of it
+            except Exception as error:  # it must be raised on all ranks
                 errors[min(ends)] = error
             for stage in place.stages:
                 path = (share, stage) if stage else (share,)  # without stages: the same numbers
@@ -282,7 +282,7 @@ class StagedUpdate(AnyUpdate):
         at_once: int,
         start: Callable[[int], Callable[[int], Program[Done | None]]],
     ) -> list[list[Done | None]]:
-        """Run the programs of the hosted ranks; start: of a piece, their programs by rank."""
+        """Run the programs of the hosted ranks; start(piece) returns a function of the rank."""
 
         def programs(piece: int, _: object) -> list[Program[Done | None]]:
             of = start(piece)
@@ -298,7 +298,7 @@ class StagedUpdate(AnyUpdate):
         return found
 
     def _refresh(self, samples: Samples, seed: int) -> None:
-        """Compute anew what enters the stages, of all batches that they do alone. Collective.
+        """Compute anew the inputs of stages for all batches that they train alone. Collective.
 
         Parameters stay, so that the stages work on batches one after the other. Buffers stay too.
         """
@@ -336,7 +336,7 @@ class StagedUpdate(AnyUpdate):
         self.record.window(window.first, violations, np.array(time_ns), busy_ns.max(axis=2))
 
     def observe(self) -> Layers:
-        """Return what the aggregator has to say of each layer. Collective. See record.observe."""
+        """Return the aggregator's telemetry of each layer. Collective. See record.observe."""
         mine = {
             stage: observe(reducer, mean)
             for (stage, reducer), mean in zip(self.reducer.of.items(), self.means, strict=True)
@@ -351,14 +351,14 @@ class StagedUpdate(AnyUpdate):
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Give all processes the stages and what the optimiser keeps of them. Collective."""
+        """Copy the stages and the optimiser's state to all processes. Collective."""
         if self.world.processes > 1:
             with torch.no_grad():
                 self._share_tensors()
         yield
 
     def _share_tensors(self) -> None:
-        """Give all processes the tensors of all stages. Collective."""
+        """Copy the tensors of all stages to all processes. Collective."""
         mine = {index: self._described(index) for index in self.placement.stages}
         told = {k: v for each in self.world.gather(mine, "stages") for k, v in each.items()}
         for stage in self.stages:
@@ -380,7 +380,7 @@ class StagedUpdate(AnyUpdate):
                     x.copy_(values)
 
     def _described(self, stage: int) -> list[tuple[int, str, torch.dtype, tuple[int, ...]]]:
-        """Return what the optimiser keeps of a stage: number of the parameter, name, tensor."""
+        """Return the optimiser's state of a stage: number of the parameter, name, tensor."""
         return [
             (i, name, value.dtype, tuple(value.shape))
             for i, parameter in enumerate(self.stages[stage].blocks.parameters())
@@ -401,14 +401,14 @@ class StagedTraining(Training):
     update: StagedUpdate
 
     def train_on(self, batch: Array, seed: int) -> Step:
-        """Train on the batch that update.batch gave last. Collective. See StagedUpdate.train."""
+        """Train on the last batch of update.batch. Collective. See StagedUpdate.train."""
         return self.update.train(self.train, seed)
 
     def observe(self, mean: Mean) -> Layers:
-        """Return what the aggregator has to say of each layer. See StagedUpdate.observe."""
+        """Return the aggregator's telemetry of each layer. See StagedUpdate.observe."""
         return self.update.observe()
 
     def close(self) -> None:
-        """Free what the run alone used. Collective."""
+        """Free objects that only this run used. Collective."""
         super().close()
         self.update.placement.free()

@@ -1,4 +1,4 @@
-"""[stages]: a network cut into stages that train at the same time, and which rank holds which.
+"""[stages]: a network cut into stages that train at the same time, and the ranks that hold them.
 
 Source: Sun et al.: Penalty and augmented Lagrangian methods for layer-parallel training of
 residual networks, arXiv 2009.01462.
@@ -25,16 +25,16 @@ class Stages(Section):
     """[stages]: the network cut into stages that train at the same time, on ranks of their own.
 
     count: of stages; 1: the network is not cut
-    cut: blocks that the second and further stages begin with, from 0; by default stages are cut so
-        that the largest has as few parameters as can be
-    method: what holds stages together between corrections, "penalty" or "lagrangian" (penalty and
+    cut: first blocks of the second and further stages, from 0; by default stages are cut so
+        that the largest has as few parameters as possible
+    method: the coupling of stages between corrections, "penalty" or "lagrangian" (penalty and
         multipliers)
-    beta: factor of half the squared residual; z_rate: step of what enters a stage, in 1 / beta
+    beta: factor of half the squared residual; z_rate: step of a stage's input, in 1 / beta
     correction: share of the iterations that go through all stages in turn, as ordinary training
-    refresh_every: iterations after which what enters the stages is computed anew
+    refresh_every: iterations after which the inputs of stages are computed anew
     local_steps: steps of all stages on each batch that is not a correction
-    filter: of this many values, or pixels by pixels, only the mean is compared and sent
-    wire: format of what travels between stages, raw or a packed one with a scale for each tile
+    filter: only the mean of this many values, or pixels by pixels, is compared and sent
+    wire: format of values between stages, raw or a packed one with a scale for each tile
     """
 
     count: Positive = 1
@@ -51,7 +51,7 @@ class Stages(Section):
     @model_validator(mode="after")
     def _cut_once_a_stage(self) -> Stages:
         if self.cut and len(self.cut) != self.count - 1:
-            raise ValueError(f"cut={list(self.cut)}: should be {self.count - 1}, one a cut")
+            raise ValueError(f"cut={list(self.cut)}: should be {self.count - 1}, one per cut")
         if list(self.cut) != sorted(set(self.cut)):
             raise ValueError(f"cut={list(self.cut)}: should ascend")
         return self
@@ -76,15 +76,15 @@ class Stages(Section):
 
 
 class Placement:
-    """Which rank holds which stage of which share. Collective.
+    """The rank of each stage of each share. Collective.
 
-    A rank is a stage of a share: of a share's stages each process holds as many as another. The
-    hosted ranks of a process are its stages in turn, of each the shares.
+    A rank is a stage of a share. Each process holds the same number of a share's stages. The
+    hosted ranks of a process are its stages in turn, and for each stage the shares.
 
     given: [stages]; world: of the training, whose virtual ranks are shares
     world: of all ranks; group: of the ranks that hold the same stages here
     shares: of each batch; here: those of this process; stages: that it holds
-    Raises ValueError on all processes alike where stages do not go with processes.
+    Raises ValueError on all processes if stages do not suit the number of processes.
     """
 
     def __init__(self, given: Stages, world: Ranks) -> None:
@@ -123,7 +123,7 @@ class Placement:
         return process // self.across * self.each + local % self.each
 
     def group_of(self, stage: int) -> Ranks:
-        """Return a world of a stage's shares: one of its own where a process holds them all."""
+        """Return a world of a stage's shares: one of its own if a process holds them all."""
         return Loopback(self.each) if self.group is None else self.group
 
     def free(self) -> None:

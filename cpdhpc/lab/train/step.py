@@ -39,15 +39,15 @@ from .update import Update
 
 Array = npt.NDArray[Any]
 
-FORWARD = 4  # stream of random numbers: of the model, as dropout
-_NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its own ranks
+FORWARD = 4  # stream of random numbers: of the model, for example dropout
+_NOTHING = np.iinfo(np.int64).min  # below all values that a process sends for its own ranks
 
 
 @dataclass(frozen=True)
 class Exchanged:
     """loss: of the global batch; time_ns: int64[phases], the slowest process's;
     wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0;
-    norms: float64[ranks + 1], of all ranks and of the mean, where they were measured."""
+    norms: float64[ranks + 1], of all ranks and of the mean, if they were measured."""
 
     loss: float
     time_ns: Array
@@ -64,7 +64,7 @@ def exchange(
     signal: int,
     norms: Array | None = None,
 ) -> Exchanged:
-    """Return what all processes say. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
+    """Exchange values. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
 
     losses: one per hosted rank, their mean over all ranks is the loss of the batch
     sent: int64[hosted], cumulative bytes
@@ -88,15 +88,15 @@ def exchange(
     )
 
 
-CHUNK = 1000  # samples that are evaluated at once, at most
-LARGEST_BYTES = 2**28  # of what a layer gives for them: a few such tensors live at once
-KEPT_BYTES = 2**30  # of what all layers give, where backward keeps it
+CHUNK = 1000  # largest number of samples that are evaluated at once
+LARGEST_BYTES = 2**28  # of a layer's output for them: a few such tensors exist at once
+KEPT_BYTES = 2**30  # of all layers' outputs, if backward needs them
 
 
 def samples_at_once(model: torch.nn.Module, samples: Samples, keeps: bool = False) -> int:
     """Return how many samples are evaluated at once: CHUNK, or fewer if their layers are large.
 
-    By a forward of the first one, which is collective where images are split.
+    Found by a forward of the first one, which is collective if images are split.
     keeps: whether backward follows, as for adversarial copies
     """
     sizes, training = [1], model.training
@@ -128,10 +128,10 @@ def evaluate(
 ) -> tuple[list[float], float]:
     """Return (scores by the metrics, loss), over all targets of all samples. Collective.
 
-    Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
-    sharing: consecutive ranks that go through a part together, as their images are split
+    Each rank, virtual or not, evaluates its own part, so virtual ranks change no bit.
+    sharing: consecutive ranks that evaluate a part together, as their images are split
     at_once: samples that go through the model together; see samples_at_once
-    Raises on all ranks alike what any rank raises; where images are split on that rank alone.
+    Raises any rank's error on all ranks; if images are split, on that rank alone.
     """
     model.eval()
     shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
@@ -140,7 +140,7 @@ def evaluate(
         functions = [metric.build() for metric in metrics]
         return [_part(model, samples, loss, functions, at_once, *share) for share in shares]
 
-    # Where images are split forward has messages: the other ranks may wait in it.
+    # If images are split, forward has messages: the other ranks may wait in it.
     parts = of_hosted() if sharing > 1 else world.agreed(of_hosted, "evaluation", Exception)
     model.train()
     everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
@@ -156,7 +156,7 @@ def evaluate_each(
 ) -> list[tuple[float, float]]:
     """Return (score, loss) of each rank's own model on all samples. Collective. See evaluate.
 
-    Raises on all ranks alike what any rank raises.
+    Raises any rank's error on all ranks.
     """
 
     def own() -> list[tuple[float, float]]:
@@ -185,7 +185,7 @@ def _part(
     start: int,
     stop: int,
 ) -> list[Sum]:
-    """Return the sums of losses, and of the values of each metric; of None there are none."""
+    """Return the sums of losses, and of the values of each metric, except for None."""
     values = [list[float]() for _ in (loss, *metrics)]
     chunks = [np.arange(at, min(at + at_once, stop)) for at in range(start, stop, at_once)]
     if isinstance(samples, Prefetched):
@@ -203,7 +203,7 @@ def _part(
 
 @contextmanager
 def naming_items(index: Array) -> Iterator[None]:
-    """Name the item where the block raises TargetError. index: int64[b], the items of the batch."""
+    """Name the item if the block raises TargetError. index: int64[b], the items of the batch."""
     try:
         yield
     except TargetError as error:
@@ -220,7 +220,7 @@ class Stopwatch:
 
     @classmethod
     def start(cls) -> Stopwatch:
-        """Return a stopwatch that runs from now on."""
+        """Return a stopwatch that is running."""
         return cls([0] * len(PHASES), time.perf_counter_ns(), timeline.began())
 
     def lap(self, phase: str) -> None:
@@ -236,7 +236,7 @@ class Stopwatch:
 class Step:
     """losses: of each hosted rank, whose mean over all ranks is the loss of the batch
 
-    mean: None where a gradient overflowed, and the step was skipped
+    mean: None if a gradient overflowed, and the step was skipped
     """
 
     losses: list[float]
@@ -256,13 +256,13 @@ def step(
 ) -> Step:
     """Train on one global batch. Collective.
 
-    samples: all of training; batch: int64[b], the same on all ranks; loss: what becomes small
+    samples: all of training; batch: int64[b], the same on all ranks; loss: to be minimised
     sharing: consecutive ranks that take the same samples, whose images are split over them
-    seed: of what samples are to chance
+    seed: of random changes of samples
     scaler: of the loss; None: nothing is scaled or skipped
-    adversary: what makes copies of samples that are trained on too; None: there are none
-    Raises on all ranks alike, with the model untouched, NonFiniteGradient, and UserError for what
-    forward or backward raised on any rank; where images are split the latter on that rank alone.
+    adversary: makes copies of samples that are trained on too; None: there are none
+    Raises on all ranks, with the model unchanged, NonFiniteGradient, and UserError for errors of
+    forward or backward on any rank; if images are split the latter on that rank alone.
     """
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
@@ -303,7 +303,7 @@ def step(
 
 
 def _told(error: Exception, iteration: int, rank: int) -> UserError:
-    """Return a line for what a rank's forward or backward raised, with the place in its file."""
+    """Return a line for an error of a rank's forward or backward, with the place in its file."""
     if isinstance(error, UserError):
         return error
     others = Path(torch.__file__).parent, Path(__file__).parents[2]
@@ -331,7 +331,7 @@ def backward(
 
     weight: of the mean over a share's b samples, b * shares / batch, so that the mean over shares,
         and over ranks, is the mean over the batch; exactly 1 if the batch divides evenly
-    whole: of inputs and targets, what weight is of; None: the loss of what the model gives
+    whole: the inputs and targets that weight is for; None: the loss of the model's outputs
     """
     optimizer.zero_grad(set_to_none=True)
     if not len(inputs):
@@ -343,8 +343,8 @@ def backward(
 
 
 SIGNS = 6  # stream of random numbers: of sketches
-BUCKETS = 4093  # of a sketch; prime, so that no stride of a layer meets the same ones
-BLOCK = 256 * BUCKETS  # values that are looked at together
+BUCKETS = 4093  # of a sketch; prime, so that a layer's strides do not map onto the same ones
+BLOCK = 256 * BUCKETS  # values that are processed together
 
 
 def squared(flat: Array, bucket: Bucket) -> float:
@@ -355,12 +355,12 @@ def squared(flat: Array, bucket: Bucket) -> float:
 def roots(
     reducer: GradientReducer, given: Optimizer, optimizer: torch.optim.Optimizer
 ) -> Array | None:
-    """Return the roots of what the next step multiplies gradients by, float32[bucket.size].
+    """Return the roots of the next step's factors on gradients, float32[bucket.size].
 
-    None where nothing is known, as before the first step. A parameter without a state has 0.
-    For steps along P g the gradient in the coordinates w / sqrt(P), of which steps are plain, is
+    None if nothing is known, for example before the first step. A parameter without a state has 0.
+    For steps along P g, use the coordinates w / sqrt(P), in which steps are plain: the gradient is
     sqrt(P) g, whose noise scale tr(P Sigma) / (G' P G) is that of the batch. Taken before the step:
-    a P that has seen the step's own gradients would hide their noise.
+    a P that includes the step's own gradients would hide their noise.
     Source: McCandlish et al., arXiv 1812.06162, with a preconditioner.
     """
     found = np.zeros(reducer.bucket.size, np.float32)
@@ -376,11 +376,11 @@ def squared_norms(
 ) -> Array:
     """Return float64[hosted + 1]: of each hosted rank's gradient, of the exact mean. Collective.
 
-    After a reduce, whose gradients were those of a loss times loss_scale; mean: what it returned
-    by: float32[bucket.size], what gradients are multiplied by before; None: nothing
-    Float32 gradients have an exact mean already. The one of any other method is what its wire, its
-    memory and its momentum made of it, whose norm says nothing of the noise, so the exact
-    gradients are summed as sketches.
+    After a reduce, whose gradients were those of a loss times loss_scale; mean: its result
+    by: float32[bucket.size], factors on gradients; None: no factors
+    Float32 gradients already have an exact mean. Any other method's mean depends on its wire, its
+    memory and its momentum, and its norm does not measure the noise, so the exact gradients are
+    summed as sketches.
     """
     given, mean_flat = [to_host(flat) for flat in reducer.flats], to_host(mean.flat)
     flats = given if by is None else [flat * by for flat in given]
@@ -394,7 +394,7 @@ def squared_norms(
 
 
 def of_samples(norms: Array | None, batch: int) -> Norms | None:
-    """Return what controllers are told of the norms that all ranks shared; None: there are none.
+    """Return the norms for controllers from those that all ranks shared; None: there are none.
 
     A rank's gradient was that of its samples' mean loss times their share of the batch and ranks,
     so that the mean over ranks is that over samples.
@@ -409,10 +409,10 @@ def of_samples(norms: Array | None, batch: int) -> Norms | None:
 
 
 def sketches(flats: Sequence[Array], key: tuple[int, int]) -> list[Array]:
-    """Return float64[BUCKETS] of each of float32[n], with the same random signs for all.
+    """Return float64[BUCKETS] for each of float32[n], with the same random signs for all.
 
     Value i is added, with its sign, to element i modulo BUCKETS. Over the signs the squared norm
-    has the mean |flat|^2, and a variance of 2 |flat|^4 / BUCKETS where values are dealt evenly;
+    has the mean |flat|^2, and a variance of 2 |flat|^4 / BUCKETS if values are spread evenly;
     up to n = BUCKETS it is |flat|^2 itself.
     Source: Charikar, Chen, Farach-Colton: Finding frequent items in data streams, ICALP 2002.
     """

@@ -1,4 +1,4 @@
-"""A run and where it stands: what its loop works with, its files, and how it goes on."""
+"""A run and its position: the objects of its loop, its files, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .update import AnyUpdate, Update
 
 @dataclass(frozen=True)
 class Given:
-    """What a run learns from, and where its files are.
+    """The data that a run learns from, with its metadata.
 
     train, test: samples; of split images this rank's parts; workers: that read them ahead
-    classes: of the samples; 0 where the data does not say
-    grid: how images are split, None where they are not
+    classes: of the samples; 0 if the data does not define them
+    grid: how images are split, None if they are not
     at_once: samples that are evaluated at once
-    data_digest: of whole samples, where weights are kept; see checkpoint.data_digest
-    data_sample: the same of few samples, for checkpoints; "" where they cannot be read
+    data_digest: of whole samples, if weights are kept; see checkpoint.data_digest
+    data_sample: the same of few samples, for checkpoints; "" if they cannot be read
     """
 
     train: Samples
@@ -54,12 +54,12 @@ class Given:
 
 @dataclass
 class Training:
-    """A run and where it stands.
+    """A run and its position.
 
-    given: whose fields are its own
-    iteration: the next one; samples_seen: before it, which is where the run stands
-    adversary: what makes adversarial copies, None if there are none
-    recorder: of [record], while the run goes on; None: nothing is recorded
+    given: its fields become attributes of this object
+    iteration: the next one; samples_seen: before it, which is the run's position
+    adversary: makes adversarial copies, None if there are none
+    recorder: of [record], while the run continues; None: nothing is recorded
     """
 
     given: InitVar[Given]
@@ -98,17 +98,17 @@ class Training:
         )
 
     def train_on(self, batch: Array, seed: int) -> Step:
-        """Train on a global batch, which update.batch gave. Collective. See step.step."""
+        """Train on a global batch of update.batch. Collective. See step.step."""
         assert isinstance(self.update, Update), "others have a Training of their own"
         how = self.loss, self.sharing, seed, self.scaler, self.adversary
         return step(self.update, self.train, batch, *how)
 
     def observe(self, mean: Mean) -> Layers:
-        """Return what the aggregator has to say of each layer in the last step. Collective."""
+        """Return the aggregator's telemetry of each layer in the last step. Collective."""
         return observe(self.reducer, mean)
 
     def close(self) -> None:
-        """Free what the run alone used. Collective."""
+        """Free objects that only this run used. Collective."""
         if self.grid is not None:
             self.grid.free()
 
@@ -129,17 +129,17 @@ class Training:
 
     @property
     def states(self) -> checkpoint.States:
-        """What methods keep of each rank, by who keeps it."""
+        """The state that methods keep of each rank, by owner."""
         copies = {"adversarial": self.adversary.state} if self.adversary else {}
         return {"gradient": self.reducer.state, "update": self.update.state} | copies
 
     def save(self, status: str) -> None:
-        """Write what methods keep from all processes, the rest from process 0. Collective.
+        """Write the methods' state from all processes, the rest from process 0. Collective.
 
-        The file of the methods carries the iteration in its name, so the checkpoint that takes the
-        former one's place last finds its own, whenever a process is killed.
+        The state's file has the iteration in its name, and the checkpoint replaces the former one
+        last. So a checkpoint always finds its own state, whenever a process is killed.
         status: "running", "interrupted" or "complete"
-        Raises UserError on all processes alike where they cannot be written.
+        Raises UserError on all processes if they cannot be written.
         """
         path = self.files.checkpoint
         kept = self.files.state(self.iteration)
@@ -155,7 +155,7 @@ class Training:
             try:
                 checkpoint.save(path, groups, here, self.job.toml())
             except store.StoreError:
-                kept.unlink(missing_ok=True)  # what fills the disk goes
+                kept.unlink(missing_ok=True)  # frees space on the disk
                 raise
             for other in path.parent.glob(self.files.state("*").name):
                 if other != kept:
@@ -170,9 +170,9 @@ class Training:
         self.world.on_first(lambda: self._write_record(status), "record")
 
     def save_gradients(self) -> None:
-        """Write the gradients of all ranks in the iteration that goes on. Collective.
+        """Write the gradients of all ranks in the current iteration. Collective.
 
-        Raises UserError on all processes alike where the update rule averages none, or the file
+        Raises UserError on all processes if the update rule averages none, or the file
         cannot be written.
         """
         if self.reducer.iteration != self.iteration + 1:
@@ -184,9 +184,9 @@ class Training:
         gradients.save(self.reducer, path, self.iteration, self.job.id)
 
     def save_weights(self, epoch: int) -> None:
-        """Write the weights after an epoch, from 1, that are evaluated. Collective.
+        """Write the evaluated weights after an epoch, from 1. Collective.
 
-        Raises UserError on all processes alike where they cannot be written.
+        Raises UserError on all processes if they cannot be written.
         """
         path = self.files.weights(epoch)
         rate = self.optimizer.param_groups[0]["lr"]  # of the last step
@@ -207,10 +207,9 @@ class Training:
         self.record.save(self.files.record, attributes)
 
     def resume(self) -> str:
-        """Take over the checkpoint, where there is one, made by any number of ranks. Collective.
+        """Restore the checkpoint, if there is one, made by any number of ranks. Collective.
 
-        Returns what is to be said of it, mostly nothing. Raises CheckpointError or StoreError on
-        all processes alike.
+        Returns a notice, mostly empty. Raises CheckpointError or StoreError on all processes.
         """
         path = self.files.checkpoint
         loaded = checkpoint.load(self.world, path, self.job.toml(), self._samples_seen)
@@ -233,10 +232,10 @@ class Training:
             groups["steps"]["samples"] = np.diff(before)
         self.record.restore(groups)
         if here.data and here.data != self.data_sample:
-            said = "; ".join(filter(None, [said, "the samples are others than before"]))
+            said = "; ".join(filter(None, [said, "the samples differ from before"]))
         return said
 
     def _samples_seen(self, iteration: int) -> int:
-        """Return the samples seen before an iteration, where the batch is constant."""
+        """Return the samples seen before an iteration, for a constant batch."""
         epoch, inside = divmod(iteration, self.iterations_per_epoch)
         return epoch * self.samples + inside * self.job.train.batch

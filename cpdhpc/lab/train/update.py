@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class AnyUpdate:
-    """What a training asks of its update, by ranks (Update) or by stages (staged.py).
+    """The interface of updates for a training, by ranks (Update) or by stages (staged.py).
 
-    state: what it keeps of each rank, as parameters that differ; it is in checkpoints
-    interval: steps from one reduce that averages to the next
+    state: per-rank data, such as parameters that differ; it is in checkpoints
+    interval: steps from one averaging reduce to the next
     """
 
     interval = 1
@@ -47,32 +47,32 @@ class AnyUpdate:
 
     @property
     def sent_bytes(self) -> Array | int:
-        """int64[hosted], bytes that went through other worlds than the training's; or 0."""
+        """int64[hosted], bytes sent through other worlds than the training's; or 0."""
         return 0
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Make the model the one that is evaluated and saved, alike on all ranks. Collective."""
+        """Make the model the one to evaluate and save, the same on all ranks. Collective."""
         yield
 
     def note(self) -> None:
-        """Bring state up to date, as it is about to be saved."""
+        """Update state before it is saved."""
 
     def resumed(self, former_ranks: int) -> str:
-        """Go on from what a checkpoint has put into model and state.
+        """Continue from a checkpoint's model and state.
 
-        former_ranks: how many ranks the run had that saved state. Returns what is to be said of it.
+        former_ranks: number of ranks in the run that saved state. Returns a notice.
         """
         return ""
 
 
 class Update(AnyUpdate, ABC):
-    """One step after backward. All processes do the same, in this order:
+    """One step after backward. All processes make the same calls, in this order:
 
         for each hosted rank:  begin(hosted); forward and backward; keep(hosted)
         reduce(); step()
 
-    model: the one model of a process, which plays its hosted ranks one after the other
+    model: the only model of a process, used for its hosted ranks one after the other
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Update(AnyUpdate, ABC):
 
     @abstractmethod
     def reduce(self) -> Mean:
-        """Exchange what the ranks need of one another. Collective.
+        """Exchange the data that ranks need from one another. Collective.
 
         Returns the mean of the gradients, for telemetry, or NOTHING if a step has none. Raises
-        NonFiniteGradient on all ranks alike, with all parameters as they were.
+        NonFiniteGradient on all ranks, with all parameters unchanged.
         """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Update(AnyUpdate, ABC):
         """Change the parameters of all hosted ranks."""
 
 
-NOTHING = Mean(np.empty(0, np.float32))  # of a step in which no mean is formed
+NOTHING = Mean(np.empty(0, np.float32))  # for a step without a mean
 
 
 class UpdateRule(Section):
@@ -115,13 +115,13 @@ class UpdateRule(Section):
     name: str
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError where it cannot do with so many ranks, virtual ones included."""
+        """Raise ValueError if this number of ranks, virtual ones included, is not possible."""
 
     @abstractmethod
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> Update:
-        """Return the rule at work. Collective where it gives ranks what they begin with."""
+        """Return the rule's update. Collective if it distributes initial values to ranks."""
 
 
 class AllreduceUpdate(Update):
@@ -129,7 +129,7 @@ class AllreduceUpdate(Update):
 
     def keep(self, hosted: int) -> None:
         """Take p.grad. See Update.keep."""
-        if self.world.virtual_ranks > 1:  # else reduce takes p.grad itself
+        if self.world.virtual_ranks > 1:  # otherwise reduce takes p.grad itself
             self.reducer.stash(hosted)
 
     def reduce(self) -> Mean:
@@ -152,18 +152,18 @@ class ByAllreduce(UpdateRule):
         return AllreduceUpdate(model, optimizer, reducer)
 
 
-MOMENTS = "optimizer."  # before the names of what the optimiser keeps, in state
+MOMENTS = "optimizer."  # prefix of the optimiser's entries in state
 
 
 class OwnModels(Update):
-    """A model for each rank, of which a process's one plays its hosted ones in turn.
+    """A model for each rank; a process's one model object is used for its hosted ranks in turn.
 
-    Parameters lie in state as float32 buffers laid out by bucket. Buffers of the model, as
-    statistics of batch norm, stay with their rank, which has seen its own samples alone; the
+    Parameters lie in state as float32 buffers laid out by bucket. Buffers of the model, such as
+    statistics of batch norm, stay with their rank, which has only seen its own samples; the
     average has the mean over ranks of floating-point ones, and rank 0's others.
     align: each layer starts on a multiple of it
     consensus_distance: root of the mean over ranks of |x_i - mean x|**2, of all parameters
-        together, where evaluated() was entered last
+        together, at the last entry of evaluated()
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class OwnModels(Update):
         self._start()
 
     def _start(self) -> None:
-        """Let all ranks have the model as it is, and nothing else."""
+        """Give all ranks the current model, and nothing else."""
         self._playing: int | None = None
         self._moments = [defaultdict(dict) for _ in self.world.hosted]
         for hosted in range(self.world.virtual_ranks):
@@ -237,7 +237,7 @@ class OwnModels(Update):
             self._playing = hosted
 
     def keep(self, hosted: int) -> None:
-        """Stash p.grad, and keep the buffers as forward has left them. See Update.keep."""
+        """Store p.grad, and the buffers after forward. See Update.keep."""
         self.reducer.stash(hosted)
         self._store_buffers(hosted)
 
@@ -256,7 +256,7 @@ class OwnModels(Update):
     def evaluated(self) -> Iterator[None]:
         """Make the model the average of all ranks'. Collective. See Update.evaluated.
 
-        Meanwhile the optimiser has no state: it is that of no rank.
+        Meanwhile the optimiser has no state, as it would belong to no rank.
         """
         if next(self.model.buffers(), None) is not None:
             self._average_buffers()
@@ -280,19 +280,19 @@ class OwnModels(Update):
         self._buffers.share(survey(self.model)[1], [True] * self.world.processes)
 
     def note(self) -> None:
-        """Bring into state what the optimiser keeps of each rank. See Update.note."""
+        """Copy the optimiser's per-rank data into state. See Update.note."""
         names = dict(zip(self.reducer.parameters, self.bucket.names, strict=True))
         for parameter, first in self._moments[0].items():
             for name, tensor in first.items():
-                if tensor is not None:  # SGD has no buffer where there is no momentum
+                if tensor is not None:  # SGD has no buffer without momentum
                     rows = [moments[parameter][name].numpy() for moments in self._moments]
                     key = names[parameter], MOMENTS + name
                     self.state.put(key, Entry(np.stack(rows), "drop"))
 
     def resumed(self, former_ranks: int) -> str:
-        """Take over each rank's model and optimiser; with other ranks the average alone.
+        """Restore each rank's model and optimiser; with another number of ranks only the average.
 
-        What all ranks hold alike stays. See Update.resumed.
+        Data that is the same on all ranks stays. See Update.resumed.
         """
         if former_ranks != self.world.ranks:
             shared = [(k, e) for k, e in self.state if e.redistribution is None]
@@ -320,10 +320,10 @@ class OwnModels(Update):
 
 
 class OwnModelsRule(UpdateRule):
-    """A rule whose ranks have models of their own: gradients are theirs alone, and not averaged.
+    """A rule whose ranks have models of their own: gradients are local, and not averaged.
 
-    evaluate_ranks: each epoch every rank's own model goes through all test samples, besides the
-        average of all models, which the ranks share out
+    evaluate_ranks: each epoch every rank's own model is evaluated on all test samples, besides the
+        average of all models, which the ranks evaluate together
     """
 
     evaluate_ranks: bool = True
@@ -337,10 +337,10 @@ class OwnModelsRule(UpdateRule):
 
 
 class PeriodicUpdate(OwnModels):
-    """Local steps of each rank's own optimiser, then one outer step, alike on all ranks.
+    """Local steps of each rank's own optimiser, then one outer step, the same on all ranks.
 
-    The outer gradient is the way from where ranks stand to where they began, averaged over them by
-    the reducer's aggregator; the outer step is SGD with Nesterov's momentum.
+    The outer gradient is the difference from each rank's current parameters to the common start,
+    averaged by the reducer's aggregator; the outer step is SGD with Nesterov's momentum.
     interval: local steps; rate, momentum: of the outer step
     """
 
@@ -358,13 +358,13 @@ class PeriodicUpdate(OwnModels):
         self._anchor()
 
     def _anchor(self) -> Array:
-        """Return where all ranks began their local steps, float32[bucket.size]."""
+        """Return the common start of the local steps, float32[bucket.size]."""
         return self.state.shared("", "anchor", self.parameters[0].copy)
 
     def reduce(self) -> Mean:
-        """Step on every rank; at the end of a period the outer step. Collective.
+        """Step on every rank; at the end of a period also the outer step. Collective.
 
-        See Update.reduce. Where outer gradients are not finite, ranks have stepped already.
+        See Update.reduce. If outer gradients are not finite, ranks have already stepped.
         """
         used = self.reducer.collect()
         for hosted in range(self.world.virtual_ranks):
@@ -373,7 +373,7 @@ class PeriodicUpdate(OwnModels):
         return NOTHING if self.reducer.iteration % self.interval else self._outer_step()
 
     def step(self) -> None:
-        """Do nothing: reduce has stepped, as what it exchanges is where the steps lead."""
+        """Do nothing: reduce has stepped, as it exchanges the result of the steps."""
 
     def _local_step(self, hosted: int, used: Sequence[int]) -> None:
         """Let the optimiser of a hosted rank step; used: by layer, whether any has a gradient."""
@@ -387,7 +387,7 @@ class PeriodicUpdate(OwnModels):
         self._store(hosted)
 
     def _outer_step(self) -> Mean:
-        """Let all ranks go on from one model. Collective."""
+        """Give all ranks one common model to continue from. Collective."""
         anchor = self._anchor()
         for flat, parameters in zip(self.reducer.flats, self.parameters, strict=True):
             np.subtract(anchor, parameters, out=flat)
@@ -406,10 +406,10 @@ class PeriodicUpdate(OwnModels):
 
 
 class LocalSgd(OwnModelsRule):
-    """[update] name = "localsgd": ranks step alone, and take the mean of their models.
+    """[update] name = "localsgd": ranks step alone, and then average their models.
 
-    period: local steps from one mean to the next, of which the paper leaves the number open. The
-        mean is formed by [gradient], of the ways that ranks have gone since the last one
+    period: local steps from one mean to the next; the paper leaves this number open. [gradient]
+        averages the changes of each rank's parameters since the last mean
     Source: Stich: Local SGD converges fast and communicates little, arXiv 1805.09767.
     """
 
@@ -425,12 +425,12 @@ class LocalSgd(OwnModelsRule):
 
 
 class DiLoCo(LocalSgd):
-    """[update] name = "diloco": ranks step alone; then an outer step along the mean of their ways.
+    """[update] name = "diloco": ranks step alone; then an outer step along their mean change.
 
-    period: local steps, by the optimiser of the job, from one outer step to the next. The paper has
-        500: 50 is a choice for runs of some hundred steps, which would have none of 500
-    outer_rate: of the outer step, along the mean way, which [gradient] forms: in any wire, with
-        error feedback too
+    period: local steps, by the job's optimiser, from one outer step to the next. The paper uses
+        500: 50 is a choice for runs of a few hundred steps, which would have none with 500
+    outer_rate: of the outer step, along the mean change, which [gradient] computes: in any wire,
+        with error feedback too
     outer_momentum: Nesterov's, of the outer step
     Source: Douillard et al.: DiLoCo, arXiv 2311.08105, algorithm 1.
     """

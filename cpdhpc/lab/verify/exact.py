@@ -504,6 +504,7 @@ def training(place: Place) -> Found:
         return Found(not_run="torch is not installed")
     import torch
 
+    from ...ops.tensors import values_of
     from ...torch.reducer import GradientReducer
 
     found, world, device = Found(), place.world, torch.device("cpu")
@@ -532,7 +533,7 @@ def training(place: Place) -> Found:
             (0.5 * (model(x) - y).square().sum()).backward()
             reducer.reduce()
             optimizer.step()
-            got = model.weight.detach().cpu().numpy()
+            got = values_of(model.weight)
             right = np.array_equal(got, weights.astype(np.float32))
             found.compare(f"{name}: weights after step {step + 1}", right, got.size)
         reducer.close()

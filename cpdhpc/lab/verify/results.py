@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,7 @@ class Results:
     ratios: list[Ratio] = field(default_factory=list)
     arrays: dict[str, Array] = field(default_factory=dict)
     ended: str = ""
+    _writing: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def add(self, row: Row, found: Found | None) -> None:
         """Add a check, with what the first rank found."""
@@ -127,8 +129,17 @@ class Results:
             parts.append(f"{len(slow)} of {several} outside what is expected")
         return f"{'RIGHT' if self.right else 'WRONG'}: {', '.join(parts)}"
 
-    def write(self, path: Path) -> None:
-        """Write the file. Raises StoreError."""
+    def keep(self) -> None:
+        """Let this thread alone write from now on: it ends the process. Others wait for that."""
+        self._writing.acquire()
+
+    def write(self, path: Path, ended: str) -> None:
+        """Write the file, and why the job ended, "" if it did not. Raises StoreError."""
+        with self._writing:
+            self.ended = ended
+            self._write(path)
+
+    def _write(self, path: Path) -> None:
         groups: dict[str, dict[str, Any]] = {
             "checks": _columns(
                 ("name", "section", "what", "device", "status", "counted", "time_s", "said"),

@@ -63,9 +63,9 @@ def verify(
     def save(why: str) -> None:
         """Write and say what was found before the job ends; of the guard's thread."""
         under_way = plan[len(results.rows)][0] if len(results.rows) < len(plan) else "the end"
-        results.ended = f"{why} in {under_way}"
+        results.keep()
         try:
-            results.write(asked.out)
+            results.write(asked.out, f"{why} in {under_way}")
         finally:  # as on a full disk
             say(results.verdict)
         finish(results)
@@ -78,8 +78,7 @@ def verify(
         _carry_out(watch, plan, asked, results, say)
         status = None
         if watch.first:
-            results.ended = ""
-            results.write(asked.out)
+            results.write(asked.out, "")
             finish(results)
             say(f"wrote {asked.out}\n{results.verdict}")
             status = 0 if results.right else 1
@@ -101,8 +100,7 @@ def _carry_out(
     trouble = ""  # of the GPU: then it is left alone
     for name, check, device in plan:
         if watch.first:
-            results.ended = f"was not heard of any more in {name}"
-            results.write(asked.out)
+            results.write(asked.out, f"was not heard of any more in {name}")
         limit_s = check.limit_s[0 if asked.quick else 1] + GPU_LIMIT_S * (device == "gpu")
         limit_s = asked.limit_s or limit_s
         run: Callable[[], Found] = partial(check.run, place)
@@ -146,7 +144,7 @@ def _line(row: Row) -> str:
     shown = f"  {row.status:>7}  {row.name}"
     if row.status == NOT_RUN:
         return f"{shown}: {'; '.join(row.said)}"
-    counted = f"{row.counted:,}" if row.counted else "-"
+    counted = f": {row.counted:,}" if row.counted else ""
     return "\n".join(
-        [f"{shown}: {counted} in {row.time_s:.1f} s", *(f"{'':11}{line}" for line in row.said)]
+        [f"{shown}{counted} in {row.time_s:.1f} s", *(f"{'':11}{line}" for line in row.said)]
     )

@@ -27,6 +27,7 @@ GRACE_S = 5.0  # behind a limit, before the others go on without a rank
 LOOK_S = 0.1  # between two looks of the guard
 END_S = 2.0  # for the rank that writes, before the others of a job that ends end too
 PAUSE_S = 0.0005  # between two looks for a message
+STDERR = 2  # sys.stderr may be no file, as in a notebook
 
 
 OWN = ("carry_out", "_ring", "look", "_look", "_end", "abort")  # functions that raise Left
@@ -131,7 +132,7 @@ class Watch:
         self.number += 1
         self.limit_s, start_s = limit_s, time.monotonic()
         self.deadline_s = start_s + limit_s
-        faulthandler.dump_traceback_later(limit_s + 2 * self.patience_s, exit=True)
+        faulthandler.dump_traceback_later(limit_s + 2 * self.patience_s, exit=True, file=STDERR)
         before = signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)  # again, where a call swallows it
         outcome = Outcome(None, "was not begun")

@@ -1,6 +1,6 @@
-"""Controllers: the learning rate and the batch of every step, by a schedule or by what they see.
+"""Controllers: the learning rate and the batch of every step, by a schedule or by measurements.
 
-A file for each way of deciding, and a row each in CONTROLLERS.
+Each has a file, and a row in CONTROLLERS.
 """
 
 from __future__ import annotations

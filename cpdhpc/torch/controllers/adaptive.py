@@ -1,4 +1,4 @@
-"""The gradient noise scale, beyond which more samples gain little; a batch that follows it."""
+"""The gradient noise scale, beyond which a larger batch gains little; batches that follow it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...compress.base import Column
 from ...config import Above0, Share, Whole
 from .base import Array, Control, Controller, Norms, Scheduled, Settings
 
-COLUMNS = {  # with optimisers that precondition, of gradients times sqrt(P)
+COLUMNS = {  # with preconditioning optimisers, of gradients times sqrt(P)
     "gradient_variance": Column(
         "estimate of the trace of the covariance of the gradients of single samples"
     ),
@@ -22,11 +22,11 @@ COLUMNS = {  # with optimisers that precondition, of gradients times sqrt(P)
 
 
 def moments(norms: Norms) -> tuple[float, float]:
-    """Return unbiased estimates of tr(Sigma) and |G|^2 from one step; NaN from one rank's samples.
+    """Return unbiased estimates of tr(Sigma) and |G|^2 from one step; NaN if one rank has all.
 
     With b_i of B samples on p ranks, E |g_i|^2 = |G|^2 + tr(Sigma) / b_i. So the mean s of |g_i|^2
     with weights b_i / B has |G|^2 + p tr(Sigma) / B, and the mean gradient |G|^2 + tr(Sigma) / B.
-    Either estimate may be negative: only their means say something.
+    Either estimate may be negative: only their means over steps are meaningful.
     Source: McCandlish et al., arXiv 1812.06162, appendix A.1, here for any shares.
     """
     ranks, batch = int(np.count_nonzero(norms.samples)), int(norms.samples.sum())
@@ -38,9 +38,9 @@ def moments(norms: Norms) -> tuple[float, float]:
 
 
 class NoiseScale:
-    """Running means of both moments, each for itself: the mean of their quotients has no limit.
+    """Separate running means of both moments, as the mean of their quotients has no limit.
 
-    smoothing: what remains of a step's weight after the next one; a step weighs as its samples do
+    smoothing: the factor on a step's weight with each further step; a step weighs by its samples
     """
 
     def __init__(self, smoothing: float) -> None:
@@ -49,7 +49,7 @@ class NoiseScale:
         self.sums = np.zeros(4)  # of steps, of samples, of both moments times samples
 
     def observe(self, norms: Norms | None) -> None:
-        """Take note of a step; None: it was skipped."""
+        """Add a step; None: it was skipped."""
         self.last = (nan, nan) if norms is None else moments(norms)
         if norms is not None and not isnan(self.last[0]):
             batch = float(norms.samples.sum())
@@ -58,12 +58,12 @@ class NoiseScale:
 
     @property
     def settled(self) -> bool:
-        """Whether so many steps are in the means that the first ones weigh little."""
+        """Whether the means include so many steps that the first ones weigh little."""
         return bool(self.sums[0] * (1 - self.smoothing) >= 1 - exp(-1))
 
     @property
     def value(self) -> float:
-        """tr(Sigma) / |G|^2, in samples: 0 and infinity where an estimate is not above 0."""
+        """tr(Sigma) / |G|^2, in samples: 0 and infinity if an estimate is not above 0."""
         variance, norm2 = (float(each) for each in self.sums[2:])
         if variance <= 0:
             return nan if norm2 <= 0 else 0.0
@@ -71,7 +71,7 @@ class NoiseScale:
 
 
 class Measured(Scheduled):
-    """Rate and batch of the schedule; the noise is recorded, and known to rows that do more."""
+    """Rate and batch of the schedule; the noise is measured, for the record and for subclasses."""
 
     columns = COLUMNS
 
@@ -80,7 +80,7 @@ class Measured(Scheduled):
         self.noise = NoiseScale(smoothing)
 
     def observe_norms(self, norms: Norms | None) -> None:
-        """Take note of a step's gradients. See Controller.observe_norms."""
+        """Add a step's gradients. See Controller.observe_norms."""
         self.noise.observe(norms)
 
     def telemetry(self) -> Mapping[str, float]:
@@ -92,14 +92,14 @@ class Measured(Scheduled):
         return {"noise": self.noise.sums}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over what state returned."""
+        """Restore the result of state."""
         self.noise.sums = np.array(state["noise"])
 
 
 class ByNoise(Control):
-    """What rows share that measure the noise.
+    """The common options of controllers that measure the noise.
 
-    smoothing: of the running means, what remains of a step's weight after the next step
+    smoothing: of the running means, the factor on a step's weight with each further step
     """
 
     measures_norms: ClassVar[bool] = True
@@ -107,7 +107,7 @@ class ByNoise(Control):
 
 
 class ByNoiseScale(ByNoise):
-    """[controller] name = "noise_scale": as [schedule] says, and the noise is recorded."""
+    """[controller] name = "noise_scale": rates of [schedule]; the noise scale is recorded."""
 
     name: Literal["noise_scale"] = "noise_scale"
 
@@ -117,7 +117,7 @@ class ByNoiseScale(ByNoise):
 
 
 class Growing(Measured):
-    """Doubles the batch while the noise scale is above it, and lets the rate follow.
+    """Doubles the batch while the noise scale is above it, and scales the rate accordingly.
 
     doublings: of train.batch so far; calm: steps since the last one
     """
@@ -138,7 +138,7 @@ class Growing(Measured):
         return job.rate * factor, batch
 
     def observe(self, samples_seen: int, loss: float) -> None:
-        """Double the batch where the noise scale says so. See Controller.observe."""
+        """Double the batch if the noise scale requires it. See Controller.observe."""
         self.calm += 1
         larger = self.settings.batch << (self.doublings + 1)
         settled = self.noise.settled and self.calm * (1 - self.noise.smoothing) >= 1
@@ -146,11 +146,11 @@ class Growing(Measured):
             self.doublings, self.calm = self.doublings + 1, 0
 
     def state(self) -> dict[str, Array]:
-        """Return where batch and noise stand. See Controller.state."""
+        """Return the state of batch and noise. See Controller.state."""
         return super().state() | {"batch": np.array([self.doublings, self.calm])}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over what state returned."""
+        """Restore the result of state."""
         super().restore(state)
         self.doublings, self.calm = map(int, state["batch"])
 
@@ -159,11 +159,11 @@ class ByAdaptiveBatch(ByNoise):
     """[controller] name = "adaptive_batch": the batch doubles towards the gradient noise scale.
 
     It begins at train.batch, never shrinks, and waits 1 / (1 - smoothing) steps after each
-    doubling. The rate follows as schedule.batch_scaling says, with the warm-up of the first batch.
+    doubling. The rate follows schedule.batch_scaling, with the warm-up of the first batch.
 
     share: of the noise scale that the batch grows to; at 1 the batch takes twice the least steps
         and twice the least samples
-    max_batch: no batch is larger; 0: no larger than all training samples
+    max_batch: the largest batch; 0: all training samples
     Source: McCandlish et al., arXiv 1812.06162, appendix D, in powers of two.
     """
 
@@ -172,7 +172,7 @@ class ByAdaptiveBatch(ByNoise):
     max_batch: Whole = 0
 
     def check(self, settings: Settings) -> None:
-        """Raise ValueError where the batch may not grow. See Control.check."""
+        """Raise ValueError if the batch could not grow. See Control.check."""
         if self.max_batch and self.max_batch < 2 * settings.batch:
             raise ValueError(
                 f"max_batch={self.max_batch}: should be 0, or twice train.batch={settings.batch} "

@@ -1,4 +1,4 @@
-"""AutoWU: the learning rate rises until the loss does, and falls from where the loss was least."""
+"""AutoWU: the learning rate rises until the loss rises, and then falls from its best value."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .base import DEFAULT_RATE, Array, Control, Controller, Schedule, Settings
 
 LENGTH = 0.2  # of the kernel
 NODES, SMALLEST = 32, 1e-13  # of the kernel's eigenvalues, which fall faster than exponentially
-RATIOS = np.geomspace(1e-6, 1e4, 101)  # variance of the noise by that of the function, tried
-JITTER = 1e-4  # nat^2, a variance that a difference has in any case: else flat losses "rise"
+RATIOS = np.geomspace(1e-6, 1e4, 101)  # trial ratios of the noise's variance to the function's
+JITTER = 1e-4  # nat^2, the minimal variance of a difference: without it flat losses "rise"
 
 
 def kernel(one: Array, other: Array) -> Array:
-    """Return float64[m, n], exp(-(x - y)^2 / (2 LENGTH^2)), the covariance by its variance."""
+    """Return float64[m, n], exp(-(x - y)^2 / (2 LENGTH^2)), the covariance per variance."""
     found: Array = np.exp(-0.5 * ((one[:, None] - other[None, :]) / LENGTH) ** 2)
     return found
 
@@ -28,7 +28,7 @@ def kernel(one: Array, other: Array) -> Array:
 def features(x: Array) -> Array:
     """Return F, float64[n, at most NODES], so that kernel(x, x) = F F' to within 1e-9.
 
-    By eigenvectors at Chebyshev's nodes, so that all sums are over few numbers.
+    Computed by eigenvectors at Chebyshev's nodes, so that all sums are over few numbers.
     Source: Williams, Seeger: Using the Nystroem method to speed up kernel machines, NIPS 2000.
     """
     nodes = 0.5 - 0.5 * np.cos(np.pi * (np.arange(NODES) + 0.5) / NODES)
@@ -40,23 +40,23 @@ def features(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of zero mean. variance: of its values; noise: of what is observed, by variance."""
+    """A process of zero mean. variance: of its values; noise: variance ratio of observations."""
 
     variance: float
     noise: float
 
     @classmethod
     def likeliest(cls, x: Array, y: Array) -> Process:
-        """Return the process that makes observations y, float64[n] of mean 0, the likeliest.
+        """Return the maximum-likelihood process for observations y, float64[n] of mean 0.
 
-        For a ratio of both variances the best variance is known, so one number remains, which is
-        tried on a grid.
+        For a given ratio of both variances the best variance is known, so only the ratio is
+        searched, on a grid.
         Source: Rasmussen, Williams: Gaussian Processes for Machine Learning, MIT 2006, equation
         5.8, in the kernel's eigenvectors.
         """
         left, roots, _ = np.linalg.svd(features(x), full_matrices=False)
         along = (left.T @ y) ** 2
-        rest = max(float(y @ y - along.sum()), 0.0)  # of y, which only noise explains
+        rest = max(float(y @ y - along.sum()), 0.0)  # of y, explained only by noise
         spread = roots**2 + RATIOS[:, None]
         variances = ((along / spread).sum(axis=1) + rest / RATIOS) / len(y)
         if not variances.any():
@@ -67,7 +67,7 @@ class Process:
         return cls(float(variances[best]), float(RATIOS[best]))
 
     def posterior(self, x: Array, y: Array, places: Array) -> tuple[Array, Array]:
-        """Return means at places, and variances of what they differ from the last, by variance.
+        """Return means at places, and variances of their differences from the last, per variance.
 
         Source: the same, equation 2.11.
         """
@@ -78,10 +78,10 @@ class Process:
 
 
 def least(process: Process, x: Array, y: Array, places: Array) -> tuple[float, float]:
-    """Return where the posterior mean is least, and how sure it is that it has risen since then.
+    """Return the place of the least posterior mean, and the certainty of a rise since then.
 
     x, y: float64[n], observations; places: ascending
-    The second is the largest probability, over places, that the value there is below the last's.
+    The certainty is the largest probability, over places, that the value there is below the last.
     """
     means, variances = process.posterior(x, y, places)
     deviations = np.sqrt(process.variance * np.maximum(variances, 0.0) + JITTER)
@@ -93,10 +93,10 @@ DRAWN_TO_FIT, DRAWN_TO_TEST, PLACES, TESTS = 100, 500, 500, 5  # of the method
 
 
 def turning_point(losses: Array, confidence: float) -> tuple[bool, Array]:
-    """Return whether the loss has risen since its least value, and where that was.
+    """Return whether the loss has risen since its least value, and the places of least values.
 
     losses: float64[n] of the steps so far; places: float64[TESTS], 0..1 of the steps
-    Each test has its own draw of steps, seeded by their number; most tests decide.
+    Each test draws its own steps, seeded by their number; the majority of tests decides.
     Source: Kim et al., arXiv 2107.05855, section 3.
     """
     n = len(losses)
@@ -120,9 +120,9 @@ def turning_point(losses: Array, confidence: float) -> tuple[bool, Array]:
 class AutoWu(Controller):
     """Raises the rate exponentially, step by step, and lets it decay once the loss has risen.
 
-    losses: float64, of the steps of the warm-up so far; votes: epochs one after the other whose
-    end found that the loss had risen
-    start, peak: the step that the decay begins at, and its first rate
+    losses: float64, of the steps of the warm-up so far; votes: consecutive epochs at whose end
+        the loss was found to have risen
+    start, peak: the first step of the decay, and its rate
     """
 
     def __init__(self, settings: Settings, options: ByAutoWu) -> None:
@@ -145,16 +145,16 @@ class AutoWu(Controller):
         return rate, self.settings.batch
 
     def decay(self, step: int) -> float:
-        """Return the factor on the peak: half a cosine, behind a constant part where asked for."""
+        """Return the factor on the peak: half a cosine, after a constant part if configured."""
         first = self.start
         if self.options.decay == "constant_cosine":
             first = max(first, ceil((1 - self.options.cooldown_share) * self.steps))
         return 0.5 * (1 + cos(pi * max(step - first, 0) / max(self.steps - first, 1)))
 
     def observe(self, samples_seen: int, loss: float) -> None:
-        """Take note of the loss; at the end of an epoch judge all so far. Collective then.
+        """Add the loss of a step; at the end of an epoch test all so far. Collective then.
 
-        Process 0 judges for all: linear algebra may round otherwise on another processor.
+        Process 0 decides for all: linear algebra may round differently on another processor.
         """
         step, per_epoch = self.settings.iteration(samples_seen)
         if step > self.start:
@@ -171,7 +171,7 @@ class AutoWu(Controller):
             self.start, self.peak = step, sum(rates) / len(rates)
 
     def state(self) -> dict[str, Array]:
-        """Return the losses and what was decided. See Controller.state."""
+        """Return the losses and the decisions so far. See Controller.state."""
         return {
             "losses": self.losses,
             "decided": np.array([self.start, self.votes]),
@@ -179,22 +179,22 @@ class AutoWu(Controller):
         }
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over what state returned."""
+        """Restore the result of state."""
         self.losses = np.array(state["losses"])
         self.start, self.votes = map(int, state["decided"])
         self.warmup, self.peak = map(float, state["rise"])  # of a run that may have been shorter
 
 
 class ByAutoWu(Control):
-    """[controller] name = "autowu": the rate rises until the loss does, and falls from its best.
+    """[controller] name = "autowu": the rate rises until the loss rises, then falls from its best.
 
-    It has rates of its own: train.learning_rate and [schedule] are refused beside it. The weights
-    are not taken back to those of the best rate: runs of less than some 60 epochs overshoot.
+    It has rates of its own: train.learning_rate and [schedule] may not be set with it. The weights
+    are not reset to those of the best rate: runs of less than about 60 epochs overshoot.
 
-    min_rate, max_rate: that the warm-up begins at, and would end at
-    warmup_share: of all steps, that the warm-up takes at most; then the rate falls from max_rate
-    patience: epochs one after the other that have to find that the loss has risen
-    confidence: with which they find it
+    min_rate, max_rate: the rates at the start and the end of a full warm-up
+    warmup_share: the warm-up's largest share of all steps; then the rate falls from max_rate
+    patience: consecutive epochs in which the loss must be found to have risen
+    confidence: the probability required for that finding
     decay: "cosine" falls at once, "constant_cosine" in the last steps; cooldown_share: their share
     Source: Kim et al., arXiv 2107.05855, with its defaults.
     """
@@ -219,7 +219,7 @@ class ByAutoWu(Control):
         return self
 
     def check(self, settings: Settings) -> None:
-        """Raise ValueError where the job has rates too. See Control.check."""
+        """Raise ValueError if the job has rates too. See Control.check."""
         if settings.schedule != Schedule():
             raise ValueError("has a warm-up and a decay of its own: [schedule] should be left out")
         if settings.rate != DEFAULT_RATE:

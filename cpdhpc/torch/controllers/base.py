@@ -1,4 +1,4 @@
-"""What decides the learning rate and the batch of every step, and schedules, which see nothing."""
+"""Controllers, which decide the learning rate and the batch of every step, and fixed schedules."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DEFAULT_RATE = 0.1
 
 @dataclass(frozen=True)
 class Norms:
-    """Squared norms of the gradients of a step, before any compression; alike on all ranks.
+    """Squared norms of a step's gradients, before any compression; the same on all ranks.
 
-    of_ranks: float64[ranks], of the gradient of the mean loss of each rank's own samples; 0 where
+    of_ranks: float64[ranks], of the gradient of the mean loss of each rank's own samples; 0 if
         it had none; of_mean: of the gradient of the mean loss of all samples
-    samples: int64[ranks], those that ranks had
+    samples: int64[ranks], each rank's number of samples
     """
 
     of_ranks: Array
@@ -34,10 +34,10 @@ class Norms:
 
 
 class Controller(ABC):
-    """Decides the learning rate and the batch of each step, alike on all ranks.
+    """Decides the learning rate and the batch of each step, identically on all ranks.
 
-    It is asked before each step and told of each step; all it is told is shared by all ranks.
-    columns: what it offers of each step for the record
+    It is called before and after each step; all its arguments are the same on all ranks.
+    columns: its columns for the record of each step
     """
 
     columns: ClassVar[Mapping[str, Column]] = {}
@@ -47,32 +47,32 @@ class Controller(ABC):
         """Return (learning rate, samples of all ranks together) of the step that begins there."""
 
     def observe_norms(self, norms: Norms | None) -> None:
-        """Take note of a step's gradients, before observe, where Control.measures_norms.
+        """Record a step's gradients, called before observe if Control.measures_norms is set.
 
         None: one of them overflowed, and the step was skipped.
         """
 
     def observe(self, samples_seen: int, loss: float) -> None:
-        """Take note of a step: the samples seen behind it, the loss of its global batch.
+        """Record a step: the samples seen after it, the loss of its global batch.
 
-        All processes call it alike, so it may be collective.
+        All processes call it with the same arguments, so it may be collective.
         """
 
     def telemetry(self) -> Mapping[str, float]:
-        """Return the columns of the step that was observed last."""
+        """Return the columns of the last observed step."""
         return {}
 
     def state(self) -> dict[str, Array]:
-        """Return what it must know to go on, as arrays, for a checkpoint."""
+        """Return the arrays that a checkpoint needs in order to resume."""
         return {}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over what state returned."""
+        """Restore the result of state."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job says of rate and batch; samples: of the training set; world: that trains."""
+    """A job's settings of rate and batch; samples: of the training set; world: that trains."""
 
     schedule: Schedule
     rate: float
@@ -82,7 +82,7 @@ class Settings:
     world: Ranks = field(default_factory=Loopback)
 
     def iteration(self, samples_seen: int) -> tuple[int, int]:
-        """Return (iterations done, iterations of an epoch) of a run whose batch is constant."""
+        """Return (iterations done, iterations per epoch) of a run whose batch is constant."""
         epoch, inside = divmod(samples_seen, self.samples)
         per_epoch = -(-self.samples // self.batch)  # the last batch of an epoch may be smaller
         return epoch * per_epoch + inside // self.batch, per_epoch
@@ -105,10 +105,10 @@ class Scheduled(Controller):
 
 
 class Control(Section):
-    """[controller]: who decides rate and batch, named in CONTROLLERS.
+    """[controller]: the method that decides rate and batch, named in CONTROLLERS.
 
-    measures_norms: whether it is told the norms of gradients, for which two ranks are needed
-    decides: keys of a job, or how they begin, that have no meaning beside it
+    measures_norms: whether it needs the norms of gradients, which takes at least two ranks
+    decides: keys of a job, or their prefixes, that have no meaning with it
     """
 
     name: str
@@ -117,22 +117,22 @@ class Control(Section):
 
     @abstractmethod
     def build(self, settings: Settings) -> Controller:
-        """Return the controller of a run that begins."""
+        """Return the controller of a new run."""
 
     def check(self, settings: Settings) -> None:
-        """Raise ValueError for what does not go with the job; samples and world are unknown."""
+        """Raise ValueError if the job does not fit; samples and world are unknown."""
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError where it cannot do with so many ranks, virtual ones included."""
+        """Raise ValueError if this number of ranks, virtual ones included, is not possible."""
         if self.measures_norms and ranks < 2:
             raise ValueError(
-                f"{ranks} rank: the noise is in the differences between ranks: should be 2 or "
+                f"{ranks} rank: noise is measured by differences between ranks: should be 2 or "
                 "more, by mpirun or train.virtual_ranks"
             )
 
 
 class BySchedule(Control):
-    """[controller] name = "schedule": as [schedule] and [train] say."""
+    """[controller] name = "schedule": rate and batch follow [schedule] and [train]."""
 
     name: Literal["schedule"] = "schedule"
 
@@ -147,7 +147,7 @@ def constant(schedule: Schedule, epoch: float, epochs: int) -> float:
 
 
 def step(schedule: Schedule, epoch: float, epochs: int) -> float:
-    """Return gamma to the power of the milestones that are behind."""
+    """Return gamma to the power of the number of past milestones."""
     return float(schedule.gamma ** sum(epoch >= milestone for milestone in schedule.milestones))
 
 
@@ -161,7 +161,7 @@ def cosine(schedule: Schedule, epoch: float, epochs: int) -> float:
 
 
 def polynomial(schedule: Schedule, epoch: float, epochs: int) -> float:
-    """Return the share of the run behind the warm-up that is left, to the power."""
+    """Return the remaining share of the run after the warm-up, to the power."""
     left = (epochs - epoch) / (epochs - schedule.warmup_epochs)
     return float(max(left, 0.0) ** schedule.power)
 
@@ -199,12 +199,12 @@ BATCH_SCALINGS = {
 class Schedule(Section):
     """[schedule]: the factor on the learning rate, which changes with every iteration.
 
-    warmup_epochs: in which it rises to 1, of n steps by 1/n with each, from 1/n in the first one
-    decay: what it does then, a name of DECAYS
+    warmup_epochs: the factor rises to 1 in these epochs: in n steps by 1/n each, from 1/n on
+    decay: the course after the warm-up, a name of DECAYS
     milestones: epochs, for decay "step"; gamma: factor at each milestone, or of an epoch for
         "exponential"; power: of "polynomial"
-    base_batch: for which the rate and the warm-up are given; 0: for whatever train.batch is
-    batch_scaling: what a batch k times as large as base_batch changes, a name of
+    base_batch: the batch for which rate and warm-up are meant; 0: train.batch
+    batch_scaling: the effect of a batch k times as large as base_batch, a name of
         BATCH_SCALINGS: "linear" rate k, "sqrt" rate sqrt(k), "legw" rate sqrt(k) and warm-up
         epochs k, "linear_legw" both k
     """
@@ -229,9 +229,9 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _steps_have_milestones(self) -> Schedule:
         if self.decay == "step" and not self.milestones:
-            raise ValueError("decay='step': needs milestones: epochs, as [30, 60]")
+            raise ValueError("decay='step': needs milestones: epochs, for example [30, 60]")
         if list(self.milestones) != sorted(self.milestones):
-            raise ValueError(f"milestones={list(self.milestones)}: must ascend, as [30, 60]")
+            raise ValueError(f"milestones={list(self.milestones)}: must ascend, like [30, 60]")
         return self
 
     def scaled(self, batch: int) -> tuple[float, Schedule]:
@@ -245,8 +245,8 @@ class Schedule(Section):
     def factor(self, epoch: float, epochs: int, end: float) -> float:
         """Return the factor of a step, of a run that takes so many epochs in all.
 
-        epoch, end: when it begins and ends, in epochs. In the warm-up the end counts, as no step is
-        to be without a rate.
+        epoch, end: the step's begin and end, in epochs. In the warm-up the end counts, so that no
+        step has rate 0.
         Source: the warm-up is that of Goyal et al., arXiv 1706.02677, section 2.2, by the same
         amount with each step, which begins there with the rate of the base batch.
         """

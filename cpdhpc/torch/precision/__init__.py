@@ -1,4 +1,4 @@
-"""Arithmetic in small formats: every rounding of tensors, products and sums is chosen."""
+"""Arithmetic in small formats: you choose every rounding of tensors, products and sums."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .layers import Linear as Linear
     from .layers import Lstm as Lstm
     from .recorder import Recorder as Recorder
-else:  # what needs torch
+else:  # needs torch
     from ...lazy import lazily as _lazily
 
     __getattr__, __dir__ = _lazily(

@@ -1,4 +1,4 @@
-"""Tensors of torch rounded as a format says, and a layer's three products as its policy says."""
+"""Torch tensors rounded to formats, and the three products of a layer under its policy."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ FORMATS = {  # a tensor of a layer -> the key of its policy that has the format
     "bias_gradients": "weight_gradients",
     "outputs": "outputs",
 }
-OPERANDS = {  # a product -> what its rows and columns are
+OPERANDS = {  # a product -> the tensors of its rows and its columns
     "forward": ("activations", "weights"),
     "input_gradient": ("errors", "weights"),
     "weight_gradient": ("errors", "activations"),
     "bias_gradient": ("errors",),
 }
-SUMMED_AS = {"bias_gradient": "weight_gradient"}  # the key of a policy that says how
+SUMMED_AS = {"bias_gradient": "weight_gradient"}  # the policy's key for its summation
 
 IN_FLOAT32 = torch.float32, torch.bfloat16, torch.float16  # dtypes whose values float32 holds
 
 
 class Quantizer(nn.Module):
-    """Rounds tensors of one name as a TensorFormat says. It has no gradient of its own.
+    """Rounds tensors of one name to a TensorFormat. It has no gradient of its own.
 
-    In training it learns scales, and stochastic rounding draws from torch's generator, as dropout
-    does: `train` sets that by seed, iteration and rank. In evaluation nothing is learnt, and the
-    random bits are those of seed and name.
+    In training it adapts scales, and stochastic rounding draws from torch's generator, like dropout
+    (`train` seeds that by seed, iteration and rank). In evaluation scales are fixed, and the
+    random bits depend on seed and name.
     how: format and scaling; name: of the tensor, for errors too
     """
 
@@ -60,12 +60,12 @@ class Quantizer(nn.Module):
             self.register_buffer(STATE, torch.from_numpy(how.state()))
 
     def extra_repr(self) -> str:
-        """Return what printing a model shows."""
+        """Return the text for printing a model."""
         return f"{self.how.format}, scaling={self.how.scaling}, rounding={self.how.rounding}"
 
     @torch.no_grad()
     def forward(self, x: Tensor, axis: int = -1) -> Tensor:
-        """Return x rounded, x itself where nothing is; axis: along which blocks lie.
+        """Return x rounded, or x itself if nothing changes; axis: the axis of blocks.
 
         x: float32 on the CPU, any shape and strides. Raises TypeError for anything else.
         """
@@ -82,7 +82,7 @@ class Quantizer(nn.Module):
         return torch.from_numpy(self.how.round(values, key, axis, known, self.training))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state; where there is none, as in a file of float32, the scale learns anew."""
+        """Load a state; if there is none, as in a float32 checkpoint, the scale adapts anew."""
         state = self._buffers.get(STATE)
         if state is not None and prefix + STATE not in state_dict:
             state_dict[prefix + STATE] = torch.from_numpy(self.how.state())
@@ -108,16 +108,16 @@ class _Quantized(torch.autograd.Function):
 
 
 def in_float32(by: Rounded, x: Tensor) -> Tensor:
-    """Return what a rounding of float32 makes of values, in their own dtype.
+    """Apply a rounding of float32 to values and return them in their own dtype.
 
-    Raises TypeError where float32 does not hold them.
+    Raises TypeError if float32 cannot hold them.
     """
     _check_held(x)
     return by(x.float()).to(x.dtype)
 
 
 def _check_held(x: object) -> None:
-    """Raise TypeError unless x is a dense tensor whose values float32 holds."""
+    """Raise TypeError unless x is a dense tensor whose values float32 can hold."""
     came = x.dtype if isinstance(x, Tensor) else type_name(x)
     if came not in IN_FLOAT32:
         raise TypeError(f"quantize: x is {came}: allowed are float32, bfloat16 and float16 tensors")
@@ -128,22 +128,22 @@ Given = str | TensorFormat | nn.Module | None
 
 
 def quantize(x: Tensor, forward: Given = None, backward: Given = None) -> Tensor:
-    """Return x rounded to a format; its gradient is rounded to another, and goes through.
+    """Return x rounded to a format; its gradient is rounded to another, and passes through.
 
     x: float32, bfloat16 or float16 of any shape, on the CPU; not changed
     forward, backward: names of formats, TensorFormats or Quantizers, which keep the state of
-        their scale; None: values stay as they are
+        their scale; None: no rounding
     Stochastic roundings draw from torch's default generator.
-    A finite number too large becomes infinity or NaN where the format has it, as everywhere.
-    Raises TypeError for another dtype; ConfigError for an unknown format; RuntimeError where the
-    gradient of the gradient is asked for. Source: Han et al., arXiv 1911.08907, whose quantizer
-    this is; Bengio et al., arXiv 1308.3432, of the gradient that goes through.
+    A finite number that is too large becomes infinity or NaN if the format has one of them.
+    Raises TypeError for another dtype; ConfigError for an unknown format; RuntimeError if the
+    gradient of the gradient is requested. Source: Han et al., arXiv 1911.08907, for the quantizer;
+    Bengio et al., arXiv 1308.3432, for the straight-through gradient.
     """
     return through(x, _rounded(forward), _rounded(backward))
 
 
 def through(x: Tensor, forward: Rounded | None, backward: Rounded | None) -> Tensor:
-    """Return x, rounded; its gradient is rounded too, and goes through."""
+    """Return x, rounded; its gradient is rounded too, and passes through."""
     if forward is None and backward is None:
         return x
     rounded: Tensor = _Quantized.apply(x, forward, backward)  # type: ignore[no-untyped-call]
@@ -158,8 +158,8 @@ def _rounded(given: Given) -> Rounded | None:
 
 @lru_cache(maxsize=256)
 def _held(rows: tuple[TensorFormat | None, ...]) -> FloatFormat | None:
-    """Return an IEEE format that has all values of tensors; None where no small one is known."""
-    exp, man = 1, 1  # of one bit, so that NaN stays
+    """Return an IEEE format that contains all values of tensors; None if no small one is known."""
+    exp, man = 1, 1  # one mantissa bit at least, so that NaN stays
     for row in rows:
         if row is None or row.scaling != "none" or not isinstance(row.cast.fmt, FloatFormat):
             return None
@@ -169,9 +169,9 @@ def _held(rows: tuple[TensorFormat | None, ...]) -> FloatFormat | None:
 
 
 class Arithmetic(nn.Module):
-    """The roundings of a layer's tensors and products, with what they keep.
+    """The roundings of a layer's tensors and products, with their state.
 
-    name: of the layer; with seed it picks the random bits where the layer is evaluated
+    name: of the layer; with seed it selects the random bits in evaluation
     """
 
     def __init__(self, policy: LayerPolicy, name: str = "", seed: int = 0) -> None:
@@ -185,7 +185,7 @@ class Arithmetic(nn.Module):
 
     @property
     def keeps(self) -> bool:
-        """Whether it has state, which belongs into checkpoints."""
+        """Whether it has state, which belongs in checkpoints."""
         return next(self.buffers(), None) is not None
 
     def sums(self, product: str) -> Sums | None:
@@ -194,20 +194,20 @@ class Arithmetic(nn.Module):
         return None if sums is None or sums.by_torch else sums
 
     def by_blocks(self, of: str) -> bool:
-        """Whether a tensor is rounded anew for each product, in blocks along what is summed."""
+        """Whether a tensor is rounded anew for each product, in blocks along the summed axis."""
         return of in self.rows and self.rows[of].by_blocks
 
     def round(self, of: str, x: Tensor, axis: int = -1) -> Tensor:
-        """Return a tensor in its format; axis: along which blocks lie."""
+        """Return a tensor in its format; axis: the axis of blocks."""
         rounded: Tensor = self._modules[of](x, axis) if of in self.rows else x  # type: ignore[misc]
         return rounded
 
     def rounding(self, of: str) -> Rounded | None:
-        """Return how a tensor is rounded, blocks along the last axis; None: it is not."""
+        """Return the rounding of a tensor, with blocks along the last axis; None: no rounding."""
         return self._modules.get(of)
 
     def round_output(self, layer: nn.Module, given: Any, output: Any) -> Any:
-        """Return what a layer gives in its format, where that is a tensor; a forward hook."""
+        """Return a layer's output in its format, if it is a tensor; a forward hook."""
         self.train(layer.training)
         is_tensor = isinstance(output, Tensor)
         return through(output, self.rounding("outputs"), None) if is_tensor else output
@@ -217,7 +217,7 @@ class Arithmetic(nn.Module):
         return x if self.by_blocks(of) else self.round(of, x)
 
     def by_torch(self, product: str) -> bool:
-        """Whether torch has the whole product, of operands that are rounded already."""
+        """Whether torch computes the whole product, of operands that are already rounded."""
         return self.sums(product) is None and not any(map(self.by_blocks, OPERANDS[product]))
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class Arithmetic(nn.Module):
         return self._summed(name, a, b, held)
 
     def _summed(self, name: str, a: Tensor, b: Tensor, held: FloatFormat | None) -> Tensor:
-        """Return a @ b; held: a format of all values, by which matmul may be quicker."""
+        """Return a @ b; held: a format that contains all values, for a faster matmul."""
         sums = self.sums(name)
         if sums is None:
             return torch.matmul(a, b)
@@ -243,14 +243,14 @@ class Arithmetic(nn.Module):
         """Return the sum over m of errors float32[m, n]."""
         if self.by_blocks("errors"):
             rows = self.round("errors", rows, 0)
-        held = _held((self.rows.get("errors"),))  # which has 1
+        held = _held((self.rows.get("errors"),))  # it contains 1
         return self._summed("bias_gradient", rows.new_ones(1, len(rows)), rows, held)[0]
 
 
 class Operation(ABC):
-    """What a layer computes of x, weight and bias: by torch, and as products of matrices.
+    """A layer's function of x, weight and bias: by torch, and as products of matrices.
 
-    x, weight: their shapes. The matrices are those that Arithmetic.product takes, see OPERANDS
+    x, weight: their shapes. The matrices are the operands of Arithmetic.product, see OPERANDS
     """
 
     x: torch.Size
@@ -258,11 +258,11 @@ class Operation(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what torch computes."""
+        """Return torch's result."""
 
     @abstractmethod
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> list[Tensor]:
-        """Return torch's gradients of x, weight and bias, those that mask asks for."""
+        """Return torch's gradients of x, weight and bias, those selected by mask."""
 
     @abstractmethod
     def for_forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ class Operation(ABC):
 
     @abstractmethod
     def output(self, product: Tensor) -> Tensor:
-        """Return what the layer gives without a bias, of that product."""
+        """Return the layer's output without a bias, from that product."""
 
     @abstractmethod
     def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,19 +278,19 @@ class Operation(ABC):
 
     @abstractmethod
     def input(self, product: Tensor) -> Tensor:
-        """Return x's gradient of that product."""
+        """Return x's gradient from that product."""
 
     @abstractmethod
     def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the matrices whose product is weight's gradient, but for its shape."""
+        """Return the matrices whose product is weight's gradient, except for its shape."""
 
     def of_weight(self, product: Tensor) -> Tensor:
-        """Return weight's gradient of that product."""
+        """Return weight's gradient from that product."""
         return product.reshape(self.weight)
 
     @abstractmethod
     def rows(self, g: Tensor) -> Tensor:
-        """Return g as float32[m, outputs], whose sum is bias's gradient."""
+        """Return g as float32[m, outputs], whose sum over m is bias's gradient."""
 
     def biased(self, output: Tensor, bias: Tensor) -> Tensor:
         """Return the output with a bias."""
@@ -301,7 +301,7 @@ GRADIENTS = "input_gradient", "weight_gradient", "bias_gradient"
 
 
 class _Products(torch.autograd.Function):
-    """A layer's output and gradients, each product as the policy says."""
+    """A layer's output and gradients, with each product under its policy."""
 
     @staticmethod
     def forward(
@@ -353,7 +353,7 @@ def products(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return what a layer gives, in x's dtype, of parameters that parameters() gave."""
+    """Return a layer's output, in x's dtype, for parameters prepared by parameters()."""
     _check(arithmetic, "x", x)
     output: Tensor = _Products.apply(x.float(), weight, bias, operation, arithmetic)  # type: ignore[no-untyped-call]
     return through(output, arithmetic.rounding("outputs"), None).to(x.dtype)
@@ -364,7 +364,7 @@ def parameters(
 ) -> tuple[Tensor, Tensor | None]:
     """Return a layer's parameters in float32 and in their format, once for all its products.
 
-    Raises TypeError where weight is not float32, bfloat16 or float16.
+    Raises TypeError if weight is not float32, bfloat16 or float16.
     """
     _check(arithmetic, "weight", weight)
     by = None if arithmetic.by_blocks("weights") else arithmetic.rounding("weights")

@@ -1,4 +1,4 @@
-"""Networks of torch whose layers obey a policy from now on."""
+"""Converts networks of torch, so that their layers obey a policy."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ CONVERTED: dict[type[nn.Module], type[Obedient]] = {
     nn.MultiheadAttention: Attention,
     nn.LSTM: Lstm,
 }
-UNKNOWN = (  # whose products stay torch's, beside what is derived and does them itself
+UNKNOWN = (  # layers whose products stay torch's, also in subclasses
     *(nn.RNN, nn.GRU, nn.RNNCellBase, nn.Bilinear),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-BY_TORCH = "products are torch's"  # what is told of them
+BY_TORCH = "products are torch's"  # the message for them
 ENCODERS: dict[
     type[nn.Module], tuple[str, object]
-] = {  # modules of torch that may go round the forwards of those within -> what forbids it
+] = {  # modules of torch that may bypass the forwards of their children -> what forbids it
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
 
 
 def convert(model: nn.Module, policy: Policy | Raw, seed: int = 0) -> nn.Module:
-    """Return the model, changed in place: layers that the policy has rules for obey them.
+    """Change the model in place so that layers with rules in the policy obey them; return it.
 
-    model: any network of torch. Layers keep their names, parameters and buffers, so that former
-        checkpoints load and shared modules and tied weights stay so. Linear, Conv1d, Conv2d,
-        Conv3d, MultiheadAttention, LSTM and what is derived from them have products; others with
-        parameters, as norms and embeddings, obey the key outputs alone. Functions that a forward
-        calls itself are not seen. Layers of which nothing is asked but float32 stay torch's.
+    model: any network of torch. Layers keep their names, parameters and buffers, so that existing
+        checkpoints load, and shared modules and tied weights stay shared. Linear, Conv1d, Conv2d,
+        Conv3d, MultiheadAttention, LSTM and their subclasses have products; other layers with
+        parameters, such as norms and embeddings, obey only the key outputs. Functions called
+        directly in a forward are not converted. Layers that would stay float32 are not changed.
     policy: a Policy, or its tables as in a job file
-    seed: of random numbers where a model is evaluated
-    bfloat16 and float16 layers compute in float32 and give their own dtype.
-    Raises ConfigError, with the model untouched, where the policy and the model do not go together,
-    for parameters of another dtype, and where a layer obeys a policy already.
+    seed: of random numbers in evaluation
+    bfloat16 and float16 layers compute in float32 and return their own dtype.
+    Raises ConfigError, with the model unchanged, if the policy does not fit the model, for
+    parameters of another dtype, and if a layer already obeys a policy.
     """
     if not isinstance(policy, Policy):
         policy = validate(Policy, policy, "convert")
@@ -62,7 +62,7 @@ def convert(model: nn.Module, policy: Policy | Raw, seed: int = 0) -> nn.Module:
         raise ConfigError(f"convert: model: layer {obeying!r} obeys a policy already: convert once")
     found = obeyed(model, policy)
     _check_tensors(layers, found)
-    for name, layer in layers.items():  # whose forward takes no notice of out_proj's
+    for name, layer in layers.items():  # whose forward ignores out_proj's
         if isinstance(layer, nn.MultiheadAttention) and _joined(name, "out_proj") in found:
             found.setdefault(name, LayerPolicy())
     rows = {name: _row(layers[name]) for name in found}
@@ -79,10 +79,10 @@ def convert(model: nn.Module, policy: Policy | Raw, seed: int = 0) -> nn.Module:
 
 
 def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
-    """Return what the policy says of each layer that it says something of, by name.
+    """Return, by name, the policy of each layer for which it has rules.
 
-    Of those with products and of all that have parameters, which do not hear keys of products.
-    Raises ConfigError as convert.
+    For layers with products, and for all with parameters, which ignore the keys of products.
+    Raises ConfigError as convert does.
     """
     names: dict[int, list[str]] = {}
     layers: dict[str, nn.Module] = {}
@@ -98,8 +98,7 @@ def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
         for other in more[name]:
             if policy.of(other, with_products) != of:
                 raise ConfigError(
-                    f"precision: {name} and {other} are one layer, and rules say different things "
-                    "of them"
+                    f"precision: {name} and {other} are one layer, but have different rules"
                 )
     left = unconverted(model)
     if policy.is_complete and left:
@@ -117,7 +116,7 @@ OF_PARAMETERS = ("update", "states", "wire")  # keys that a parameter of several
 
 
 def _check_tied(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> None:
-    """Raise ConfigError where layers that share a parameter are to change it in other ways."""
+    """Raise ConfigError if layers that share a parameter would change it in different ways."""
     first: dict[torch.Tensor, str] = {}
     for name, layer in layers.items():
         for parameter in filter(lambda each: each is not None, layer._parameters.values()):
@@ -126,30 +125,30 @@ def _check_tied(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> 
                 ways = [getattr(found[each], key) for each in (other, name)]
                 if None not in ways and ways[0] != ways[1]:
                     raise ConfigError(
-                        f"precision: {other} and {name} share a parameter, and rules say different "
-                        f"things of its {key}"
+                        f"precision: {other} and {name} share a parameter, but have different "
+                        f"rules for its {key}"
                     )
 
 
 def obeyed(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
-    """Return what changes in each layer that convert would change, by name; see resolved."""
+    """Return, by name, the policy of each layer that convert would change; see resolved."""
     rows = resolved(model, policy).items()
     return {name: of.only(CHANGE) for name, of in rows if of.changes}
 
 
 def unconverted(model: nn.Module) -> list[str]:
-    """Return the names of the layers whose products stay torch's whatever a policy says."""
+    """Return the names of the layers whose products stay torch's under any policy."""
     kinds: tuple[type[nn.Module], ...] = (*CONVERTED, *UNKNOWN)
     return [n for n, m in model.named_modules() if isinstance(m, kinds) and not _has_products(m)]
 
 
 def unheard(model: nn.Module, policy: Policy) -> list[str]:
-    """Return the names of those that rules for products match all the same."""
+    """Return the names of those that rules for products match nevertheless."""
     return [name for name in unconverted(model) if policy.of(name).said().keys() & PRODUCTS]
 
 
 def by_parameter(model: nn.Module, policy: Policy) -> dict[torch.Tensor, LayerPolicy]:
-    """Return what the policy says of updates and states, by parameter; see resolved.
+    """Return the policy of updates and states, by parameter; see resolved.
 
     model: converted or not; a parameter of several layers obeys the first one's rules
     """
@@ -162,9 +161,9 @@ def by_parameter(model: nn.Module, policy: Policy) -> dict[torch.Tensor, LayerPo
 
 
 def aggregator_of(model: nn.Module, policy: Policy, given: Aggregator) -> Aggregator:
-    """Return how gradients travel: as given, but for the wires of the policy; see resolved.
+    """Return the aggregator for gradients: given, with the wires of the policy; see resolved.
 
-    Raises ConfigError where there are some and given is neither "none" nor "lowbit".
+    Raises ConfigError if there are some and given is neither "none" nor "lowbit".
     """
     rows = resolved(model, policy).items()
     layers = {name: LayerWire(of.wire) for name, of in rows if of.wire is not None}
@@ -184,7 +183,7 @@ def _has_products(layer: nn.Module) -> bool:
 
 
 def _row(layer: nn.Module) -> type[Obedient] | None:
-    """Return what a layer becomes; None where it has no products that this package knows."""
+    """Return the class that a layer is converted to; None if its products are unknown here."""
     for kind, becomes in CONVERTED.items():
         if isinstance(layer, kind):
             own = type(layer).__mro__[: type(layer).__mro__.index(kind)]
@@ -193,21 +192,21 @@ def _row(layer: nn.Module) -> type[Obedient] | None:
 
 
 def _asks_torch(kind: type[Any]) -> bool:
-    """Whether a class derived from a layer leaves its products to it: it has no forward of its own.
+    """Whether a class derived from a layer uses the layer's own products.
 
-    Or one that calls super().
+    It does if it has no forward of its own, or one that calls super().
     """
     own = (vars(kind).get(name) for name in ("forward", "_conv_forward"))
     return all(function is None or _calls_super(function) for function in own)
 
 
 def _calls_super(function: Callable[..., Any]) -> bool:
-    """Whether a method says super(): the compiler gives it a free variable __class__ then."""
+    """Whether a method uses super(): then the compiler gives it a free variable __class__."""
     return "__class__" in inspect.unwrap(function).__code__.co_freevars
 
 
 def _obey(layer: nn.Module, becomes: type[Obedient], of: LayerPolicy, name: str, seed: int) -> None:
-    """Let a layer obey, which stays the same object with all that it has: others may share it."""
+    """Convert a layer in place: it stays the same object, as others may share it."""
     kind = type(layer)
     if not (kind in CONVERTED or kind.__module__.startswith("torch.")):
         becomes = type(kind.__name__, (kind, becomes), {})
@@ -217,7 +216,7 @@ def _obey(layer: nn.Module, becomes: type[Obedient], of: LayerPolicy, name: str,
 
 
 def _round_outputs(layer: nn.Module, of: LayerPolicy, name: str, seed: int) -> None:
-    """Let a layer without products round what it gives."""
+    """Make a layer without products round its outputs."""
     arithmetic = Arithmetic(of, name, seed)
     if arithmetic.keeps:
         layer.add_module("precision", arithmetic)
@@ -229,7 +228,7 @@ def _joined(*names: str) -> str:
 
 
 def _check_tensors(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> None:
-    """Raise ConfigError for parameters that are not there yet, or that float32 does not hold."""
+    """Raise ConfigError for parameters that do not exist yet, or that float32 cannot hold."""
     for name in found:
         if torch.nn.utils.parametrize.is_parametrized(layers[name]):
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""Layers of torch whose tensors and products are rounded as a policy says.
+"""Layers of torch whose tensors and products are rounded under a policy.
 
-They are torch's own, with the same arguments, parameters and names of parameters.
+They are torch's own, with the same arguments, parameters and parameter names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 class Obedient(nn.Module):
     """A layer that obeys a policy; policy: LayerPolicy, or a table with its keys.
 
-    parts: names of what has products of its own
+    parts: names of the sublayers that have products of their own
     """
 
     precision: nn.ModuleDict
@@ -41,17 +41,17 @@ class Obedient(nn.Module):
 
     @property
     def parts(self) -> Sequence[str]:
-        """The names of what has products of its own."""
+        """The names of the sublayers that have products of their own."""
         return ("product",)
 
     def policy_of(self, part: str) -> LayerPolicy:
-        """Return what a part obeys."""
+        """Return the policy of a part."""
         return self.policy
 
     def obey(self, policy: Given, name: str = "", seed: int = 0) -> None:
-        """Take a policy. name: of the layer, in errors; with seed it picks random bits.
+        """Set the policy. name: of the layer, in errors; with seed it selects random bits.
 
-        Raises ConfigError where the policy is none.
+        Raises ConfigError if policy is not a policy.
         """
         given = policy if isinstance(policy, LayerPolicy) else dict(policy or {})
         where = name or type(self).__name__
@@ -61,7 +61,7 @@ class Obedient(nn.Module):
         }
         if any(each.keeps for each in found.values()):
             self.precision = nn.ModuleDict(found)
-        else:  # so that a layer without state has no modules within, as torch's own
+        else:  # so that a layer without state has no submodules, like torch's own
             self.__dict__["precision"] = nn.ModuleDict(found)
 
     def part(self, name: str) -> Arithmetic:
@@ -70,7 +70,7 @@ class Obedient(nn.Module):
         return found if found.training is self.training else found.train(self.training)
 
     def extra_repr(self) -> str:
-        """Return what printing a model shows."""
+        """Return the text for printing a model."""
         return ", ".join(filter(None, [super().extra_repr(), self.policy.told()]))
 
 
@@ -96,7 +96,7 @@ class Linear(Obedient, nn.Linear):
 
 
 class _Conv(Obedient):
-    """What convolutions of all numbers of axes have in common."""
+    """Common base of convolutions of all numbers of axes."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ def _of_activations(policy: LayerPolicy) -> LayerPolicy:
 
 
 class BatchMatmul(Obedient):
-    """torch.matmul of two activations; both gradients are summed as input_gradient says."""
+    """torch.matmul of two activations; both gradients are summed like input_gradient."""
 
     def __init__(self, *, policy: Given = None) -> None:
         super().__init__(policy=policy)
@@ -181,8 +181,8 @@ def _batch_matmul(of: Arithmetic, a: Tensor, b: Tensor) -> Tensor:
 class Attention(Obedient, nn.MultiheadAttention):
     """torch.nn.MultiheadAttention whose products are rounded; policy: see LayerPolicy.
 
-    Those of query, key and value with their weights, of scores, and of weights with values. The
-    softmax is torch's. out_proj is a Linear.
+    These are the products of query, key and value with their weights, of query with key, and of
+    attention weights with values. The softmax is torch's. out_proj is a Linear.
     """
 
     def __init__(
@@ -227,9 +227,9 @@ class Attention(Obedient, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what torch.nn.MultiheadAttention returns. Raises ValueError as it does."""
+        """Return the results of torch.nn.MultiheadAttention. Raises ValueError as it does."""
         if is_causal and attn_mask is None:
-            raise ValueError("Attention: is_causal=True: needs attn_mask, as torch's")
+            raise ValueError("Attention: is_causal=True: needs attn_mask, like torch's")
         if not self.policy.changes:
             masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             return self._by_torch(query, key, value, *masks)
@@ -260,9 +260,9 @@ class Attention(Obedient, nn.MultiheadAttention):
         return output, weights.mean(-3) if average_attn_weights else weights
 
     def _by_torch(self, query: Tensor, *given: Any) -> tuple[Tensor, Tensor | None]:
-        """Return what forward does where out_proj alone is rounded: all before it has torch's bits.
+        """Run forward if only out_proj is rounded: everything before it has torch's bits.
 
-        torch applies the weights of out_proj itself: it gets those that change nothing.
+        torch applies out_proj's weights itself: it gets weights that change nothing.
         """
         bare, same = copy(self), nn.Module()
         same.weight = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
@@ -286,7 +286,7 @@ class Attention(Obedient, nn.MultiheadAttention):
     def _masked(
         self, scores: Tensor, mask: Tensor | None, padding: Tensor | None, batched: bool
     ) -> Tensor:
-        """Return float[batch, heads, time, of keys], with what masks add; true: minus infinity."""
+        """Return float[batch, heads, time, keys], the sum of all masks; true: minus infinity."""
         if mask is not None:
             mask = mask if mask.dim() == 2 else mask.reshape(-1, self.num_heads, *mask.shape[1:])
             scores = scores + _added(mask, scores)
@@ -297,7 +297,7 @@ class Attention(Obedient, nn.MultiheadAttention):
 
 
 def _added(mask: Tensor, scores: Tensor) -> Tensor:
-    """Return what a mask adds to scores; the keys that bias_k and add_zero_attn add it leaves."""
+    """Return a mask to be added to scores; keys of bias_k and add_zero_attn are not masked."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, float("-inf"))
     return functional.pad(mask, (0, scores.shape[-1] - mask.shape[-1]))
@@ -306,8 +306,8 @@ def _added(mask: Tensor, scores: Tensor) -> Tensor:
 class Lstm(Obedient, nn.LSTM):
     """torch.nn.LSTM whose products are rounded; policy: see LayerPolicy.
 
-    Of inputs all times are one product, of the values before each time is one of its own. Sums of
-    gradients over times are float32's.
+    The inputs of all times are one product, the hidden values before each time one each. Gradients
+    are summed over times in float32.
     """
 
     def __init__(
@@ -347,9 +347,9 @@ class Lstm(Obedient, nn.LSTM):
     def forward(  # type: ignore[override]
         self, x: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return what torch.nn.LSTM returns. Raises TypeError for packed sequences."""
+        """Return the results of torch.nn.LSTM. Raises TypeError for packed sequences."""
         if not isinstance(x, Tensor):
-            raise TypeError(f"Lstm: x is {type(x).__name__}: a tensor is allowed")
+            raise TypeError(f"Lstm: x is {type(x).__name__}: must be a tensor")
         if not self.policy.changes:
             return super().forward(x, hx)
         batched = x.dim() == 3

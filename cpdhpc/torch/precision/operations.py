@@ -1,4 +1,4 @@
-"""What layers compute as products of matrices: forward, and for each gradient."""
+"""Layers as products of matrices: forward, and for each gradient."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Product(Operation):
 
 
 class Convolution(Operation):
-    """Of any number of axes; its products are those of columns, which have what a filter sees."""
+    """Of any number of axes; its products are those of columns, the values under a filter."""
 
     def __init__(
         self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
@@ -70,7 +70,7 @@ class Convolution(Operation):
         return self._images(product, self._places)
 
     def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Between the pixels of g are stride - 1 zeros; filters are flipped, in and out change."""
+        """Between the pixels of g lie stride - 1 zeros; filters are flipped, in and out swapped."""
         sizes = [(n - 1) * s + 1 for n, s in zip(g.shape[2:], self.stride, strict=True)]
         spread = g.new_zeros(*g.shape[:2], *sizes)
         pixels = tuple(slice(None, None, s) for s in self.stride)
@@ -103,7 +103,7 @@ class Convolution(Operation):
 
     @property
     def _places(self) -> list[int]:
-        """The size of the images that come out."""
+        """The size of the output images."""
         sizes = zip(
             *(self.x[2:], self.padding, self.dilation, self.weight[2:], self.stride), strict=True
         )
@@ -123,9 +123,9 @@ class Convolution(Operation):
     def _columns(
         self, x: Tensor, around: Sequence[tuple[int, int]], stride: Sequence[int]
     ) -> Tensor:
-        """Return what a filter sees of each place: [groups, batch * places, inputs * kernel].
+        """Return the values under a filter by place: [groups, batch * places, inputs * kernel].
 
-        around: zeros before and behind each axis; fewer than none: values are left out
+        around: zeros before and after each axis; a negative number leaves values out
         """
         x = functional.pad(x, [each for pair in reversed(around) for each in pair]).contiguous()
         kernel = self.weight[2:]

@@ -1,4 +1,4 @@
-"""Which format each tensor and each sum of a network has: rules by layer, and named policies."""
+"""The formats of each tensor and each sum of a network: rules by layer, and named policies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """rules: the tables [[precision.rule]]; source: whose they are
+    """rules: the tables [[precision.rule]]; source: the paper or standard
 
-    train: what the source has under [train], where the job file does not say otherwise
-    leaves_out: what the source has, and this has not
+    train: the source's settings of [train], used unless the job file has its own
+    leaves_out: differences from the source
     """
 
     rules: tuple[Table, ...]
@@ -150,8 +150,8 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-TORCH = "torch"  # in place of a format of sums
-FIRST, LAST = "<first>", "<last>"  # patterns: of the layers with products
+TORCH = "torch"  # instead of a format of sums
+FIRST, LAST = "<first>", "<last>"  # patterns: the first and last layer with products
 SHOWN = 12  # names in an error
 
 
@@ -174,7 +174,7 @@ class Sums(Section):
 
     @property
     def by_torch(self) -> bool:
-        """Whether torch does it."""
+        """Whether torch computes it."""
         return self.accumulate == TORCH
 
     @property
@@ -185,14 +185,14 @@ class Sums(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> Sums:
         if self.by_torch and self != Sums.model_construct(accumulate=TORCH):
-            raise ValueError(f"accumulate={TORCH!r}: goes with no other key")
+            raise ValueError(f"accumulate={TORCH!r}: allows no other key")
         if not self.by_torch:
             matmul(np.ones((1, 1), np.float32), np.ones((1, 1), np.float32), **self.arguments)
         return self
 
 
 def _named(key: str) -> tuple[BeforeValidator, PlainSerializer]:
-    """Let a string stand for a table of which it is one key, read and written."""
+    """Let a string stand for a table with this one key, for reading and writing."""
 
     def short(table: Section | None) -> Any:
         said = {} if table is None else table.model_dump(exclude_defaults=True)
@@ -210,14 +210,15 @@ Updated = Annotated[UpdateFormat | None, *_named("format")]
 
 
 class LayerPolicy(Section, Agreed):
-    """What rules say of a layer; None: nothing, so float32.
+    """The rules of a layer; None: no rule, so float32.
 
-    weights, activations: the operands of its products; activations are what enters the layer
-    errors: gradients of what it gives; weight_gradients: those of its parameters
-    outputs: what it gives, and all that norms, embeddings and other layers without products obey
-    forward, input_gradient, weight_gradient: how its three products are summed; a format alone is
-        accumulate
-    states: of the optimizer; update: how it changes weights; wire: of the layer's gradients
+    weights, activations: the operands of its products; activations are the layer's input
+    errors: gradients of its output; weight_gradients: those of its parameters
+    outputs: its output; the only key for norms, embeddings and other layers without products
+    forward, input_gradient, weight_gradient: the summation of its three products; a format alone
+        is accumulate
+    states: of the optimizer; update: the rounding of updated weights; wire: of the layer's
+        gradients
     """
 
     weights: Tensor = None
@@ -240,22 +241,22 @@ class LayerPolicy(Section, Agreed):
         return wire
 
     def said(self) -> dict[str, Any]:
-        """Return the keys that are given, and their values."""
+        """Return the keys that are set, and their values."""
         each = ((key, getattr(self, key)) for key in LayerPolicy.model_fields)
         return {key: value for key, value in each if value is not None}
 
     def only(self, keys: Collection[str]) -> LayerPolicy:
-        """Return what is said by some keys."""
+        """Return the policy with only some keys."""
         return LayerPolicy(**{key: value for key, value in self.said().items() if key in keys})
 
     @property
     def changes(self) -> bool:
-        """Whether a layer computes anything else than torch's would."""
+        """Whether a layer computes anything other than torch's layer would."""
         found = self.only(CHANGE).said().values()
         return any(not each.by_torch if isinstance(each, Sums) else each.rounds for each in found)
 
     def told(self) -> str:
-        """Return the keys that are given as people read them, in one line."""
+        """Return the keys that are set as readable text, in one line."""
         return ", ".join(
             f"{key}={_word(value)}"
             for key, value in self.model_dump().items()
@@ -272,10 +273,10 @@ CHANGE = {*PRODUCTS, "outputs"}  # keys that change what a layer computes
 
 
 class Rule(LayerPolicy):
-    """[[precision.rule]]: what the layers of a pattern do; a later rule that matches wins, by key.
+    """[[precision.rule]]: rules for the layers of a pattern; for each key the last match wins.
 
-    layers: pattern of module names, as "conv*" or "layer?.*.fc[12]"; "<first>" and "<last>" are the
-        first and last layer that has products
+    layers: pattern of module names, such as "conv*" or "layer?.*.fc[12]"; "<first>" and "<last>"
+        are the first and last layer that has products
     """
 
     layers: Annotated[str, Field(min_length=1)]
@@ -283,7 +284,7 @@ class Rule(LayerPolicy):
     @field_validator("layers")
     @classmethod
     def _is_pattern(cls, pattern: str) -> str:
-        if "[" in re.sub(r"\[!?.[^]]*]", "", pattern):  # what is left of it has no end
+        if "[" in re.sub(r"\[!?.[^]]*]", "", pattern):  # a remaining [ is not closed
             raise ValueError("a [ without its ]: sets of characters are [ab] or [!ab], [ is [[]")
         return pattern
 
@@ -291,11 +292,11 @@ class Rule(LayerPolicy):
     def _says_something(self) -> Rule:
         if not self.said():
             known = ", ".join(LayerPolicy.model_fields)
-            raise ValueError(f"layers={self.layers!r}: says nothing: allowed beside it are {known}")
+            raise ValueError(f"layers={self.layers!r}: has no rule: allowed keys are {known}")
         return self
 
     def matches(self, name: str, products: Sequence[str] = ()) -> bool:
-        """Return whether it is for a layer; products: the names of those with products."""
+        """Return whether it matches a layer; products: the names of the layers with products."""
         ends = {FIRST: products[:1], LAST: products[-1:]}
         return name in ends.get(self.layers, ()) or fnmatchcase(name, self.layers)
 
@@ -303,8 +304,8 @@ class Rule(LayerPolicy):
 class Policy(Section):
     """[precision]: formats of tensors and of sums in forward and backward, by layer.
 
-    preset: policy that the rules are laid over, see `cpdhpc precision presets`; "": none
-    complete: true: a layer with products that no rule is for is an error
+    preset: policy to which the rules are added, see `cpdhpc precision presets`; "": none
+    complete: true: a layer with products but without a rule is an error
     rule: [[precision.rule]], in their order
     """
 
@@ -321,12 +322,12 @@ class Policy(Section):
 
     @property
     def empty(self) -> bool:
-        """Whether it says nothing, so that networks stay as they are."""
+        """Whether it has no rules, so that networks stay unchanged."""
         return not self.rules
 
     @property
     def is_complete(self) -> bool:
-        """Whether it or its preset says that each layer with products needs a rule."""
+        """Whether it or its preset requires a rule for each layer with products."""
         return self.complete or self._of_preset.complete
 
     @property
@@ -336,7 +337,7 @@ class Policy(Section):
 
     @property
     def warmup(self) -> int:
-        """The most calls that a tensor in fixed scales waits for before it is rounded."""
+        """The largest number of calls before a tensor with scaling "fixed" is rounded."""
         said = (each for rule in self.rules for each in vars(rule).values())
         return max((getattr(each, "warmup", 0) for each in said), default=0)
 
@@ -347,9 +348,9 @@ class Policy(Section):
         return validate(Policy, PRESETS[self.preset].policy, f"preset {self.preset}")
 
     def of(self, name: str, products: Sequence[str] = ()) -> LayerPolicy:
-        """Return what the rules say of the module of a name.
+        """Return the rules of the module of a name.
 
-        products: the names of all layers with products, by which "<first>" and "<last>" go
+        products: the names of all layers with products, among which "<first>" and "<last>" are
         """
         said: dict[str, Any] = {}
         for rule in self.rules:
@@ -363,12 +364,12 @@ class Policy(Section):
         others: Sequence[str],
         more: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> dict[str, LayerPolicy]:
-        """Return what the rules say of each layer of a network, by name.
+        """Return the rules of each layer of a network, by name.
 
-        products: names of the layers with products, in their order; others: that have parameters
+        products: names of the layers with products, in their order; others: with parameters
         more: further names of layers that have several
-        Raises ConfigError for a rule that no layer obeys, for products and no layer that has some,
-        and, where the policy is complete, for a layer with products that no rule is for.
+        Raises ConfigError for a rule that matches no layer, for rules of products if no layer has
+        any, and, if the policy is complete, for a layer with products but without a rule.
         """
         for index, rule in enumerate(self.rule):
             obeys = rule.said().keys()
@@ -387,13 +388,13 @@ class Policy(Section):
         free = [n for n in products if not any(rule.matches(n, products) for rule in heard)]
         if free and self.is_complete:
             raise ConfigError(
-                f"precision.complete=true: no rule is for {', '.join(free[:SHOWN])}: each layer "
-                "with products needs one of its tensors or sums"
+                f"precision.complete=true: no rule for {', '.join(free[:SHOWN])}: each layer "
+                "with products needs one for its tensors or sums"
             )
         return found
 
     def toml(self) -> str:
-        """Return it as TOML text, what is not given left out."""
+        """Return it as TOML text, without unset keys."""
         raw: Raw = self.model_dump(exclude_defaults=True)
         rules = [{"layers": each.pop("layers"), **each} for each in raw.pop("rule", [])]
         return dump_toml({"precision": raw | ({"rule": rules} if rules else {})})

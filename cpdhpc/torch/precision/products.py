@@ -1,4 +1,4 @@
-"""Products of matrices in which each product and each partial sum is rounded to a format."""
+"""Products of matrices with each product and each partial sum rounded to a format."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def matmul(
     kahan: bool = False,
     seed: int = 0,
 ) -> Any:
-    """Return a @ b, of which each product and each partial sum is rounded to a format.
+    """Return a @ b, with each product and each partial sum rounded to a format.
 
     a: float32[..., m, k]; b: float32[..., k, n]; NumPy or CuPy arrays or torch tensors on the CPU,
-        not changed; the axes in front are broadcast; one axis alone is a row of a, a column of b
-    inputs: both are rounded to nearest in it first, or each in its own of two; a table will do;
-        None: they are taken as they are
-    products: each product is rounded to it; None: to accumulate; "exact": it is not rounded, but
-        once with the sum, as by a fused multiply-add
-    accumulate: each partial sum is rounded to it; order: of the sums, see ops.products.Products
-    rounding, random_bits: of products and sums; overflow: what a finite number too large becomes;
-        see Cast
-    chunk: so many products are summed, then the sums of chunks in the format between, which is
-        accumulate where not given; 0: all are one chunk
-    kahan: sums are compensated; every operation of the compensation is rounded as sums are
-    seed: picks the random bits of rounding "stochastic"
+        not changed; leading axes are broadcast; a single axis is a row of a, a column of b
+    inputs: both are first rounded to nearest in this format, or each in its own of two; a table is
+        allowed, too; None: no rounding
+    products: the format of each product; None: accumulate's; "exact": products are not rounded,
+        only once with the sum, as by a fused multiply-add
+    accumulate: the format of each partial sum; order: of the sums, see ops.products.Products
+    rounding, random_bits: of products and sums; overflow: the result for a finite number that is
+        too large; see Cast
+    chunk: this many products are summed, then the sums of chunks in the format between, by default
+        accumulate's; 0: all are one chunk
+    kahan: sums are compensated; every operation of the compensation is rounded like sums
+    seed: selects the random bits of rounding "stochastic"
     Returns float32[..., m, n] of a's kind, the same bits for any number of threads. A sum begins
     with +0. NaN, of a and b too, becomes infinity in formats that have no NaN, and the largest
         number in those that have neither.
-    Gradients of tensors are two such products, (gradient) @ b.T and a.T @ (gradient), of a and b as
-        inputs rounded them, whose rounding they go through unchanged; only sums over axes that were
-        broadcast are torch's, in float32. With rounding "stochastic" each draws bits of its own.
-    Raises TypeError where an argument is something else; ValueError for shapes that do not go
-    together, an unknown format or word, and chunk, between and kahan that do not go with order.
+    Gradients of tensors are two such products, (gradient) @ b.T and a.T @ (gradient), with a and b
+        after the rounding of inputs, which they pass through unchanged; only sums over broadcast
+        axes are torch's, in float32. With rounding "stochastic" each draws bits of its own.
+    Raises TypeError if an argument has another type; ValueError for shapes that do not fit each
+    other, an unknown format or word, and chunk, between and kahan that do not fit order.
     Source: of rounded products and sums Han et al., arXiv 1911.08907; of chunks Wang et al., arXiv
     1812.08011.
     """
@@ -92,7 +92,7 @@ def matmul(
 
 
 def _rounded(name: str, x: Any, cast: Cast) -> Any:
-    """Return an operand rounded, NaN and all; its gradient goes through."""
+    """Return an operand rounded, including NaN; its gradient passes through."""
 
     def rounded(x: Any) -> Any:
         flat, restore = flat_floats("matmul", name, x)
@@ -107,17 +107,17 @@ def _rounded(name: str, x: Any, cast: Cast) -> Any:
 
 
 def _held(inputs: Name | tuple[Name, Name] | None) -> Inputs:
-    """Return formats that hold all numbers of a and of b."""
+    """Return formats that contain all numbers of a and of b."""
     if inputs is None:
         return FLOAT32, FLOAT32
     both = inputs if isinstance(inputs, tuple) else (inputs, inputs)
     if len(both) != 2:
-        raise ValueError(f"matmul: inputs={inputs!r}: one format, or one of a and one of b")
+        raise ValueError(f"matmul: inputs={inputs!r}: must be one format, or one of a and one of b")
     return _format("inputs", both[0]), _format("inputs", both[1])
 
 
 def _format(argument: str, name: Name) -> Format:
-    """Return the format of a name. Raises as parse_format, naming the argument."""
+    """Return the format of a name. Raises the errors of parse_format, naming the argument."""
     try:
         return parse_format(name)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Writes what passes through layers in training: a model's hooks, and one file of all ranks."""
+"""Records the tensors of layers in training: a model's hooks, and one file of all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_m
 
 
 class _Part(NamedTuple):
-    """An array of a rank, or of process 0 where rank is -1; rows: before it was thinned."""
+    """An array of a rank, or of process 0 if rank is -1; rows: before it was thinned."""
 
     kind: KindName
     name: str
@@ -42,16 +42,16 @@ About = tuple[KindName, str, int, int, tuple[int, ...]]  # a _Part with the shap
 
 
 class Recorder:
-    """Writes what passes through a model's layers in some iterations. Collective, and step too.
+    """Records the tensors of a model's layers in some iterations. Collective, and step too.
 
     model: its layers with parameters that match are recorded, in training mode only
-    path: of the file; the arrays of an iteration are there when step returns, or none
-    reducer: a GradientReducer of the model; None: there is one process, whose p.grad it is
-    resume: go on with the file, if there is one, from the iteration that begin says
+    path: of the file; when step returns it has all arrays of the iteration, or none
+    reducer: a GradientReducer of the model; None: one process, and the gradients in p.grad
+    resume: continue the file, if there is one, from the iteration passed to begin
     layers, ... seed: the keys of [record] in a job file; see Recording
-    Changes no bit of training. The gradients that layers get are of the loss times its scale.
-    Raises UserError on all processes alike for patterns that match no layer, a file that is there
-    or cannot be written, or has other settings.
+    Changes no bit of training. The layers' gradients are of the loss times its scale.
+    Raises UserError on all processes for patterns that match no layer, or a file that exists,
+    cannot be written, or has other settings.
 
         with Recorder(model, Path("run.h5"), reducer, every=100) as recorder:
             for inputs, targets in batches:
@@ -90,7 +90,7 @@ class Recorder:
             self.settings = validate(Recording, settings, "Recorder")
             self._find_layers()
             if not self.settings.number:
-                raise ConfigError("Recorder: every and iterations: nothing is recorded: give one")
+                raise ConfigError("Recorder: every and iterations: nothing is recorded: set one")
         self.world.on_first(partial(self._open, resume), "Recorder")
         self._most: dict[tuple[str, str], int] | None = None  # rows, by kind and name
         self._handles = [
@@ -124,7 +124,7 @@ class Recorder:
         }
 
     def _open(self, resume: bool) -> None:
-        """Make the file, or see that it is one to go on with."""
+        """Create the file, or check that it is one to continue."""
         self._made = False
         notes = {
             "kind": KIND,
@@ -133,7 +133,7 @@ class Recorder:
         }
         if not (resume and self.path.exists()):
             if self.path.exists():
-                raise ConfigError(f"Recorder: path={self.path}: is there already: not replaced")
+                raise ConfigError(f"Recorder: path={self.path}: exists already: not replaced")
             store.write(self.path, {}, notes)
             self._made = True
             return
@@ -146,14 +146,14 @@ class Recorder:
                 )
 
     def _take_back(self) -> None:
-        """Leave no empty file behind, which would keep the next run from its place."""
+        """Remove the file if it is empty, as it would block the next run."""
         if self._made:
             self.path.unlink()
 
     def begin(self, iteration: int) -> None:
-        """Say which iteration is the next: 0 without it, and one more with each step.
+        """Set the number of the next iteration: 0 without a call, and one more with each step.
 
-        What a file has from there on is replaced when the next one is recorded.
+        The file's content from there on is replaced when the next iteration is recorded.
         """
         self.iteration = iteration
         self._wanted = self.settings.wants(iteration)
@@ -165,13 +165,13 @@ class Recorder:
             self._before = {name: _copied(each) for name, each in self.parameters.items()}
 
     def _forward(self, name: str, layer: Any, inputs: Any, outputs: Any) -> None:
-        """Take what enters a layer, and see to it that the gradient of what it gives is taken."""
+        """Record a layer's input, and register a hook for the gradient of its output."""
         entered, given = _first(inputs), _first(outputs)
         if not self._looks or not self.model.training or entered is None:
             return
         hosted = 0 if self.reducer is None else self.reducer.playing
         calls = self._seen.setdefault(("activations", name, hosted), {})
-        number = len(calls)  # backward comes in another order
+        number = len(calls)  # backward runs in another order
         calls[number] = _copied(entered)
         if given is not None and given.requires_grad:
             left = self._seen.setdefault(("errors", name, hosted), {})
@@ -180,8 +180,8 @@ class Recorder:
     def step(self, mean: Any = None) -> None:
         """End an iteration, and write it if it is one to record. Collective.
 
-        mean: what reducer.reduce returned; None: there was none, as where the step is skipped
-        Raises UserError on all processes alike where arrays are too large or cannot be written.
+        mean: the result of reducer.reduce; None: there is none, for example in a skipped step
+        Raises UserError on all processes if arrays are too large or cannot be written.
         """
         if self._looks:
             parts = self.world.agreed(
@@ -190,7 +190,7 @@ class Recorder:
             if self._most is None:
                 try:
                     self._most = self._fitting(parts)
-                except ConfigError:  # on all processes alike
+                except ConfigError:  # on all processes
                     self.world.on_first(self._take_back, "Recorder.step")
                     raise
             if self._wanted:
@@ -225,13 +225,13 @@ class Recorder:
 
     def _of_layers(self) -> Iterator[_Part]:
         for (kind, name, hosted), calls in self._seen.items():
-            if not calls:  # no backward came to it
+            if not calls:  # no backward reached it
                 continue
             whole = _joined([calls[number] for number in sorted(calls)])
             yield from self._parts(kind, self.world.hosted[hosted], {name: whole})
 
     def _parts(self, kind: KindName, rank: int, arrays: Mapping[str, Array]) -> Iterator[_Part]:
-        """Yield arrays of a kind, whole, if it is recorded."""
+        """Yield arrays of a kind, not thinned, if it is recorded."""
         if kind in self.settings.tensors:
             for name, values in arrays.items():
                 rows = values if values.ndim else values.reshape(1)
@@ -244,15 +244,15 @@ class Recorder:
         return part._replace(values=part.values[kept_rows(self.settings.seed, part.rows, most)])
 
     def _fitting(self, parts: Sequence[_Part]) -> dict[tuple[str, str], int]:
-        """Return how many rows of an array are kept at most, by kind and name. Collective.
+        """Return the number of rows of an array to be kept, by kind and name. Collective.
 
-        Raises ConfigError on all processes alike where that is none, or all do not fit.
+        Raises ConfigError on all processes if that is 0, or the arrays do not all fit.
         """
         everyone = self.world.gather([_about(each) for each in parts], "Recorder.step")
         sizes = [(about[:2], about[4]) for each in everyone for about in each]
         alone = [kind for kind in self.settings.tensors if not KINDS[kind].of_ranks]
         shapes = [(n, tuple(p.shape) or (1,)) for n, p in self.parameters.items()]
-        sizes = [each for each in sizes if each[0][0] not in alone]  # as not all are there yet
+        sizes = [each for each in sizes if each[0][0] not in alone]  # as some come later
         sizes += [((kind, name), shape) for kind in alone for name, shape in shapes]
         room = self.settings.max_mib * 2**20 / self.settings.number
         need = sum(4 * math.prod(shape) for _, shape in sizes)
@@ -285,7 +285,7 @@ class Recorder:
         self.world.on_first(partial(self._append, everything), "Recorder.step")
 
     def _append(self, parts: Sequence[_Part]) -> None:
-        """Add the iteration to the file, in place of it and of later ones."""
+        """Add the iteration to the file, replacing it and later ones."""
         rooms = store.contents(self.path)[1]
         former = {name: room for name, room in rooms.items() if _iteration(name) < self.iteration}
         arrays = _datasets(self.iteration, parts, self._scale)
@@ -300,7 +300,7 @@ class Recorder:
         store.append(self.path, arrays, later)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -308,7 +308,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close; what is recorded stays."""
+        """Close; recorded data stays."""
         self.close()
 
 
@@ -323,14 +323,14 @@ def _copied(tensor: Any) -> Array:
 
 
 def _first(given: Any) -> Any:
-    """Return the first tensor of floating-point numbers, None where there is none."""
+    """Return the first tensor of floating-point numbers, None if there is none."""
     several = given if isinstance(given, tuple | list) else (given,)
     floats = (x for x in several if hasattr(x, "is_floating_point") and x.is_floating_point())
     return next(floats, None)
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
-    """Return arrays one behind the other; flat where they differ in more than the first axis."""
+    """Return arrays concatenated; flattened if they differ in more than the first axis."""
     if len({each.shape[1:] for each in arrays}) > 1:
         arrays = [each.reshape(-1) for each in arrays]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
@@ -393,6 +393,6 @@ def _iteration(dataset: str) -> int:
 
 
 def _described(layer: torch.nn.Module) -> dict[str, Any]:
-    """Return what a layer is, as far as its products depend on it."""
+    """Return the type of a layer and its options that its products depend on."""
     plain = {name: getattr(layer, name) for name in GEOMETRY if hasattr(layer, name)}
     return {"type": type(layer).__name__, **plain}

@@ -1,6 +1,6 @@
-"""What passed through layers in training, as an HDF5 file and as the table of a job file.
+"""Recorded tensors of layers in training, as an HDF5 file and as the table of a job file.
 
-/ITERATION/KIND/NAME are the arrays, float32; KINDS says what they are. Read without torch.
+/ITERATION/KIND/NAME are the arrays, float32; KINDS describes them. Reading needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KIND, GRADIENTS = "recording", "gradients"  # of files; the latter of train.reco
 
 
 class Kind(NamedTuple):
-    """What is recorded; of_ranks: by each rank, else by process 0."""
+    """A kind of recorded tensors; of_ranks: by each rank, else by process 0."""
 
     long_name: str
     of_ranks: bool
@@ -33,24 +33,25 @@ class Kind(NamedTuple):
 
 KINDS: dict[KindName, Kind] = {
     "gradients": Kind("gradient of a parameter on each rank, times loss_scale", True),
-    "mean": Kind("mean gradient over ranks, as the step took it", False),
+    "mean": Kind("mean gradient over ranks, as used by the step", False),
     "weights": Kind("parameter before the step", False),
-    "updates": Kind("what the step added to a parameter", False),
-    "activations": Kind("what enters a layer, samples of all ranks", True),
-    "errors": Kind("gradient of what a layer gives, of the same samples, times loss_scale", True),
+    "updates": Kind("change of a parameter by the step", False),
+    "activations": Kind("input of a layer, samples of all ranks", True),
+    "errors": Kind("gradient of a layer's output, of the same samples, times loss_scale", True),
 }
 
 
 class Recording(Section):
     """[record]: gradients, activations, errors and weights go to a file (precision replay).
 
-    layers: patterns of the names of modules that have parameters; "*" is any
-    tensors: what is recorded of them
-    every: iterations, from 0; count: so many of them at most; iterations: these, in place of every
-    max_mib: of all arrays together, before compression; where they would be more the run is refused
+    layers: patterns of the names of modules that have parameters; "*" matches any
+    tensors: the kinds that are recorded
+    every: every so many iterations, from 0; count: at most so many of them; iterations: these,
+        instead of every
+    max_mib: of all arrays together, before compression; a run that needs more ends with an error
         in its first iteration
-    thin: instead so many rows of each array are kept as fit, and the file says of how many
-    seed: picks the rows; file: where; default: beside the record of the run
+    thin: instead only as many rows of each array are kept as fit, and the file has their number
+    seed: selects the rows; file: its path; default: beside the record of the run
     """
 
     layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
@@ -66,12 +67,12 @@ class Recording(Section):
     @model_validator(mode="after")
     def _one_way_to_choose(self) -> Recording:
         if self.every and self.iterations:
-            raise ValueError("every and iterations: give one of them")
+            raise ValueError("every and iterations: set only one of them")
         return self
 
     @property
     def number(self) -> int:
-        """The most iterations that are recorded; 0: nothing is."""
+        """The largest number of recorded iterations; 0: none."""
         return self.count if self.every else len(set(self.iterations))
 
     def wants(self, iteration: int) -> bool:
@@ -82,7 +83,7 @@ class Recording(Section):
 
 
 def kept_rows(seed: int, rows: int, most: int) -> Array:
-    """Return which rows of an array are kept: int64[min(rows, most)], ascending."""
+    """Return the indices of the rows of an array to be kept: int64[min(rows, most)], ascending."""
     if rows <= most:
         return np.arange(rows)
     return np.sort(np.random.default_rng([seed, rows]).permutation(rows)[:most])
@@ -92,9 +93,9 @@ def kept_rows(seed: int, rows: int, most: int) -> Array:
 class Tensor:
     """An array of a recording.
 
-    shape: of gradients [ranks, ...]; rows: of the first axis (of gradients the second), on each
-        rank, before it was thinned
-    loss_scale: what gradients of ranks and errors are multiplied by
+    shape: of gradients [ranks, ...]; rows: number along the first axis (of gradients the second),
+        on each rank, before thinning
+    loss_scale: the factor in gradients of ranks and in errors
     """
 
     file: Path
@@ -114,7 +115,7 @@ class Tensor:
         return self.shape[0] != sum(self.rows)
 
     def read(self) -> Array:
-        """Return the values, float32. Raises StoreError where they cannot be read."""
+        """Return the values, float32. Raises StoreError if they cannot be read."""
         return store.read_box(self.file, self.dataset, ())
 
 
@@ -128,7 +129,7 @@ class Recorded:
 
     @property
     def iterations(self) -> list[int]:
-        """Those that were recorded, ascending."""
+        """The recorded iterations, ascending."""
         return sorted({each.iteration for each in self.tensors})
 
     @cached_property
@@ -138,18 +139,18 @@ class Recorded:
 
 
 def load(file: Path | str) -> Recorded:
-    """Return what a Recorder or train.record_gradients wrote. Raises StoreError for other files."""
+    """Return a Recorder's or train.record_gradients' data. Raises StoreError for other files."""
     file = Path(file)
-    notes = store.read_attributes(file)  # and its checksum is right
+    notes = store.read_attributes(file)  # and check its checksum
     if notes.get("kind") == GRADIENTS:
         return Recorded(file, tuple(_gradients(file, notes)), {})
     if notes.get("kind") != KIND:
-        raise store.StoreError(f"{file}: is no recording: precision record makes one")
+        raise store.StoreError(f"{file}: is not a recording: precision record makes one")
     try:
         layers = json.loads(notes["layers"])
         found = [_tensor(file, *each) for each in store.contents(file)[1].items()]
     except (KeyError, TypeError, ValueError) as error:
-        raise store.StoreError(f"{file}: is no recording of this version: {error!r}") from None
+        raise store.StoreError(f"{file}: is not a recording of this version: {error!r}") from None
     order = {name: place for place, name in enumerate(layers)}
     kinds = list(KINDS)
 

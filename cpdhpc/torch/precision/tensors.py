@@ -1,4 +1,4 @@
-"""How one tensor is rounded: its format, its scale, and what the scale remembers. NumPy alone."""
+"""The rounding of one tensor: its format, its scale, and the scale's state. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class TensorFormat(Section):
     format: a name of parse_format; int2 .. int16 or ternary, which need a scaling, by default
         "aps"; mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4 with scaling "block32"; or nvfp4 with
         "block16", whose scales are e4m3 times a float32 of the tensor (ops/two_scales.py)
-    scaling: what the tensor is multiplied by before it is rounded, and divided by afterwards
-        "none": nothing
+    scaling: the factor on the tensor before it is rounded, which is divided out afterwards
+        "none": no factor
         "amax": the largest number of the format / amax / 2^margin in float32, of this tensor now
         "delayed": the same, of the last history calls: expect = "max" of them, or the "recent" one
         "aps": the largest power of two with which the tensor fits
         "block32", "block16": a power of two for each 32 or 16 values along an axis: emax of the
             format less floor(log2(amax)), so that values may saturate
         "fixed": a power of two that follows how often values overflow: every history calls it is
-            halved where the share is above overflow_rate, and doubled where the share would not be
-            so then; numbers up to 2^exponent fit at first, by default the first tensor; or those of
-            the first warmup calls, which are not rounded
-        "flexpoint": a power of two for what is expected of the last history amax: 2 (m + 3 s),
-            with their mean m and standard deviation s
-    rounding, overflow, random_bits: as Cast's, but overflow is "saturate" by default where the rule
-        of a scaling lets values be too large: blocks, delayed, fixed, flexpoint
+            halved if the share is above overflow_rate, and doubled if the share would still be at
+            most that; numbers up to 2^exponent fit at first, by default the first tensor; or those
+            of the first warmup calls, which are not rounded
+        "flexpoint": a power of two for the value predicted from the last history amax:
+            2 (m + 3 s), with their mean m and standard deviation s
+    rounding, overflow, random_bits: see Cast, but overflow is "saturate" by default if the scaling
+        allows values that are too large: blocks, delayed, fixed, flexpoint
     history: calls; margin: a power of two; expect: of the history
     exponent, overflow_rate, warmup: see "fixed"
     Source: amax, delayed: Micikevicius et al., arXiv 2209.05433, as in NVIDIA's Transformer
@@ -96,9 +96,9 @@ class TensorFormat(Section):
         given = table.get("scaling", own)
         if name in IN_BLOCKS and given != own:
             fmt = IN_BLOCKS[name].element.name
-            raise ValueError(f"scaling={given!r}: {name} has {own}: for another one name {fmt}")
+            raise ValueError(f"scaling={given!r}: {name} has {own}: for another one use {fmt}")
         if given == "none":
-            raise ValueError(f"scaling='none': {name} is integers times a power of two: name one")
+            raise ValueError(f"scaling='none': {name} is integers times a power of two: set one")
         return {"scaling": own} | table
 
     @field_validator("format")
@@ -110,7 +110,7 @@ class TensorFormat(Section):
             also = f"; with a scale also {', '.join(NAMED_WIRES)}"
             raise ValueError(f"{error}{also * ('known are' in str(error))}") from None
         if known is None:
-            raise ValueError(f"{name!r} is no format: for float32 as it is say 'fp32'")
+            raise ValueError(f"{name!r} is not a format: for unchanged float32 use 'fp32'")
         return name
 
     @field_validator("scaling")
@@ -125,52 +125,50 @@ class TensorFormat(Section):
         of_some = {key for each in SCALINGS.values() for key in each.keys}
         for key in sorted(self.model_fields_set & of_some - {*SCALINGS[self.scaling].keys}):
             having = [name for name, each in SCALINGS.items() if key in each.keys]
-            raise ValueError(
-                f"{key} goes with scaling {' or '.join(having)}, and it is {self.scaling}"
-            )
+            raise ValueError(f"{key} needs scaling {' or '.join(having)}, but it is {self.scaling}")
         _ = (
             self.cast
-        )  # raises for random_bits out of range, or that do not go with the format or the rounding
+        )  # raises for random_bits out of range, or that do not suit the format or the rounding
         if self.scaling != "none" and not self.rounds:
             raise ValueError(
                 f"scaling={self.scaling!r}: {self.format} is not rounded: must be none"
             )
         if self.warmup and self.exponent is not None:
-            raise ValueError("warmup and exponent: give one of them")
+            raise ValueError("warmup and exponent: set only one of them")
         return self
 
     @property
     def cast(self) -> Cast:
-        """How numbers are rounded."""
+        """The rounding of numbers."""
         fmt = wire_format(self.format)
-        assert fmt is not None, "a validator has asked"
+        assert fmt is not None, "a validator has checked it"
         if isinstance(
             fmt, Microscaling | TwoScales
         ):  # blocks lie along an axis, padded by themselves
             if self.overflow == "inf":
                 Cast(fmt, self.rounding, "inf")  # raises
             fmt = fmt.element
-        own = self.by_blocks or self.learns  # whose rule lets values be too large for a while
+        own = self.by_blocks or self.learns  # these allow values that are too large
         overflow = "saturate" if own and self.overflow is None else self.overflow
         return Cast(fmt, self.rounding, overflow, self.random_bits)
 
     @property
     def rounds(self) -> bool:
-        """Whether anything changes: fp32 takes float32 as it is."""
+        """Whether anything changes: fp32 leaves float32 unchanged."""
         return self.cast.fmt != FloatFormat(8, 23)
 
     @property
     def by_blocks(self) -> bool:
-        """Whether the scales are those of blocks along an axis."""
+        """Whether there is a scale for each block along an axis."""
         return SCALINGS[self.scaling].scale is None
 
     @property
     def learns(self) -> bool:
-        """Whether the scale follows from the calls before."""
+        """Whether the scale follows from earlier calls."""
         return SCALINGS[self.scaling].learn is not None
 
     def state(self) -> Array:
-        """Return what the scale knows before the first call: float32[n], how many calls first."""
+        """Return the state of the scale before the first call: float32[n], first the call count."""
         return np.array([0, *[NEVER] * SCALINGS[self.scaling].numbers(self.history)], np.float32)
 
     def round(
@@ -183,13 +181,13 @@ class TensorFormat(Section):
     ) -> Array:
         """Return x scaled, rounded and divided again, as a new array.
 
-        x: float32, any shape; axis: along which blocks lie
+        x: float32, any shape; axis: the axis of blocks
         key: element i of x, of blocks in their order, draws random31(key, i)
-        state: as from state(): what the scale knows of the calls before; None: nothing; where it
-            knows nothing the scale is this tensor's. learns: x is added to it
-        NaN and infinity stay so, or become one another where the format has but one, and NaN where
-        it has neither; a block with one of them is NaN. Scales are those of finite values; of zeros
-        1.
+        state: as from state(): the scale's record of earlier calls; None or without a record: the
+            scale is this tensor's. learns: add x to it
+        NaN and infinity stay unchanged, or become one another if the format has only one of them,
+        and NaN if it has neither; a block with one of them is NaN. Scales depend on finite values;
+        that of zeros is 1.
         """
         if not self.rounds:
             return x.copy()
@@ -216,11 +214,11 @@ class TensorFormat(Section):
 
 
 class UpdateFormat(TensorFormat):
-    """update: the format of weights behind each step of an optimiser, and what helps it.
+    """update: the format of weights after each step of an optimiser, and its options.
 
-    master: steps go to a float32 copy of the weights, which is rounded; false: there is none
-    kahan: what rounding took from a step is kept in the same format, and added to the next step
-    the other keys: as of any tensor
+    master: steps go to a float32 copy of the weights, which is then rounded; false: no copy
+    kahan: the rounding error of a step is kept in the same format, and added to the next step
+    the other keys: as for any tensor
     """
 
     master: bool = True
@@ -229,7 +227,7 @@ class UpdateFormat(TensorFormat):
     @model_validator(mode="after")
     def _kahan_alone(self) -> UpdateFormat:
         if self.kahan and (self.master or self.scaling != "none"):
-            raise ValueError('kahan=true: goes with master=false and scaling="none" only')
+            raise ValueError('kahan=true: needs master=false and scaling="none"')
         return self
 
 
@@ -246,7 +244,7 @@ def amax_of(x: Array) -> tuple[float, bool]:
 
 
 def factor_of(amax: float, fmt: Format, margin: int = 0) -> float:
-    """Return fmt.max / amax / 2^margin, rounded as float32 whatever the exponent; of zeros 1."""
+    """Return fmt.max / amax / 2^margin, rounded like float32 at any exponent; for zeros 1."""
     if amax == 0:
         return 1.0
     near = amax * _near(1 / amax)
@@ -255,12 +253,12 @@ def factor_of(amax: float, fmt: Format, margin: int = 0) -> float:
 
 
 def _near(factor: float) -> float:
-    """Return the power of two by which x is multiplied first, exactly but for what vanishes."""
+    """Return the power of two by which x is multiplied first; exact except for underflow."""
     return FAR if factor > FAR else 1 / FAR if factor < 1 / FAR else 1.0
 
 
 def shift_of(amax: float, fmt: Format) -> int:
-    """Return the largest k with amax * 2^k <= fmt.max, within the format's limits; of zeros 0."""
+    """Return the largest k with amax * 2^k <= fmt.max, within the format's limits; for zeros 0."""
     bits = np.array([amax], np.float32).view(np.uint32)
     return int(fitting_shift(bits, fmt)[0]) - SHIFT_BIAS
 
@@ -273,9 +271,9 @@ def _scaled(x: Array, cast: Cast, scale: Scale, key: Key, amax: float) -> Array:
     factor = np.float32(scale / float(first))
     with np.errstate(over="ignore"):
         product = x * first * factor
-        if amax * scale > float(most):  # far above what was expected: too large, not infinite
+        if amax * scale > float(most):  # far above the prediction: too large, not infinite
             product = np.where(np.isfinite(x), np.clip(product, -most, most), x)
-        elif largest < amax * scale < largest * (1 + 2.0**-21):  # by what rounding the factor adds
+        elif largest < amax * scale < largest * (1 + 2.0**-21):  # by the rounding of the factor
             product = np.where(np.isfinite(x), np.clip(product, -largest, largest), x)
         return (
             backend.decode(backend.encode(product, cast, 0, key), cast.fmt) * (1 / factor) / first
@@ -309,7 +307,7 @@ def _in_blocks(x: Array, cast: Cast, block: int, axis: int, key: Key) -> Array:
 
 
 def _by_two_scales(x: Array, cast: Cast, axis: int, key: Key) -> Array:
-    """Round blocks along an axis as NVFP4, by a float32 of the tensor."""
+    """Round blocks along an axis to NVFP4, with one float32 scale for the tensor."""
     rows = np.moveaxis(x, axis, -1)
     padded = np.zeros((*rows.shape[:-1], nvfp4_blocks(rows.shape[-1]) * NVFP4_BLOCK), np.float32)
     padded[..., : rows.shape[-1]] = rows
@@ -322,7 +320,7 @@ def _by_two_scales(x: Array, cast: Cast, axis: int, key: Key) -> Array:
     return np.ascontiguousarray(np.moveaxis(kept, -1, axis))
 
 
-# States: float32, of which the first counts the calls; what is not known yet is NEVER.
+# States: float32, the first counts the calls; unknown values are NEVER.
 
 
 def _known(state: Array) -> list[float]:
@@ -353,7 +351,7 @@ def _flexpoint(how: TensorFormat, state: Array, amax: float) -> Scale:
 
 
 def _learn_saturated(how: TensorFormat, state: Array, x: Array, amax: float, scale: Scale) -> None:
-    """Learn what integers can tell: no more than the largest of them."""
+    """Learn from integers, which show at most the largest of them."""
     _append(state, min(amax, _largest(how, scale)))
 
 
@@ -378,14 +376,14 @@ def _fixed(how: TensorFormat, state: Array, amax: float) -> Scale:
 
 
 def _learn_range(state: Array, amax: float) -> None:
-    """Let "fixed" begin where numbers up to the largest of the warm-up fit."""
+    """Let "fixed" begin at the range of the largest number in the warm-up."""
     if amax:
         state[1] = max(float(state[1]), 2.0 ** min(math.frexp(amax)[1], 127))
 
 
 def _learn_shares(how: TensorFormat, state: Array, x: Array, amax: float, scale: Scale) -> None:
     if amax == 0 and state[1] == NEVER:
-        return  # zeros do not say where to begin
+        return  # zeros give no starting point
     shares = state[2:].reshape(2, how.history)
     if NEVER not in shares:
         shares[:] = NEVER
@@ -405,7 +403,7 @@ class Scaling:
     """scale: of a tensor, by its state and amax; None: blocks have one each
 
     keys: of TensorFormat that only some scalings have
-    learn: takes a tensor, its amax and its scale into the state, of so many numbers for a history
+    learn: adds a tensor, its amax and its scale to the state, whose length depends on history
     """
 
     scale: Callable[[TensorFormat, Array, float], Scale] | None

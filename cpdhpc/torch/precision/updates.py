@@ -1,4 +1,4 @@
-"""Optimisers whose weights and states have few bits: every step's results are rounded."""
+"""Optimisers whose weights and states have few bits: the results of every step are rounded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .tensors import TensorFormat, UpdateFormat
 
 Tensor = torch.Tensor
 State = dict[str, Any]
-OWN = "precision_"  # what begins so in an optimiser's state is of this module
+OWN = "precision_"  # prefix of this module's entries in an optimiser's state
 MASTER, RESIDUAL, STEPS, SCALE = (OWN + name for name in ("master", "residual", "steps", "scale"))
-STREAM = 7  # of random numbers: of updates
+STREAM = 7  # of random numbers: for updates
 
 
 class Row(Protocol):
-    """What is said of a parameter, as by LayerPolicy: None: it is float32."""
+    """The rules of a parameter, for example a LayerPolicy; None: it is float32."""
 
     @property
     def update(self) -> UpdateFormat | None: ...
@@ -30,15 +30,15 @@ class Row(Protocol):
 
 
 class RoundedUpdates:
-    """Rounds, after each step of any torch optimiser, its parameters and what it keeps of them.
+    """After each step of any torch optimiser, rounds its parameters and their states.
 
-    rows: by parameter; others stay float32. The optimiser computes a step in float32; then
-        states of the parameter's shape are rounded as row.states says (scalars are not), and
-        weights as row.update says. What is kept for it is in the optimiser's state, so that its
-        state_dict has it.
+    rows: by parameter; others stay float32. The optimiser computes a step in float32. Then
+        states of the parameter's shape are rounded by row.states (scalars are not), and
+        weights by row.update. Its own data lies in the optimiser's state, so that its
+        state_dict includes it.
     seed: of stochastic rounding, a function of (seed, step, place of the parameter, element)
-    Parameters are rounded at once, and so have to be set before. Raises TypeError where one is not
-    float32 on the CPU. All ranks must do the same, then they end with the same bits.
+    Parameters are rounded at once, so they must be initialised before. Raises TypeError if one is
+    not float32 on the CPU. If all ranks do the same, they end with the same bits.
     Source: of updates without a master copy Zamirai et al.: Revisiting BFloat16 training, arXiv
     2010.06192; of stochastic ones Gupta et al., arXiv 1502.02551.
     """
@@ -65,12 +65,12 @@ class RoundedUpdates:
 
     @torch.no_grad()
     def _before(self, *given: Any) -> None:
-        """Give the optimiser its own states alone, and master copies for weights."""
+        """Show the optimiser only its own states, and master copies as weights."""
         for p, (_, row) in self._rows.items():
             if p.grad is None:
                 continue
-            state = self.optimizer.state[p]  # Adam begins where it is empty
-            left = self._held.get(p, {})  # of a step that failed
+            state = self.optimizer.state[p]  # Adam initialises it if it is empty
+            left = self._held.get(p, {})  # after a failed step
             own = {k: state.pop(k) for k in list(state) if k.startswith(OWN)}
             self._held[p] = own = left | own
             if MASTER in own:

@@ -1,12 +1,12 @@
-"""Integers in place of networks and of their batch norms.
+"""Integer forms of networks and of their batch norms.
 
-Batch norm and the quantiser behind it in integers: clip((A x + B) >> n, 0, 2^k - 1).
+Batch norm and the following quantiser in integers: clip((A x + B) >> n, 0, 2^k - 1).
 
 x is an integer, a sum of products of codes. The reference is clip(floor(a x + b + 1/2), 0, 2^k - 1)
 in exact arithmetic of the float64 numbers a and b: round to nearest, ties up. (Ties to even have
 no such form: a = 1/2, b = 0 gives 0 0 1 2 2 2 3 4, which no line gives.)
 Source: Lin et al., Optimal Quantization for Batch Normalization in Neural Network Deployments and
-Beyond, arXiv 2008.13128. How A, B and the smallest n are found here is not theirs, see _slopes.
+Beyond, arXiv 2008.13128. The search for A, B and the smallest n here differs from it, see _slopes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ...errors import UserError
 Array = npt.NDArray[Any]
 
 MOST_BITS = 8  # of codes
-SUMS = 2**31  # sums of products are below it, so that they fit int32
+SUMS = 2**31  # sums of products are smaller, so that they fit int32
 _MOST_SHIFT = 54  # so that level << shift fits int64
-_BOUND = 2**62  # of A and B that nothing bounds
+_BOUND = 2**62  # for A and B without another bound
 
 
 def fold(
@@ -38,9 +38,9 @@ def fold(
 ) -> tuple[Array, Array]:
     """Return a and b, float64[channels]: a x + b is the norm of x in units of a code's step.
 
-    Codes 0..2^bits - 1 stand for values 0..1. Both are multiples of a power of two so large that
+    Codes 0..2^bits - 1 represent values 0..1. Both are multiples of a power of two so large that
     float64 computes a x + b + 1/2 without rounding for all |x| <= 2^31.
-    Raises ValueError, naming the channel, where one is so large, or not finite, that this fails.
+    Raises ValueError, naming the channel, if one is too large for this, or not finite.
     """
     steps = 2**bits - 1
     a = steps * gamma.astype(np.float64) / np.sqrt(variance.astype(np.float64) + eps)
@@ -59,7 +59,7 @@ def fold(
 class IntegerNorm:
     """clip((multiplier x + offset) >> shift, 0, 2^bits - 1) of each channel.
 
-    multiplier, offset, shift: int64[channels]; low, high: the same, of the x for which it was made
+    multiplier, offset, shift: int64[channels]; low, high: the same, the range of x it is valid for
     """
 
     multiplier: Array
@@ -78,7 +78,7 @@ class IntegerNorm:
         return np.clip((a * x + b) >> n, 0, 2**self.bits - 1).astype(np.int32)
 
     def widths(self) -> dict[str, Array]:
-        """Return how many bits, sign included, each channel's numbers take for x in low..high."""
+        """Return the bits, sign included, of each channel's numbers for x in low..high."""
         given = (self.multiplier, self.offset, self.low, self.high)
         columns = zip(*(each.tolist() for each in given), strict=True)
         sums = [max(_width(a * x + b) for x in ends) for a, b, *ends in columns]
@@ -96,12 +96,12 @@ def _width(value: int) -> int:
 def integer_norm(
     a: Array, b: Array, low: npt.ArrayLike, high: npt.ArrayLike, bits: int
 ) -> IntegerNorm:
-    """Return integers whose result is that of a and b for every integer x in low..high.
+    """Return integers with the same result as a and b for every integer x in low..high.
 
     a, b: float64[channels]; low, high: one for all, or int64[channels]; the shift of each channel
-    is the smallest there is. A channel of negative a falls, one of a = 0 is constant.
-    Raises ValueError, naming argument or channel, for what is not finite, more than 8 bits, and
-    ranges so wide that int64 overflows.
+    is the smallest possible. A channel of negative a falls, one of a = 0 is constant.
+    Raises ValueError, naming argument or channel, for values that are not finite, more than 8 bits,
+    and ranges so wide that int64 overflows.
     """
     if not 1 <= bits <= MOST_BITS:
         raise ValueError(f"integer_norm: bits={bits}: must be 1..{MOST_BITS}")
@@ -121,8 +121,8 @@ def integer_norm(
 
 
 class Steps(NamedTuple):
-    """Where a level is reached as x rises: x at_least[i] has level reached[i] or more, and x
-    at_most[i] less than missed[i]; sign: -1 where it is -x that rises.
+    """The x at which levels are reached as x rises: x at_least[i] has level reached[i] or more, and
+    x at_most[i] less than missed[i]; sign: -1 if -x rises instead.
     """
 
     at_least: Array
@@ -133,7 +133,7 @@ class Steps(NamedTuple):
 
 
 def steps(a: float, b: float, low: int, high: int, top: int) -> Steps:
-    """Return what decides clip(floor(a x + b + 1/2), 0, top) on low..high: 2 top facts at most."""
+    """Return the facts that fix clip(floor(a x + b + 1/2), 0, top) on low..high: at most 2 top."""
     if a < 0:
         return steps(-a, b, -high, -low, top)._replace(sign=-1)
     levels = range(1, top + 1)
@@ -149,10 +149,10 @@ def steps(a: float, b: float, low: int, high: int, top: int) -> Steps:
 
 
 def _slopes(facts: Steps, shift: int) -> tuple[int, int]:
-    """Return the least and the most A with which some integer B fits all facts.
+    """Return the least and the largest A for which some integer B satisfies all facts.
 
     A x + B >= i << n at x, and A y + B <= (j << n) - 1 at y. For A and each such pair
-    A (x - y) >= (i - j << n) + 1; where all pairs hold, the largest of the lower bounds on B is not
+    A (x - y) >= (i - j << n) + 1; if all pairs hold, the largest of the lower bounds on B is not
     above the smallest of the upper ones, and these are integers. So this is exact, not a search.
     """
     run = facts.at_least[:, None] - facts.at_most
@@ -164,9 +164,9 @@ def _slopes(facts: Steps, shift: int) -> tuple[int, int]:
 
 
 def _form(facts: Steps) -> tuple[int, int, int] | None:
-    """Return A, B and the smallest n; None where none up to 54 is enough.
+    """Return A, B and the smallest n; None if none up to 54 is enough.
 
-    Where n is enough so is n + 1, with 2 A and 2 B.
+    If n is enough so is n + 1, with 2 A and 2 B.
     """
 
     def enough(shift: int) -> bool:
@@ -188,13 +188,13 @@ def _nearest_to_zero(least: int, most: int) -> int:
     return min(max(least, 0), most)
 
 
-TOGETHER = 250  # images that go through the layers at once
+TOGETHER = 250  # images that pass through the layers at once
 KIND = "integer network"
 
 
 @dataclass(frozen=True)
 class Input:
-    """The codes of images of values 0..1, to nearest, 0..2^bits - 1; integers are codes already.
+    """The codes of images of values 0..1, to nearest, 0..2^bits - 1; integers are taken as codes.
 
     Images without channels get one. Raises UserError for values outside.
     """
@@ -216,7 +216,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Sums of products; zeros around. weight: int8[outputs, inputs, rows, columns]."""
+    """Sums of products, zero-padded. weight: int8[outputs, inputs, rows, columns]."""
 
     weight: Array
     stride: int
@@ -246,7 +246,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class MaxPool:
-    """The largest code of each square of size x size; what is over at the border is left out."""
+    """The largest code of each square of size x size; a remainder at the border is left out."""
 
     size: int
 
@@ -302,7 +302,7 @@ class IntegerNetwork:
         return np.asarray(self(images).argmax(axis=1))
 
     def save(self, path: Path | str, about: store.Attributes) -> None:
-        """Write all layers; about: attributes of the file. Raises StoreError where it cannot."""
+        """Write all layers; about: attributes of the file. Raises StoreError if that fails."""
         groups = {
             f"{number:03}.{_NAMES[type(layer)]}": {
                 each.name: np.asarray(getattr(layer, each.name)) for each in fields(layer)
@@ -313,10 +313,10 @@ class IntegerNetwork:
 
 
 def load(path: Path | str) -> IntegerNetwork:
-    """Return the network of a file of save. Raises StoreError where it is none."""
+    """Return the network of a file of save. Raises StoreError if it is not one."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != KIND:
-        raise store.StoreError(f"{path}: is no file of cpdhpc export")
+        raise store.StoreError(f"{path}: is not a file of cpdhpc export")
     layers = []
     for name in sorted(groups):
         kind = name.partition(".")[2]

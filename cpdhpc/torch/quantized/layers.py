@@ -2,8 +2,8 @@
 
 Weights are rounded to codes of few bits in each forward, and gradients pass as if they were not
 (straight-through estimator: Bengio et al., arXiv 1308.3432). Activations are codes of 0..1, as in
-DoReFa-Net (Zhou et al., arXiv 1606.06160). What layers compute from codes is exact when a model is
-evaluated, so its integer form cannot differ.
+DoReFa-Net (Zhou et al., arXiv 1606.06160). In evaluation, layers compute exactly from codes, so the
+integer form cannot differ.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .integers import (
 )
 
 Array = npt.NDArray[Any]
-Range = tuple[Array, Array]  # int64[channels] each: the least and the largest integer there can be
+Range = tuple[Array, Array]  # int64[channels] each: the least and the largest possible integer
 
 
 class StraightThrough(torch.autograd.Function):
-    """A rounding of values, with the gradient of what was rounded."""
+    """A rounding of values, with the gradient of the unrounded values."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradient as it is."""
+        """Return the gradient unchanged."""
         return gradients[0], None
 
 
@@ -61,7 +61,7 @@ def whole(
 
 
 def check_bits(layer: str, least: int, **bits: int) -> None:
-    """Raise ValueError where bits are not least..8."""
+    """Raise ValueError if bits are not least..8."""
     for name, value in bits.items():
         if not least <= value <= MOST_BITS:
             raise ValueError(f"{layer}: {name}={value}: must be {least}..{MOST_BITS}")
@@ -74,9 +74,9 @@ def _check_sums(layer: str, products: int, bits: int) -> None:
 
 
 def step_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return what a code of weights stands for: codes are -m..m, m = 2^(bits - 1) - 1.
+    """Return the value of one unit of a weight code: codes are -m..m, m = 2^(bits - 1) - 1.
 
-    So that the largest weight has a code, but at most twice the mean magnitude over sqrt(m), which
+    It gives the largest weight a code, but is at most twice the mean magnitude over sqrt(m), which
     few bits need (Esser et al., Learned Step Size Quantization, arXiv 1902.08153, section 2.1).
     """
     size, most = weight.detach().abs(), 2 ** (bits - 1) - 1
@@ -91,7 +91,7 @@ def codes_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _exactly(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in float32 where it holds every sum of their products, else in float64."""
+    """Return both in float32 if it holds every sum of their products exactly, else in float64."""
     largest = x.detach().abs().amax() * codes.detach().abs().flatten(1).sum(1).amax()
     dtype = torch.float32 if largest <= 2**24 else torch.float64
     return x.to(dtype), codes.to(dtype)
@@ -100,7 +100,7 @@ def _exactly(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.
 class QuantizedInput(nn.Module):
     """Values 0..1 to codes 0..2^bits - 1; images [n, height, width] get a channel.
 
-    Raises UserError in forward where values are outside.
+    Raises UserError in forward if values are outside.
     """
 
     def __init__(self, bits: int = 8) -> None:
@@ -165,7 +165,7 @@ class QuantizedLinear(nn.Linear):
 class QuantizedOutput(QuantizedLinear):
     """The last layer: a bias of whole steps, and scores in units of values.
 
-    input_bits: of the codes that come in
+    input_bits: of the incoming codes
     """
 
     def __init__(self, inputs: int, classes: int, bits: int = 4, input_bits: int = 4) -> None:
@@ -175,7 +175,7 @@ class QuantizedOutput(QuantizedLinear):
 
     @property
     def step(self) -> torch.Tensor:
-        """What a unit of the sums stands for."""
+        """The value of one unit of the sums."""
         return step_of(self.weight, self.bits) / (2**self.input_bits - 1)
 
     def bias_codes(self) -> torch.Tensor:
@@ -183,7 +183,7 @@ class QuantizedOutput(QuantizedLinear):
         return whole((self.bias / self.step).clamp(-SUMS / 2, SUMS / 2 - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return scores [n, classes]; where evaluated in float64, which no two sums share."""
+        """Return scores [n, classes]; in evaluation float64, so that different sums differ."""
         sums, bias, step = super().forward(x), self.bias_codes(), self.step
         if not self.training:
             sums, bias, step = sums.double(), bias.double(), step.double()
@@ -191,10 +191,10 @@ class QuantizedOutput(QuantizedLinear):
 
 
 class QuantizedNorm(nn.BatchNorm2d):
-    """Batch norm of sums, then codes of 0..1: clip(floor(a x + b + 1/2)) where evaluated.
+    """Batch norm of sums, then codes of 0..1: clip(floor(a x + b + 1/2)) in evaluation.
 
     Takes [n, channels] and [n, channels, height, width]. Its scale begins as 1/2, not 1: so fewer
-    values begin above the largest code, where gradients are zero.
+    values begin above the largest code, in the range of zero gradients.
     """
 
     def __init__(self, channels: int, bits: int = 4) -> None:
@@ -208,7 +208,7 @@ class QuantizedNorm(nn.BatchNorm2d):
             raise ValueError(f"QuantizedNorm: input has {input.ndim} axes: must be 2 or 4")
 
     def folded(self) -> tuple[Array, Array]:
-        """Return a and b, float64[channels]. Raises ValueError as fold does."""
+        """Return a and b, float64[channels]. Raises the ValueError of fold."""
         assert self.running_mean is not None, "statistics are tracked"
         assert self.running_var is not None, "statistics are tracked"
         gamma, beta = self.weight.detach().numpy(), self.bias.detach().numpy()
@@ -274,9 +274,9 @@ def _codes(bits: int) -> Range:
 
 
 class Form(NamedTuple):
-    """How a layer becomes one of integers: convert(layer, range of what comes in).
+    """The conversion of a layer to integers: convert(layer, range of the input).
 
-    convert: None for what does nothing where a model is evaluated
+    convert: None for layers that do nothing in evaluation
     """
 
     takes: str
@@ -302,10 +302,10 @@ ALLOWED = (
 
 
 def to_integers(model: nn.Module) -> IntegerNetwork:
-    """Return the integers that give the class that model gives where it is evaluated.
+    """Return the integer network that gives the same classes as model in evaluation.
 
     model: a torch.nn.Sequential of rows of FORMS, from QuantizedInput to QuantizedOutput
-    Raises ValueError, naming the layer, for others and for what overflows.
+    Raises ValueError, naming the layer, for others and for sums that overflow.
     """
     layers: list[Layer] = []
     stage, given = "images", _codes(MOST_BITS)
@@ -336,6 +336,6 @@ def _layers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
     if type(model) is not nn.Sequential:
         yield prefix.removesuffix("."), model
         return
-    for name, child in model._modules.items():  # named_children leaves out what comes again
+    for name, child in model._modules.items():  # named_children skips repeated modules
         assert child is not None, "a Sequential has no holes"
         yield from _layers(child, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Networks whose images are split over ranks: any network, its layers replaced."""
+"""Splits the images of any network over ranks, by replacing its layers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Convolutions that are computed where a rank's part lies, while the borders of others travel.
+"""Convolutions of a rank's own part, computed while the borders of other parts travel.
 
-A convolution is linear. Torch's own kernel convolves the part as if zeros lay around it; what comes
-from other ranks is convolved in strips, and added to the outputs that it reaches. Backward is the
-transpose: gradients of the strips travel while that of the weight is computed.
+A convolution is linear. Torch's own kernel convolves the part as if it were surrounded by zeros;
+cells from other ranks are convolved in strips and added to the outputs that they affect. Backward
+is the transpose: gradients of the strips travel while that of the weight is computed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .windowed import ImageGrid, Shape, Windowed, check_part, fetch, pair
 BOUNDARIES = {"zeros": "zero", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 Place = tuple[Any, ...]  # selects a box of a map [batch, channels, rows, columns]
 
-# Of a strip, on the CPU: oneDNN, which functional.conv2d takes, needs 142 us for 24 channels of 3 x
-# 128 cells where this needs 27, and 265 where the gradients need 76.
+# For a strip, on the CPU: oneDNN, used by functional.conv2d, needs 142 us for 24 channels of 3 x
+# 128 cells, this needs 27; for the gradients it is 265 and 76.
 strip_forward = torch.ops.aten._slow_conv2d_forward
 strip_backward = torch.ops.aten._slow_conv2d_backward.output_mask
 
 
 class Strip(NamedTuple):
-    """A box of cells around a rank's part, and the outputs that it reaches.
+    """A box of cells around a rank's part, and the outputs that it affects.
 
-    cells: of what the halo's plan brings; shape: rows and columns of them
-    padding: zeros on the left, right, top and bottom of the box that make it the window of these
-        outputs, negative where that is smaller; outputs: of the owned ones
+    cells: indices into the halo's cells; shape: their rows and columns
+    padding: zeros on the left, right, top and bottom that extend the box to the window of these
+        outputs, negative if that is smaller; outputs: indices into the owned ones
     """
 
     cells: slice
@@ -46,18 +46,18 @@ class Strip(NamedTuple):
 
 
 class Conv2d(Windowed):
-    """torch.nn.Conv2d. Collective, unless all ranks own what their outputs need.
+    """torch.nn.Conv2d. Collective, unless all ranks own their windows.
 
-    padding: of the rank's part, with which torch's kernel makes as many outputs as the rank owns;
-        None where one rank has no such padding: then all fetch windows
-    halo: the plan of what lies around parts, None where no rank needs any; strips: the boxes of it
+    padding: of the rank's part, with which torch's kernel makes exactly the rank's own outputs;
+        None if such a padding does not exist on some rank: then all fetch windows
+    halo: the plan for the cells around parts, None if no rank needs any; strips: its boxes
     """
 
     def __init__(
         self, layer: torch.nn.Conv2d, grid: ImageGrid, shape: Shape, after: Shape, name: str
     ) -> None:
         size, step, dilation = map(pair, (layer.kernel_size, layer.stride, layer.dilation))
-        if layer.padding == "same":  # the odd cell comes last, as torch has it
+        if layer.padding == "same":  # the odd cell comes last, as in torch
             before = pair([d * (k - 1) // 2 for k, d in zip(size, dilation, strict=True)])
         else:
             before = pair(0 if layer.padding == "valid" else layer.padding)
@@ -71,7 +71,7 @@ class Conv2d(Windowed):
         self.stride, self.dilation, self.groups = step, dilation, layer.groups
         self.size, self.before = size, before
         windows = self.plan.windows.boxes
-        if boundary == "zero":  # torch pads with them
+        if boundary == "zero":  # torch pads with zeros itself
             windows = tuple(window.intersect(self.inputs.domain) for window in windows)
         self.padding: Shape | None = None
         self.halo: WindowPlan | None = None
@@ -88,9 +88,9 @@ class Conv2d(Windowed):
             )
 
     def _fitting(self, rank: int, window: Box) -> tuple[Shape, list[Strip]] | None:
-        """Return padding and strips of a rank, None if torch would make other outputs of its part.
+        """Return a rank's padding and strips, None if torch would make other outputs of its part.
 
-        window: what of the rank's window is not zero
+        window: the part of the rank's window that is not zero
         """
         own, box = self.inputs.owner(rank), self.outputs.owner(rank)
         first, last = self.plan.windows.boxes[rank]
@@ -108,7 +108,7 @@ class Conv2d(Windowed):
         return padding, strips
 
     def _reached(self, box: Box) -> Box:
-        """Return the outputs that need any of a box of cells."""
+        """Return the outputs that depend on a box of cells."""
         ends = zip(box.start, box.stop, self.before, self.size, self.dilation, self.stride,
                    strict=True)  # fmt: skip
         axes = [(-((d * (k - 1) - a - p) // s), (b - 1 + p) // s + 1) for a, b, p, k, d, s in ends]
@@ -159,7 +159,7 @@ class Conv2d(Windowed):
         padding: Shape,
         wanted: tuple[bool, ...],
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of input, weight and bias that are wanted, by torch's kernel."""
+        """Return the requested gradients of input, weight and bias, by torch's kernel."""
         found = torch.ops.aten.convolution_backward(
             slope, x, weight, [slope.shape[1]], self.stride, padding, self.dilation, False, (0, 0),
             self.groups, wanted,
@@ -167,7 +167,7 @@ class Conv2d(Windowed):
         return list(found)
 
     def of_strip(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return what a strip adds to outputs."""
+        """Return a strip's contribution to outputs."""
         if self._is_plain(values):
             found: torch.Tensor = strip_forward(
                 values, weight, self.size, None, self.stride, (0, 0)
@@ -178,7 +178,7 @@ class Conv2d(Windowed):
     def strip_gradients(
         self, slope: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, *wanted: bool
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of a strip and of the weight that are wanted."""
+        """Return the requested gradients of a strip and of the weight."""
         mask = (*wanted, False)
         if self._is_plain(values):
             return list(strip_backward(slope, values, weight, self.size, self.stride, (0, 0), mask))
@@ -196,7 +196,7 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Conv2d
     ) -> torch.Tensor:
         halo, padding = layer.halo, layer.padding
-        assert halo is not None and padding is not None, "others fetch windows"
+        assert halo is not None and padding is not None, "other layers fetch windows"
         ctx.layer, ctx.number = layer, next_number(halo)
         around = x.new_empty(*x.shape[:2], *halo.shape)
         under_way = halo.begin(

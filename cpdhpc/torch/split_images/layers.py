@@ -1,8 +1,8 @@
-"""Layers on parts of images: the table, and norms over all parts.
+"""Layers on parts of images: the table of all, and norms over all parts.
 
-Norms are torch's own kernels on each rank's part. Forward and backward have a message each, of a
-few numbers a channel, to each rank that shares the statistics. What comes is put together in
-float64, in the order of ranks: all have the same bits.
+Norms are torch's own kernels on each rank's part. Forward and backward each send one message, of a
+few numbers per channel, to each rank that shares the statistics. The received numbers are combined
+in float64, in the order of ranks, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # number, mean, varia
 
 
 def everyone(world: Ranks, name: str) -> WindowPlan:
-    """Return the plan by which each rank's cell shows on all ranks. Collective."""
+    """Return the plan that shows each rank's cell on all ranks. Collective."""
     layout = Layout.grid((world.size,), (world.size,))
     return WindowPlan(world, layout, whole((world.size,)), name=name)
 
@@ -49,8 +49,8 @@ def everyone(world: Ranks, name: str) -> WindowPlan:
 def combined(everywhere: torch.Tensor) -> Moments:
     """Return the number of all values, their mean and their variance.
 
-    everywhere: float64[ranks, 3, groups]: of each rank number, mean and variance of its values
-    What differs between means is added to the sums of squares: Chan, Golub and LeVeque, Updating
+    everywhere: float64[ranks, 3, groups]: each rank's number, mean and variance of its values
+    The differences of means are added to the sums of squares: Chan, Golub and LeVeque, Updating
     formulae and a pairwise algorithm for computing sample variances, 1979, equation 2.1.
     """
     counts, means, variances = everywhere.unbind(1)
@@ -65,7 +65,7 @@ def by_group(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def by_channel(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Return values [..., groups] as [..., channels], of size channels a group."""
+    """Return values [..., groups] as [..., channels], of size channels per group."""
     return values if size == 1 else values.repeat_interleave(size, -1)
 
 
@@ -80,7 +80,7 @@ def normalised(
     """Return normalised values, and the moments of the values of all ranks. Collective.
 
     x: [batch, channels, ...], any part, maybe empty; weight, bias: of each channel
-    size: of groups of channels, which have moments of their own, float64[groups]
+    size: number of channels in a group; each group has its own moments, float64[groups]
     """
     y, *found = _Norm.apply(x, weight, bias, eps, size, plan)  # type: ignore[no-untyped-call]
     return y, (found[0], found[1], found[2])
@@ -112,7 +112,7 @@ class _Norm(torch.autograd.Function):
         mean, variance = (by_channel(each, size).to(precise) for each in found[1:])
         scale, shift = (each if each is None else each.to(precise) for each in (weight, bias))
         y = torch.empty_like(x)
-        if x.numel():  # torch looks at the first weight, which a batch without samples has not
+        if x.numel():  # torch reads the first weight, but an empty batch may have none
             y = functional.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
         ctx.save_for_backward(x, weight, bias, found[0], mean, variance)
         ctx.eps, ctx.size, ctx.plan = eps, size, plan
@@ -128,7 +128,7 @@ class _Norm(torch.autograd.Function):
             return *twice(made, slope, (x, weight, bias), wanted), None, None, None
         sums = torch.zeros_like(mean), torch.zeros_like(mean)
         if x.numel():  # of the slope times the normalised value, and of the slope
-            rate = torch.rsqrt(variance + ctx.eps)  # CUDA's kernel asks for it and for the mean
+            rate = torch.rsqrt(variance + ctx.eps)  # an argument of CUDA's kernel, like the mean
             sums = torch.ops.aten.native_batch_norm_backward(
                 slope, x, mean, mean, variance, mean, rate, False, ctx.eps, (False, True, True)
             )[1:]
@@ -169,7 +169,7 @@ def _formula(
     size: int,
     plan: WindowPlan,
 ) -> torch.Tensor:
-    """Return what normalised does, of operations that can be differentiated twice. Collective."""
+    """Return the same as normalised, by operations that can be differentiated twice. Collective."""
     values = by_group(x, size).double()
     own_mean = values.mean((0, 2)) if x.numel() else values.sum((0, *range(2, x.ndim)))
     squares = (values - own_mean[:, None]).square().mean((0, 2)) if x.numel() else own_mean
@@ -185,8 +185,8 @@ def _formula(
 class BatchNorm(SplitLayer):
     """torch.nn.BatchNorm2d or 1d with the statistics of the batches of all ranks. Collective.
 
-    In training all ranks of the world take part, also those without images or pixels, and get the
-    same bits; with the running statistics there are no messages.
+    In training all ranks of the world take part, including those without images or pixels, and get
+    the same bits; with the running statistics there are no messages.
     """
 
     same = on_whole = True
@@ -209,7 +209,7 @@ class BatchNorm(SplitLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised values. Collective.
 
-        Raises ValueError on all ranks alike where a channel has one value in all.
+        Raises ValueError on all ranks if a channel has only one value in all.
         """
         if self.box is not None:
             check_part(x, self.box, self.plan)
@@ -224,10 +224,10 @@ class BatchNorm(SplitLayer):
 
     @torch.no_grad()
     def _track(self, counts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Let running statistics follow. Raises ValueError where there is one value in all."""
+        """Update running statistics. Raises ValueError if there is only one value in all."""
         count = float(values_of(counts[0])) / self.copies
         if count <= 1:
-            raise ValueError(f"layer {self.plan.name}: needs more than one value a channel")
+            raise ValueError(f"layer {self.plan.name}: needs more than one value per channel")
         if self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
@@ -243,7 +243,7 @@ class BatchNorm(SplitLayer):
 class SampleNorm(SplitLayer):
     """Norms of each sample by itself, over groups of channels and all pixels. Collective.
 
-    groups: of channels, given their number
+    groups: number of groups for a number of channels
     """
 
     same = True
@@ -291,7 +291,7 @@ class GroupNorm(SampleNorm):
         self.num_groups = layer.num_groups
 
     def groups(self, channels: int) -> int:
-        """Return the layer's number."""
+        """Return the layer's number of groups."""
         return int(self.num_groups)
 
 
@@ -327,7 +327,7 @@ class Dropout(SplitLayer):
     """torch.nn.Dropout and Dropout2d, with the mask of the serial layer. Collective in training.
 
     Each rank draws the mask of whole maps from torch's generator, as the serial layer does, and
-    keeps its part. So the generators of all ranks of a group must stand alike.
+    keeps its part. So the generators of all ranks of a group must have the same state.
     """
 
     same = on_whole = True
@@ -341,9 +341,9 @@ class Dropout(SplitLayer):
         self.by_channel = isinstance(layer, torch.nn.Dropout2d)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the values that stay, scaled, and zeros. Collective in training.
+        """Return the values that are kept, scaled, and zeros. Collective in training.
 
-        Raises ValueError on all ranks of the group where torch's generators differ.
+        Raises ValueError on all ranks of the group if torch's generators differ.
         """
         if not self.training or self.p == 0:
             return x
@@ -365,13 +365,13 @@ class Dropout(SplitLayer):
         mine = np.array([crc32(state.numpy().tobytes())], np.int64)
         if len(set(self.plan.exchange(mine).tolist())) > 1:
             raise ValueError(
-                f"layer {self.plan.name}: torch's random numbers stand otherwise on ranks that "
-                "share images: call torch.manual_seed alike and draw alike on all of them"
+                f"layer {self.plan.name}: torch's random state differs between ranks that share "
+                "images: use the same torch.manual_seed and the same draws on all of them"
             )
 
 
 class Unflatten(SplitLayer):
-    """torch.nn.Unflatten(1, (1, height)): gives images [batch, rows, columns] a channel."""
+    """torch.nn.Unflatten(1, (1, height)): gives images [batch, rows, columns] a channel axis."""
 
     def __init__(self, layer: Any, grid: ImageGrid, shape: Shape, after: Any, name: str) -> None:
         super().__init__()
@@ -388,11 +388,11 @@ class Unflatten(SplitLayer):
 
 
 class EachPixel(SplitLayer):
-    """A layer that treats each pixel by itself: it stays as it is."""
+    """A layer that treats each pixel by itself: it stays unchanged."""
 
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
-        """Raise ValueError for layers over another axis than that of channels."""
+        """Raise ValueError for layers that work along another axis than channels."""
         dim, padding = getattr(layer, "dim", 1), getattr(layer, "padding", ())
         if dim not in (1, -3):
             raise ValueError(f"dim={dim}: must be 1, the channels")
@@ -404,9 +404,9 @@ CONV = "any stride, dilation, groups, padding (also same), padding_mode"
 POOL = "all options but return_indices"
 NORM = "statistics over all pixels of a sample, of all ranks that share it"
 BATCH = "statistics of the whole batch of all groups"
-PIXEL = "each pixel by itself: as they are; over channels where they take dim=1, or pad them"
-GATHER = "gather the maps first; what follows is computed by all ranks of a group alike"
-DROP = "the mask of the serial layer, drawn whole; torch's generators must stand alike"
+PIXEL = "unchanged: each pixel by itself; over channels if they take dim=1, or pad channels"
+GATHER = "gather the maps first; later layers are computed identically by all ranks of a group"
+DROP = "the mask of the serial layer, drawn whole; torch's generators must have the same state"
 EACH_PIXEL = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU,
     nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Hardshrink, nn.Softshrink,
@@ -415,14 +415,14 @@ EACH_PIXEL = (
     nn.ChannelShuffle, nn.ConstantPad3d,
 )  # fmt: skip
 LAYERS: dict[type[nn.Module], tuple[type[SplitLayer], str]] = {
-    # layer -> what does it on parts of images, and in which words
+    # layer -> its replacement on parts of images, and a description
     nn.Conv2d: (Conv2d, CONV),
     nn.ConvTranspose2d: (ConvTranspose2d, "any stride, dilation, groups, padding"),
     nn.MaxPool2d: (MaxPool2d, POOL),
     nn.AvgPool2d: (AvgPool2d, POOL),
     nn.Upsample: (Upsample, "nearest, nearest-exact, bilinear, bicubic; for F.interpolate"),
-    nn.UpsamplingNearest2d: (Upsample, "as Upsample"),
-    nn.UpsamplingBilinear2d: (Upsample, "as Upsample"),
+    nn.UpsamplingNearest2d: (Upsample, "see Upsample"),
+    nn.UpsamplingBilinear2d: (Upsample, "see Upsample"),
     nn.PixelShuffle: (PixelShuffle, "all"),
     nn.PixelUnshuffle: (PixelUnshuffle, "all"),
     nn.ZeroPad2d: (Pad2d, "also negative paddings"),
@@ -431,7 +431,7 @@ LAYERS: dict[type[nn.Module], tuple[type[SplitLayer], str]] = {
     nn.ReplicationPad2d: (Pad2d, "all"),
     nn.CircularPad2d: (Pad2d, "all"),
     nn.BatchNorm2d: (BatchNorm, BATCH),
-    nn.BatchNorm1d: (BatchNorm, BATCH + "; behind a gather"),
+    nn.BatchNorm1d: (BatchNorm, BATCH + "; after a gather"),
     nn.GroupNorm: (GroupNorm, NORM),
     nn.LayerNorm: (LayerNorm, NORM + "; over rows and columns, with or without channels"),
     nn.InstanceNorm2d: (InstanceNorm2d, NORM + "; without track_running_stats"),
@@ -443,7 +443,7 @@ LAYERS: dict[type[nn.Module], tuple[type[SplitLayer], str]] = {
     nn.Flatten: (Gather, GATHER),
     **dict.fromkeys(EACH_PIXEL, (EachPixel, PIXEL)),
 }
-INSTEAD = {  # layers that cannot be split, and functions over pixels -> what to use
+INSTEAD = {  # layers that cannot be split, and functions over pixels -> advice
     nn.Linear: "gather the maps before it: nn.Flatten(1) or nn.AdaptiveAvgPool2d",
     nn.RReLU: "its random slopes depend on the values of other pixels: use nn.LeakyReLU",
     nn.AlphaDropout: "use nn.Dropout",
@@ -477,7 +477,7 @@ KNOWN = "known are " + ", ".join(sorted(each.__name__ for each in LAYERS))
 
 
 def page() -> str:
-    """Return the table of the page for users, a line for layers of the same words."""
+    """Return the table for docs/spatial.md: a line for all layers with the same description."""
     rows: dict[tuple[type[SplitLayer], str], list[str]] = {}
     for layer, row in LAYERS.items():
         rows.setdefault(row, []).append(f"`{layer.__name__}`")

@@ -19,7 +19,7 @@ from .windowed import Gather, ImageGrid, Shape
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-POINTWISE = {  # functions whose result at a pixel depends on that pixel alone, whatever they take
+POINTWISE = {  # functions whose result at a pixel depends only on that pixel, for any arguments
     "abs", "add", "addcdiv", "addcmul", "atan", "ceil", "clamp", "clip", "clone", "contiguous",
     "cos", "detach", "div", "divide", "double", "elu", "eq", "erf", "exp", "expm1", "float",
     "floor", "ge", "gelu", "gt", "half", "bfloat16", "hardsigmoid", "hardswish", "hardtanh", "le",
@@ -33,21 +33,21 @@ JOINED = {"cat", "concat", "concatenate", "chunk", "split", "tensor_split", "unb
 
 
 def partition(model: nn.Module, shape: Sequence[int], grid: ImageGrid) -> nn.Module:
-    """Return a network that computes what model does, on the grid's parts of images. Collective.
+    """Return a network that computes the same as model, on the grid's parts of images. Collective.
 
-    model: any module, the same on all ranks; it stays as it is, the network shares its parameters
-        and buffers, has its class, its forward and its names, and other layers in their place
-    shape: of a whole image, (rows, columns) or (channels, rows, columns); without channels they
-        are those that the first layer takes. The input is float[batch, (channels,) rows, columns],
-        what grid.cut(images) returns, the same images on all ranks of a group
-    The network has split_shape: the height and width of the whole output where that is split,
-    None where every rank of a group has the output of whole images; of several outputs in their
-    order; and split_grid. A module that is a layer becomes the split layer.
-    model's forward is run once, on tensors without values: what it does between layers must treat
-    each pixel by itself, as sums and concatenations of maps do, or come behind a gather.
+    model: any module, the same on all ranks; it is not changed. The network shares its parameters
+        and buffers, has its class, its forward and its names; only layers are replaced
+    shape: of a whole image, (rows, columns) or (channels, rows, columns); by default the channels
+        are those of the first layer. The input is float[batch, (channels,) rows, columns], the
+        result of grid.cut(images), for the same images on all ranks of a group
+    The network has two more attributes. split_shape is the height and width of the whole output if
+    that is split, None if every rank of a group has the output of whole images; for several outputs
+    a sequence. split_grid is the grid. A model that is itself a layer becomes the split layer.
+    model's forward is run once, on tensors without values. Its operations between layers must treat
+    each pixel by itself, as sums and concatenations of maps do, or follow a gather.
     Gradients: with the group's loss on each of its ranks, the mean of p.grad over all ranks of the
     world is the gradient of the mean loss over the groups; GradientReducer computes that mean.
-    Raises TypeError or ValueError on all ranks alike, naming the layer that cannot be split.
+    Raises TypeError or ValueError on all ranks, naming the layer that cannot be split.
     """
     trace = _Trace()
 
@@ -75,7 +75,7 @@ def partition(model: nn.Module, shape: Sequence[int], grid: ImageGrid) -> nn.Mod
 
 
 def _replaced(net: nn.Module, split: dict[int, nn.Module]) -> nn.Module:
-    """Return the network with layers in the place of others; one may come in many places."""
+    """Return the network with replaced layers; one layer may occur in several places."""
     for module in list(net.modules()):
         for name, child in module._modules.items():
             if child is not None and id(child) in split:
@@ -88,7 +88,7 @@ def _refuse(path: str, *_: Any) -> None:
 
 
 def _compare(everywhere: list[list[str]]) -> None:
-    """Raise ValueError on all ranks alike where their models differ."""
+    """Raise ValueError on all ranks if their models differ."""
     for rank, lines in enumerate(everywhere):
         if lines != everywhere[0]:
             pairs = zip([*everywhere[0], "nothing"], [*lines, "nothing"], strict=False)
@@ -109,7 +109,7 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class _Use(NamedTuple):
-    """How forward uses a layer: the whole input's size, None behind a gather, and the output's."""
+    """How forward uses a layer: the whole input's size, None after a gather, and the output's."""
 
     layer: nn.Module
     split: Any
@@ -120,7 +120,7 @@ class _Use(NamedTuple):
 class _Trace(TorchFunctionMode):
     """A run of a model on tensors without values, which are parts of maps or whole.
 
-    uses: how forward uses the layers that are to be split, by path, in their order
+    uses: by path, in order, how forward uses the layers that are to be split
     unused: paths of layers that it does not use; output: the sizes of outputs, None for whole ones
     """
 
@@ -133,7 +133,7 @@ class _Trace(TorchFunctionMode):
         self._in_layer = False
 
     def run(self, model: nn.Module, shape: Sequence[int]) -> None:
-        """Run the model. Raises TypeError or ValueError where it cannot be split."""
+        """Run the model. Raises TypeError or ValueError if it cannot be split."""
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError("partition", "model", model, "must be an nn.Module")
         x = _mark(torch.empty(_input_shape(model, shape), device="meta", dtype=_dtype(model)))
@@ -157,7 +157,7 @@ class _Trace(TorchFunctionMode):
         self.unused = [p for p, each in layers.items() if type(each) in LAYERS and p not in seen]
 
     def _prepared(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules of a copy without values, whose layers tell of their calls."""
+        """Return the modules of a copy without values, whose layers record their calls."""
         if any(nn.parameter.is_lazy(each) for each in _tensors_of(model)):
             raise ValueError("partition: model: has lazy layers: run it once before")
         for path, module in model.named_modules():
@@ -192,7 +192,7 @@ class _Trace(TorchFunctionMode):
     def _layer(
         self, path: str, layer: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any
     ) -> Any:
-        """Do a layer, and note what it was given."""
+        """Run a layer, and record its input's shape."""
         kind, parts = type(layer), [each for each in _tensors((given, named)) if _is_part(each)]
         split = LAYERS[kind][0] if kind in LAYERS else None
         where = f"partition: layer {path}, {_line(layer)}"
@@ -209,7 +209,7 @@ class _Trace(TorchFunctionMode):
         if len(given) != 1 or named or parts[0].ndim != (3 if split is Unflatten else 4):
             given_shapes = [tuple(each.shape) for each in parts]
             raise _Unfit(
-                TypeError(f"{where}: is given {given_shapes}: must be one map [batch, channels, "
+                TypeError(f"{where}: gets {given_shapes}: must be one map [batch, channels, "
                           "rows, columns]")
             )  # fmt: skip
         shape = _size(given[0])
@@ -227,13 +227,13 @@ class _Trace(TorchFunctionMode):
         other = self.uses.setdefault(path, use)
         if other[1:] != use[1:] and use.split is not EachPixel:
             raise _Unfit(
-                ValueError(f"{where}: is used on {other.shape} and on {use.shape} (None: behind a "
-                           "gather): must be a layer for each")
+                ValueError(f"{where}: is used on {other.shape} and on {use.shape} (None: after a "
+                           "gather): use a separate layer for each")
             )  # fmt: skip
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Let functions do what they want: they are a layer's."""
+        """Allow all functions, as they are called within a layer."""
         before, self._in_layer = self._in_layer, True
         yield
         self._in_layer = before
@@ -241,7 +241,7 @@ class _Trace(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do a function between layers; refuse one that would need other pixels."""
+        """Run a function between layers; refuse one that would need other pixels."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = list(_tensors((args, kwargs)))
@@ -265,7 +265,7 @@ class _Trace(TorchFunctionMode):
 
 
 class _Unfit(Exception):
-    """Carries the error of what cannot be split out of a forward, which may catch others."""
+    """Carries an error out of a forward that may catch other exceptions."""
 
 
 def _keeps_pixels(
@@ -275,7 +275,7 @@ def _keeps_pixels(
     size = _size(next(each for each in given if _is_part(each)))
     if any(_size(each) != size for each in made):
         return False
-    # A whole tensor beside a part must be the same for all pixels.
+    # A whole tensor combined with a part must be the same for all pixels.
     if any(not _is_part(each) and each.ndim > 1 and _size(each) != (1, 1) for each in given):
         return False
     if any(not _is_part(each) and each.ndim == 1 and each.numel() > 1 for each in given):
@@ -301,7 +301,7 @@ def _keeps_pixels(
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer of torch, or one that may do anything in its place."""
+    """Whether a module is a layer of torch, or a user's layer without children."""
     if isinstance(module, (*LAYERS, *(each for each in INSTEAD if isinstance(each, type)))):
         return True
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)

@@ -1,6 +1,6 @@
 """Images split over ranks, and the layers that fetch windows of them.
 
-ImageGrid says which ranks share an image, and which part of every feature map each of them owns.
+ImageGrid assigns images to groups of ranks, and parts of every feature map to the ranks of a group.
 The layers are convolutions, poolings, paddings and resampling.
 """
 
@@ -26,19 +26,19 @@ Shape = tuple[int, int]  # height and width in pixels of a whole image or featur
 
 
 class ImageGrid:
-    """Gives images to groups of ranks, and splits each over rows x columns of ranks. Collective.
+    """Assigns images to groups of ranks, and splits each over rows x columns of ranks. Collective.
 
     world: a World, Loopback or an mpi4py communicator: all ranks, which hold the same weights
     procs: (rows, columns) of ranks that an image is split over; consecutive ranks are a group
     group: the world of the ranks that share this rank's images
     groups, index: the number of groups, and which of them this rank is in
-    Raises TypeError or ValueError on all processes alike unless rows x columns divides the ranks.
+    Raises TypeError or ValueError on all processes unless rows x columns divides the ranks.
     """
 
     def __init__(self, world: Any, procs: Sequence[int]) -> None:
         self.world: Ranks = as_world(world, "ImageGrid")
         if self.world.virtual_ranks != 1:
-            raise ValueError("ImageGrid: world has virtual ranks: needs one rank a process")
+            raise ValueError("ImageGrid: world has virtual ranks: needs one rank per process")
         given = self.world.gather_from(lambda: _pair(procs, self.world.size), "ImageGrid")
         self.procs = given[0]
         if given != given[:1] * self.world.size:
@@ -52,7 +52,7 @@ class ImageGrid:
         return prod(self.procs)
 
     def layout(self, shape: Shape) -> Layout:
-        """Return who owns what of a map of this size; ranks beyond its cells own nothing."""
+        """Return the layout of a map of this size; ranks beyond its cells own nothing."""
         return Layout.grid(shape, self.procs)
 
     def owned(self, shape: Shape) -> Box:
@@ -86,23 +86,23 @@ def _pair(procs: Sequence[int], ranks: int) -> Shape:
 class SplitLayer(torch.nn.Module):
     """A layer on the parts of maps that ranks own; all ranks of the grid make and call it.
 
-    Made of layer, the serial one, whose parameters it shares under the same names; grid; shape
+    Arguments: layer, the serial one, whose parameters it shares under the same names; grid; shape
     and after, height and width of the whole input and output; name, of the layer in messages.
     Takes and returns float[batch, channels, rows, columns] of the owned cells, maybe none. The
     gradients of parameters are this rank's part: their sum over a group is that of its loss.
     gathers: whether the output is whole; same: whether it has the shape of the input
-    on_whole: whether whole values, behind a gather, need it too: shape and after are None there
+    on_whole: whether the layer is replaced after a gather, too: then shape and after are None
     """
 
     gathers = same = on_whole = False
 
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
-        """Raise ValueError where the layer cannot be split; needs no grid."""
+        """Raise ValueError if the layer cannot be split; needs no grid."""
 
 
 def pair(value: Any) -> Shape:
-    """Return a size as torch's layers hold it, one number or two, as two."""
+    """Return a size of torch's layers, which is one number or two, as two."""
     rows, columns = (value, value) if isinstance(value, int) else value
     return int(rows), int(columns)
 
@@ -110,12 +110,12 @@ def pair(value: Any) -> Shape:
 class Windowed(SplitLayer):
     """A layer whose outputs in the owned box are computed from a window of its input. Collective.
 
-    inputs, outputs: who owns what of the whole maps; reach: returns the window of a box of outputs
-    box: of the outputs that this rank owns, which may be empty; plan: fetches the input window
-    stride: of windows, with which torch leaves out what is over at the end of a part
+    inputs, outputs: layouts of the whole maps; reach: returns the window of a box of outputs
+    box: of this rank's outputs, which may be empty; plan: fetches the input window
+    stride: of windows, with which torch leaves out the remainder at the end of a part
     at_home: whether all ranks own their windows, so that nothing is sent or copied
-    constants: tensors that depend on this box, and go where the parameters go. They are no buffers,
-        as those of one rank are given to all
+    constants: tensors that depend on this box, and are moved together with the parameters. They are
+        not buffers, as buffers are copied from one rank to all
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Windowed(SplitLayer):
 
     @abstractmethod
     def computed(self, window: torch.Tensor) -> torch.Tensor:
-        """Return the owned outputs of a window, where there are any."""
+        """Return the owned outputs of a window, if there are any."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the owned outputs float[batch, channels, rows, columns]. Collective."""
@@ -173,8 +173,8 @@ class Windowed(SplitLayer):
     def nothing(self, window: torch.Tensor) -> torch.Tensor:
         """Return the output of a rank that owns none.
 
-        It hangs on the window and the parameters: backward goes through this rank too, which may
-        own cells that others read, and gives its parameters the gradient zero.
+        It depends on the window and the parameters: so backward runs on this rank too, which may
+        own cells that others read, and gives its parameters a gradient of zero.
         """
         total = sum((p.sum() for p in self.parameters()), window.sum())
         return total.expand(window.shape[0], self.channels(window.shape[1]), *self.box.shape)
@@ -200,7 +200,7 @@ def check_part(x: torch.Tensor, owned: Box, plan: WindowPlan) -> None:
 class ConvTranspose2d(Windowed):
     """torch.nn.ConvTranspose2d. Collective.
 
-    Output o has the sum over kernel cells k of input i where o = i step - padding + k dilation.
+    Output o is the sum over kernel cells k of input i with o = i step - padding + k dilation.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class ConvTranspose2d(Windowed):
             axes = list(zip(box.start, box.stop, padding, spread, step, strict=True))
             first = tuple(-((n - lo - p) // s) for lo, _, p, n, s in axes)
             last = tuple((hi - 1 + p) // s for _, hi, p, _, s in axes)
-            # Where no input reaches the outputs: one whose part is cut off.
+            # If no input reaches the outputs: a window whose part is cut off.
             return Box(first, tuple(max(a, b) + 1 for a, b in zip(first, last, strict=True)))
 
         super().__init__(grid, shape, after, reach, "zero", name)
@@ -249,12 +249,12 @@ class ConvTranspose2d(Windowed):
         )  # fmt: skip
         if fits:
             return sums
-        sums = functional.pad(sums, self.crop)  # what is negative is cut off
+        sums = functional.pad(sums, self.crop)  # negative padding cuts off
         return sums if self.bias is None else sums + self.bias[:, None, None]
 
 
 class Pool2d(Windowed):
-    """What poolings have in common. Collective."""
+    """Common base of poolings. Collective."""
 
     boundary: Boundary = "zero"
 
@@ -270,9 +270,9 @@ class Pool2d(Windowed):
 
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
-        """Raise ValueError for indices, which would count in windows."""
+        """Raise ValueError for indices, which would refer to windows."""
         if getattr(layer, "return_indices", False):
-            raise ValueError("return_indices=True: they would count in windows, not in images")
+            raise ValueError("return_indices=True: they would refer to windows, not to images")
 
 
 class MaxPool2d(Pool2d):
@@ -298,7 +298,7 @@ class AvgPool2d(Pool2d):
         self.constants = [] if self.alike else [divisors]
 
     def _divisor(self, layer: torch.nn.AvgPool2d) -> torch.Tensor:
-        """Return float64[rows, columns] of the owned outputs: what each sum is divided by.
+        """Return float64[rows, columns], the divisor of each owned output's sum.
 
         Cells beyond the padding, which ceil_mode reaches, never count; the padding may.
         """
@@ -321,7 +321,7 @@ class AvgPool2d(Pool2d):
 
 
 class Pad2d(Windowed):
-    """The padding layers of torch: a window with a boundary is all that they are. Collective."""
+    """The padding layers of torch, which are only windows with a boundary. Collective."""
 
     def __init__(self, layer: Any, grid: ImageGrid, shape: Shape, after: Shape, name: str) -> None:
         left, _, top, _ = layer.padding
@@ -350,7 +350,7 @@ class Pad2d(Windowed):
 class Upsample(Windowed):
     """torch.nn.Upsample and its kin: sums of a few cells along each axis. Collective.
 
-    Weights are of float64, rounded once to the dtype of the input.
+    Weights are computed in float64 and rounded once to the dtype of the input.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class Upsample(Windowed):
 
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
-        """Raise ValueError for modes that are not of images."""
+        """Raise ValueError for modes that are not for images."""
         if layer.mode not in ("nearest", "nearest-exact", "bilinear", "bicubic"):
             raise ValueError(f"mode={layer.mode!r}: must be nearest(-exact), bilinear or bicubic")
 
@@ -403,10 +403,10 @@ CUBIC = -0.75  # the parameter of torch's cubic convolution
 def _taps(
     mode: str, extent: int, after: int, scale: float | None, align: bool, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64[taps, cells], which inputs make the outputs start..stop, and their weights.
+    """Return int64[taps, cells], the inputs of the outputs start..stop, and their weights.
 
-    scale: what the layer was given, None where it follows from the extents
-    Source: the formulas of torch.nn.functional.interpolate; nearest cells are asked of itself.
+    scale: the layer's argument, None if it follows from the extents
+    Source: the formulas of torch.nn.functional.interpolate, which itself finds nearest cells.
     """
     if mode.startswith("nearest"):
         cells = torch.arange(extent, dtype=torch.float64)[None, None]
@@ -490,10 +490,10 @@ class PixelUnshuffle(Windowed):
 
 
 class Gather(SplitLayer):
-    """Gathers the whole maps on every rank of a group, then does a layer. Collective.
+    """Gathers the whole maps on every rank of a group, then runs a layer. Collective.
 
-    What follows is computed by all ranks of the group alike. Backward adds up their gradients:
-    the loss of a group counts as often as it has ranks.
+    Later layers are computed identically by all ranks of the group. Backward adds up their
+    gradients: the loss of a group counts as often as it has ranks.
     layer: one without parameters
     """
 
