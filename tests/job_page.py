@@ -17,8 +17,9 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf, Section
 from cpdhpc.lab.autoencoder.job import Autoencoder, Layer
 from cpdhpc.lab.kinds import KINDS
+from cpdhpc.lab.kinds.command_job import Command, Metric
 from cpdhpc.lab.study.spec import Study
-from cpdhpc.lab.study_data import ABSENT, SHAPE, Factor
+from cpdhpc.lab.study_data import ABSENT, SEATS, SHAPE, Factor
 from cpdhpc.lab.train.job import Job
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.torch.controllers import BATCH_SCALINGS, DECAYS
@@ -49,7 +50,8 @@ FACTORS = """
 ### Factors
 
 Keys of `[sweep]`, `[[zip]]`, `[[exclude]]`, `[weak]` and `[base]`; also `seed` and any key of a job
-where the kind is `train`, as `gradient.wire`. What has no default must be swept.
+where the kind is `train`, as `gradient.wire`, and any name where it is `command`. What has no
+default must be swept.
 """
 AUTOENCODER = """
 ## Autoencoders: `python -m cpdhpc autoencoder FILE.toml`
@@ -250,8 +252,11 @@ def page() -> str:
     ]
     parts += [*tables(Job, ["name"]), STUDIES, "\n### The file\n"]
     parts += keys_table(Study, set(Study.model_fields) - set(own))
-    parts += [*tables(Study, own), FACTORS, "\n| kind | factor | type | default | what it is |"]
-    parts += ["|---|---|---|---|---|", *factor_rows(SHAPE, "all")]
+    parts += tables(Study, own)
+    for heading, table in (("command", Command), ("metrics.NAME", Metric)):
+        parts += [f"\n### `[{heading}]` of kind `command`\n\n{summary(table)}", *keys_table(table)]
+    parts += [FACTORS, "\n| kind | factor | type | default | what it is |"]
+    parts += ["|---|---|---|---|---|", *factor_rows(SHAPE | SEATS, "all")]
     for kind, row in sorted(KINDS.items()):
         parts += factor_rows(dict(row.factors), kind)
     parts += [AUTOENCODER, "\n### The file\n"]

@@ -47,7 +47,7 @@ def test_help_tells_what_there_is(command: list[str], capsys: pytest.CaptureFixt
 METAVARS = (  # of what may come from the command line
     r"(FILE|MODEL|RUN|STUDY|MACHINE|RUN\.checkpoint)?(\.(h5|toml|png|html|npy|csv))?|DIR|FOLDER|NUMBER"
     r"|(N|NAME|SIZE|GBIT|A:B|MODE|KIND|PATTERN|NAME=VALUE|RANGE:BITS|ROWSxCOLUMNS)([,;]\.\.\.)?"
-    r"|NAME\[:OPTION=VALUE,...\]|(data\.)?KEY=VALUE|SECONDS|MIB|RATE|TFLOPS|SHARE|POINTS|ACTION"
+    r"|NAME\[:OPTION=VALUE,...\]|(data\.)?KEY=VALUE|SECONDS|MIB|RATE|TFLOPS|SHARE|POINTS|ACTION|WORDS"
 )
 
 

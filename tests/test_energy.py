@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
+import numpy as np
 import pytest
 from stand_ins import Slurm
 from studies import fill, small_study, some_result
@@ -12,10 +14,10 @@ from studies import fill, small_study, some_result
 from cpdhpc import store
 from cpdhpc.lab.kinds import place
 from cpdhpc.lab.schedulers import slurm
-from cpdhpc.lab.study.collect import collect
+from cpdhpc.lab.study.collect import collect, with_energy
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study_data import Result
-from cpdhpc.lab.study_data.study_file import write_result
+from cpdhpc.lab.study_data.study_file import METRIC, WALL, write_result
 
 WRAPS_UJ = 1000 * 10**6
 
@@ -90,5 +92,9 @@ def test_slurm_knows_the_energy_of_jobs(
     assert first == pytest.approx(50 * plain.times_s[:, 0].mean()) and second == 2.5
     assert all(map(isnan, rest))
     assert "ConsumedEnergy of the job, by time" in groups["environment"]["energy"].tolist()
+    wall = {"value": np.full(4, 2.0)}  # of a program, whose times are those of a metric
+    of_program = replace(plain, outcomes={"job_id": "12"}, series={METRIC + WALL: wall})
+    ((_, found),) = with_energy([(cases[0], of_program)], slurm)
+    assert found.outcomes["energy_j"] == 100.0
     Path("accounts").unlink()  # accounting is switched off
     assert slurm.mean_power_w(["12"]) == {}

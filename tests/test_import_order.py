@@ -25,7 +25,7 @@ ORDER = (  # parts of the package: each may import itself and those before it
     *("train", "precision", "quantized", "split_images"),  # former names
     # the laboratory
     *("lab/__init__", "lab/signals", "lab/settings"),
-    *("lab/schedulers", "lab/claim"),
+    *("lab/binding", "lab/schedulers", "lab/claim"),
     *("lab/provenance", "lab/darray_show", "lab/train", "lab/influence", "lab/autoencoder"),
     *("lab/study_data", "lab/report", "lab/precision", "lab/kinds", "lab/bench", "lab/study"),
     *("lab/verify", "lab/commands", "lab/cli", "__main__"),

@@ -92,6 +92,7 @@ SHORT = {  # further settings, by study
         "sweep.train.learning_rate=[0.1, 0.2]",
     ),
     "study_autoencoder": ("sweep.image=40",),
+    "study_command": ("sweep.bytes=[1024, 4096, 65536]",),
     "study_codec": ('sweep.size_bytes=["4KiB", "16KiB", "64KiB"]',),
     "study_autoencoder_weak": ("sweep.image=[24,32,40]",),
     "study_train_strong": (*ONE_EPOCH, "sweep.train.batch=700"),
@@ -105,7 +106,8 @@ def test_studies_run(path: Path, tmp_path: Path) -> None:
     study = load_study(path, [*QUICK, *SHORT.get(path.stem, ())])
     folder, cases = Folder(tmp_path / "x"), expand(study).cases
     folder.prepare(study)
-    assert main(["batch", str(folder.path), "0"]) == 0
+    measured_by = "programs" if study.of_kind.starts_ranks else "batch"
+    assert main([measured_by, str(folder.path), "0"]) == 0
     assert len(collect(study, folder).results) == len(cases) >= 3
 
 

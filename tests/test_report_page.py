@@ -128,8 +128,8 @@ def drop_summary(file: Any) -> None:
 BAD = {
     "has no /summary/n": drop_summary,
     "has schema 99; this version reads 1": lambda file: file.attrs.modify("cpdhpc_schema", 99),
-    "kind='fft': known are allreduce, autoencoder, codec, halo, train": lambda f: f.attrs.modify(
-        "kind", "fft"
+    "kind='fft': known are allreduce, autoencoder, codec, command, halo, train": lambda f: (
+        f.attrs.modify("kind", "fft")
     ),
     "has no attribute work": lambda file: file.attrs.__delitem__("work"),
     "has no attribute kind": lambda file: [*map(file.attrs.__delitem__, ("work", "kind"))],

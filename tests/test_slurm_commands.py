@@ -23,6 +23,7 @@ from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {  # parts of the package; lab/study is study
+    "binding",
     "_version",
     "claim",
     "cli",

@@ -389,4 +389,4 @@ def test_find_takes_the_order_of_the_sweep(tmp_path: Path) -> None:
 def test_actions_have_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["study", action, "--help"])
-    assert caught.value.code == 0 and "STUDY.toml" in capsys.readouterr().out
+    assert caught.value.code == 0 and f"usage: cpdhpc study {action}" in capsys.readouterr().out

@@ -41,6 +41,7 @@ def test_a_case_ends_when_it_is_known_well_enough_or_has_had_its_share(tmp_path:
         measuring = TimedCalls(study, case, tmp_path, None)  # type: ignore[arg-type]
         measuring.times_s = np.stack([times_s[: repeats + 2]] * 3, axis=1)
         measuring.is_warmup = (np.arange(repeats + 2) < 2).astype(np.uint8)
-        measuring.spent_s = spent_s
         assert len(measuring.counted) == repeats
-        assert measuring._is_done() == done, (repeats, spent_s)
+        counted = measuring.counted
+        is_over = study.measure.is_over(len(counted), spent_s, [counted])
+        assert is_over == done, (repeats, spent_s)

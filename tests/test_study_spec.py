@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
 from cpdhpc.lab.kinds import KINDS
-from cpdhpc.lab.kinds.base import Call, Measure
-from cpdhpc.lab.study.batch import TimedCalls
+from cpdhpc.lab.kinds.base import Measure
 from cpdhpc.lab.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study.site import Site, array_script, arrays, minutes
@@ -395,10 +393,7 @@ def test_no_case_ends_below_its_least_repeats(tmp_path: Path) -> None:
     limits = {"min_repeats": 6, "max_repeats": 60, "max_time_s": 1e-9}
     study = small_study(tmp_path, measure=limits)
     case = expand(study).cases[0]
-    calls = TimedCalls(study, case, tmp_path, lambda *_: nullcontext(Call(lambda: None)))
-    calls.spent_s = 1.0
     for n, done in ((5, False), (6, True)):
-        calls.times_s, calls.is_warmup = np.ones((n, 3)), np.zeros(n, np.uint8)
-        assert calls._is_done() == done
+        assert study.measure.is_over(n, 1.0, [np.ones(n)]) == done
     six = small_study(tmp_path, measure=limits | {"max_repeats": 6, "max_time_s": 100.0})
     assert case_time_s(study, case) == pytest.approx(case_time_s(six, case), rel=0.1)

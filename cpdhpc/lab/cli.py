@@ -316,6 +316,12 @@ COMMANDS: dict[str, Command | Group] = {
         "batch",
         True,
     ),
+    "programs": Command(
+        "measure cases of a study of programs, whose ranks it starts itself: what its jobs run",
+        "commands.study",
+        "programs",
+        starts_mpi=True,
+    ),
     "info": Command(
         "show versions, the MPI library, hosts, kernels, the GPU", "provenance", "info", True
     ),
@@ -346,7 +352,14 @@ COMMANDS: dict[str, Command | Group] = {
                 "own",
             },
             starts_mpi=("run", "resume"),
-        ),
+        )
+        | {
+            "site": Command(
+                "write the profile of this cluster or machine, as far as it can be found out",
+                "commands.study",
+                "site_action",
+            )
+        },
     ),
     "scripts": Command(
         "write the job scripts of this package's examples; needs no MPI",

@@ -75,12 +75,20 @@ def git_commit() -> str:
 
 def identity() -> dict[str, str]:
     """Return what times depend on beside the case, in which the cases of a study are to agree."""
-    return {"mpi_library": library_version(), "git_commit": git_commit(), "processor": processor()}
+    return {"mpi_library": library_version(), "git_commit": git_commit(), **machine()}
 
 
-def difference(before: Mapping[str, Any]) -> str | None:
-    """Return in words in what this process differs from an identity, None where in nothing."""
-    for name, value in identity().items():
+def machine() -> dict[str, str]:
+    """Return the part of identity that is the machine's: programs are not of this package."""
+    return {"processor": processor()}
+
+
+def difference(before: Mapping[str, Any], own: Mapping[str, str] | None = None) -> str | None:
+    """Return in words in what this process differs from an identity, None where in nothing.
+
+    own: its identity, or a part of it
+    """
+    for name, value in (identity() if own is None else own).items():
         if name in before and before[name] != value:
             return f"{name} {before[name] or 'unknown'}, not {value or 'unknown'}"
     return None

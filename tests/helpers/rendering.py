@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cpdhpc.config import validate
+from cpdhpc.lab.kinds.command_job import Command
 from cpdhpc.lab.schedulers import DEFAULT, SCHEDULERS
 from cpdhpc.lab.study.cases import Batch, batches, expand
 from cpdhpc.lab.study.site import (
@@ -31,6 +32,17 @@ STUDY = validate(
     "demo.toml",
 )
 
+COMMAND_STUDY = validate(
+    Study,
+    {
+        "name": "demo",
+        "kind": "command",
+        "sweep": {"nodes": [1, 2], "ppn": [2], "n": [1, 2]},
+        "job": {"command": Command(argv=("solve", "{n}"), directory="/home").model_dump()},
+        "run": {"bundle": "case", "throttle": 8},
+    },
+    "demo.toml",
+)
 GPU_STUDY = STUDY.model_copy(update={"sweep": {**STUDY.sweep, "device": ["gpu"]}})
 
 
@@ -52,7 +64,9 @@ def full_site(scheduler: str) -> Site:
 
 
 def golden() -> dict[Path, str]:
-    """Text by path: an array for each launcher with CPUs and GPUs, the sites' and slurm/'s own.
+    """Text by path: arrays for each launcher, the sites' scripts and slurm/'s own.
+
+    Of each launcher one with CPUs, one with GPUs, and one of a study of programs.
 
     A site with GPUs has the array of the study on GPUs.
     """
@@ -66,6 +80,8 @@ def golden() -> dict[Path, str]:
                 site = Site(**keys, gpus_per_node=gpus, cpus_per_rank=cores)
                 study = GPU_STUDY if gpus else STUDY
                 found[to / f"array-{launcher}-{kind}{suffix}"] = array_of(site, study=study)
+            site = Site(scheduler=name, launcher=launcher)
+            found[to / f"programs-{launcher}{suffix}"] = array_of(site, study=COMMAND_STUDY)
         if name != DEFAULT:
             site = full_site(name)
             found[to / f"collect{suffix}"] = collect_script(site, "demo", FOLDER)

@@ -8,6 +8,8 @@ import cpdhpc
 from cpdhpc.collectives.blocks import SHARES
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.collective import Collective
+from cpdhpc.lab.kinds import KINDS, collective_cases
+from cpdhpc.lab.kinds.allreduce import PAIRS, STREAM
 from cpdhpc.methods import COLLECTIVES
 from cpdhpc.world.ranks import Loopback
 
@@ -98,3 +100,23 @@ def test_errors(gpu):
             cpdhpc.all_gather(world, x if world.rank else host)
         with pytest.raises(TypeError, match=r"out: must be passed: x of the root is on a GPU"):
             cpdhpc.scatter(world, None if world.rank else gpu.cupy.zeros(8, np.float32))
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, *PAIRS])
+def test_mpis_own_take_gpu_arrays_in_a_study(gpu, name):
+    """As they are where MPI takes GPU memory, else by way of the host; each result is checked."""
+    kind, ranks = KINDS["allreduce"], gpu.world.ranks
+    given = {"value_scaling": "", "accumulate": "", "device": "gpu", "wire": "raw"}
+    factors = kind.used({**given, "size_bytes": 40_000, "collective": name, "algorithm": "mpi"})
+    assert factors["device"] == "gpu"
+    if kind.fits({}, factors, ranks) is not None:
+        pytest.skip("pairs need an even number of ranks")
+    data = collective_cases.given(name, 10_000, gpu.world, True) if name in COLLECTIVES else None
+    if data is None:
+        case = collective_cases.pair_case(gpu.world, 10_000, "gpu", 8 * (name == STREAM))
+    else:
+        method = Collective(algorithm="mpi", collective=name)
+        case = collective_cases.collective_case(gpu.world, method, data, "gpu")
+    case.check(gpu.world)
+    assert case.error == 0
+    assert gpu.cupy.asnumpy(case.out) is not case.out, "the result is on the GPU"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cpdhpc.lab.kinds import KINDS, collective_cases
+from cpdhpc.lab.kinds.allreduce import PAIRS
 from cpdhpc.lab.kinds.place import Place
 from cpdhpc.lab.study_data import Case
 from cpdhpc.methods import COLLECTIVES
@@ -61,3 +62,34 @@ def test_what_goes_together(world):
     plain = {"size_bytes": 40_000, "algorithm": "ring", "wire": "raw"}
     assert used(algorithm="ring", collective="allreduce") == plain  # ids are what they were
     assert used(algorithm="ring", collective="reduce") == {**plain, "collective": "reduce"}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_messages_between_pairs_arrive(world, name):
+    if world.ranks % 2:
+        pytest.skip("pairs need an even number of ranks")
+    for size_bytes in (4, 40_000):
+        factors = used(collective=name, algorithm="mpi", size_bytes=size_bytes)
+        assert KIND.fits({}, factors, world.ranks) is None
+        case = Case("pairs", factors, 1, world.ranks)
+        with KIND.measure(None, case, Place(world), True) as call:
+            for _ in range(3):
+                call.run()
+            assert call.outcomes["error"] == 0
+
+
+def test_a_message_that_is_another_is_noticed(world, monkeypatch):
+    if world.ranks % 2:
+        pytest.skip("pairs need an even number of ranks")
+    monkeypatch.setattr(collective_cases, "LARGEST", 1 + world.rank)
+    case = Case("pairs", used(collective="ping_pong", algorithm="mpi"), 1, world.ranks)
+    measured = KIND.measure(None, case, Place(world), True)
+    with pytest.raises(ArithmeticError, match="a result is not exact"), measured:
+        pass
+
+
+def test_pairs_are_mpis_and_even(world):
+    with pytest.raises(ValueError, match="ping_pong has no algorithm ring, only mpi"):
+        used(collective="ping_pong", algorithm="ring")
+    factors = used(collective="stream", algorithm="mpi")
+    assert KIND.fits({}, factors, 3) == "stream is between pairs of ranks, and 3 are not even"

@@ -355,6 +355,28 @@ def run_collect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_site_action(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of site."""
+    add = options(parser)
+    add("what discover", "ask sinfo, scontrol and this machine", choices=["discover"])
+    out = Path("site.toml")
+    add("--out FILE.toml", "where the profile goes", Path, default=out)
+    add("--partition NAME", "of Slurm (default: its default)")
+
+
+def run_site_action(arguments: argparse.Namespace) -> int:
+    """Write the profile and print it. Raises UserError where a file is there already."""
+    from ..study.discover import discover
+
+    path: Path = arguments.out
+    if path.exists():
+        raise UserError(f"--out {path}: is there already: name another file")
+    text = discover(arguments.partition).toml()
+    store.put(path, text)
+    print(f"{path}:\n{text}", end="")
+    return 0
+
+
 def add_freeze(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of freeze."""
     add_study(parser)
@@ -389,6 +411,27 @@ def run_batch(arguments: argparse.Namespace, world: World) -> int:
 
     shape = arguments.nodes, arguments.ppn
     return measure_batch(world, arguments.folder, arguments.number, *shape)
+
+
+def add_programs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of programs."""
+    add = options(parser)
+    add("folder FOLDER", "of the study", Path)
+    add("number NUMBER", "of the batch, from 0", int)
+    add(
+        "--launch WORDS",
+        "of a shell, before a program on $ranks ranks, $ppn on each of $nodes nodes (default: "
+        "mpirun on this machine)",
+    )
+
+
+def run_programs(arguments: argparse.Namespace) -> int:
+    """Measure the unfinished cases of a batch of programs, from this one process."""
+    from ..study.batch import Alone, measure_batch
+    from ..study.run_here import launch_of
+
+    launch = launch_of(arguments.launch)
+    return measure_batch(Alone(), arguments.folder, arguments.number, launch=launch)
 
 
 def add_scripts(parser: argparse.ArgumentParser) -> None:

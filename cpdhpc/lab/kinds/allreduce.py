@@ -33,7 +33,7 @@ from ...methods import (
     SCALINGS,
     SUMMING,
 )
-from ..study_data import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
+from ..study_data import ABSENT, DEVICE, SEATS, Factor, Factors, Value, device_used, float32_size
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 
 ALL_REDUCE = "allreduce"
 MPI = "mpi"
+PAIRS = PING_PONG, STREAM = "ping_pong", "stream"  # of MPI, between rank i and rank i + p / 2
 TITLES = {ALL_REDUCE: "All-reduce"} | {
-    name: name.replace("_", "-").capitalize() for name in COLLECTIVES
+    name: name.replace("_", "-").capitalize() for name in (*COLLECTIVES, *PAIRS)
 }
 GUESS = 1e-9  # s per byte and rank: a slow all-reduce
 
@@ -93,11 +94,11 @@ def _used(given: Factors) -> dict[str, Value]:
 def _used_by_other(name: str, given: Factors) -> dict[str, Value]:
     """Return the factors of values of another collective than the all-reduce."""
     algorithm, wire = str(given["algorithm"]), str(given["wire"])
-    known = (*COLLECTIVES[name], MPI)
+    known = (*COLLECTIVES.get(name, ()), MPI)
     if algorithm not in known:
         raise ValueError(f"{name} has no algorithm {algorithm}, only {', '.join(known)}")
-    if algorithm == MPI and (wire != "raw" or device_used(given)):
-        raise ValueError(f"{name} of mpi is measured for wire raw on the CPU")
+    if algorithm == MPI and wire != "raw":
+        raise ValueError(f"{name} of mpi is measured for wire raw")
     if wire == "raw":
         return {}
     way = str(given["accumulate"])
@@ -145,6 +146,8 @@ def _scaling(wire: str, accumulate: str, given: str) -> str:
 
 
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
+    if used.get("collective") in PAIRS and ranks % 2:
+        return f"{used['collective']} is between pairs of ranks, and {ranks} are not even"
     if used.get("accumulate") != EXACT:
         return None
     wire = str(used["wire"])
@@ -218,9 +221,13 @@ def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
 def _other(place: Place, factors: Factors, device: str) -> TimedCase:
     """Return the call of a case of another collective than the all-reduce."""
     from ...collectives.collective import Collective
-    from .collective_cases import collective_case, given
+    from .collective_cases import collective_case, given, pair_case
 
     name, wire = str(factors["collective"]), str(factors["wire"])
+    if name in PAIRS:
+        size_bytes = int(factors["size_bytes"])
+        in_flight = window(size_bytes) if name == STREAM else 0
+        return pair_case(place.world, size_bytes // 4, device, in_flight)
     scaling, way = (factors.get(each) for each in ("value_scaling", "accumulate"))
     method = Collective(
         wire,
@@ -303,11 +310,24 @@ def _bounded(point: Point) -> frozenset[Any]:
 
 
 def _share(group: SeedGroup) -> float:
-    return share(_collective(group), group.ranks)
+    return share(_collective(group), group.ranks, int(_size(group)))
 
 
-def share(name: str, ranks: int) -> float:
-    """Return the least share of the data that leaves a rank that sends; as in nccl-tests."""
+WINDOW, MOST_BYTES = 64, 1 << 28  # of stream: messages in flight, and all of them together
+
+
+def window(size_bytes: int) -> int:
+    """Return how many messages of a size are in flight in a stream, two at least."""
+    return max(2, min(WINDOW, MOST_BYTES // size_bytes))
+
+
+def share(name: str, ranks: int, size_bytes: int = 0) -> float:
+    """Return the least share of the data that leaves a rank that sends; as in nccl-tests.
+
+    Of ping_pong the message goes there and back; size_bytes: of the messages of a stream
+    """
+    if name in PAIRS:
+        return 2.0 if name == PING_PONG else float(window(size_bytes))
     if name in ("broadcast", "reduce"):
         return float(ranks > 1)
     return (1 + (name == ALL_REDUCE)) * (ranks - 1) / ranks
@@ -318,11 +338,12 @@ def _collective(group: SeedGroup) -> str:
 
 
 SHAPES = 3  # that have figures
-METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device")
+METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device", *SEATS)
 CAPTION = (
     "Median of the slowest rank's times; n: repeats without warm-ups. busbw: size / median times "
     "the least share that leaves a rank: 2 (p - 1) / p of p ranks, half of it where nothing is "
-    "summed or nothing gathered, 1 for broadcast and reduce. mpi: MPI's own of float32 in the same "
+    "summed or nothing gathered, 1 for broadcast and reduce, 2 for ping-pong (there and back), the "
+    "messages of a window for stream. mpi: MPI's own of float32 in the same "
     "study, at the same size and ranks; in brackets the interval, which takes in both medians'. "
     "Times as fast: the ratio of the medians; bench allreduce prints the median of the ratios of "
     "single calls. Bound, of all-reduces: the longer of a copy of the data by all ranks at once "
@@ -514,10 +535,11 @@ ALLREDUCE = Kind(
         "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
         "device": DEVICE,
         "collective": Factor(
-            "all-reduce or another collective, whose size is that of the whole array",
+            "all-reduce or another collective, whose size is that of the whole array; ping_pong "
+            "and stream are messages of mpi between pairs",
             str,
             default=ALL_REDUCE,
-            check=among([ALL_REDUCE, *COLLECTIVES]),
+            check=among([ALL_REDUCE, *COLLECTIVES, *PAIRS]),
         ),
     },
     work="size_bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from pydantic import Field, model_validator
 
 from ...config import Above0, Positive, Raw, Section, Whole, merge
-from ..study_data import Case, Factor, Factors, Outcomes, Result, Value
+from ..study_data import Array, Case, Factor, Factors, Outcomes, Result, Value
+from ..study_data.statistics import is_enough
 
 if TYPE_CHECKING:
     from ..report import tables
@@ -53,6 +54,17 @@ class Measure(Section):
                 f"min_repeats={self.min_repeats} is more than max_repeats={self.max_repeats}"
             )
         return self
+
+    def is_over(self, repeats: int, spent_s: float, samples: Iterable[Array]) -> bool:
+        """Return whether a case has so many repeats, or took so long, that it ends.
+
+        samples: float64[n] of each quantity whose median is to be known well enough
+        """
+        if repeats < self.min_repeats:
+            return False
+        if repeats >= self.max_repeats or spent_s >= self.max_time_s:
+            return True
+        return all(is_enough(each, self.confidence, self.relative) for each in samples)
 
 
 class Asked(Protocol):
@@ -107,6 +119,9 @@ def device_of(job: Raw, used: Factors) -> str:
     return str(used.get("device", "cpu"))
 
 
+BEFORE = "before"  # of place.Launch.kept: where a finished case of the folder was measured
+
+
 Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]
 
 
@@ -133,6 +148,13 @@ class Kind:
     in_common: (study file) -> the file, with one value for all cases where each has measured the
         same thing; a report begins with it
     laid_over: (tables of a job, changes) -> the tables with changes laid over them
+    own_tables: names of the tables of a study file that are its job
+    ready: (these tables, path of the study file) -> the job: checked, and with the content of files
+        that they name. Raises ConfigError
+    named: (tables of the job) -> the factors that it names, each with the key that does
+    of_job: (this kind, tables of the job) -> the kind as it is with such a job
+    may_change: keys of the job, as "table.key", that decide no measurement
+    starts_ranks: whether its cases start ranks themselves: a batch is one process, without MPI
     """
 
     factors: Mapping[str, Factor]
@@ -150,3 +172,9 @@ class Kind:
     laid_over: Callable[[Raw, Raw], Raw] = merge
     groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds
     further: Callable[[str, Value, Raw], Factor | None] = lambda name, value, job: None
+    own_tables: tuple[str, ...] = ()
+    ready: Callable[[Raw, Path], Raw] = lambda job, path: job
+    named: Callable[[Raw], Iterable[tuple[str, str]]] = lambda job: ()
+    of_job: Callable[[Kind, Raw], Kind] = lambda kind, job: kind
+    may_change: tuple[str, ...] = ()
+    starts_ranks: bool = False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...collectives.by_mpi import mover
+from ...collectives.by_mpi import Move, mover
 from ...collectives.collective import Collective
 from ...collectives.method import MPI_ALLREDUCE
 from ...methods import MEMCPY, SUMMING
@@ -107,6 +107,8 @@ def collective_case(
     if is_mpi:
         move = mover(world, method.blocks_of(data.n, world.ranks))
         mine = np.empty(0, np.float32) if x is None else x
+        if device == "gpu":
+            move = _of_gpu(world, move)
         if method.collective == "broadcast":  # in place
             run = lambda: move(out, out)  # noqa: E731
         else:
@@ -133,6 +135,72 @@ def collective_case(
         free=free,
         method=None if is_mpi else method,
     )  # fmt: skip
+
+
+def _of_gpu(world: Ranks, move: Move) -> Move:
+    """Return what moves GPU arrays by MPI: as they are if it takes them, else by way of the host.
+
+    Collective.
+    """
+    from ...world.gpu_messages import gpu_aware
+
+    if gpu_aware(world).yes:
+        return move
+    hosts: dict[int, Array] = {}
+
+    def staged(x: Array, out: Array) -> None:
+        for array in (x, out):
+            if id(array) not in hosts:
+                hosts[id(array)] = np.empty(array.shape, array.dtype)
+        hosts[id(x)][...] = to_host(x)
+        move(hosts[id(x)], hosts[id(out)])
+        if out.size:
+            out[...] = on_device(hosts[id(out)], "gpu")
+
+    return staged
+
+
+def pair_case(world: Any, n: int, device: str = "cpu", window: int = 0) -> TimedCase:
+    """Return the case of messages of MPI between pairs: rank i and rank i + p / 2. Collective.
+
+    A message of float32[n] goes there and back, all pairs at once; or, where window is above 0, so
+    many go one way, each into memory of its own, and a value back.
+    """
+    (mpi, comm), rank, half = world.plain_mpi(), world.rank, world.ranks // 2
+    is_first, other = rank < half, (rank + half) % world.ranks
+    numbers = np.arange(n + world.ranks) % LARGEST
+    mine, its = (numbers[i : i + n].astype(np.float32) for i in (rank, other))
+    result = its[:1] if window and is_first else np.tile(its, (max(1, window), 1))
+    x, out = (on_device(each, device) for each in (mine, np.zeros_like(result)))
+
+    def there_and_back(x: Array, out: Array) -> None:
+        for sends in (is_first, not is_first):
+            if sends:
+                comm.Send(x, other)
+            else:
+                comm.Recv(out, other)
+
+    def one_way(x: Array, out: Array) -> None:
+        if is_first:
+            mpi.Request.Waitall([comm.Isend(x, other) for _ in range(window)])
+            comm.Recv(out, other)
+        else:
+            mpi.Request.Waitall([comm.Irecv(row, other) for row in out])
+            comm.Send(x[:1], other)
+
+    move: Move = one_way if window else there_and_back
+    if device == "gpu":
+        move = _of_gpu(world, move)
+    return CollectiveCase(
+        algorithm=MPI_ALLREDUCE,
+        wire="raw",
+        scaling="-",
+        accumulate="-",
+        data=Data(x, result.astype(np.float64)),
+        out=out,
+        run=whole(lambda: move(x, out), out),
+        prepare=whole(lambda: None, out),  # a GPU is done with what it did to the arrays
+    )
 
 
 CALLS = ("plain", "prepared")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from ...world.gpu_messages import use_gpu
 from ...world.mpi import World
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
 from ..schedulers import told
-from ..study_data import Factors, Outcomes
+from ..study_data import Case, Factors, Outcomes
 from .harness import ping_pong
 
 T = TypeVar("T")
@@ -113,14 +114,27 @@ def _gpu_mj(handle: Any) -> int:
     return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What starts programs on ranks.
+
+    command: (case) -> the words before a program that is to run on the case's ranks, and the
+        environment; program: the launcher; kept: what is found out once for all cases of a batch
+    """
+
+    command: Callable[[Case], tuple[list[str], Mapping[str, str]]]
+    program: str
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+
+
 class Place:
     """Some of the ranks of a job. Collective over them, as is all that it knows.
 
-    cores: what own_cores said of them
+    cores: what own_cores said of them; launch: what starts programs, of kinds that start ranks
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, launch: Launch | None = None) -> None:
+        self.world, self.launch = world, launch
         self.cores = self._gpu = ""
         self._hosts = hosts(world)
         own = world.hosted.start

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from ...config import Section as ConfigSection
@@ -30,12 +31,16 @@ class Change:
     """A point that both studies have; times: of the second by the first.
 
     tolerance: share by which a time may be longer
+    metric: of a program, in place of the time; of one that is better when higher times are those of
+        the first by the second, so that more is worse; unit: of it
     """
 
     before: Point
     after: Point
     times: Estimate
     tolerance: float = 0.0
+    metric: str = ""
+    unit: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -136,9 +141,19 @@ def compare(before: StudyFile, after: StudyFile, reference: Reference | None = N
         else:
             times = ratio(other.times_s, point.times_s, before.level)
             changes.append(Change(point, other, times, tolerance))
+            changes += _of_metrics(before, point, other, tolerance)
     if not changes:
         raise ReportError(f"--compare {before.path} {after.path}: no point is in both")
     return Comparison(before, after, changes, lost, list(there.values()))
+
+
+def _of_metrics(file: StudyFile, point: Point, other: Point, tolerance: float) -> Iterator[Change]:
+    """Yield the changes of the metrics that are better when lower, or higher."""
+    for name, row in file.metrics.items():
+        if row["better"] and name in point.metrics and name in other.metrics:
+            pair = other.metrics[name], point.metrics[name]
+            worse = ratio(*(pair if row["better"] == "lower" else pair[::-1]), file.level)
+            yield Change(point, other, worse, tolerance, name, row["unit"])
 
 
 def computed(comparison: Comparison) -> dict[str, list[str]]:
@@ -218,6 +233,7 @@ def compare_report(comparison: Comparison) -> Report:
     before, after = comparison.before, comparison.after
     counts = {verdict: len(comparison.having(verdict)) for verdict in VERDICTS}
     points = len(comparison.changes)
+    has_metrics = any(change.metric for change in comparison.changes)
     chance = f"{points * (1 - before.level):.2g}"
     notes = [
         f"A point changed if the {before.percent} interval of the ratio of its medians lies beyond "
@@ -226,6 +242,11 @@ def compare_report(comparison: Comparison) -> Report:
         f"Were nothing different, {chance} of {units.count(points, 'point')} or fewer would be "
         "called changed by chance on average."
     ]
+    if has_metrics:
+        notes.append(
+            "Metrics count as points of their own. Of one that is better when higher, the ratio is "
+            "A's median by B's: longer and slower then mean lower."
+        )
     return Report(
         f"{before.name} and {after.name}" if before.name != after.name else before.name,
         [
@@ -244,7 +265,8 @@ def compare_report(comparison: Comparison) -> Report:
 
 
 def _name(change: Change, names: Sequence[str]) -> str:
-    return label(change.before.factors, names) or "the point"
+    point = label(change.before.factors, names) or "the point"
+    return f"{point}: {change.metric}" if change.metric else point
 
 
 def _names(comparison: Comparison) -> list[str]:
@@ -275,6 +297,12 @@ def _table(comparison: Comparison) -> Table:
 
 def _medians(change: Change) -> list[units.Cell]:
     """Return both medians in one unit, with digits enough to tell them apart."""
+    if change.metric:
+        both = (change.before, change.after)
+        values = [float(np.median(point.metrics[change.metric])) for point in both]
+        unit = "" if change.unit == "1" else f" {change.unit}"
+        pairs = zip(units.apart(*values), values, strict=True)
+        return [units.Cell(f"{text}{unit}", value=value) for text, value in pairs]
     times_s = change.before.summary["median_s"], change.after.summary["median_s"]
     scale, unit = units.time_unit(times_s[0])
     shown = units.apart(*(time_s / scale for time_s in times_s))

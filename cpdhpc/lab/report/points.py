@@ -226,6 +226,15 @@ class SeedGroup:
         """Speed-up at an efficiency of 1: the ratio of ranks; NaN without a base."""
         return self.ranks / self.base_points[0].ranks if self.base_points else nan
 
+    def metric_samples(self, name: str) -> Array:
+        """float64[samples], a metric of a program in all points, without warm-ups."""
+        found = [point.metrics[name] for point in self.points if name in point.metrics]
+        return np.concatenate(found) if found else np.empty(0)
+
+    def metric(self, name: str) -> Estimate:
+        """Median of a metric of a program and its interval, unknown where there is none."""
+        return _median(self.metric_samples(name), self.level)
+
     def outcome(self, name: str) -> Array:
         """float64[seeds], an outcome of each point; NaN where there is none."""
         return np.array([point.outcomes.get(name, nan) for point in self.points], float)

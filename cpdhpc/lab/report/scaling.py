@@ -128,7 +128,7 @@ def _rates(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
         Column(f"{file.percent} CI", interval),
     ]
     ordered = [group for each in layout.series(groups) for group in each]
-    caption = f"Throughput: {heading(file.over)} / time. Times: median of the slowest rank's."
+    caption = f"Throughput: {heading(file.over)} / time. Times: median of {file.times}."
     return tabulate("Throughput", columns, ordered, caption)
 
 
@@ -153,7 +153,7 @@ def _caption(file: StudyFile) -> str:
     return (
         f"{GAIN[file.scaling]} Baseline: {file.base_rule}; its time is in the last column. "
         + _weak(file)
-        + "Times: median of the slowest rank's. The interval of a speed-up takes in both medians'."
+        + f"Times: median of {file.times}. The interval of a speed-up takes in both medians'."
     )
 
 
@@ -165,7 +165,8 @@ def _weak(file: StudyFile) -> str:
 class Quantity:
     """What is drawn; reference: what it is compared with, called as said, "" if not.
 
-    note: how it comes about; fit: of a series, the law fitted to it, if there is one
+    note: how it comes about, "" for medians of times
+    fit: of a series, the law fitted to it, if there is one
     """
 
     name: str
@@ -175,7 +176,7 @@ class Quantity:
     scale: Callable[[str, Sequence[float]], Axis]
     style: Style = IDEAL
     said: str = "ideal"
-    note: str = "Medians of the slowest rank's times"
+    note: str = ""
     fit: Callable[[Line], Fit | None] = lambda line: None
 
 
@@ -254,7 +255,7 @@ def _chart(file: StudyFile, panels: Panels, quantity: Quantity) -> Chart:
     return Chart(
         quantity.name,
         f"{file.name}: {what}, {by}",
-        [f"{_weak(file)}{quantity.note}{bars}.{base}"],
+        [f"{_weak(file)}{quantity.note or f'Medians of {file.times}'}{bars}.{base}"],
         f"{what.capitalize()} over {heading(file.over)}. "
         + (GUIDE if file.over == "ranks" else ""),
         panels_with(
@@ -422,8 +423,11 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
         )
     y, value = _quantity(file, choice.y or "time", groups)
     bars = any(isfinite(value(group).low) for group in there)
-    notes = [f"Medians of the slowest rank's times{f'; bars: {file.percent} CI' * bars}."]
-    if choice.y in OUTCOMES:  # counted or computed, without an interval
+    of = choice.y if choice.y in file.metrics else file.times
+    notes = [f"Medians of {of}{f'; bars: {file.percent} CI' * bars}."]
+    if (
+        choice.y in OUTCOMES.keys() - file.metrics.keys()
+    ):  # counted or computed, without an interval
         notes = ["Means over seeds."] if any(len(group.points) > 1 for group in there) else []
     names = [] if is_number(x, factors) else [str(group.factors[x]) for group in there]
     places = list(dict.fromkeys(names))
@@ -520,6 +524,9 @@ def _quantity(
             said_as = CALLED.get(outcome, outcome.removesuffix("_s").replace("_", " "))
             label = said_as if of == "1" else f"{said_as} / {of}"
             table[outcome] = label, lambda g, outcome=outcome: g.exact(outcome)  # type: ignore[misc]
+    for metric, row in file.metrics.items():
+        label = metric if row["unit"] == "1" else f"{metric} / {row['unit']}"
+        table[metric] = label, lambda g, metric=metric: g.metric(metric)  # type: ignore[misc]
     if name not in table:
         raise ReportError(f"--y {name}: is not measured in this study: {suggest(name, table)}")
     return table[name]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -65,6 +65,15 @@ FIELDS = ("ranks", "ppn", "nodes", "cores")  # ppn: ranks of a node; cores: of a
 
 
 @dataclass(frozen=True)
+class Counts:
+    """How many ranks start: in all, on a node, on how many nodes; words of the shell."""
+
+    ranks: str
+    ppn: str
+    nodes: str
+
+
+@dataclass(frozen=True)
 class Launcher:
     """A way to start ranks.
 
@@ -73,17 +82,44 @@ class Launcher:
     in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
         where GPUs are numbered along the sockets
     signal: how the script asks Slurm for a signal before its time is over; "": for the script
-    several: what gives a rank its cores if it has more than one
     gpus: what gives each rank a GPU, where the launcher is to be told
     forward: how the script forwards the signal "$1" to the ranks
+    part: what starts ranks on some of the job's nodes; "": nothing is needed
+    bind, distribution: by names of lab.binding, the options that ask for it, and of "" what is
+        there unless they ask; those of distribution are the field deal of a command that has it
+    several: what stands for the bind of "" if a rank has more than one core
     """
 
     command: str
     in_order: str = ""
     signal: str = ""
-    several: str = ""
     gpus: str = ""
     forward: str = 'kill -"$1" "$launched"'
+    part: str = ""
+    bind: Mapping[str, str] = field(default_factory=dict)
+    distribution: Mapping[str, str] = field(default_factory=dict)
+    several: str = ""
+
+    def start(self, counts: Counts, cores: int, seats: tuple[str, str] = ("", "")) -> str:
+        """Return the words that start ranks, and place them.
+
+        cores: of a rank; seats: how ranks are bound and distributed; "": as it does by itself
+        Raises UserError for what it has no option for.
+        """
+        bind, distribution = seats
+        for name, given, known in (
+            ("bind", bind, self.bind),
+            ("distribution", distribution, self.distribution),
+        ):
+            if given and given not in known:
+                raise UserError(f"{name} = {given!r}: {self.program} has no option known for it")
+        numbers = vars(counts) | {"cores": cores}
+        deal = self.distribution.get(distribution, "")
+        placed = self.bind.get(bind, "")
+        if cores > 1 and not bind:
+            placed = self.several or placed
+        form = self.command + ("" if "{deal}" in self.command else deal) + placed
+        return form.format(**numbers, deal=deal.format(**numbers))
 
     @property
     def program(self) -> str:

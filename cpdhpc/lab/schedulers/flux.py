@@ -21,6 +21,7 @@ from .base import (
     Taken,
 )
 from .calls import answer, call
+from .launchers import hydra, open_mpi
 
 TITLE, SUFFIX = "Flux", ".flux"
 ARRAYS: Arrays = "one"
@@ -32,16 +33,13 @@ LAUNCHERS = {
         "flux run --ntasks={ranks} --nodes={nodes} --cores-per-task={cores}",
         gpus=" --gpus-per-task=1",
         forward='flux job killall --force --signal="$1"',
+        bind={"none": " -o cpu-affinity=off", "core": " -o cpu-affinity=per-task"},
+        distribution={"block": " --taskmap=block"},
     ),
-    "mpirun": Launcher(  # Open MPI, over ssh if there are several nodes
-        'mpirun -n {ranks} --host "$(flux hostlist --expand --delimiter=: local)" '
-        "--map-by ppr:{ppn}:node",
-        several=":PE={cores}",
+    "mpirun": open_mpi(  # over ssh if there are several nodes
+        ' --host "$(flux hostlist --expand --delimiter=:{ppn}, local)":{ppn}'
     ),
-    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
-        'mpiexec -n {ranks} -hosts "$(flux hostlist --expand --delimiter=, local)" -ppn {ppn}',
-        several=" -bind-to core:{cores}",
-    ),
+    "mpiexec": hydra(' -hosts "$(flux hostlist --expand --delimiter=, local)"'),
 }
 OWN = ("--job-name", "--nodes", "-N", "--nslots", "-n", "--output", "--error", "--time-limit", "-t")
 SCRIPT = "cpdhpc_script"  # an attribute of each job that submit has handed over: its script's path

@@ -21,21 +21,21 @@ from .base import (
     Taken,
 )
 from .calls import answer, call
+from .launchers import hydra, open_mpi
 
 TITLE, SUFFIX = "LSF", ".lsf"
 ARRAYS: Arrays = "any"
 FIRST = 1  # index 0 is that of a job that is no array
 KEYS: Collection[str] = ("partition", "account", "qos", "constraint", "reservation")
 LAUNCHERS = {
-    "mpirun": Launcher(  # Open MPI, with or without LSF in it
-        'mpirun -n {ranks} --hostfile "$LSB_DJOB_HOSTFILE" --map-by ppr:{ppn}:node',
-        several=":PE={cores}",
+    "mpirun": open_mpi(' --hostfile "$LSB_DJOB_HOSTFILE"'),  # with or without LSF in it
+    "mpiexec": hydra(' -f "$LSB_DJOB_HOSTFILE"'),
+    "jsrun": Launcher(
+        "jsrun -n {ranks} -r {ppn} -a 1 -c {cores}",
+        gpus=" -g 1",
+        bind={"none": " -b none", "core": " -b packed:{cores}"},
+        distribution={"block": " -d packed"},
     ),
-    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
-        'mpiexec -n {ranks} -f "$LSB_DJOB_HOSTFILE" -ppn {ppn}',
-        several=" -bind-to core:{cores}",
-    ),
-    "jsrun": Launcher("jsrun -n {ranks} -r {ppn} -a 1 -c {cores}", gpus=" -g 1"),
 }
 OWN = ("-J", "-n", "-W", "-o", "-oo", "-Q", "-w", "-I", "-K")  # what scripts and submit see to
 FACTS = ("LSB_QUEUE", "LSB_DJOB_NUMPROC", "LSF_VERSION")

@@ -23,21 +23,20 @@ from .base import (
     Taken,
 )
 from .calls import answer, call
+from .launchers import hydra, open_mpi
 
 TITLE, SUFFIX = "PBS", ".pbs"
 ARRAYS: Arrays = "run"
 FIRST = 0  # qsub -J takes a range of two elements at least
 KEYS: Collection[str] = ("partition", "account", "constraint")  # a reservation is a queue
 LAUNCHERS = {
-    "mpirun": Launcher(  # Open MPI, with or without PBS in it
-        'mpirun -n {ranks} --hostfile "$PBS_NODEFILE" --map-by ppr:{ppn}:node',
-        several=":PE={cores}",
+    "mpirun": open_mpi(' --hostfile "$PBS_NODEFILE"'),  # with or without PBS in it
+    "mpiexec": hydra(' -f "$PBS_NODEFILE"'),
+    "pals": Launcher(  # Cray
+        "mpiexec -n {ranks} --ppn {ppn} --depth {cores}",
+        bind=dict.fromkeys(("", "core"), " --cpu-bind depth")
+        | {each: f" --cpu-bind {each}" for each in ("none", "socket", "numa")},
     ),
-    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
-        'mpiexec -n {ranks} -f "$PBS_NODEFILE" -ppn {ppn}',
-        several=" -bind-to core:{cores}",
-    ),
-    "pals": Launcher("mpiexec -n {ranks} --ppn {ppn} --depth {cores} --cpu-bind depth"),  # Cray
 }
 OWN = ("-J", "-N", "-S", "-j", "-o", "-e", "-I", "-C", "-z")  # what scripts and submit see to
 FACTS = ("PBS_QUEUE", "PBS_SERVER", "NCPUS")

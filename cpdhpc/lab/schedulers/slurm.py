@@ -20,6 +20,7 @@ from .base import (
     Taken,
 )
 from .calls import answer, call
+from .launchers import hydra, open_mpi
 
 TITLE, SUFFIX = "Slurm", ".sbatch"
 ARRAYS: Arrays = "any"
@@ -34,20 +35,28 @@ SRUN = (
     "--kill-on-bad-exit=0 --wait=60"
 )
 IN_ORDER = " --distribution=block:block --cpu-bind=cores"  # by itself it deals ranks to sockets
+PART = " --nodes={nodes}"
+BIND = {
+    "none": " --cpu-bind=none",
+    "core": " --cpu-bind=cores",
+    "socket": " --cpu-bind=sockets",
+    "numa": " --cpu-bind=ldoms",
+}
+DISTRIBUTION = {"block": " --distribution=block:block", "cyclic": " --distribution=block:cyclic"}
 # A launcher that runs in the batch shell gets the signal from that shell (B:): sent to all steps it
 # would hit Open MPI's daemons, and mpirun would end with status 0. Of srun the ranks are the step.
 LAUNCHERS = {
-    "mpirun": Launcher(  # Open MPI
-        "mpirun -n {ranks} --map-by ppr:{ppn}:node"
-        '"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"',
+    "mpirun": open_mpi(given='"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"'),
+    "mpiexec": hydra(
+        cores='"${{SLURM_CPUS_PER_TASK:+:$SLURM_CPUS_PER_TASK}}"',
+        given=" ${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
     ),
-    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
-        "mpiexec -n {ranks} -ppn {ppn} "
-        "${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
-    ),
-    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1"),
-    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1"),
-    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1"),
+    **{
+        f"srun-{name}": Launcher(
+            SRUN.format(plugin), IN_ORDER, "USR1", part=PART, bind=BIND, distribution=DISTRIBUTION
+        )
+        for name, plugin in (("pmix", "pmix"), ("pmi2", "pmi2"), ("cray", "cray_shasta"))
+    },
 }
 OWN = {  # what scripts and submit see to: options of sbatch with their short forms
     "--array": "-a",
@@ -245,6 +254,14 @@ def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
             power_w = float(energy_j) / max(int(elapsed_s), 1)
             found |= {job: power_w} if power_w > 0 else {}
     return found
+
+
+def ask(command: list[str]) -> str:
+    """Return what a command of Slurm prints. Raises SchedulerError if it fails."""
+    done = call(TITLE, command)
+    if done.returncode:
+        raise SchedulerError(f"{command[0]} does not answer: {answer(done)}")
+    return done.stdout + (done.stderr if "--mpi=list" in command else "")
 
 
 def live(state: str) -> bool:

@@ -6,10 +6,12 @@ import argparse
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -20,15 +22,15 @@ from ...store import StoreError
 from ...world.cores import own_cores
 from ...world.mpi import World, library_version
 from ...world.ranks import Loopback, Ranks
+from .. import binding
 from ..claim import Claim, read_claim
-from ..kinds.base import Calls, Measure, Measuring
+from ..kinds.base import BEFORE, Calls, Measure, Measuring
 from ..kinds.harness import FURTHER, Measured, Point, interleave_ranks
-from ..kinds.place import Place, environment
-from ..provenance import difference, hosts
+from ..kinds.place import Launch, Place, environment
+from ..provenance import difference, hosts, machine
 from ..schedulers import current
 from ..signals import Caught, Interrupted, catching
 from ..study_data import Array, Case, Factor, Outcomes, Result, over_ranks
-from ..study_data.statistics import is_enough
 from ..study_data.study_file import read_environment, write_result
 from .cases import Batch, batches, expand, make_case
 from .collect import write_study
@@ -45,7 +47,7 @@ class PlacementError(UserError):
     """The processes of a job are not where they should be."""
 
 
-def prove(world: World, nodes: int, ppn: int) -> None:
+def prove(world: Ranks, nodes: int, ppn: int) -> None:
     """Raise PlacementError unless world is nodes times ppn processes. Collective.
 
     MPI is asked, not the scheduler, whose variables are wrong under mpirun.
@@ -100,7 +102,7 @@ class TimedCalls(Measuring):
         """Make the call ready and time it a few times. Collective."""
         world, measure = place.world, self.measure
         left = measure.max_repeats - len(self.counted)
-        with own_cores(world) as cores:
+        with _cores(world, self.case) as cores:
             place.cores = cores
             with self.calls(self.study, self.case, place, not len(self.times_s)) as call:
                 before_j = place.read_energy()
@@ -118,15 +120,8 @@ class TimedCalls(Measuring):
             self.spent_j += float(energy["energy_j"])
             self.outcomes["energy_j"] = self.spent_j / len(self.times_s)
         self.spent_s += float(world.max(spent_ns)[0]) / 1e9
-        self.done = self._is_done()  # the same on all ranks, as all it looks at is
-
-    def _is_done(self) -> bool:
-        measure, counted = self.measure, self.counted
-        if len(counted) < measure.min_repeats:
-            return False
-        if len(counted) >= measure.max_repeats or self.spent_s >= measure.max_time_s:
-            return True
-        return is_enough(counted, measure.confidence, measure.relative)
+        counted = self.counted  # the same on all ranks, as all that is looked at is
+        self.done = measure.is_over(len(counted), self.spent_s, [counted])
 
     def result(self, place: Place) -> Result:
         """Return the times of all repeats."""
@@ -143,11 +138,17 @@ UNMEASURABLE = (
 
 
 def measure_batch(
-    world: World, path: Path, number: int, nodes: int | None = None, ppn: int | None = None
+    world: World | Alone,
+    path: Path,
+    number: int,
+    nodes: int | None = None,
+    ppn: int | None = None,
+    launch: Launch | None = None,
 ) -> int:
     """Measure the cases of a batch that are not finished; return the exit status. Collective.
 
     path: of the study's folder; nodes, ppn: what the job asked for, by default the batch's shape
+    launch: what starts the ranks of cases whose kind does that itself, from this one process
     Raises UserError on all processes alike: PlacementError where they are not what was asked for.
     """
     folder = Folder(path)
@@ -155,10 +156,16 @@ def measure_batch(
     # First of all: who reads the claim may send a signal, and all ranks are here when it is made.
     with catching() as caught:
         study, batch = world.agreed(lambda: _load(folder, number))
-        prove(world, nodes or batch.nodes, ppn or batch.ppn)
-        _check_shape(world, batch)
-        cases, claim = world.on_first(lambda: _begin(folder, batch))
-        runner = _Runner(world, folder, study, cases, claim.restarts, caught)
+        if study.of_kind.starts_ranks != (launch is not None):
+            other = "programs" if study.of_kind.starts_ranks else "batch, on all ranks"
+            raise UserError(f"{path}: is of kind {study.kind}: is measured by cpdhpc {other}")
+        if launch is None:
+            prove(world, nodes or batch.nodes, ppn or batch.ppn)
+            _check_shape(world, batch)
+            _check_seats(world, batch)
+        cases, claim = world.on_first(lambda: _begin(folder, batch, launch))
+        some = cast(World, world)  # Alone has what runs of programs ask of it
+        runner = _Runner(some, folder, study, cases, claim.restarts, caught, launch)
         runner.run(number)
         state = "stopped" if runner.status == UNFINISHED else "ended"
         world.on_first(lambda: claim.end(mark, state))
@@ -173,7 +180,7 @@ def _load(folder: Folder, number: int) -> tuple[Study, Batch]:
     return study, found[number]
 
 
-def _check_shape(world: World, batch: Batch) -> None:
+def _check_shape(world: Ranks, batch: Batch) -> None:
     """Raise UserError where a job's shape, proven, is too small for a case of the batch."""
     for case in batch.cases:
         if len(members(world.nodes, case)) != case.ranks:
@@ -182,7 +189,25 @@ def _check_shape(world: World, batch: Batch) -> None:
             )
 
 
-def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Claim]:
+def _check_seats(world: Ranks, batch: Batch) -> None:
+    """Raise PlacementError unless ranks are bound and distributed as asked for. Collective."""
+    if any(batch.seats):
+        seats = world.gather(binding.seat() | {"rank": world.process})
+        if wrong := binding.misplaced(seats, *batch.seats):
+            raise PlacementError(f"batch {batch.number}: {wrong}: the launcher places them")
+
+
+@contextmanager
+def _cores(world: Ranks, case: Case) -> Iterator[str]:
+    """Yield where ranks are: on cores of their own, or where the case says. Collective."""
+    if any(case.seats):
+        yield binding.said(world.gather(binding.seat() | {"rank": world.process}))
+        return
+    with own_cores(world) as cores:
+        yield cores
+
+
+def _begin(folder: Folder, batch: Batch, launch: Launch | None) -> tuple[list[Case], Claim]:
     """Return the cases that are not finished, and the claim of this start."""
     path = folder.claim_file(batch.number)
     before = read_claim(path)
@@ -190,30 +215,48 @@ def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Claim]:
         raise FolderError(
             f"batch {batch.number}: is being measured by {before}: wait for it, or end it there"
         )
-    _check_alike(folder)
+    finished = _check_alike(folder, None if launch is None else machine())
+    if launch is not None:
+        launch.kept[BEFORE] = finished
     cases = []
     for case in batch.cases:
         if folder.finished(case):
-            folder.clear_work(case)  # where its process was killed before it could
+            if launch is None:
+                folder.clear_work(case)  # where its process was killed before it could
         else:
             folder.failure_file(case).unlink(missing_ok=True)
             cases.append(case)
     return cases, Claim.begin(path)
 
 
-def _check_alike(folder: Folder) -> None:
-    """Raise FolderError where finished cases were measured otherwise than this job would."""
+def _check_alike(folder: Folder, own: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return where a finished case was measured, {} where there is none.
+
+    own: in what that is to agree with this job; None: in all of this process's identity
+    Raises FolderError where that was otherwise than this job would.
+    """
     for path in folder.cases.glob("*.h5"):
         try:
             before = read_environment(path)
         except StoreError:
             continue  # it is damaged, and another one tells
-        if wrong := difference(before):
+        if wrong := difference(before, own):
             raise FolderError(
                 f"{folder.path}: holds cases measured with {wrong}, and times of both would be "
                 "compared: go on there, or take another folder by --out"
             )
-        return
+        return before
+    return {}
+
+
+class Alone(Loopback):
+    """The one process of a batch whose cases start their ranks themselves."""
+
+    def part(
+        self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 0.0
+    ) -> Alone:
+        """Return this world: whatever runs on ranks, it is started from here."""
+        return self
 
 
 class _Runner:
@@ -227,9 +270,10 @@ class _Runner:
         cases: Sequence[Case],
         restarts: int,
         caught: Caught,
+        launch: Launch | None,
     ) -> None:
         self.folder, self.study, self.cases = folder, study, cases
-        self.restarts, self.caught = restarts, caught
+        self.restarts, self.caught, self.launch = restarts, caught, launch
         # All wait here for ranks that measure, which have time-outs of their own that end the job.
         everyone = world.part(range(world.processes), timeout_s=math.inf)
         assert everyone is not None
@@ -316,7 +360,7 @@ class _Runner:
                 virtual_ranks=measuring.virtual_ranks,
                 timeout_s=measuring.timeout_s,
             )
-            self.places[key] = None if world is None else Place(world)
+            self.places[key] = None if world is None else Place(world, self.launch)
         return self.places[key]
 
     def _finish(self, measuring: Measuring, place: Place | None) -> None:
@@ -333,7 +377,8 @@ class _Runner:
             }
             outcomes = {**result.outcomes, **extra}
             write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
-            self.folder.clear_work(case)
+            if self.launch is None:
+                self.folder.clear_work(case)
 
         self.world.on_first(write)
         self.finished += 1

@@ -26,9 +26,10 @@ from ...config import (
 )
 from ...methods import reason
 from ...whole_files import read_file_of
-from ..kinds import KINDS
+from ..kinds import kind_of
+from ..kinds.base import Kind
 from ..settings import blaming, override
-from ..study_data import ABSENT, SHAPE, Case, Factor, Factors, Value
+from ..study_data import ABSENT, SEATS, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
 SLUG = 60  # characters of an id that are there to be read
@@ -45,7 +46,7 @@ def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
         "nodes": nodes,
         "ppn": ppn,
         "measure": measure,
-        "job": study.job,
+        "job": _deciding(study),
     }
     text = json.dumps(decides, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -55,6 +56,16 @@ def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
     ]
     slug = re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join([f"{nodes}x{ppn}", *words]))
     return Case(f"{slug[:SLUG].strip('-')}-{digest}", dict(factors), nodes, ppn)
+
+
+def _deciding(study: Study) -> Raw:
+    """Return the tables of the job without keys that decide no measurement."""
+    if not (keys := study.of_kind.may_change):
+        return study.job
+    return {
+        table: {k: v for k, v in rows.items() if f"{table}.{k}" not in keys}
+        for table, rows in study.job.items()
+    }
 
 
 def shown(value: Value, units: str = "1") -> str:
@@ -90,6 +101,8 @@ def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
 def _load(path: Path, settings: Iterable[str]) -> Study:
     raw = {"name": path.stem} | override(read_file_of(path, "kind"), settings, _laid_over)
     raw |= _flat_factors(raw) | {"job": _job(path, raw)}
+    own = () if (kind := _kind(raw)) is None else kind.own_tables
+    raw = {name: table for name, table in raw.items() if name not in own}
     study = validate(Study, raw, str(path))
     check_factors(study, str(path))
     return study
@@ -97,11 +110,19 @@ def _load(path: Path, settings: Iterable[str]) -> Study:
 
 def _laid_over(raw: Raw, changes: Raw) -> Raw:
     """Return a study's tables with changes laid over them, over its job as its kind does that."""
-    job, change, kind = raw.get("job"), changes.get("job"), KINDS.get(str(raw.get("kind")))
+    job, change, kind = raw.get("job"), changes.get("job"), _kind(raw)
     laid = merge(raw, changes)
     if kind is not None and isinstance(job, dict) and isinstance(change, dict):
         laid["job"] = kind.laid_over(job, change)
     return laid
+
+
+def _kind(raw: Raw) -> Kind | None:
+    """Return the kind that a study names, None where there is no such: Study tells."""
+    try:
+        return kind_of(str(raw.get("kind")))
+    except ConfigError:
+        return None
 
 
 def _flat_factors(raw: Raw) -> Raw:
@@ -116,7 +137,10 @@ def _flat_factors(raw: Raw) -> Raw:
 
 def _job(path: Path, raw: Raw) -> Any:
     """Return the tables of the job that a study names, or those that it holds itself."""
-    train = raw.get("train")
+    train, kind = raw.get("train"), _kind(raw)
+    if kind is not None and kind.own_tables:
+        given = {name: raw[name] for name in kind.own_tables if name in raw}
+        return kind.ready(merge(raw.get("job", {}), given), path)
     if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
         job = raw.get("job", {})
         if not isinstance(job, dict):
@@ -126,7 +150,7 @@ def _job(path: Path, raw: Raw) -> Any:
                 f"{path}: job.train.seeds: seeds of a study are its factor sweep.seed"
             )
         return _without_seeds(located(job, path.parent), "seeds")
-    if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
+    if kind is not None and not kind.needs_job:
         return {}
     file = path.parent / train["job"]
     job = located(read_toml(file), file.parent)
@@ -176,6 +200,9 @@ def _check_factors(study: Study) -> None:
         _value(factor, value, f"weak.{name}")
     for index, row in enumerate(study.exclude):
         _row(study, row, f"exclude {index + 1}")
+    for key, name in study.of_kind.named(study.job):
+        if name not in (known := SHAPE | dict(study.factors)):
+            raise ConfigError(f"{key}: {name} is no factor of the sweep: {suggest(name, known)}")
     base_factors(study)
     for name, factor in study.factors.items():
         if factor.default is None and name not in given and name not in study.weak:
@@ -320,7 +347,9 @@ def _case(study: Study, point: Point) -> tuple[Case, str | None]:
     except ValueError as error:
         given = {k: factors[k] for k in study.factors if factors.get(k, ABSENT) != ABSENT}
         return make(given), str(error)
-    return make(used), kind.fits(study.job, used, nodes * ppn)
+    reason = kind.fits(study.job, used, nodes * ppn)
+    seats = {name: value for name in SEATS if (value := factors.get(name, ABSENT)) != ABSENT}
+    return make({**used, **seats}), reason
 
 
 START_S = 10.0  # to start MPI and Python on all ranks
@@ -333,6 +362,7 @@ class Batch:
     """What a job does: cases on at most nodes * ppn ranks.
 
     time_s: about how long it takes; has_gpus: whether a case needs a GPU for each rank
+    seats: how its ranks are bound and distributed
     limit_s: what the study allows it, which is no less: a job that takes longer goes on in another
     """
 
@@ -343,6 +373,7 @@ class Batch:
     time_s: float
     limit_s: float
     has_gpus: bool = False
+    seats: tuple[str, str] = ("", "")
 
     @property
     def ranks(self) -> int:
@@ -389,8 +420,8 @@ def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
     """
     ordered = sorted(cases, key=lambda case: (*_shape_of(study, case), case.id))
     if study.run.bundle == "nested":  # the largest shape of each device
-        on_gpus = partial(uses_gpus, study)
-        groups = [list(group) for _, group in groupby(sorted(ordered, key=on_gpus), on_gpus)]
+        job = partial(_job_of, study)
+        groups = [list(group) for _, group in groupby(sorted(ordered, key=job), job)]
     elif study.run.bundle == "case":
         groups = [[case] for case in ordered]
     else:
@@ -399,9 +430,14 @@ def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
     return [_batch(study, number, group) for number, group in enumerate(groups)]
 
 
-def _shape_of(study: Study, case: Case) -> tuple[int, int, bool]:
-    """Return what the cases of a job have in common: ranks, nodes, whether they use GPUs."""
-    return case.ranks, case.nodes, uses_gpus(study, case)
+def _shape_of(study: Study, case: Case) -> tuple[int, int, bool, tuple[str, str]]:
+    """Return what the cases of a job have in common: ranks, nodes, GPUs, where ranks sit."""
+    return case.ranks, case.nodes, *_job_of(study, case)
+
+
+def _job_of(study: Study, case: Case) -> tuple[bool, tuple[str, str]]:
+    """Return what cases of a job have in common whatever their ranks are."""
+    return uses_gpus(study, case), case.seats
 
 
 def uses_gpus(study: Study, case: Case) -> bool:
@@ -430,4 +466,5 @@ def _batch(study: Study, number: int, cases: Sequence[Case]) -> Batch:
     limit_s = max(time_s, min(START_S + sum(limits_s), most_s))
     nodes, ppn = max(case.nodes for case in cases), max(case.ppn for case in cases)
     has_gpus = any(uses_gpus(study, case) for case in cases)
-    return Batch(number, nodes, ppn, tuple(cases), time_s, limit_s, has_gpus)
+    _, seats = _job_of(study, cases[0])
+    return Batch(number, nodes, ppn, tuple(cases), time_s, limit_s, has_gpus, seats)

@@ -21,9 +21,12 @@ from ..study_data.statistics import ratio_intervals, summarise
 from ..study_data.study_file import (
     ALIKE,
     FURTHER,
+    METRIC,
+    NO_INTEGER,
     OUTCOMES,
     SCHEMA,
     SERIES,
+    WALL,
     WHERE_KNOWN,
     read_result,
 )
@@ -110,6 +113,7 @@ Points = Sequence[tuple[Case, Result]]
 Variables = dict[str, Variable]
 BY = ("point",)
 MISSING: dict[type, Any] = {str: "", int: -1, float: np.nan, bool: -1}
+OF_FACTORS = MISSING | {int: NO_INTEGER}  # users' may be -1
 DTYPES: dict[type, Any] = {str: str, int: np.int64, float: np.float64, bool: np.int8}
 SUMMARY = {  # column: long name; all but n in seconds
     "n": "repeats that count, without warm-ups",
@@ -157,6 +161,9 @@ def write_study(
     for name in study.of_kind.groups:
         if any(name in result.series for _, result in points):
             groups[name] = SERIES_OF[name](points)
+    for name in dict.fromkeys(name for _, result in points for name in result.series):
+        if name.startswith(METRIC):
+            groups[name] = _metric(study, name, points)
     of_summary = {
         "ci_level": study.measure.confidence,
         "base": str(Base.of(study)),
@@ -200,6 +207,7 @@ def _attributes(study: Study, missing: int) -> dict[str, str | int]:
         "study": study.toml(),
         "study_hash": study.hash,
         "missing": missing,
+        "missing_integer": NO_INTEGER,
         "status": "partial" if missing else "complete",
     }
 
@@ -245,7 +253,7 @@ def _factors(factors: Mapping[str, Factor], points: Points) -> Variables:
     return {
         name: Variable(
             BY,
-            _column(factor.type, [case.all_factors.get(name) for case, _ in points]),
+            _column(factor.type, [case.all_factors.get(name) for case, _ in points], OF_FACTORS),
             factor.long_name,
             factor.units,
         )
@@ -254,8 +262,8 @@ def _factors(factors: Mapping[str, Factor], points: Points) -> Variables:
     }
 
 
-def _column(kind: type, values: list[Any]) -> Array:
-    missing = MISSING[kind]
+def _column(kind: type, values: list[Any], without: Mapping[type, Any] = MISSING) -> Array:
+    missing = without[kind]
     return np.array([missing if value is None else value for value in values], DTYPES[kind])
 
 
@@ -356,6 +364,48 @@ def _telemetry(points: Points) -> Variables:
     }
 
 
+def _metric(study: Study, group: str, points: Points) -> Variables:
+    """Return the samples of a metric of programs, and their medians, as ragged arrays of CF."""
+    name = group.removeprefix(METRIC)
+    asked = study.job.get("metrics", {}).get(name, {"unit": "s", "better": "lower"})
+    unit, better = str(asked["unit"]), str(asked["better"])
+    series = [result.series.get(group, NO_SAMPLES) for _, result in points]
+    value, run, is_warmup = (
+        np.concatenate([each[column] for each in series])
+        for column in ("value", "run", "is_warmup")
+    )
+    index = np.repeat(np.arange(len(points)), [len(each["value"]) for each in series])
+    counted = [each["value"][each["is_warmup"] == 0] for each in series]
+    rows = np.full((len(points), max(map(len, counted), default=0)), np.nan)
+    for row, each in zip(rows, counted, strict=True):
+        row[: len(each)] = each
+    columns, of = summarise(rows, study.measure.confidence), ("sample",)
+    notes = {"instance_dimension": "point"}  # CF: indexed ragged array
+    return {
+        "point": _point(points),
+        "sample": Variable(of, np.arange(len(value)), "sample, of all points one after the other"),
+        "point_index": Variable(of, index, "index of the sample's point", "1", notes),
+        "value": Variable(of, value, name, unit, {"better": better}),
+        "run": Variable(of, run, "run of the program that gave it, from 0, warm-ups included"),
+        "is_warmup": Variable(of, is_warmup, "whether the run is a warm-up"),
+        **{
+            column: Variable(BY, columns[of_time], text, "1" if column == "n" else unit)
+            for column, (of_time, text) in OF_METRIC.items()
+        },
+    }
+
+
+NO_SAMPLES: Mapping[str, Array] = {
+    "value": np.empty(0),
+    "run": np.empty(0, np.int64),
+    "is_warmup": np.empty(0, np.uint8),
+}
+OF_METRIC = {  # column: that of summarise, long name
+    "n": ("n", "samples that count, without warm-ups"),
+    "median": ("median_s", "median over samples"),
+    "ci_low": ("ci_low_s", "lower end of the rank-based interval of the median; NaN: too few"),
+    "ci_high": ("ci_high_s", "upper end of the rank-based interval of the median; NaN: too few"),
+}
 SERIES_OF = {"training": _training, "telemetry": _telemetry}
 
 
@@ -409,7 +459,9 @@ def _energised(result: Result, power_w: Mapping[str, float]) -> Result:
     job = str(result.outcomes.get("job_id", ""))
     if job not in power_w or "energy_j" in result.outcomes:
         return result
-    energy_j = power_w[job] * float(result.times_s[:, 0].mean())  # of the slowest rank
+    wall = result.series.get(METRIC + WALL)  # of a program whose times are those of a metric
+    times_s = result.times_s[:, 0] if wall is None else wall["value"]  # of the slowest rank
+    energy_j = power_w[job] * float(times_s.mean())
     outcomes = {**result.outcomes, "energy_j": energy_j}
     environment = {**result.environment, "energy": "ConsumedEnergy of the job, by time"}
     return replace(result, outcomes=outcomes, environment=environment)

@@ -22,6 +22,7 @@ from ...config import (
     value_of,
 )
 from ...whole_files import sealed_json, unsealed_json
+from ..kinds import kind_of
 from ..schedulers import SCHEDULERS
 from ..study_data import Case
 from ..study_data.study_file import read_result
@@ -47,10 +48,15 @@ class FolderError(UserError):
     """A folder that cannot be used for a study."""
 
 
+def _may_change(kind: str) -> tuple[str, ...]:
+    """Return the keys of a study that are free in a folder. Raises ConfigError: no such kind."""
+    return MAY_CHANGE + tuple(f"job.{key}" for key in kind_of(kind).may_change)
+
+
 def _digest(tables: Raw) -> str:
     """Return the SHA-256 of what a study's tables say, but for what may change, in hexadecimal."""
-    said = flatten(tables)
-    rows = {key: value for key, value in said.items() if key not in MAY_CHANGE}
+    said, free = flatten(tables), _may_change(str(tables.get("kind")))
+    rows = {key: value for key, value in said.items() if key not in free}
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -204,7 +210,7 @@ class Folder:
                 f"{self.path}: holds another study: of kind {kind}, and this one is of kind "
                 f"{study.kind}: --out DIR takes another folder"
             )
-        key = difference(there, study.toml(), MAY_CHANGE)
+        key = difference(there, study.toml(), _may_change(study.kind))
         if key is not None:
             raise FolderError(
                 f"{self.path}: holds another study: {key} differs from {self.study_toml}: "

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ... import store
-from ...config import UserError, suggest, validate
+from ...config import UserError, validate
 from ...methods import MEMCPY
-from ..kinds import KINDS
+from ..kinds import kind_of
 from ..report import units
 from ..report.points import (
     Layout,
@@ -46,8 +46,7 @@ NOT_SHOWN = ("study", "title", "kind", "scaling", "sample", "work", "Conventions
 def rules(file: StudyFile) -> list[str]:
     """Return the rules, after Hoefler and Belli (SC15)."""
     return [
-        f"A repeat is {file.attributes.get('sample', 'one call')}. Its time is that of the slowest "
-        "rank.",
+        f"A repeat is {file.attributes.get('sample', 'one call')}. Times are {file.times}.",
         *_repeats(file)(file.toml.get("measure", {})),
         f"Figures are medians with {file.percent} intervals from order statistics: no distribution "
         "is assumed, only that repeats are independent.",
@@ -68,7 +67,7 @@ def rules(file: StudyFile) -> list[str]:
 def _repeats(file: StudyFile) -> Callable[[Mapping[str, Any]], list[str]]:
     if file.benchmark:
         return _turns
-    return _trainings if file.kind == "train" else _calls
+    return {"train": _trainings, "command": _runs}.get(file.kind, _calls)
 
 
 def _turns(asked: Mapping[str, Any]) -> list[str]:
@@ -81,8 +80,23 @@ def _turns(asked: Mapping[str, Any]) -> list[str]:
 def _calls(asked: Mapping[str, Any]) -> list[str]:
     return [
         "Besides the slowest rank's times the file has those of the fastest, and means over ranks.",
-        f"Warm-up calls before each block of repeats: {asked.get('warmup', '?')}. They are kept in "
-        "the file with a flag, and in no figure here.",
+        *_blocks(asked, "calls"),
+    ]
+
+
+def _runs(asked: Mapping[str, Any]) -> list[str]:
+    return [
+        *_blocks(asked, "runs"),
+        "Of a program with metrics that are better when lower or higher, their intervals decide. "
+        "Several values of a run count as repeats if the study says so (take = 'all'); they may "
+        "depend on one another.",
+    ]
+
+
+def _blocks(asked: Mapping[str, Any], calls: str) -> list[str]:
+    return [
+        f"Warm-up {calls} before each block of repeats: {asked.get('warmup', '?')}. They are kept "
+        "in the file with a flag, and in no figure here.",
         f"Repeats: {asked.get('min_repeats', '?')} to {asked.get('max_repeats', '?')}, until the "
         f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it "
         f"or {asked.get('max_time_s', '?')} s are over; all ranks stop together.",
@@ -228,9 +242,10 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
 
     Raises ReportError for an unknown kind, or a choice that cannot be.
     """
-    if file.kind not in KINDS:
-        raise ReportError(f"{file.path}: kind={file.kind!r}: {suggest(file.kind, KINDS)}")
-    kind = KINDS[file.kind]
+    try:
+        kind = kind_of(file.kind)
+    except UserError as error:
+        raise ReportError(f"{file.path}: kind={file.kind!r}: {error}") from None
     file = kind.in_common(file)
     every = seed_groups(file)
     found = choice.select(every)
@@ -250,7 +265,11 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
             *asked,
             *_facts(part, found, len(file.points)),
         ],
-        [*_fastest(slowdowns), *sections, Section("Spread of times", tables=[_spread(found)])],
+        [
+            *_fastest(slowdowns),
+            *sections,
+            Section("Spread of times", tables=[_spread(file, found)]),
+        ],
         [*_missing(file, choice.test(every)), *_shared(part), *_reserves(part)],
         rules(file),
         provenance(part),
@@ -394,13 +413,15 @@ def _range(numbers: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def _spread(found: Sequence[SeedGroup]) -> Table:
+def _spread(file: StudyFile, found: Sequence[SeedGroup]) -> Table:
     columns: list[Column[SeedGroup]] = [
         *of_factors(varying([group.factors for group in found], ()), found, missing=""),
         Column("n", lambda g: str(len(g.samples_s))),
         *(Column(name, partial(_time, call)) for name, call in STATISTICS.items()),
     ]
-    caption = "Times of the slowest rank, without warm-ups. Quantiles between neighbouring samples."
+    caption = (
+        f"{file.times.capitalize()}, without warm-ups. Quantiles between neighbouring samples."
+    )
     return tabulate("Spread of times", columns, found, caption, page_only=True)
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +23,7 @@ from ... import ordinary
 from ...config import UserError
 from ...whole_files import open_own
 from ..claim import read_claim
+from ..kinds.place import Launch
 from ..signals import INTERRUPTED, Caught, catching
 from ..study_data import Case
 from .cases import Batch, batches, expand
@@ -61,23 +63,46 @@ def is_open_mpi(path: str) -> bool:
     return bool(re.search(r"open.mpi|open-mpi|prte", done.stdout + done.stderr, re.IGNORECASE))
 
 
-def local_command(ranks: int) -> tuple[list[str], dict[str, str]]:
+def local_command(
+    ranks: int, seats: tuple[str, str] = ("", "")
+) -> tuple[list[str], dict[str, str]]:
     """Return what to put before a command that runs on so many ranks here, and its environment.
 
+    seats: how they are bound and distributed; by themselves they are not bound
     Allows more ranks than cores, and root, both of which Open MPI refuses unless told; waiting
     ranks give way where ranks share a core.
     """
-    path, environment = launcher(), dict(os.environ)
+    (bind, deal), path, environment = seats, launcher(), dict(os.environ)
     crowded = ranks > (os.cpu_count() or 1)
     if not is_open_mpi(path):
         environment |= {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} if crowded else {}
-        return [path, "-n", str(ranks)], environment
+        words = ["-bind-to", bind] if bind else []
+        words += ["-map-by", {"block": "core"}.get(deal, "socket")] if deal else []
+        return [path, *words, "-n", str(ranks)], environment
     environment |= {"OMPI_MCA_mpi_yield_when_idle": "1"} if crowded else {}
     if os.geteuid() == 0:
         for name in ("OMPI", "PRTE"):
             environment |= {f"{name}_ALLOW_RUN_AS_ROOT": "1"}
             environment |= {f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return [path, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)], environment
+    words = ["--oversubscribe", "--bind-to", bind or "none"]
+    words += ["--map-by", {"block": "core"}.get(deal, "package")] if deal else []
+    return [path, *words, "-n", str(ranks)], environment
+
+
+def launch_of(words: str | None) -> Launch:
+    """Return what starts the programs of a batch: words of a shell, or None for this machine.
+
+    words: before the program, in terms of $ranks, $ppn (ranks per node) and $nodes
+    """
+    if words is None:
+        here = cache(local_command)
+        return Launch(lambda case: here(case.ranks, case.seats), launcher())
+
+    def by(case: Case) -> tuple[list[str], dict[str, str]]:
+        shape = f"ranks={case.ranks} ppn={case.ppn} nodes={case.nodes}"
+        return ["/bin/sh", "-c", f'{shape}; exec {words} "$@"', "sh"], dict(os.environ)
+
+    return Launch(by, words.split()[0])
 
 
 class Display:
@@ -193,7 +218,7 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: C
             return
         log = folder.log_file(job.number)
         before = log.stat().st_size if log.exists() else 0
-        status = _launch(folder, job, todo, display, caught)
+        status = _launch(study, folder, job, todo, display, caught)
         if caught.number:
             return
         todo = _unfinished(folder, job.cases)
@@ -213,10 +238,14 @@ def _last_words(log: Path, start: int) -> list[str]:
     return errors[-1:] or [line for line in lines if line.strip()][-LOG_LINES:]
 
 
-def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caught: Caught) -> int:
-    """Run a batch once under mpirun, until a signal, and return its exit status."""
-    prefix, environment = local_command(job.ranks)
-    command = [*prefix, sys.executable, "-m", "cpdhpc", "batch", str(folder.path), str(job.number)]
+def _launch(
+    study: Study, folder: Folder, job: Batch, todo: list[Case], display: Display, caught: Caught
+) -> int:
+    """Run a batch once, under mpirun if its ranks measure; return its exit status."""
+    name, prefix, environment = "programs", list[str](), dict(os.environ)
+    if not study.of_kind.starts_ranks:
+        name, (prefix, environment) = "batch", local_command(job.ranks, job.seats)
+    command = [*prefix, sys.executable, "-m", "cpdhpc", name, str(folder.path), str(job.number)]
     path = folder.log_file(job.number)
     with ExitStack() as opened:
         with _told(str(path)):
@@ -238,7 +267,7 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caug
             time.sleep(LOOK_S)
             todo = display.update(folder, todo)
             if watch.lost():
-                display.line(f"batch {job.number}: {prefix[0]} outlives its ranks: is ended")
+                display.line(f"batch {job.number}: {command[0]} outlives its ranks: is ended")
                 process.kill()
                 process.wait()
         if caught.number:

@@ -20,21 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from ...config import Section, Whole, among, dump_toml, one_of, validate
+from ...config import Section, UserError, Whole, among, dump_toml, one_of, validate
 from ...whole_files import check_sealed, read_file_of
 from ..schedulers import DEFAULT, SCHEDULERS
-from ..schedulers.base import FIELDS, Launcher, Scheduler, script
+from ..schedulers.base import FIELDS, Counts, Launcher, Scheduler, script
 from .cases import Batch
 from .spec import Study
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How many ranks start: in all, on a node, on how many nodes; words of the shell."""
-
-    ranks: str
-    ppn: str
-    nodes: str
 
 
 def launch(
@@ -44,14 +35,19 @@ def launch(
     flags: Iterable[str] = (),
     near_gpus: bool = False,
     has_gpus: bool = False,
+    seats: tuple[str, str] = ("", ""),
+    part: bool = False,
 ) -> str:
     """Return the words of the shell before the program; flags come last, and so win.
 
     cores: of a rank
     near_gpus: whether each rank is to be near its GPU; has_gpus: whether it has one
+    seats: how ranks are bound and distributed. Raises UserError for what the launcher cannot do
+    part: whether ranks may start on some of the job's nodes
     """
-    form = way.command + way.several * (cores > 1)
-    command = form.format(ranks=counts.ranks, ppn=counts.ppn, nodes=counts.nodes, cores=cores)
+    command = way.start(counts, cores, seats)
+    command += way.part.format(nodes=counts.nodes) * part
+    near_gpus = near_gpus and not any(seats)
     return " ".join([command + way.in_order * near_gpus + way.gpus * has_gpus, *map(quote, flags)])
 
 
@@ -230,12 +226,14 @@ COLLECT_MIN = 15
 class Array:
     """Batches of one shape, which run as one array.
 
-    has_gpus: whether the ranks use GPUs; start: the batch whose element has the index first
+    has_gpus: whether the ranks use GPUs; seats: how they are bound and distributed
+    start: the batch whose element has the index first
     """
 
     nodes: int
     ppn: int
     has_gpus: bool
+    seats: tuple[str, str]
     start: int
     batches: tuple[Batch, ...]
     first: int = 0
@@ -244,7 +242,8 @@ class Array:
     def name(self) -> str:
         """A name for files."""
         first = f"-from{self.start}" if self.start else ""
-        return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{first}"
+        seats = "".join(f"-{each}" for each in self.seats if each)
+        return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{seats}{first}"
 
     @property
     def shape(self) -> str:
@@ -273,15 +272,16 @@ def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
     """Return the arrays that batches run as: one per shape, more if an array is too short."""
     longest = 1 if site.by.ARRAYS == "one" else site.max_array - site.by.FIRST
 
-    def key(batch: Batch) -> tuple[int, int, bool, int]:
-        return batch.nodes, batch.ppn, batch.has_gpus, batch.number // longest * longest
+    def key(batch: Batch) -> tuple[int, int, bool, tuple[str, str], int]:
+        start = batch.number // longest * longest
+        return batch.nodes, batch.ppn, batch.has_gpus, batch.seats, start
 
     found = []
     for shape, group in groupby(sorted(batches, key=lambda each: (*key(each), each.number)), key):
         members = tuple(group)
         for run in runs(members) if site.by.ARRAYS == "run" else [members]:
-            start = shape[3] if site.by.ARRAYS == "any" else run[0].number
-            found.append(Array(*shape[:3], start, run, site.by.FIRST))
+            start = shape[4] if site.by.ARRAYS == "any" else run[0].number
+            found.append(Array(*shape[:4], start, run, site.by.FIRST))
     return found
 
 
@@ -297,12 +297,22 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
     folder: of the study, as the job sees it
     """
     longest_s = max(batch.limit_s for batch in array.batches)
+    programs = study.of_kind.starts_ranks
+    if programs and site.container is not None:
+        raise UserError(
+            f"site {site.name}: container={site.container!r}: a study of programs starts their "
+            "ranks by the launcher, which is outside: name the container in [command] argv"
+        )
+    whole = Counts(str(array.nodes * array.ppn), str(array.ppn), str(array.nodes))
+    counts = Counts('"$ranks"', '"$ppn"', '"$nodes"') if programs else whole
     return parallel_script(
-        "batch",
+        "programs" if programs else "batch",
         site,
         (array.nodes, array.ppn),
-        Counts(str(array.nodes * array.ppn), str(array.ppn), str(array.nodes)),
+        counts,
         array.has_gpus,
+        by_ranks=not programs,
+        seats=array.seats,
         name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
         study=study.name,
@@ -349,6 +359,8 @@ def parallel_script(
     shape: tuple[int, int],
     counts: Counts,
     has_gpus: bool,
+    by_ranks: bool = True,
+    seats: tuple[str, str] = ("", ""),
     **values: Any,
 ) -> str:
     """Return a script that starts ranks and forwards signals to them.
@@ -356,10 +368,13 @@ def parallel_script(
     shape: nodes and ranks per node that the job asks for
     counts: what starts
     has_gpus: whether it asks for a GPU for each rank
+    by_ranks: whether Python runs on all ranks; else it is one process, which starts ranks itself
+    seats: how ranks are bound and distributed
     values: what else the template needs
     """
     nodes, ppn = shape
     way, cores = site.way, site.cpus_per_rank
+    told = way if by_ranks else Launcher(way.command)  # one process of the batch shell
     return script(
         site.by,
         template,
@@ -369,10 +384,19 @@ def parallel_script(
         cpus=cores,
         gpus=ppn * has_gpus,
         parallel=True,
-        launch=launch(way, counts, cores, site.mpi_flags, site.gpus_per_node > 0, has_gpus),
+        launch=launch(
+            way,
+            counts,
+            cores,
+            site.mpi_flags,
+            site.gpus_per_node > 0,
+            has_gpus,
+            seats,
+            part=not by_ranks,
+        ),
         program=way.program,
-        signal=way.signal,
-        forward=way.forward,
+        signal=told.signal,
+        forward=told.forward,
         more_to_do=MORE_TO_DO,
         **values,
     )

@@ -7,13 +7,13 @@ import warnings
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml, one_of, suggest
+from ...config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml, suggest
 from ...formats import with_own_formats
-from ..kinds import KINDS
+from ..kinds import kind_of
 from ..kinds.base import Kind, Measure
-from ..study_data import ABSENT, SHAPE, Factor, Factors
+from ..study_data import ABSENT, SEATS, SHAPE, Factor, Factors
 
 ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
 
@@ -125,10 +125,16 @@ class Run(Section):
     retries: Whole = 0
 
 
+def _known_kind(name: str) -> str:
+    kind_of(name)
+    return name
+
+
 class Study(Section):
     """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
 
-    name: part of file names; the file's where it is not given; kind: what is measured
+    name: part of file names; the file's where it is not given
+    kind: what is measured; "package.module:NAME" is a kind of one's own, which is imported
     scaling: what is compared: "strong", one problem on more ranks; "weak", as many times the
         problem as ranks; "throughput", sizes on equal ranks
     sweep: a list or a value for each factor; cases are their product
@@ -143,7 +149,7 @@ class Study(Section):
     """
 
     name: Name
-    kind: Annotated[str, one_of(KINDS)]
+    kind: Annotated[str, AfterValidator(_known_kind)]
     scaling: Literal["strong", "weak", "throughput"] = "strong"
     constraints: Annotated[tuple[str, ...], Field(strict=False)] = ()
     zip: Annotated[tuple[Raw, ...], Field(strict=False)] = ()
@@ -169,23 +175,29 @@ class Study(Section):
             )
         if self.of_kind.needs_job and not ((self.train and self.train.job) or self.job):
             raise ValueError(f"kind={self.kind!r}: needs [train] job = 'FILE.toml', or [job]")
+        if self.scaling == "throughput" and not self.of_kind.work:
+            raise ValueError("scaling='throughput': needs [command] work, the factor that it is of")
         if not self.of_kind.needs_job and (self.train or self.job):
             raise ValueError(f"kind={self.kind!r}: has no job: [train] and [job] are of trainings")
         return self
 
-    @property
+    @cached_property
     def of_kind(self) -> Kind:
         """What is known of the study's kind."""
-        return KINDS[self.kind]
+        kind = kind_of(self.kind)
+        return kind.of_job(kind, self.job)
 
     @cached_property
     def factors(self) -> dict[str, Factor]:
         """The kind's factors, and further ones that the sweep names."""
-        found = dict(self.of_kind.factors)
-        for name, given in (pair for table in (self.sweep, *self.zip) for pair in table.items()):
+        found = {**self.of_kind.factors, **SEATS}
+        tables = (self.sweep, *self.zip, self.weak)
+        for name, given in (pair for table in tables for pair in table.items()):
             values = [v for v in (given if isinstance(given, list) else [given]) if v != ABSENT]
             if name not in found and name not in SHAPE and values:
-                factor = self.of_kind.further(name, values[0], self.job)
+                # Of whole numbers and others all are numbers.
+                value = next((each for each in values if type(each) is float), values[0])
+                factor = self.of_kind.further(name, value, self.job)
                 found |= {} if factor is None else {name: factor}
         return found
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...config import ConfigError, among, parse_bytes
+from ..binding import BINDINGS, DISTRIBUTIONS
 
 Array = npt.NDArray[Any]
 Value = int | float | str | bool
@@ -87,6 +88,13 @@ SHAPE = {  # factors of every kind; ranks = nodes * ppn
     "ranks": Factor("ranks", int, check=at_least(1)),
 }
 
+SEATS = {  # factors of every kind, of which a launcher is told; unused: as it does by itself
+    "bind": Factor("what a rank is bound to: none, core, socket, numa", str, check=among(BINDINGS)),
+    "distribution": Factor(
+        "ranks of a node along its sockets: block, cyclic", str, check=among(DISTRIBUTIONS)
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -101,6 +109,11 @@ class Case:
     def ranks(self) -> int:
         """Number of MPI processes."""
         return self.nodes * self.ppn
+
+    @property
+    def seats(self) -> tuple[str, str]:
+        """How ranks are bound and distributed, "" for as the launcher does by itself."""
+        return str(self.factors.get("bind", "")), str(self.factors.get("distribution", ""))
 
     @property
     def all_factors(self) -> dict[str, Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan
 from pathlib import Path
@@ -20,11 +20,13 @@ from ...store import StoreError, Variable
 from . import Array, Case, Factors, Result, Value
 
 SCHEMA = 1  # of files of cases and of studies
+NO_INTEGER = -(2**63)  # in columns of whole factors; attribute missing_integer, -1 in older files
 OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s
 ALIKE = {  # of environments: what cases must agree in to be compared, see provenance.identity
     "mpi_library": "MPI library",
     "git_commit": "commit of cpdhpc",
     "processor": "processor",
+    "program": "program, by the SHA-256 of its files",
 }
 OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "error": (float, "relative error in the Euclidean norm; NaN: not known", "1"),
@@ -65,6 +67,7 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "restarts": (int, "starts of the batch before this one", "1"),
     "date": (str, "end of the case, ISO 8601, UTC", "1"),
 }
+METRIC, WALL = "metric_", "wall_s"  # begins groups of metrics of programs; the one of wall times
 FURTHER = "test_"  # begins the names of outcomes by further metrics, as jobs call them
 # without a column where no case has them
 WHERE_KNOWN = ("predicted_s", "energy_j", "score", "data_share", "test_score")
@@ -129,7 +132,7 @@ def read_result(path: Path, case: Case) -> Result:
 
 
 def _read(path: Path, case_id: str) -> Result:
-    wanted = {"time_s", "is_warmup", "epoch", "iteration", "layer"}
+    wanted = {"time_s", "is_warmup", "epoch", "iteration", "layer", "value", "run"}
     wanted |= {name for columns in SERIES.values() for name in columns}
     groups, attributes = store.read(path, wanted)
     if attributes.get("kind") != "case":
@@ -175,6 +178,7 @@ class Point:
     factors: only those that it uses; outcomes, summary: NaN where there is none
     times_s: float64[repeats], the slowest rank's, without warm-ups
     base: index of the point that its speed-up is relative to, -1 for none
+    metrics: float64[samples] of each metric of a program, without warm-ups
     """
 
     index: int
@@ -184,6 +188,7 @@ class Point:
     summary: Mapping[str, float]
     times_s: Array
     base: int
+    metrics: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -252,6 +257,22 @@ class StudyFile:
             raise ReportError(f"{self.path}: the attribute study is not TOML: {error}") from None
 
     @property
+    def times(self) -> str:
+        """What the times are, in words."""
+        if self.kind != "command":
+            return "the slowest rank's times"
+        named = self.toml.get("job", {}).get("command", {}).get("time")
+        return f"the metric {named}" if named else "the wall times of runs"
+
+    @property
+    def metrics(self) -> Mapping[str, Mapping[str, Any]]:
+        """What a study of a program says of its metrics, by name; that of wall times, if it has."""
+        asked = dict(self.toml.get("job", {}).get("metrics", {}))
+        there = {name for point in self.points for name in point.metrics}
+        wall = {WALL: {"unit": "s", "better": "lower"}} if WALL in there else {}
+        return {name: row for name, row in {**asked, **wall}.items() if name in there}
+
+    @property
     def weak(self) -> Mapping[str, Any]:
         """Factors whose value is per rank, and that value."""
         return dict(self.toml.get("weak", {})) if self.scaling == "weak" else {}
@@ -269,7 +290,7 @@ def load_study_file(path: Path | str) -> StudyFile:
         Path(path),
         attributes,
         {"ci_level": LEVEL, "base": "not stated"} | rules,
-        tuple(_points(groups)),
+        tuple(_points(groups, int(attributes.get("missing_integer", -1)))),
         tuple(_environments(groups.get("environment", {}))),
         groups.get("training", {}),
         groups.get("telemetry", {}),
@@ -299,7 +320,7 @@ def check_arrays(
                 raise ReportError(f"{path}: has no /{group}/{name}: {said}")
 
 
-def _points(groups: Groups) -> list[Point]:
+def _points(groups: Groups, missing: int) -> list[Point]:
     samples, summary = groups["samples"], groups["summary"]
     count = len(samples["case_id"])
     columns = {k: v for k, v in samples.items() if v.shape == (count,) and k != "repeat"}
@@ -307,23 +328,40 @@ def _points(groups: Groups) -> list[Point]:
     factors = {k: v.tolist() for k, v in columns.items() if k not in (*NO_FACTORS, *scores)}
     outcomes = {k: columns[k].tolist() for k in (*NUMBERS, *scores) if k in columns}
     figures = {k: v.tolist() for k, v in summary.items() if v.shape == (count,)}
+    # Of factors that are true or false -1 is neither.
+    without = {k: -1 if columns[k].dtype == np.int8 else missing for k in factors}
     counted = np.isfinite(samples["time_s"]) & (samples["is_warmup"] == 0)
+    metrics = {
+        name.removeprefix(METRIC): _by_point(group, count)
+        for name, group in groups.items()
+        if name.startswith(METRIC)
+    }
     return [
         Point(
             i,
             str(samples["case_id"][i]),
-            {k: v[i] for k, v in factors.items() if _used(v[i])},
+            {k: v[i] for k, v in factors.items() if _used(v[i], without[k])},
             {k: v[i] for k, v in outcomes.items()},
             {k: v[i] for k, v in figures.items()},
             samples["time_s"][i][counted[i]],
             int(figures["base_point"][i]),
+            {name: samples_of[i] for name, samples_of in metrics.items() if len(samples_of[i])},
         )
         for i in range(count)
     ]
 
 
-def _used(value: Value) -> bool:
-    return value not in ("", -1) and not (isinstance(value, float) and isnan(value))
+def _by_point(group: Mapping[str, Array], count: int) -> list[Array]:
+    """Return the samples of a metric that count, of each point; they are in the points' order."""
+    counts = group["is_warmup"] == 0
+    ends = np.searchsorted(group["point_index"][counts], np.arange(1, count))
+    return np.split(group["value"][counts], ends)
+
+
+def _used(value: Value, missing: int) -> bool:
+    if isinstance(value, float):
+        return not isnan(value)
+    return value not in ("", missing)
 
 
 def _environments(columns: Mapping[str, Array]) -> list[dict[str, str]]:

@@ -29,7 +29,7 @@ trap 'terminated=1; forward TERM' TERM
 (trap 'kill "$!"; exit' TERM; sleep 240 & wait "$!" && kill -USR1 $$) >/dev/null 2>&1 &
 trap "kill $!" EXIT
 
-mpirun -n 4 --host "$(flux hostlist --expand --delimiter=: local)" --map-by ppr:2:node python -m cpdhpc batch results/demo $((2 + index)) --nodes 2 --ppn 2 &
+mpirun -n 4 --host "$(flux hostlist --expand --delimiter=:2, local)":2 --map-by ppr:2:node python -m cpdhpc batch results/demo $((2 + index)) --nodes 2 --ppn 2 &
 launched=$!
 [ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a number
 while true; do

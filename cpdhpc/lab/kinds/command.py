@@ -1,0 +1,112 @@
+"""Any program as a kind of study: [command] starts it, its factors are the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from ...config import ConfigError, Raw, parse_bytes
+from ..study_data import ABSENT, Factor, Factors, Value
+from ..study_data.study_file import ALIKE, FURTHER, OUTCOMES
+from .base import Kind
+from .command_job import (
+    BUILD,
+    FOLDERS,
+    NAME,
+    STUDY,
+    job_of,
+    named,
+    ready,
+    rendered,
+    variables,
+    words,
+)
+from .command_runs import Runs
+
+if TYPE_CHECKING:
+    from ..report.points import Layout, SeedGroup
+    from ..report.tables import Section
+    from ..study_data.study_file import StudyFile
+
+COLUMNS = ("point", "repeat", "case_id", "time_s", "min_rank_time_s", "mean_rank_time_s")
+TAKEN = {*COLUMNS, "is_warmup", "environment", *OUTCOMES, *ALIKE, *FOLDERS}
+
+
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
+    """Return why a case cannot be started. See Kind.fits."""
+    command = job_of(job).command
+    shape = {"ranks": ranks, "nodes": ranks, "ppn": 1}  # whatever they are: numbers have formats
+    folders = {STUDY: command.directory, BUILD: command.directory}
+    try:
+        words(command, {**shape, **used}, folders)
+        variables(command, {**shape, **used}, folders)
+        rendered(command, {**shape, **used})
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _no_nul(text: str) -> None:
+    if "\0" in text:
+        raise ConfigError("has a NUL, which neither programs nor files take")
+
+
+def _further(name: str, value: Value, job: Raw) -> Factor | None:
+    """Return the factor of any name, of the type that its first value has. See Kind.further."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"sweep.{name}: should be letters, digits and _, with dots between")
+    if name in TAKEN or name.startswith(FURTHER):
+        raise ConfigError(f"sweep.{name}: study files have another thing of that name: rename it")
+    if name.rpartition(".")[2].endswith("bytes") and _is_size(value):
+        return Factor(f"{name}, as the study names it", int, "byte")
+    check = _no_nul if isinstance(value, str) else lambda value: None
+    return Factor(f"{name}, as the study names it", type(value), check=check)
+
+
+def _is_size(value: Value) -> bool:
+    if isinstance(value, str):
+        try:
+            parse_bytes(value)
+        except ConfigError:
+            return False
+        return True
+    return type(value) is int
+
+
+def _used(given: Factors) -> dict[str, Value]:
+    """Return the factors that a case has. See Kind.used."""
+    for name, value in given.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise ConfigError(f"{name} is {value}: should be finite")
+    return {name: value for name, value in given.items() if value != ABSENT}
+
+
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+    from ..report.metrics import metric_sections
+
+    return metric_sections(file, groups, layout)
+
+
+def _of_job(kind: Kind, job: Raw) -> Kind:
+    return replace(kind, work=str(job["command"]["work"])) if "command" in job else kind
+
+
+COMMAND = Kind(
+    factors={},
+    work="",
+    used=_used,
+    further=_further,
+    named=named,
+    fits=_fits,
+    sample="one run of the program: its wall time, or the metric that [command] time names",
+    measure=Runs,
+    sections=_sections,
+    needs_job=True,
+    own_tables=("command", "metrics"),
+    ready=ready,
+    of_job=_of_job,
+    may_change=("command.timeout_s", "command.keep", "command.directory"),
+    starts_ranks=True,
+)

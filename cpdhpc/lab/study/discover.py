@@ -1,0 +1,190 @@
+"""A site file that writes itself, from what Slurm or this machine says."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...config import UserError, dump_toml, suggest, validate
+from ..schedulers import slurm_site
+from ..schedulers.base import SchedulerError
+from ..schedulers.slurm_site import Partition
+from .run_here import is_open_mpi
+from .site import Site
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A key of a site file. value: None where it is not known; note: a comment before it."""
+
+    key: str
+    value: str | int | list[str] | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"# {self.key}: {self.note}"
+        line = dump_toml({self.key: self.value}).strip()
+        return f"# {self.note}\n{line}" if self.note else line
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """What was found out. about: of the whole; findings: of keys; others: further comments."""
+
+    about: str
+    findings: Sequence[Finding]
+    others: Sequence[str] = ()
+
+    def toml(self) -> str:
+        """Return the site file. What could not be found out is a comment."""
+        head = [f"# {self.about}", "# docs/sites.md says what each key means."]
+        rest = ["", *(f"# {line}" for line in self.others)] if self.others else []
+        text = "\n".join([*head, "", *map(str, self.findings), *rest]) + "\n"
+        validate(Site, tomllib.loads(text), "site discover")
+        return text
+
+
+def discover(partition: str | None = None) -> Discovered:
+    """Return what can be found out here: of Slurm if it answers, else of this machine.
+
+    partition: of Slurm, by default its own default
+    Raises UserError for a partition that is not there.
+    """
+    try:
+        found = slurm_site.partitions()
+    except SchedulerError as error:
+        if partition is not None:
+            raise UserError(f"--partition {partition}: {error}") from None
+        return _machine(str(error))
+    return _cluster(_chosen(found, partition), found, partition is not None)
+
+
+def _chosen(found: Sequence[Partition], name: str | None) -> Partition:
+    if not found:
+        raise UserError("site discover: Slurm shows no partition to this user")
+    if name is not None:
+        one = next((each for each in found if each.name == name), None)
+        if one is None:
+            known = [each.name for each in found]
+            raise UserError(f"--partition {name}: {suggest(name, known)}")
+        return one
+    up = [each for each in found if each.is_up] or found
+    return next((each for each in up if each.is_default), up[0])
+
+
+def _cluster(chosen: Partition, every: Sequence[Partition], named: bool) -> Discovered:
+    first, *others = chosen.nodes
+    count = sum(each.count for each in chosen.nodes)
+    most = count if chosen.max_nodes is None else min(count, chosen.max_nodes)
+    sorts = (
+        f"its nodes differ: these are the {first.count} of {count} of one sort; set constraint, or "
+        "nodes, so that jobs get them alone"
+        if others
+        else ""
+    )
+    threads = f"{first.threads} threads a core: --hint=nomultithread in directives gives whole ones"
+    try:
+        settings = slurm_site.settings()
+    except SchedulerError:
+        settings = {}
+    array = settings.get("MaxArraySize", "")
+    findings = [
+        Finding("scheduler", "slurm"),
+        Finding("partition", chosen.name, "" if named or chosen.is_default else "the first one"),
+        *_account(),
+        Finding("nodes", most, sorts),
+        Finding("cores_per_node", first.cores, threads if first.threads > 1 else ""),
+        Finding("gpus_per_node", first.gpus),
+        Finding("max_time_min", chosen.max_time_min, "the partition has no limit of time"),
+        _known("max_array", int(array) if array.isdecimal() else None, "is not known"),
+        *_launcher(slurm_site.mpi_plugins()),
+        *_modules(),
+    ]
+    if settings.get("JobRequeue") == "0":
+        findings.append(Finding("max_requeues", 0, "JobRequeue = 0: Slurm requeues no job"))
+    lists = ["partitions:", *(f"  {each}" for each in every)]
+    name = settings.get("ClusterName", "")
+    return Discovered(f"What Slurm{f' of {name}' * bool(name)} says.", findings, lists)
+
+
+def _known(key: str, value: int | None, unless: str) -> Finding:
+    return Finding(key, value, unless if value is None else "")
+
+
+def _account() -> Iterator[Finding]:
+    accounts = slurm_site.accounts(getpass.getuser())
+    if len(accounts) == 1:
+        yield Finding("account", accounts[0])
+    elif accounts:
+        yield Finding("account", None, f"one of {', '.join(accounts)}")
+    else:
+        yield Finding("account", None, "not known: Slurm's accounting does not answer")
+    yield Finding("qos", None, "not asked for")
+
+
+def _launcher(plugins: Sequence[str]) -> Iterator[Finding]:
+    """Yield the launcher: that of the MPI on PATH, else what srun can do."""
+    for name in ("mpirun", "mpiexec"):
+        path = shutil.which(name)
+        if path is not None and is_open_mpi(path) == (name == "mpirun"):
+            yield Finding("launcher", name, f"{path}, on PATH where this was written")
+            return
+    for plugin in ("pmix", "pmi2"):
+        if any(each.startswith(plugin) for each in plugins):
+            note = f"neither mpirun nor mpiexec is on PATH, and srun has {plugin}"
+            yield Finding("launcher", f"srun-{plugin}", f"{note}: must be what MPI was built for")
+            return
+    yield Finding("launcher", None, "not known: neither mpirun nor mpiexec is on PATH")
+
+
+def _modules() -> Iterator[Finding]:
+    loaded = [word for word in os.environ.get("LOADEDMODULES", "").split(":") if word]
+    if loaded:
+        yield Finding("modules", loaded, "loaded where this was written")
+    else:
+        yield Finding("modules", None, "none is loaded here: jobs get the environment of submit")
+
+
+def _machine(why: str) -> Discovered:
+    """Return what this machine has, for studies that run here."""
+    findings = [
+        Finding("nodes", 1),
+        Finding("cores_per_node", _cores()),
+        Finding("gpus_per_node", _gpus()),
+        Finding("max_time_min", None, "this machine has no limit"),
+        *_launcher([]),
+    ]
+    about = f"What this machine says; Slurm: {' '.join(why.split()).partition(';')[0]}."
+    return Discovered(about, findings)
+
+
+def _cores() -> int:
+    """Return the cores that this process may use, each once however many threads it has."""
+    allowed = os.sched_getaffinity(0)
+    siblings = set()
+    for cpu in allowed:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            siblings.add(path.read_text().strip())
+        except OSError:
+            siblings.add(str(cpu))
+    return len(siblings)
+
+
+def _gpus() -> int:
+    """Return the GPUs that NVIDIA's driver shows, 0 without one."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE)) if not done.returncode else 0
