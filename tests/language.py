@@ -31,15 +31,15 @@ class Habit:
 
 
 HABITS = {
-    "where": Habit(r"\bwhere\b", '"if" for a condition', pages=3.7, docstrings=10.2),
-    "alike": Habit(r"\balike\b", "the same, identical", pages=0.3, docstrings=1.5),
-    "behind": Habit(r"\bbehind\b", "after", pages=0.4, docstrings=0.8),
-    "told": Habit(r"\btold\b", "raised, printed, given", pages=0.3, docstrings=0.4),
+    "where": Habit(r"\bwhere\b", '"if" for a condition', pages=3.0, docstrings=4.5),
+    "alike": Habit(r"\balike\b", "the same, identical", pages=0.25, docstrings=0.5),
+    "behind": Habit(r"\bbehind\b", "after", pages=0.3, docstrings=0.3),
+    "told": Habit(r"\btold\b", "raised, printed, given", pages=0.25, docstrings=0.25),
     "opening what, who": Habit(
         r"(?:\A|(?<=[.!?:;] )|(?<=\n\n))(?:What|Who|Whose|Whatever|Whoever)\b(?![^.!?]*\?)",
         "name the thing",
-        pages=1.3,
-        docstrings=2.2,
+        pages=1.0,
+        docstrings=1.2,
     ),
 }
 

@@ -30,6 +30,7 @@ ENDINGS = {
 OTHERS = {  # what is not ours, or an example of a user's
     "cpdhpc/FILE.py", "mine.py", "cpdhpc/compress/mine.py", "plan.interior.parts", "nets.py",
     "ddp.register_comm_hook", "data.of",
+    "quantization_ref_nvfp4.py",  # of Transformer Engine
     "data.KEY", "layers.coded.size", "formats.NAME", "malloc.h",
 }  # fmt: skip
 
