@@ -31,7 +31,7 @@ class Habit:
 
 
 HABITS = {
-    "where": Habit(r"\bwhere\b", '"if" for a condition', pages=3.0, docstrings=4.5),
+    "where": Habit(r"\bwhere\b", '"if" for a condition', pages=3.0, docstrings=4.7),
     "alike": Habit(r"\balike\b", "the same, identical", pages=0.25, docstrings=0.5),
     "behind": Habit(r"\bbehind\b", "after", pages=0.3, docstrings=0.3),
     "told": Habit(r"\btold\b", "raised, printed, given", pages=0.25, docstrings=0.25),
