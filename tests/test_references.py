@@ -25,13 +25,14 @@ FILE = re.compile(r"(?<![\w./<-])([\w/]+\.(?:py|cu|cpp|h))\b")
 CONSTANT_OF = re.compile(r"\b([A-Z][A-Z_]{2,}) (?:of|in) `?([\w/]+\.py)\b")
 DOTTED = re.compile(r"(?<![\w.@/<-])([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 ENDINGS = {
-    "cfg", "cpp", "cu", "h", "h5", "html", "j2", "lsf", "md", "pbs", "png", "py", "so", "toml",
+    "cfg", "cpp", "cu", "h", "h5", "html", "j2", "lsf", "md", "pbs", "png", "py", "sh", "so", "toml",
+    "txt",
 }  # fmt: skip
 OTHERS = {  # what is not ours, or an example of a user's
     "cpdhpc/FILE.py", "mine.py", "cpdhpc/compress/mine.py", "plan.interior.parts", "nets.py",
     "ddp.register_comm_hook", "data.of",
     "quantization_ref_nvfp4.py",  # of Transformer Engine
-    "data.KEY", "layers.coded.size", "formats.NAME", "malloc.h",
+    "data.KEY", "metrics.NAME", "ring.py", "layers.coded.size", "formats.NAME", "malloc.h",
 }  # fmt: skip
 
 
