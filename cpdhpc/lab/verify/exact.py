@@ -338,9 +338,10 @@ class Sum(NamedTuple):
     def name(self) -> str:
         """What it is in words."""
         m = self.method
-        told = [m.algorithm, str(m.wire), str(m.scaling), str(m.accumulate), m.op, m.rounding]
+        given = [m.algorithm, m.wire, m.scaling, m.accumulate, m.op, m.rounding]
+        words = [str(each) for each in given if each is not None]
         return " ".join(
-            [*told, f"{self.n} values", *(["one of them NaN"] if self.poisoned else [])]
+            [*words, f"{self.n} values", *(["one of them NaN"] if self.poisoned else [])]
         )
 
 

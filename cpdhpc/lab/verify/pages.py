@@ -58,6 +58,12 @@ SPEED = (
 )
 
 
+def _outcome(row: Row) -> str:
+    """Return what a check does, or the first of what is wrong: the page lists all of it."""
+    more = [f"{len(row.said) - 2} more lines"] if len(row.said) > 2 else []
+    return "; ".join([*row.said[:2], *more]) or row.what
+
+
 def _checks(rows: Sequence[Row]) -> Table:
     columns = [
         *(Column(name, of, numbers=False) for name, of in (
@@ -65,7 +71,7 @@ def _checks(rows: Sequence[Row]) -> Table:
         )),
         Column[Row]("comparisons", lambda r: f"{r.counted:,}" if r.counted else units.NONE),
         Column[Row]("time", lambda r: units.time(r.time_s)),
-        Column[Row]("what, or what is wrong", lambda r: "; ".join(r.said) or r.what, numbers=False),
+        Column[Row]("what, or what is wrong", _outcome, numbers=False),
     ]  # fmt: skip
     return tabulate("Checks", columns, rows)
 
