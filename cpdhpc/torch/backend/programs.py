@@ -406,8 +406,9 @@ def all_to_all(
     row = array("q", [len(each) for each in (*ins, *outs)])
     sizes = row.tobytes()
     room = link.part_bytes(len(sizes))
-    small = [max(row[j], row[size + j]) <= room for j in range(size)]
-    if size <= NEAR:
+    is_near = size <= NEAR
+    small = [is_near and max(row[j], row[size + j]) <= room for j in range(size)]
+    if is_near:
         given = [
             b"".join((sizes, each)) if fits and j != rank else sizes
             for j, (each, fits) in enumerate(zip(ins, small, strict=True))
