@@ -197,8 +197,10 @@ def pack_blocks(x: Any, fmt: str, rounding: Rounding = "nearest", *, seed: int =
 def unpack_blocks(elements: Any, scales: Any, fmt: str, scale: Any = None) -> Any:
     """Return the numbers of blocks, of pack_blocks or another library: float32[..., k].
 
-    elements, scales, scale: as of Blocks, of one kind; fmt: as for pack_blocks. Scales lie in the
-        order of the blocks: those that hardware wants shuffled are to be put back first
+    elements, scales, scale: as of Blocks, of one kind, arrays of ml_dtypes by .view(np.uint8);
+        fmt: as for pack_blocks. Scales lie in the order of the blocks: those that hardware wants
+        shuffled are to be put back first. A number of nvfp4 is element * (scale of the block *
+        scale), and each product is rounded to float32
     Raises TypeError where they are something else; ValueError for another format, and sizes that
     do not belong together.
     """
