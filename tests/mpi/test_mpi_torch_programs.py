@@ -372,7 +372,8 @@ def test_sums_of_few_bits_inside_ddp(wire: str) -> None:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
             grouped = order if step == 0 else order[::-1]  # DDP makes its bucket anew
-            flat = torch.cat([p.grad.reshape(-1) / world.size for p in grouped])
+            share = 1 / world.size  # by which DDP multiplies
+            flat = torch.cat([p.grad.reshape(-1) * share for p in grouped])
             total = torch.from_numpy(cpdhpc.allreduce(world, flat.numpy(), wire=wire))
             for p, each in zip(grouped, total.split([p.numel() for p in grouped]), strict=True):
                 p.grad.copy_(each.reshape(p.shape))
