@@ -25,8 +25,8 @@ FILE = re.compile(r"(?<![\w./<-])([\w/]+\.(?:py|cu|cpp|h))\b")
 CONSTANT_OF = re.compile(r"\b([A-Z][A-Z_]{2,}) (?:of|in) `?([\w/]+\.py)\b")
 DOTTED = re.compile(r"(?<![\w.@/<-])([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 ENDINGS = {
-    "cfg", "cpp", "cu", "h", "h5", "html", "j2", "lsf", "md", "pbs", "png", "py", "sh", "so", "toml",
-    "txt",
+    "cfg", "cpp", "cu", "h", "h5", "html", "j2", "lsf", "md", "pbs", "png", "py", "sh", "so",
+    "toml", "txt",
 }  # fmt: skip
 OTHERS = {  # what is not ours, or an example of a user's
     "cpdhpc/FILE.py", "mine.py", "cpdhpc/compress/mine.py", "plan.interior.parts", "nets.py",

@@ -21,7 +21,7 @@ PACKAGE = Path(cpdhpc.__file__).parent
 TIMEOUT_S = 600.0
 MOST_OF_REDUCE = 14  # half of the 29 there once were
 MOST_OF_EXCHANGE = 3  # one that need not wait at all enters one file
-WAITING = {"world/mpi.py", "world/ending.py", "world/timeline.py"}  # of a rank whose messages are long in coming
+WAITING = {"world/mpi.py", "world/ending.py", "world/timeline.py"}  # if messages are long in coming
 
 
 def entered(call: Callable[[], object]) -> list[str]:
