@@ -412,6 +412,48 @@ def test_metrics_are_compared(tmp_path: Path, run: Run) -> None:
     assert status == 1 and "n 1: value" in shown, shown
 
 
+TIMED = """
+import sys, time
+factor, pause_s = float(sys.argv[2]), float(sys.argv[3])
+time.sleep(pause_s)
+for i in range(10):
+    print("lat", factor * (int(sys.argv[1]) + i / 1000))
+"""
+
+
+def test_a_metric_that_is_the_time_is_judged_once_and_the_wall_time_is_not(
+    tmp_path: Path, run: Run
+) -> None:
+    """The second is twice as fast by its metric, while its start takes far longer."""
+    (tmp_path / "timed.py").write_text(TIMED)
+    often = {"warmup": 0, "block": 10, "min_repeats": 10, "max_repeats": 10}
+    metrics = {"lat": {"regex": "lat (.*)", "unit": "ms", "better": "lower", "take": "median"}}
+    outs = []
+    for factor, pause_s in ((2, 0), (1, 0.2)):
+        argv = [sys.executable, "timed.py", "{n}", str(factor), str(pause_s)]
+        command = {"argv": argv, "launch": False, "time": "lat"}
+        tables = SMALL | {"command": command, "metrics": metrics, "measure": often}
+        path, out = tmp_path / "timed.toml", tmp_path / f"out{factor}"
+        path.write_text(dump_toml(tables))
+        assert run("study", "run", path, "--out", out)[0] == 0
+        outs.append(out)
+    slow, fast = outs
+    found = compare(*(load_study_file(out / "study.h5") for out in outs))
+    assert [(c.metric, c.verdict) for c in found.changes] == [("", "faster")] * 2
+    assert [(c.metric, c.verdict) for c in found.shown] == [("wall_s", "slower")] * 2
+    status, shown = run("report", fast, "--compare", slow, "--fail-on-slower")
+    assert status == 0 and "0 of 2 points slower" in shown, shown
+    assert shown.count("shown only") == 2 and "wall_s is shown and not judged" in shown
+    status, shown = run("report", slow, "--compare", fast, "--fail-on-slower")
+    assert status == 1 and "2 of 2 points slower: n 2: lat by " in shown.replace("n 1", "n 2"), (
+        shown
+    )
+    path.write_text(dump_toml(tables | {"command": command | {"time": ""}}))
+    assert run("study", "run", path, "--out", tmp_path / "wall")[0] == 0
+    status, shown = run("report", tmp_path / "wall", "--compare", slow)
+    assert status == 2 and "times are the metric lat and the wall times of runs" in shown
+
+
 def rendered(path: Path, out: Path, site: Site) -> dict[str, str]:
     """The job scripts of a study, by name."""
     study = load_study(path)

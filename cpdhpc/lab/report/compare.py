@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ...config import Section as ConfigSection
 from ...config import difference, read_toml, validate
-from ..study_data.study_file import Point, ReportError, StudyFile
+from ..study_data.study_file import WALL, Point, ReportError, StudyFile
 from . import units
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
@@ -32,7 +32,7 @@ class Change:
 
     tolerance: share by which a time may be longer
     metric: of a program, in place of the time; of one that is better when higher times are those of
-        the first by the second, so that more is worse; unit: of it
+        the first by the second, so that more is worse; unit: of it; the time's own name has none
     """
 
     before: Point
@@ -59,11 +59,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """changes: of points that both have, in the order of the first; the rest by itself."""
+    """changes: of points that both have, in the order of the first; the rest by itself.
+
+    shown: changes that are not judged: of the wall time, if a metric is the time
+    """
 
     before: StudyFile
     after: StudyFile
     changes: Sequence[Change]
+    shown: Sequence[Change]
     only_before: Sequence[Point]
     only_after: Sequence[Point]
 
@@ -123,17 +127,19 @@ def compare(before: StudyFile, after: StudyFile, reference: Reference | None = N
     """Return what is different in the second. Points are the same whose factors are.
 
     reference: the tolerances, none by default
-    Raises ReportError for studies of different kinds or levels, or without a common point.
+    Raises ReportError for studies of different kinds, times or levels, or without a common point.
     """
     tolerances = reference.of(before.points) if reference else [0.0] * len(before.points)
-    for name in ("kind", "level"):
+    for name in ("kind", "times", "level"):
         values = getattr(before, name), getattr(after, name)
         if values[0] != values[1]:
+            verb = "are" if name == "times" else "is"
             raise ReportError(
-                f"--compare {before.path} {after.path}: {name} is {values[0]} and {values[1]}"
+                f"--compare {before.path} {after.path}: {name} {verb} {values[0]} and {values[1]}"
             )
     there = {frozenset(point.factors.items()): point for point in after.points}
     changes, lost = [], []
+    shown = list[Change]()
     for point, tolerance in zip(before.points, tolerances, strict=True):
         other = there.pop(frozenset(point.factors.items()), None)
         if other is None:
@@ -141,16 +147,17 @@ def compare(before: StudyFile, after: StudyFile, reference: Reference | None = N
         else:
             times = ratio(other.times_s, point.times_s, before.level)
             changes.append(Change(point, other, times, tolerance))
-            changes += _of_metrics(before, point, other, tolerance)
+            for change in _of_metrics(before, point, other, tolerance):
+                (shown if change.metric == WALL else changes).append(change)
     if not changes:
         raise ReportError(f"--compare {before.path} {after.path}: no point is in both")
-    return Comparison(before, after, changes, lost, list(there.values()))
+    return Comparison(before, after, changes, shown, lost, list(there.values()))
 
 
 def _of_metrics(file: StudyFile, point: Point, other: Point, tolerance: float) -> Iterator[Change]:
-    """Yield the changes of the metrics that are better when lower, or higher."""
+    """Yield the changes of the metrics, but the time, that are better when lower, or higher."""
     for name, row in file.metrics.items():
-        if row["better"] and name in point.metrics and name in other.metrics:
+        if name != file.time and row["better"] and name in point.metrics and name in other.metrics:
             pair = other.metrics[name], point.metrics[name]
             worse = ratio(*(pair if row["better"] == "lower" else pair[::-1]), file.level)
             yield Change(point, other, worse, tolerance, name, row["unit"])
@@ -226,6 +233,7 @@ SAID: dict[Verdict, str] = {
     "unknown": "no interval: too few repeats",
     "alike": "no change beyond the intervals",
 }
+NOT_JUDGED = "shown only"
 
 
 def compare_report(comparison: Comparison) -> Report:
@@ -247,6 +255,8 @@ def compare_report(comparison: Comparison) -> Report:
             "Metrics count as points of their own. Of one that is better when higher, the ratio is "
             "A's median by B's: longer and slower then mean lower."
         )
+    if comparison.shown:
+        notes.append(f"{WALL} is shown and not judged, as {before.time} is the time.")
     return Report(
         f"{before.name} and {after.name}" if before.name != after.name else before.name,
         [
@@ -264,9 +274,10 @@ def compare_report(comparison: Comparison) -> Report:
     )
 
 
-def _name(change: Change, names: Sequence[str]) -> str:
+def _name(comparison: Comparison, change: Change, names: Sequence[str]) -> str:
     point = label(change.before.factors, names) or "the point"
-    return f"{point}: {change.metric}" if change.metric else point
+    metric = change.metric or comparison.before.time
+    return f"{point}: {metric}" if metric else point
 
 
 def _names(comparison: Comparison) -> list[str]:
@@ -276,7 +287,7 @@ def _names(comparison: Comparison) -> list[str]:
 def _table(comparison: Comparison) -> Table:
     names = _names(comparison)
     columns: list[Column[Change]] = [
-        Column("point", lambda change: _name(change, names), numbers=False),
+        Column("point", lambda change: _name(comparison, change, names), numbers=False),
         Column("A: median", lambda change: _medians(change)[0]),
         Column("B: median", lambda change: _medians(change)[1]),
         Column("B longer by\n%", lambda change: units.digits(change.change.value)),
@@ -289,10 +300,14 @@ def _table(comparison: Comparison) -> Table:
             if any(change.tolerance for change in comparison.changes)
             else []
         ),
-        Column("", lambda change: SAID[change.verdict], numbers=False),
+        Column(
+            "",
+            lambda change: NOT_JUDGED if change.metric == WALL else SAID[change.verdict],
+            numbers=False,
+        ),
     ]
     ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)]
-    return tabulate("Times of B by times of A", columns, ordered)
+    return tabulate("Times of B by times of A", columns, [*ordered, *comparison.shown])
 
 
 def _medians(change: Change) -> list[units.Cell]:
@@ -317,7 +332,8 @@ def verdict(comparison: Comparison) -> str:
     slower, names = comparison.having("slower"), _names(comparison)
     counted = f"{len(slower)} of {units.count(len(comparison.changes), 'point')} slower"
     shown = [
-        f"{_name(each, names)} by {units.with_interval(*each.change)} %" for each in slower[:FIRST]
+        f"{_name(comparison, each, names)} by {units.with_interval(*each.change)} %"
+        for each in slower[:FIRST]
     ]
     rest = ["..."] if len(slower) > FIRST else []
     said = f"{counted}: {'; '.join([*shown, *rest])}" if slower else counted
@@ -338,7 +354,7 @@ def _chart(comparison: Comparison) -> Chart:
     note += f" The {MOST} that changed most; {left} more are in the table." if left else ""
     ends = [end for c in ordered for end in c.times if end > 0]
     x = spread("time of B / time of A", ends, "log", 4, start=None)
-    rows = [_name(change, names) for change in ordered]
+    rows = [_name(comparison, change, names) for change in ordered]
     return Chart(
         "changes",
         f"{comparison.before.name}: B by A",

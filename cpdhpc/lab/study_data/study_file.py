@@ -261,8 +261,14 @@ class StudyFile:
         """What the times are, in words."""
         if self.kind != "command":
             return "the slowest rank's times"
-        named = self.toml.get("job", {}).get("command", {}).get("time")
-        return f"the metric {named}" if named else "the wall times of runs"
+        return f"the metric {self.time}" if self.time else "the wall times of runs"
+
+    @property
+    def time(self) -> str:
+        """The metric of a program that is its time; "" for the wall time, and of other kinds."""
+        if self.kind != "command":
+            return ""
+        return str(self.toml.get("job", {}).get("command", {}).get("time", ""))
 
     @property
     def metrics(self) -> Mapping[str, Mapping[str, Any]]:
