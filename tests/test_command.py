@@ -394,6 +394,22 @@ def test_files_hold_every_sample_and_their_statistics(tmp_path: Path, run: Run) 
     assert status == 0, shown
 
 
+def test_status_says_why_cases_are_left_out_here(tmp_path: Path, run: Run) -> None:
+    """Without ppn each rank has a node of its own, which this machine is not."""
+    path, out = study_file(tmp_path, sweep={"n": [1], "ranks": [1, 2]}), tmp_path / "out"
+    assert run("study", "run", path, "--out", out)[0] == 1
+    status, shown = run("study", "status", out)
+    assert status == 0 and shown.count("missing      needs 2 nodes, and study run has one") == 1
+
+
+def test_a_report_without_a_figure_says_so(tmp_path: Path, run: Run) -> None:
+    path, out = study_file(tmp_path, sweep={"n": [1]}), tmp_path / "out"
+    assert run("study", "run", path, "--out", out)[0] == 0
+    status, shown = run("report", out, "--figures", tmp_path / "figures")
+    assert status == 0 and "nothing written: these reports have no figure" in shown, shown
+    assert not (tmp_path / "figures").exists()
+
+
 def test_metrics_are_compared(tmp_path: Path, run: Run) -> None:
     """Of one that is better when higher a fall is worse, and --fail-on-slower sees it."""
     outs = []

@@ -213,6 +213,8 @@ class Outputs:
         show(reports, self.terminal, self.quiet)
         for line in [*([last] if last else []), *(f"wrote {path}" for path in written)]:
             print(line)
+        if self.figures and not any(each.charts for each in reports):
+            print(f"--figures {self.figures}: nothing written: these reports have no figure")
         return INCOMPLETE if unreadable else 0
 
     def write(self, reports: Sequence[Report]) -> list[Path]:

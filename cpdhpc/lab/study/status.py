@@ -81,6 +81,8 @@ def look(study: Study, folder: Folder) -> Standing:
     found = states(study, folder)
     if jobs or (folder.path / SITE).exists():  # which is written before the first job goes in
         found = with_submission(found, study, site, jobs)
+    else:
+        found = list(map(_of_this_machine, found))
     if not jobs:
         return Standing(found, site)
     queue, last = "answers", newest(jobs)
@@ -129,6 +131,14 @@ def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) 
     # was none of them.
     no_file = "there is no file of it, though its batch has ended"
     return "missing", "its batch was stopped" if claim.state == "stopped" else no_file
+
+
+def _of_this_machine(each: State) -> State:
+    """Return where a case of no submission stands, with the reason if `study run` leaves it out."""
+    if each.state != "missing" or each.detail or each.case.nodes == 1:
+        return each
+    why = f"needs {each.case.nodes} nodes, and study run has one: ppn is {each.case.ppn}"
+    return replace(each, detail=f"{why}; study submit is for several")
 
 
 def newest(jobs: Iterable[Job]) -> dict[int, Job]:
