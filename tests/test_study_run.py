@@ -206,6 +206,16 @@ def test_a_launcher_that_fails_is_shown(
     assert lines[last - LOG_LINES + 1 : last] == [*map(str, range(132 - LOG_LINES, 131))]
 
 
+def test_a_batch_that_leaves_an_empty_log_says_so(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk, which takes no line."""
+    fake_launcher(tmp_path, monkeypatch, "exit 1")
+    path = study_file(tmp_path, sweep={"ranks": [2]})
+    status, shown = run("study", "run", path, "--out", tmp_path / "out")
+    assert status == 1 and "batch-0.log: is empty: its disk is full, or nothing" in shown
+
+
 def test_processes_that_are_all_alone_are_an_error(tmp_path: Path, run: Run) -> None:
     """One of two that no launcher has joined, as after srun with the wrong --mpi."""
     folder = Folder(tmp_path / "x")

@@ -240,6 +240,7 @@ class Folder:
 
 RECORD = "jobs.json"
 LOCK = "submit.lock"  # held while a process submits, cancels or extends
+EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ..signals import INTERRUPTED, Caught, catching
 from ..study_data import Case
 from .cases import Batch, batches, expand
 from .collect import collect
-from .folder import Folder, FolderError
+from .folder import EMPTY_LOG, Folder, FolderError
 from .spec import Study
 
 NAMES = ("mpirun", "mpiexec")
@@ -232,10 +232,14 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: C
 
 
 def _last_words(log: Path, start: int) -> list[str]:
-    """Return a batch's last error, or where it has none its last lines, from a place in its log."""
+    """Return a batch's last error, else its last lines, else that its log is empty.
+
+    start: the place in the log from which it is looked at
+    """
     lines = ordinary.content(log)[start:].decode(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("cpdhpc: error:")]
-    return errors[-1:] or [line for line in lines if line.strip()][-LOG_LINES:]
+    last = [line for line in lines if line.strip()][-LOG_LINES:]
+    return errors[-1:] or last or [f"{log}: {EMPTY_LOG}"]
 
 
 def _launch(

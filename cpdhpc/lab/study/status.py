@@ -13,14 +13,13 @@ from ..claim import Claim, JobAlive, read_claim, unknown
 from ..schedulers.base import SchedulerError, States
 from ..study_data import Case
 from .cases import batches, expand
-from .folder import Folder, Job, recorded
+from .folder import EMPTY_LOG, Folder, Job, recorded
 from .site import Site
 from .spec import Study
 from .submit import SITE, fitting, kept_site
 
 TAIL = 12  # lines of a log
 TAIL_BYTES = 4096
-EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
 NO_LOG = "is not there: it never started, or its node could not write here: other disk, no room"
 STATES = ("finished", "running", "pending", "unsubmitted", "failed", "damaged", "missing")
 LIVE = ("running", "pending")
