@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
@@ -25,6 +26,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.command_job import Metric, filled
 from cpdhpc.lab.kinds.command_runs import RunFailed, numbers, taken
 from cpdhpc.lab.report.compare import compare
+from cpdhpc.lab.report.history import history_report
 from cpdhpc.lab.report.points import seed_groups
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.folder import Folder
@@ -89,6 +91,8 @@ WRONG = {  # tables: what is said
     "time of what": ({"command": {"time": "valu"}}, "did you mean value?"),
     "no time": ({"command": {"time": "value"}}, "should be a time: s, ms"),
     "work": ({"command": {"work": "m"}}, "command.work: m is no factor of the sweep"),
+    "heading": ({"sweep": {"least": [1]}}, "reports have a column of that name"),
+    "metric": ({"sweep": {"value": [1]}}, "[metrics] has one of that name"),
     "column": ({"sweep": {"loss": [1]}}, "study files have another thing of that name"),
     "throughput": ({"scaling": "throughput"}, "needs [command] work"),
 }
@@ -390,8 +394,33 @@ def test_files_hold_every_sample_and_their_statistics(tmp_path: Path, run: Run) 
     assert status == 0 and "Metric sample" in shown and "Metric wall_s" in shown
     assert "Times: median of the metric time." in " ".join(shown.split())
     assert len(list((tmp_path / "csv").glob("*metric*.csv"))) == 3
+    for each in (tmp_path / "csv").glob("*.csv"):  # a factor is called n
+        names = each.read_text().splitlines()[0].split(",")
+        assert len(set(names)) == len(names), each
     status, shown = run("report", out, "--x", "n", "--y", "sample", "--figures", tmp_path)
     assert status == 0, shown
+
+
+def test_a_metric_over_two_studies_of_one_day(tmp_path: Path, run: Run) -> None:
+    """The medians and intervals are those of the files; columns have the time of day."""
+    files = []
+    for factor in (1, 3):
+        argv = ["sh", "-c", f"echo value $(($0 * {factor}))", "{n}"]
+        often = {"block": 10, "min_repeats": 10, "max_repeats": 10}
+        path = study_file(tmp_path, command={"argv": argv}, measure=often)
+        out = tmp_path / f"out{factor}"
+        assert run("study", "run", path, "--out", out)[0] == 0
+        files.append(out / "study.h5")
+    studies = []
+    for hour, each in zip((11, 13), map(load_study_file, files), strict=True):
+        date = {"date": f"2026-11-01T{hour}:00:00+00:00"}
+        studies.append(replace(each, attributes={**each.attributes, **date}))
+    (table,) = history_report(studies, "value").tables
+    heads = ["point", "2026-11-01 11:00", "2026-11-01 13:00"]
+    assert [each[: len(heads[1])] for each in table.headings] == heads
+    assert table.rows == [["n 1", "1.00", "3.00 (+)"], ["n 2", "2.00", "6.00 (+)"]]
+    status, shown = run("report", *files, "--history", "valu")
+    assert status == 2 and "no file has it; known are " in shown and "value" in shown
 
 
 def test_status_says_why_cases_are_left_out_here(tmp_path: Path, run: Run) -> None:

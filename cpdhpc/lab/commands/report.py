@@ -437,7 +437,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep DIR", "put studies into a library: DIR/STUDY/SYSTEM/DATE-COMMIT.h5", Path)
     add(
         "--history NAME",
-        "time, or an outcome, of a study over days and commits: of files, or folders of a library",
+        "time, an outcome, or a metric of a program over days and commits: of files, or folders "
+        "of a library",
     )
     _add_choice(parser)
     _add_compare(parser)

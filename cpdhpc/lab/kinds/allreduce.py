@@ -340,7 +340,7 @@ def _collective(group: SeedGroup) -> str:
 SHAPES = 3  # that have figures
 METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device", *SEATS)
 CAPTION = (
-    "Median of the slowest rank's times; n: repeats without warm-ups. busbw: size / median times "
+    "Median of the slowest rank's times; repeats: without warm-ups. busbw: size / median times "
     "the least share that leaves a rank: 2 (p - 1) / p of p ranks, half of it where nothing is "
     "summed or nothing gathered, 1 for broadcast and reduce, 2 for ping-pong (there and back), the "
     "messages of a window for stream. mpi: MPI's own of float32 in the same "

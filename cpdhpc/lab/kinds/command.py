@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..study_data.study_file import StudyFile
 
 COLUMNS = ("point", "repeat", "case_id", "time_s", "min_rank_time_s", "mean_rank_time_s")
+HEADINGS = {"repeats", "samples", "median", "least", "greatest", "baseline", "throughput"}
 TAKEN = {*COLUMNS, "is_warmup", "environment", *OUTCOMES, *ALIKE, *FOLDERS}
 
 
@@ -59,6 +60,10 @@ def _further(name: str, value: Value, job: Raw) -> Factor | None:
         raise ConfigError(f"sweep.{name}: should be letters, digits and _, with dots between")
     if name in TAKEN or name.startswith(FURTHER):
         raise ConfigError(f"sweep.{name}: study files have another thing of that name: rename it")
+    if name.rpartition(".")[2].replace("_", " ") in HEADINGS:
+        raise ConfigError(f"sweep.{name}: reports have a column of that name: rename it")
+    if name in job.get("metrics", {}):
+        raise ConfigError(f"sweep.{name}: [metrics] has one of that name: rename one of them")
     if name.rpartition(".")[2].endswith("bytes") and _is_size(value):
         return Factor(f"{name}, as the study names it", int, "byte")
     check = _no_nul if isinstance(value, str) else lambda value: None

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..study_data.study_file import Point, ReportError, StudyFile, load_study_file
 from . import units
 from .figures import Axis, Chart, Panel, Series, spread, styles
-from .points import Estimate, label, ratio, varying
+from .points import Estimate, label, median, ratio, varying
 from .tables import Column, Report, Section, Table, slug, tabulate
 
 TIME = "time"
@@ -84,7 +84,7 @@ NOTHING = Estimate(nan, nan, nan)
 def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
     """Return the report of files of one study on one system, the oldest first.
 
-    metric: time, or the name of an outcome
+    metric: time, or the name of a metric of a program or of an outcome
     Raises ReportError for fewer than two files, files of several studies or kinds, a metric that
     none has.
     """
@@ -94,7 +94,7 @@ def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
     unit = "s" if metric == TIME else ""
     names = varying([dict(factors) for factors in rows], ("nodes", "ppn"))
     shown = {label(dict(f), names) or "the point": stages for f, stages in rows.items()}
-    heads = [" ".join(filter(None, [date(f)[:10], commit(f)])) for f in files]
+    heads = _heads(files)
     last = {name: stages[-1] for name, stages in shown.items()}
     slower = [name for name, each in last.items() if each.by.low > 1]
     faster = [name for name, each in last.items() if each.by.high < 1]
@@ -118,6 +118,15 @@ def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
             )
         ],
     )
+
+
+def _heads(files: Sequence[StudyFile]) -> list[str]:
+    """Return what files are called: day and commit, with the time of day if two were the same."""
+    for digits in (10, 16, 19):  # of 2026-11-01T10:00:00
+        heads = [" ".join(filter(None, [*date(f)[:digits].split("T"), commit(f)])) for f in files]
+        if len(set(heads)) == len(heads):
+            break
+    return heads
 
 
 def _check(files: Sequence[StudyFile]) -> None:
@@ -146,19 +155,25 @@ def _rows(files: Sequence[StudyFile], metric: str) -> dict[Key, list[Stage]]:
             by = NOTHING
             if point is not None and before is not None:
                 by = _by(metric, before, point, file.level)
-            rows.setdefault(factors, []).append(Stage(file, point, _value(metric, point), by))
+            rows.setdefault(factors, []).append(
+                Stage(file, point, _value(metric, point, file.level), by)
+            )
             before = point or before
     if all(isnan(stage.value.value) for stages in rows.values() for stage in stages):
-        known = sorted({name for f in files for p in f.points for name in p.outcomes})
+        known = sorted(
+            {name for f in files for p in f.points for name in (*p.metrics, *p.outcomes)}
+        )
         raise ReportError(f"--history {metric}: no file has it; known are {', '.join(known)}, time")
     return rows
 
 
-def _value(metric: str, point: Point | None) -> Estimate:
+def _value(metric: str, point: Point | None, level: float) -> Estimate:
     if point is None:
         return NOTHING
     if metric == TIME:
         return Estimate(*(point.summary[f"{name}_s"] for name in ("median", "ci_low", "ci_high")))
+    if metric in point.metrics:
+        return median(point.metrics[metric], level)
     value = point.outcomes.get(metric, nan)
     return Estimate(value, value, value)
 
@@ -166,6 +181,8 @@ def _value(metric: str, point: Point | None) -> Estimate:
 def _by(metric: str, before: Point, after: Point, level: float) -> Estimate:
     if metric == TIME:
         return ratio(after.times_s, before.times_s, level)
+    if metric in before.metrics and metric in after.metrics:
+        return ratio(after.metrics[metric], before.metrics[metric], level)
     one, other = before.outcomes.get(metric, nan), after.outcomes.get(metric, nan)
     by = other / one if one else nan
     return Estimate(by, by, by)

@@ -40,13 +40,13 @@ def _table(
 
     columns: list[Column[SeedGroup]] = [
         *of_factors(names, groups),
-        Column("n", lambda g: str(len(g.metric_samples(name)))),
+        Column("samples", lambda g: str(len(g.metric_samples(name)))),
         Column(f"{name}{unit}", lambda g: units.digits(g.metric(name).value)),
         Column(f"{file.percent} CI", interval),
         Column("least", lambda g: units.digits(float(g.metric_samples(name).min()))),
         Column("greatest", lambda g: units.digits(float(g.metric_samples(name).max()))),
     ]
-    caption = f"Medians over repeats; {BETTER[row['better']]}. n: samples without warm-ups."
+    caption = f"Medians over repeats; {BETTER[row['better']]}. Samples: without warm-ups."
     return tabulate(f"Metric {name}", columns, groups, caption)
 
 

@@ -188,12 +188,12 @@ class SeedGroup:
     @cached_property
     def time_s(self) -> Estimate:
         """Median time and its interval."""
-        return _median(self.samples_s, self.level)
+        return median(self.samples_s, self.level)
 
     @cached_property
     def base_s(self) -> Estimate:
         """Time of the base."""
-        return _median(self._base_samples_s, self.level) if self.base_points else UNKNOWN
+        return median(self._base_samples_s, self.level) if self.base_points else UNKNOWN
 
     @property
     def _base_samples_s(self) -> Array:
@@ -233,7 +233,7 @@ class SeedGroup:
 
     def metric(self, name: str) -> Estimate:
         """Median of a metric of a program and its interval, unknown where there is none."""
-        return _median(self.metric_samples(name), self.level)
+        return median(self.metric_samples(name), self.level)
 
     def outcome(self, name: str) -> Array:
         """float64[seeds], an outcome of each point; NaN where there is none."""
@@ -264,7 +264,7 @@ def timing(file: StudyFile, what: str = "median") -> list[Column[SeedGroup]]:
     """Return the columns of repeats, energy if it is known, the median time and its interval."""
     energy = any(point.outcomes.get("energy_j", nan) >= 0 for point in file.points)
     return [
-        Column("n", lambda g: str(len(g.samples_s))),
+        Column("repeats", lambda g: str(len(g.samples_s))),
         *([Column("energy\nJ", lambda g: units.digits(g.mean("energy_j")))] if energy else []),
         Column(what, lambda g: units.time(g.time_s.value)),
         Column(
@@ -286,7 +286,8 @@ def of_factors(
     return [Column(heading(name), partial(value, name), is_number(name, factors)) for name in names]
 
 
-def _median(samples: Array, level: float) -> Estimate:
+def median(samples: Array, level: float) -> Estimate:
+    """Return the median of samples and its interval, unknown without a sample."""
     if not len(samples):
         return UNKNOWN
     return Estimate(float(np.median(samples)), *median_interval(samples, level))

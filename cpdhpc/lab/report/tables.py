@@ -86,6 +86,13 @@ class Table:
             re.sub("-\n|\n", lambda cut: " " * (cut[0] == "\n"), c.heading) for c in self.columns
         ]
 
+    @property
+    def _unique(self) -> list[str]:
+        """The headings; one that was there before follows that of the column that it is of."""
+        every = self.headings
+        before = ["", *every]
+        return [f"{before[i]} {h}" if h in every[:i] else h for i, h in enumerate(every)]
+
     def csv(self) -> str:
         """Return the table as CSV: numbers with all their digits, each in a column of its own.
 
@@ -97,7 +104,7 @@ class Table:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(
             f"{heading} {name.replace('value', '').replace('_', ' / ')}".replace("  ", " ").strip()
-            for heading, names in zip(self.headings, parts, strict=True)
+            for heading, names in zip(self._unique, parts, strict=True)
             for name in names or [""]
         )
         for row in self.rows:

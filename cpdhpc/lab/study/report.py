@@ -416,7 +416,7 @@ def _range(numbers: Sequence[int]) -> str:
 def _spread(file: StudyFile, found: Sequence[SeedGroup]) -> Table:
     columns: list[Column[SeedGroup]] = [
         *of_factors(varying([group.factors for group in found], ()), found, missing=""),
-        Column("n", lambda g: str(len(g.samples_s))),
+        Column("repeats", lambda g: str(len(g.samples_s))),
         *(Column(name, partial(_time, call)) for name, call in STATISTICS.items()),
     ]
     caption = (
