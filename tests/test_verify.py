@@ -137,6 +137,18 @@ def test_a_rank_that_dies_is_named_and_what_was_found_is_there(tmp_path: Path, r
 
 
 @needs_mpirun
+def test_a_disk_that_is_full_is_said_and_the_checks_go_on(tmp_path: Path) -> None:
+    out, page = tmp_path / "v.h5", tmp_path / "v.html"
+    some().write(out, "")  # an older file, which stays
+    more = ("--html", str(page))
+    code, shown, results = verify(out, "full disk", "all", "passes,windows,selection", *more)
+    assert code == 1 and "\nRIGHT: 3 checks" in shown, shown
+    for path in (out, page):
+        assert f"{path}: cannot be written: No space left on device" in shown
+    assert results.rows == some().rows and not page.exists()
+
+
+@needs_mpirun
 def test_a_gpu_that_fails_is_left_alone_and_the_rest_goes_on(tmp_path: Path) -> None:
     checks = "GPUs,passes,sums of integers,selection"
     more = ("--device", "gpu", "--oversubscribe-gpus")

@@ -6,6 +6,7 @@ out, with commas, or "all". With --device gpu the GPU is the simulated one.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -97,6 +98,15 @@ def failing_gpu() -> Iterator[None]:
         yield
 
 
+def full_disk() -> Any:
+    """No file can be written, as on a full disk."""
+
+    def put(descriptor: int, *given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return patch.object(os, "fsync", put)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "wrong code": wrong_code,
     "wrong count": lambda: changed("decode_tiles", lambda lost: lost + 1),
@@ -108,6 +118,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "held": lambda: in_check("windows", lambda: pbkdf2_hmac("sha512", b"", b"", 8_000_000)),
     "dies": lambda: in_check("windows", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "failing gpu": failing_gpu,
+    "full disk": full_disk,
 }
 
 
