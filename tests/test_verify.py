@@ -137,6 +137,25 @@ def test_a_rank_that_dies_is_named_and_what_was_found_is_there(tmp_path: Path, r
 
 
 @needs_mpirun
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_training_compares_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    _, shown, results = verify(tmp_path / "v.h5", "none", "all", "training", ranks=ranks)
+    steps = {1: 4, 2: 4, 3: 1}[ranks]  # means of three round, and one step is exact
+    assert results.rows[0].status == RIGHT, shown
+    assert results.rows[0].counted == 2 * steps * ranks * exact.INPUTS * exact.OUTPUTS
+
+
+@needs_mpirun
+@pytest.mark.parametrize("rank", ["1", "all"])
+def test_a_torch_that_cannot_be_imported_is_said(tmp_path: Path, rank: str) -> None:
+    checks = "machine,passes,training,beside gloo"
+    code, shown, results = verify(tmp_path / "v.h5", "broken torch", rank, checks)
+    assert code == 0 and "RIGHT: 2 checks, " in shown, shown
+    assert [row.status for row in results.rows] == [RIGHT, RIGHT, NOT_RUN, NOT_RUN]
+    assert {row.said for row in results.rows[2:]} == {("torch cannot be imported: planted",)}
+
+
+@needs_mpirun
 def test_a_disk_that_is_full_is_said_and_the_checks_go_on(tmp_path: Path) -> None:
     out, page = tmp_path / "v.h5", tmp_path / "v.html"
     some().write(out, "")  # an older file, which stays
@@ -284,6 +303,9 @@ def test_what_ranks_say_becomes_one_row() -> None:
     assert joined({0: waited}, [1])[1][0] == "rank 1: hangs, and is left behind"
     none = Outcome(Found(not_run="no torch"))
     assert joined({0: none, 1: right}, []) == (NOT_RUN, ("no torch",))
+    nothing = Outcome(Found())
+    assert joined({0: nothing, 1: nothing}, []) == (NOT_RUN, ("nothing was compared",))
+    assert joined({0: Outcome(Found(facts={"GPU": "none"}))}, []) == (RIGHT, ())
 
 
 def some(value: float = 2.0) -> Results:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from hashlib import pbkdf2_hmac
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest.mock import patch
 
@@ -98,6 +100,22 @@ def failing_gpu() -> Iterator[None]:
         yield
 
 
+class BrokenTorch(MetaPathFinder, Loader):
+    """Finds torch, whose import fails, for example for want of a library."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "torch" else None
+
+    def exec_module(self, module: object) -> None:
+        raise ImportError("planted")
+
+
+def broken_torch() -> Any:
+    """Torch is installed and cannot be imported."""
+    assert "torch" not in sys.modules
+    return patch.object(sys, "meta_path", [BrokenTorch(), *sys.meta_path])
+
+
 def full_disk() -> Any:
     """No file can be written, as on a full disk."""
 
@@ -119,6 +137,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "dies": lambda: in_check("windows", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "failing gpu": failing_gpu,
     "full disk": full_disk,
+    "broken torch": broken_torch,
 }
 
 

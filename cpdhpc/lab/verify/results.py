@@ -61,6 +61,8 @@ def joined(outcomes: Mapping[int, Outcome], lost: Iterable[int]) -> tuple[str, t
     if said:
         return WRONG, _short(said)
     why = {found.not_run for found in founds.values() if found.not_run}
+    if not why and not any(found.counted or found.facts for found in founds.values()):
+        why = {"nothing was compared"}
     return (NOT_RUN, tuple(sorted(why))) if why else (RIGHT, ())
 
 
