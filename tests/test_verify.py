@@ -137,6 +137,37 @@ def test_a_rank_that_dies_is_named_and_what_was_found_is_there(tmp_path: Path, r
 
 
 @needs_mpirun
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_training_compares_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    _, shown, results = verify(tmp_path / "v.h5", "none", "all", "training", ranks=ranks)
+    steps = {1: 4, 2: 4, 3: 1}[ranks]  # means of three round, and one step is exact
+    assert results.rows[0].status == RIGHT, shown
+    assert results.rows[0].counted == 2 * steps * ranks * exact.INPUTS * exact.OUTPUTS
+
+
+@needs_mpirun
+@pytest.mark.parametrize("rank", ["1", "all"])
+def test_a_torch_that_cannot_be_imported_is_said(tmp_path: Path, rank: str) -> None:
+    checks = "machine,passes,training,beside gloo"
+    code, shown, results = verify(tmp_path / "v.h5", "broken torch", rank, checks)
+    assert code == 0 and "RIGHT: 2 checks, " in shown, shown
+    assert [row.status for row in results.rows] == [RIGHT, RIGHT, NOT_RUN, NOT_RUN]
+    assert {row.said for row in results.rows[2:]} == {("torch cannot be imported: planted",)}
+
+
+@needs_mpirun
+def test_a_disk_that_is_full_is_said_and_the_checks_go_on(tmp_path: Path) -> None:
+    out, page = tmp_path / "v.h5", tmp_path / "v.html"
+    some().write(out, "")  # an older file, which stays
+    more = ("--html", str(page))
+    code, shown, results = verify(out, "full disk", "all", "passes,windows,selection", *more)
+    assert code == 1 and "\nRIGHT: 3 checks" in shown, shown
+    for path in (out, page):
+        assert f"{path}: cannot be written: No space left on device" in shown
+    assert results.rows == some().rows and not page.exists()
+
+
+@needs_mpirun
 def test_a_gpu_that_fails_is_left_alone_and_the_rest_goes_on(tmp_path: Path) -> None:
     checks = "GPUs,passes,sums of integers,selection"
     more = ("--device", "gpu", "--oversubscribe-gpus")
@@ -272,6 +303,9 @@ def test_what_ranks_say_becomes_one_row() -> None:
     assert joined({0: waited}, [1])[1][0] == "rank 1: hangs, and is left behind"
     none = Outcome(Found(not_run="no torch"))
     assert joined({0: none, 1: right}, []) == (NOT_RUN, ("no torch",))
+    nothing = Outcome(Found())
+    assert joined({0: nothing, 1: nothing}, []) == (NOT_RUN, ("nothing was compared",))
+    assert joined({0: Outcome(Found(facts={"GPU": "none"}))}, []) == (RIGHT, ())
 
 
 def some(value: float = 2.0) -> Results:

@@ -6,6 +6,7 @@ out, with commas, or "all". With --device gpu the GPU is the simulated one.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from hashlib import pbkdf2_hmac
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest.mock import patch
 
@@ -97,6 +100,31 @@ def failing_gpu() -> Iterator[None]:
         yield
 
 
+class BrokenTorch(MetaPathFinder, Loader):
+    """Finds torch, whose import fails, for example for want of a library."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "torch" else None
+
+    def exec_module(self, module: object) -> None:
+        raise ImportError("planted")
+
+
+def broken_torch() -> Any:
+    """Torch is installed and cannot be imported."""
+    assert "torch" not in sys.modules
+    return patch.object(sys, "meta_path", [BrokenTorch(), *sys.meta_path])
+
+
+def full_disk() -> Any:
+    """No file can be written, as on a full disk."""
+
+    def put(descriptor: int, *given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return patch.object(os, "fsync", put)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "wrong code": wrong_code,
     "wrong count": lambda: changed("decode_tiles", lambda lost: lost + 1),
@@ -108,6 +136,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "held": lambda: in_check("windows", lambda: pbkdf2_hmac("sha512", b"", b"", 8_000_000)),
     "dies": lambda: in_check("windows", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "failing gpu": failing_gpu,
+    "full disk": full_disk,
+    "broken torch": broken_torch,
 }
 
 

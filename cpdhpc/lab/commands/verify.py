@@ -2,8 +2,9 @@
 
 Shows what is there, compares kernels, collectives, windows and a training with their
 specification, bit for bit, and times them beside copies and other libraries. A check that fails or
-hangs is said, and the others go on. The exit status is 1 if anything is wrong; a speed outside what
-is expected is only said. report shows the file, and two of them side by side: report --compare.
+hangs is said, and the others go on. The exit status is 1 if anything is wrong or a file cannot be
+written; a speed outside what is expected is only said. report shows the file, and two of them side
+by side: report --compare.
 """
 
 from __future__ import annotations

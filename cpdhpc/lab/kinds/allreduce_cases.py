@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -398,12 +397,22 @@ def missing(world: Ranks, library: str) -> str:
     return "processes share GPUs" if len({*gpus}) < len(gpus) else ""
 
 
+def no_torch() -> str:
+    """Return why torch cannot be imported in this process, or ""."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError is of a library that it loads
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return "torch is not installed on every process"
+        return f"torch cannot be imported: {error}"
+    return ""
+
+
 def _lacks(library: str) -> str:
     """Return what a library of torch.distributed lacks in this process, or ""."""
-    if find_spec("torch") is None:
-        return "torch is not installed on every process"
-    if library != "nccl":
-        return ""
+    why = no_torch()
+    if why or library != "nccl":
+        return why
     import torch
 
     if not torch.distributed.is_nccl_available():

@@ -61,6 +61,8 @@ def joined(outcomes: Mapping[int, Outcome], lost: Iterable[int]) -> tuple[str, t
     if said:
         return WRONG, _short(said)
     why = {found.not_run for found in founds.values() if found.not_run}
+    if not why and not any(found.counted or found.facts for found in founds.values()):
+        why = {"nothing was compared"}
     return (NOT_RUN, tuple(sorted(why))) if why else (RIGHT, ())
 
 
@@ -80,6 +82,7 @@ class Results:
 
     asked: how many checks there are; attributes: of the machine and the job, for the file
     ended: why the job ended before them, "" if it did not
+    unwritten: why the last write of the file failed, "" if it did not
     """
 
     title: str
@@ -90,6 +93,7 @@ class Results:
     ratios: list[Ratio] = field(default_factory=list)
     arrays: dict[str, Array] = field(default_factory=dict)
     ended: str = ""
+    unwritten: str = field(default="", compare=False)
     _writing: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def add(self, row: Row, found: Found | None) -> None:
@@ -134,10 +138,16 @@ class Results:
         self._writing.acquire()
 
     def write(self, path: Path, ended: str) -> None:
-        """Write the file, and why the job ended, "" if it did not. Raises StoreError."""
+        """Write the file, and why the job ended, "" if it did not. Sets unwritten, and goes on.
+
+        A full disk must end no check: what is found can still be printed.
+        """
         with self._writing:
-            self.ended = ended
-            self._write(path)
+            self.ended, self.unwritten = ended, ""
+            try:
+                self._write(path)
+            except store.StoreError as error:
+                self.unwritten = str(error)
 
     def _write(self, path: Path) -> None:
         groups: dict[str, dict[str, Any]] = {

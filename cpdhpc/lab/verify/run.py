@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from ...store import StoreError
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
@@ -51,9 +53,12 @@ def verify(
 ) -> tuple[int, bool]:
     """Carry out all checks and write the file after each; return the exit status. Collective.
 
+    The status is 1 if anything is wrong, or if the file cannot be written.
+
     say: shows a line; finish: writes what else is made of the results, on the first rank that is
     left. Also returns whether MPI can end as usual: not where ranks are left behind, or messages.
     """
+    import_module("h5py")  # now: a rank that writes once another died has less than a second for it
     plan = list(planned(checks, asked.device))
     results = Results(_title(world), len(plan), dict(attributes(world)))
     results.attributes |= {"device": asked.device, "quick": int(asked.quick)}
@@ -64,11 +69,20 @@ def verify(
         """Write and say what was found before the job ends; of the guard's thread."""
         under_way = plan[len(results.rows)][0] if len(results.rows) < len(plan) else "the end"
         results.keep()
+        results.write(asked.out, f"{why} in {under_way}")
+        if results.unwritten:
+            say(results.unwritten)
+        say(results.verdict)
+        finished()
+
+    def finished() -> bool:
+        """Write what else is made of the results; return whether that could be written."""
         try:
-            results.write(asked.out, f"{why} in {under_way}")
-        finally:  # as on a full disk
-            say(results.verdict)
-        finish(results)
+            finish(results)
+        except StoreError as error:
+            say(str(error))
+            return False
+        return True
 
     def overtaken() -> bool:
         """Whether another process has gone on without this one, and written the file."""
@@ -79,9 +93,10 @@ def verify(
         status = None
         if watch.first:
             results.write(asked.out, "")
-            finish(results)
-            say(f"wrote {asked.out}\n{results.verdict}")
-            status = 0 if results.right else 1
+            whole = finished() and not results.unwritten
+            say(results.unwritten or f"wrote {asked.out}")
+            say(results.verdict)
+            status = 0 if results.right and whole else 1
         return watch.part(status, limit_s=300.0), not watch.dirty
 
 

@@ -299,15 +299,20 @@ class Guard:
             ready, _, _ = select.select([self._signals], [], [], LOOK_S)
             signals = os.read(self._signals, 100) if ready else b""
             asked = [signal.Signals(each).name for each in signals if each in STOPPING]
-            if asked:
+            dead = self._dead()
+            if asked and not dead:
                 time.sleep(2 * LOOK_S)  # a death may be why: it is seen then
-            dead = [i for i, (pid, born) in self._here.items() if _born(pid) != born]
+                dead = self._dead()
             if dead and not watch.parting:
                 self._end(f"rank {', '.join(map(str, dead))} died", dead)
             if asked:
                 self._end(f"the job was ended by {asked[0]}", dead)
             if watch.late(watch.patience_s) and watch.first and not self._overtaken():
                 self._end("all ranks hang", [])
+
+    def _dead(self) -> list[int]:
+        """Return the processes of this machine that have died."""
+        return [i for i, (pid, born) in self._here.items() if _born(pid) != born]
 
     def _end(self, why: str, dead: list[int]) -> None:
         """End this process, and with it the job, unless it has come to its end meanwhile."""
