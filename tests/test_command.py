@@ -88,7 +88,7 @@ WRONG = {  # tables: what is said
     "no group": ({"metrics": {"a": {"regex": "x"}}}, "should have one group in brackets"),
     "no place": ({"metrics": {"a": {"csv": "x.csv"}}}, "should be FILE:PLACE"),
     "taken name": ({"metrics": {"wall_s": {"regex": "(x)"}}}, "and not wall_s"),
-    "time of what": ({"command": {"time": "valu"}}, "did you mean value?"),
+    "time of what": ({"command": {"time": "valve"}}, "did you mean value?"),
     "no time": ({"command": {"time": "value"}}, "should be a time: s, ms"),
     "work": ({"command": {"work": "m"}}, "command.work: m is no factor of the sweep"),
     "heading": ({"sweep": {"least": [1]}}, "reports have a column of that name"),
@@ -419,7 +419,7 @@ def test_a_metric_over_two_studies_of_one_day(tmp_path: Path, run: Run) -> None:
     heads = ["point", "2026-11-01 11:00", "2026-11-01 13:00"]
     assert [each[: len(heads[1])] for each in table.headings] == heads
     assert table.rows == [["n 1", "1.00", "3.00 (+)"], ["n 2", "2.00", "6.00 (+)"]]
-    status, shown = run("report", *files, "--history", "valu")
+    status, shown = run("report", *files, "--history", "valve")
     assert status == 2 and "no file has it; known are " in shown and "value" in shown
 
 
