@@ -78,18 +78,16 @@ __global__ void bin_leaders(const float* x, const float* kept, float rate, i64 n
 // Adds to each value of rows what a row's pair, below and above, has for its sign, of which a bit,
 // from the highest of a byte, says whether it is above.
 __global__ void add_signs(const u8* signs, const float* pairs, i64 columns, i64 n, float* out) {
-    const bool is_short = n < (i64)1 << 32;  // a division of 64 bits takes long
     for (i64 i = first_thread(); i < n; i += thread_stride()) {
-        const i64 row = is_short ? (u32)i / (u32)columns : i / columns;
+        const i64 row = row_of(i, columns, n);
         out[i] = add(out[i], pairs[2 * row + (signs[i / 8] >> (7 - i % 8) & 1)]);
     }
 }
 
 // out = x less what its row's pair, below and above, has for its sign.
 __global__ void subtract_signs(const float* x, const float* pairs, i64 columns, i64 n, float* out) {
-    const bool is_short = n < (i64)1 << 32;
     for (i64 i = first_thread(); i < n; i += thread_stride()) {
-        const i64 row = is_short ? (u32)i / (u32)columns : i / columns;
+        const i64 row = row_of(i, columns, n);
         out[i] = subtract(x[i], pairs[2 * row + !is_below(x[i])]);
     }
 }

@@ -99,6 +99,11 @@ __device__ Node walk(Node node, i64 path, int levels) {
 __device__ i64 first_thread() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ i64 thread_stride() { return (i64)gridDim.x * blockDim.x; }
 
+// The row of value i of n in rows of that many columns: a division of 64 bits takes long.
+__device__ i64 row_of(i64 i, i64 columns, i64 n) {
+    return n < (i64)1 << 32 ? (u32)i / (u32)columns : i / columns;
+}
+
 // Which of some runs, which end at ends, has value i.
 __device__ i64 run_of(const i64* ends, i64 runs, i64 i) {
     i64 low = 0, high = runs - 1;
@@ -263,9 +268,8 @@ __global__ void column_products(const float* m, i64 n, i64 columns, const float*
 // total[i][j] = sum over r of firsts[r][i] * seconds[r][j], in the order of r.
 __global__ void outer(float* total, i64 n, i64 columns, const float* firsts, const float* seconds,
                       i64 count) {
-    const bool is_short = n * columns < (i64)1 << 32;  // a division of 64 bits takes long
     for (i64 at = first_thread(); at < n * columns; at += thread_stride()) {
-        const i64 i = is_short ? (u32)at / (u32)columns : at / columns, j = at - i * columns;
+        const i64 i = row_of(at, columns, n * columns), j = at - i * columns;
         float sum = 0.0f;
         for (i64 r = 0; r < count; ++r)
             sum = add(sum, multiply(firsts[r * n + i], seconds[r * columns + j]));

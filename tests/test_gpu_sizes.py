@@ -124,7 +124,7 @@ def kernels() -> Any:
     emulated = sys.modules.get("emulated_gpu")
     if emulated is None:
         pytest.skip("runs single blocks: needs -p emulated_gpu")
-    library = emulated.library(cuda_source())
+    library = emulated.compiled_of(cuda_source())
     library.only_block.argtypes = (ctypes.c_long,)
     yield library
     library.only_block(-1)

@@ -135,7 +135,7 @@ def at_run_time(source: str) -> tuple[str, list[int]]:
 
 
 @cache
-def library(source: str) -> Any:
+def compiled_of(source: str) -> Any:
     """Return the compiled kernels of a source, where what is fixed stands as variables."""
     if planted:
         source = source.replace(*planted)
@@ -152,7 +152,7 @@ class RawModule(simulated_cupy.RawModule):
 
     def get_function(self, name: str) -> Callable[..., None]:
         source, values = at_run_time(self.code)
-        kernels = library(source)
+        kernels = compiled_of(source)
         call = getattr(kernels, f"run_{name}")
         call.restype = ctypes.c_char_p
         parameters = simulated_kernels.signature(self.code, name)
@@ -206,7 +206,7 @@ def pytest_configure(config: pytest.Config) -> None:
     simulated_cupy.RawModule = RawModule  # type: ignore[misc]
     source = cuda_source()
     assert not planted or source.count(planted[0]) == 1, planted[0]
-    library(source)
+    compiled_of(source)
     everywhere.enter_context(simulated_cupy.simulated())
 
 
