@@ -24,7 +24,7 @@ from ..world.cores import threads_of_rank
 from ..world.gpu_messages import Answer, find_out, sharing, use_own_gpu
 from ..world.mpi import library_version
 from ..world.ranks import Ranks
-from .schedulers import told
+from .schedulers import recorded
 
 PACKAGES = (
     *("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic"),
@@ -117,7 +117,7 @@ def attributes(world: Ranks) -> dict[str, str | int]:
         "virtual_ranks": world.virtual_ranks,
         "ranks": world.ranks,
         "git_commit": git_commit(),
-        **{f"{name}_job_id": each.own_job() for name, each in told().items()},
+        **{f"{name}_job_id": each.own_job() for name, each in recorded().items()},
     }
 
 

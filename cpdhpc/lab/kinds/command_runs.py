@@ -32,7 +32,7 @@ from ...config import UserError, suggest
 from ...whole_files import open_own, sealed_json, unsealed_json
 from .. import binding
 from ..claim import ClaimError, alone
-from ..schedulers import told
+from ..schedulers import facts
 from ..signals import Caught, Interrupted
 from ..study_data import Array, Case, Outcomes, Result
 from ..study_data.study_file import METRIC, WALL
@@ -380,7 +380,7 @@ class Runs(Measuring):
             "cores": str(os.cpu_count()),
             **({"program": program} if program else {}),
             "versions": json.dumps({k: versions()[k] for k in ("cpdhpc", "python")}),
-            **{name: json.dumps(each.facts()) for name, each in told().items()},
+            **facts(),
         }
 
     def _run(self, launch: Launch, folders: Mapping[str, str], caught: Caught) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from ...world.gpu_messages import use_gpu
 from ...world.mpi import World
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
-from ..schedulers import told
+from ..schedulers import facts
 from ..study_data import Case, Factors, Outcomes
 from .harness import ping_pong
 
@@ -197,5 +197,5 @@ def environment(names: list[str], placement: str) -> dict[str, str]:
         "placement": placement,
         "versions": json.dumps(versions()),
         "kernels": cpu_clone(),
-        **{name: json.dumps(each.facts()) for name, each in told().items()},
+        **facts(),
     }

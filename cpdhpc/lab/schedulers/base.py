@@ -141,6 +141,7 @@ class Scheduler(Protocol):
     FIRST: the smallest index; also that of the one element, if it has no array for that
     KEYS: of profiles, those that it has a word for, among partition, account, qos, constraint and
         reservation
+    FACTS: variables of a job that are the same for jobs of one kind; records have them
     An element of an array writes its log to logs/NAME-JOB_INDEX.log in the study's folder.
     """
 
@@ -150,15 +151,13 @@ class Scheduler(Protocol):
     ARRAYS: Arrays
     FIRST: int
     KEYS: Collection[str]
+    FACTS: Collection[str]
 
     def own_job(self) -> str:
         """Return the id of the job that this process is in, "" if it is in none."""
 
     def restarts(self) -> int:
         """Return how often that job was put into the queue again."""
-
-    def facts(self) -> dict[str, str]:
-        """Return what it says of that job, as far as it is the same for jobs of one kind."""
 
     def shape(self, nodes: int, ppn: int) -> str:
         """Return in its words what a job is asked for by, to have so many ranks on each node."""

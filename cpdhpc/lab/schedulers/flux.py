@@ -27,6 +27,7 @@ TITLE, SUFFIX = "Flux", ".flux"
 ARRAYS: Arrays = "one"
 FIRST = 0
 KEYS: Collection[str] = ("partition", "account", "constraint")
+FACTS: Collection[str] = ()
 LAUNCHERS = {
     # Flux runs them in the job's own instance, and forwards no signal of flux run but SIGTERM.
     "flux-run": Launcher(
@@ -60,11 +61,6 @@ def own_job() -> str:
 def restarts() -> int:
     """Return how often that job was put into the queue again: it never is."""
     return 0
-
-
-def facts() -> dict[str, str]:
-    """Return what is the same for jobs of one kind."""
-    return {}
 
 
 def shape(nodes: int, ppn: int) -> str:

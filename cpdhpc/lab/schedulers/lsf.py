@@ -38,7 +38,7 @@ LAUNCHERS = {
     ),
 }
 OWN = ("-J", "-n", "-W", "-o", "-oo", "-Q", "-w", "-I", "-K")  # what scripts and submit see to
-FACTS = ("LSB_QUEUE", "LSB_DJOB_NUMPROC", "LSF_VERSION")
+FACTS: Collection[str] = ("LSB_QUEUE", "LSB_DJOB_NUMPROC", "LSF_VERSION")
 FIELDS = "jobid jobindex job_name stat exit_code pend_reason exit_reason command"
 UNSURE = re.compile("not responding|Cannot connect|timed out|is down|try later", re.IGNORECASE)
 FULL = re.compile("limit .*(reached|exceeded)|[Tt]oo many|Pending job threshold", re.IGNORECASE)
@@ -55,11 +55,6 @@ def own_job() -> str:
 def restarts() -> int:
     """Return how often that job was put into the queue again: LSF says whether it was."""
     return int(os.environ.get("LSB_RESTART", "") == "Y")
-
-
-def facts() -> dict[str, str]:
-    """Return what is the same for jobs of one kind."""
-    return {name: os.environ[name] for name in FACTS if name in os.environ}
 
 
 def shape(nodes: int, ppn: int) -> str:

@@ -39,7 +39,7 @@ LAUNCHERS = {
     ),
 }
 OWN = ("-J", "-N", "-S", "-j", "-o", "-e", "-I", "-C", "-z")  # what scripts and submit see to
-FACTS = ("PBS_QUEUE", "PBS_SERVER", "NCPUS")
+FACTS: Collection[str] = ("PBS_QUEUE", "PBS_SERVER", "NCPUS")
 UNKNOWN = re.compile(r"Unknown Job Id", re.IGNORECASE)
 UNSURE = re.compile("cannot connect|Connection refused|timed out|Communication failure", re.I)
 FULL = re.compile("would exceed|exceeds? .*limit on number of jobs|limit .*jobs", re.IGNORECASE)
@@ -68,11 +68,6 @@ def own_job() -> str:
 def restarts() -> int:
     """Return how often that job was put into the queue again: it is not said."""
     return 0
-
-
-def facts() -> dict[str, str]:
-    """Return what is the same for jobs of one kind."""
-    return {name: os.environ[name] for name in FACTS if name in os.environ}
 
 
 def shape(nodes: int, ppn: int) -> str:

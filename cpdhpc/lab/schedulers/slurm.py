@@ -70,7 +70,7 @@ OWN = {  # what scripts and submit see to: options of sbatch with their short fo
     "--wait": "-W",
     "--wrap": "",
 }
-FACTS = (
+FACTS: Collection[str] = (
     "SLURM_CLUSTER_NAME",
     "SLURM_JOB_PARTITION",
     "SLURM_JOB_QOS",
@@ -90,11 +90,6 @@ def restarts() -> int:
     """Return how often that job was put into the queue again."""
     count = os.environ.get("SLURM_RESTART_COUNT", "")
     return int(count) if count.isdecimal() else 0
-
-
-def facts() -> dict[str, str]:
-    """Return what is the same for jobs of one kind."""
-    return {name: os.environ[name] for name in FACTS if name in os.environ}
 
 
 def shape(nodes: int, ppn: int) -> str:
