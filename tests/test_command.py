@@ -548,6 +548,9 @@ JOBS = {  # what a scheduler puts into the environment of an element
 }
 
 
+AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")  # else mpirun refuses
+
+
 def test_jobs_give_the_files_that_a_local_run_gives(tmp_path: Path, run: Run) -> None:
     """The script of each batch, run as each scheduler would, on ranks of this machine."""
     path = study_file(
@@ -578,13 +581,14 @@ def test_jobs_give_the_files_that_a_local_run_gives(tmp_path: Path, run: Run) ->
                 continue
             keys = {"here": tmp_path, "index": number + site.by.FIRST}
             own = environment() | {k: value.format(**keys) for k, value in given.items()}
+            own |= dict.fromkeys(AS_ROOT, "1")
             done = subprocess.run(
                 ["bash", "-c", text],
                 env=own | {"PATH": f"{tmp_path / 'bin'}:{own['PATH']}"},
                 capture_output=True, text=True, timeout=300, check=False,
             )  # fmt: skip
             logs = [each.read_text() for each in Folder(there).logs.iterdir()]
-            assert done.returncode == 0, (scheduler, done.stderr, logs)
+            assert done.returncode == 0, (scheduler, done.stdout, done.stderr, logs)
         assert run("study", "collect", there)[0] == 0
         assert layout(here) == layout(there), scheduler
         one, two = (load_study_file(each / "study.h5") for each in (here, there))
