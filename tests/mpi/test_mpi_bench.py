@@ -357,3 +357,25 @@ def test_bytes_to_mpi_do_not_depend_on_what_was_measured_before(world):
     least = values[0].nbytes if world.processes > 1 else 0
     verdict = first.collective_bytes == again.collective_bytes <= by_mpi - least < 1000
     assert world.gather(verdict) == [True] * world.processes, (first, again, by_mpi)
+
+
+@pytest.mark.two_ranks
+def test_split_images_beside_the_bound_of_their_links(world: World) -> None:
+    """Each of four convolutions sends a row of the image, and a row of its slope back."""
+    size, width, images, link_gbps = 64, 8, 3, 0.25
+    options = {"sizes": size, "width": width, "images": images, "link": link_gbps, "repeats": 1}
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main(["bench", "split", "--networks", "conv,1x1", *given])
+    told = world.gather((status, out.getvalue()))
+    rows = [line.split() for line in told[0][1].splitlines() if f" {size} x {size} " in line]
+    sent_bytes = 4 * 2 * size * width * images * 4
+    link_ms = sent_bytes * 8 / (link_gbps * 1e6)
+    verdict = [status for status, _ in told] == [0] * world.processes and all(
+        float(row[10]) == round(sent / 2**20, 2)
+        and float(row[11]) == round(ms, 2)
+        and float(row[12]) == max(float(row[7]), float(row[11]))
+        and row[13].endswith("%")
+        for row, sent, ms in zip(rows, (sent_bytes, 0), (link_ms, 0.0), strict=True)
+    )
+    assert world.gather(verdict) == [True] * world.processes, told

@@ -19,6 +19,7 @@ from torch import nn
 from ...config import UserError
 from ...torch.split_images import ImageGrid, partition
 from ...world.mpi import World
+from ...world.ranks import Ranks
 from ..kinds.harness import (
     Times,
     add_repeats,
@@ -97,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--grid ROWSxCOLUMNS", "of ranks (default: ranks x 1)")
     add("--width N", "channels", 24)
     add("--images N", "of a batch", 2)
+    add(
+        "--link GBIT",
+        "rate of each rank's link, 1e9 bit/s: adds the bytes that a rank sends, the bound and "
+        "the share of the messages' time that computation hides",
+        float,
+    )
     add_repeats(parser, 15, 2)
 
 
@@ -104,6 +111,8 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     """Measure, and print a table. Raises UserError for options out of range. Collective."""
     check_options(arguments, 1, "width", "images", "repeats")
     check_options(arguments, 0, "warmup")
+    if arguments.link is not None and not arguments.link > 0:
+        raise UserError(f"--link {arguments.link:g}: must be above 0")
     names = parse_names("--networks", arguments.networks, _known)
     sizes = parse_counts("--sizes", arguments.sizes)
     torch.set_num_threads(1)
@@ -120,6 +129,12 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     ]
     columns = f"{'':>10}{'':>18}{FORWARD:>9}{'':>18}{BOTH:>9}"
     header = f"{'network':<12}{'image':>8}" + f"{'part':>9}{'split':>9}{'ratio':>9}" * 2
+    if arguments.link is not None:
+        lines.append(
+            f"both over links of {arguments.link:g} Gb/s: MiB that a rank sends at most, ms that "
+            "they take, bound: the longer of part and link, share of the shorter that is hidden"
+        )
+        header += f"{'MiB':>9}{'link':>9}{'bound':>9}{'hidden':>9}"
     if world.process == 0:
         print("\n".join([*comments(lines), columns, header]), flush=True)
     for name in names:
@@ -164,7 +179,20 @@ def measured(arguments: argparse.Namespace, grid: ImageGrid, name: str, size: in
     for what in (FORWARD, BOTH):
         part, ours = ms(("part", what)), ms(("split", what))
         figures += f"{part:9.2f}{ours:9.2f}{ours / part:9.2f}"
-    return figures
+    if arguments.link is None:
+        return figures
+    sent = most_sent(grid.world, calls["split", BOTH])
+    link = sent * 8e-6 / arguments.link
+    hidden = (part + link - ours) / min(part, link) if link else 0.0  # one rank sends nothing
+    return f"{figures}{sent / 2**20:9.2f}{link:9.2f}{max(part, link):9.2f}{max(hidden, 0):9.0%}"
+
+
+def most_sent(world: Ranks, call: Callable[[], object]) -> int:
+    """Return the bytes that a call sends, of the process that sends most. Collective."""
+    before = int(world.bytes_sent.sum())
+    call()
+    sent = int(world.bytes_sent.sum()) - before
+    return int(max(world.gather(sent, "bench")))
 
 
 def both(net: nn.Module, x: torch.Tensor) -> Callable[[], None]:
