@@ -37,7 +37,7 @@ PACKAGES = {  # package -> title of its section
 ONLY = {"cpdhpc.torch.autograd": ["accumulate", "exchange", "join"]}  # the others are internal
 MORE = {
     "cpdhpc.torch.backend": """It is used by its name. `cpdhpc.torch.set_wires` lets its sums travel
-in few bits; `docs/torch_backend.md` describes it.
+in few bits; `docs/reference/torch_backend.md` describes it.
 
 ```python
 import cpdhpc.torch

@@ -1,4 +1,4 @@
-"""docs/commands.md from the command line; `python tests/command_page.py` writes it anew."""
+"""docs/reference/commands.md from the command line: `python tests/command_page.py` writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textwrap import fill
 
 from cpdhpc.lab.cli import COMMANDS, Command, Group, parser
 
-PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "commands.md"
 HEAD = """# Commands and their options
 
 Made of the command line's parsers, by `python tests/command_page.py`; a test compares. It is what

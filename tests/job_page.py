@@ -1,4 +1,4 @@
-"""docs/jobs.md from the models that read the files; `python tests/job_page.py` writes it anew."""
+"""docs/reference/jobs.md from the models of job files: `python tests/job_page.py` writes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.torch.controllers import BATCH_SCALINGS, DECAYS
 from cpdhpc.torch.precision.tensors import SCALINGS as TENSOR_SCALINGS
 
-PAGE = Path(__file__).parent.parent / "docs" / "jobs.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "jobs.md"
 HEAD = """# Keys of job files
 
 Made of the models that read the files, by `python tests/job_page.py`; a test compares. What has no
@@ -39,12 +39,12 @@ The tables below, each of which may be left out. A row of `[[compare]]` has the 
 `name`, and is laid over those of the file; each row is run once for each seed. Where it, or
 `--set`, names another model, data set and so on, the keys go that only the former one has;
 where it names a controller, those go that it decides (`learning_rate` beside `autowu`).
-`seed = 3` in `[train]` is `seeds = [3]`. `docs/tutorial.md` has an example.
+`seed = 3` in `[train]` is `seeds = [3]`. `docs/tutorials/first_study.md` has an example.
 """
 STUDIES = """
 ## Studies: `python -m cpdhpc study ACTION FILE.toml`
 
-`docs/studies.md` explains the sections and has examples.
+`docs/reference/studies.md` explains the sections and has examples.
 """
 FACTORS = """
 ### Factors
@@ -56,7 +56,7 @@ default must be swept.
 AUTOENCODER = """
 ## Autoencoders: `python -m cpdhpc autoencoder FILE.toml`
 
-`docs/autoencoder.md` explains the method. `[[layer]]` is repeated for each layer.
+`docs/reference/autoencoder.md` explains the method. `[[layer]]` is repeated for each layer.
 """
 BOUNDS = {
     "minimum": ">= {}",

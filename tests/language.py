@@ -50,13 +50,17 @@ def prose(page: str) -> str:
     return re.sub(r"(?<!\n)\n(?![\n|#-])", " ", text)
 
 
+def pages() -> Iterator[Path]:
+    """Yield the pages that people write: README.md, CONTRIBUTING.md and those of docs."""
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        if not {"_build", "api"} & set(path.relative_to(ROOT).parts):
+            yield path
+
+
 def texts(kind: str) -> Iterator[tuple[Path, str]]:
     """Yield files and the texts of that kind in them."""
     if kind == PAGES:
-        written = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-        for path in written:
-            if not {"_build", "api"} & set(path.relative_to(ROOT).parts):
-                yield path, prose(path.read_text())
+        yield from ((path, prose(path.read_text())) for path in pages())
         return
     for path in (ROOT / "cpdhpc").rglob("*.py"):
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

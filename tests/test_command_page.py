@@ -1,4 +1,4 @@
-"""docs/commands.md has every option of every command, as --help shows it."""
+"""docs/reference/commands.md has every option of every command, as --help shows it."""
 
 from __future__ import annotations
 

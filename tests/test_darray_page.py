@@ -1,4 +1,4 @@
-"""The figures of bench layer in docs/darray.md; its ten lines: tests/mpi/test_mpi_readme.py."""
+"""The figures of bench layer in docs/reference/darray.md; its code: test_mpi_readme.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from training import ROOT
 
 from cpdhpc.lab.cli import main
 
-PAGE = (ROOT / "docs" / "darray.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "darray.md").read_text()
 pytestmark = pytest.mark.mpi_skip
 
 

@@ -306,7 +306,7 @@ def test_scores_are_the_sum_over_epochs_whatever_the_memory(
     assert np.all(np.abs(found["scores"][:n, shown] - expected.numpy()) <= bound.numpy())
     assert np.allclose(found["self_influence"][shown], own, rtol=1e-4)
     assert np.allclose(found["train_loss"], losses.detach(), rtol=1e-4, atol=1e-6)
-    (_, code, *_) = (ROOT / "docs" / "influence.md").read_text().split("```")
+    (_, code, *_) = (ROOT / "docs" / "reference" / "influence.md").read_text().split("```")
     code = code.removeprefix("python").replace("test=7", "test=3")
     exec(code.replace("results/JOB/JOB-s0", str(trained / "small-s0")), {})
     assert "raised their loss most: [" in capsys.readouterr().out

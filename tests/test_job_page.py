@@ -1,4 +1,4 @@
-"""docs/jobs.md says of job files what the models say that read them."""
+"""docs/reference/jobs.md says of job files what the models say that read them."""
 
 from __future__ import annotations
 

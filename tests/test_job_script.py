@@ -162,7 +162,7 @@ def test_without_the_launcher_it_says_what_to_load(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (127, "")
     assert done.stderr == (
-        "demo: mpirun is not on PATH: load the MPI that has it (docs/sites.md)\n"
+        "demo: mpirun is not on PATH: load the MPI that has it (docs/reference/sites.md)\n"
     )
 
 

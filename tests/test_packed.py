@@ -301,7 +301,7 @@ def test_pieces_change_no_bit(name, monkeypatch):
 
 
 def test_bytes_that_leave_a_rank():
-    """As docs/collectives.md says: n values of a rank's x, 1,024 to a tile of 1,025 bytes."""
+    """As docs/explanation/collectives.md has it: n values of a rank, in tiles of 1,025 bytes."""
     ranks, tile = 4, 1025
 
     def sent(name, rows, wire="e4m3", **options):

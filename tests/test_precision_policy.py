@@ -253,7 +253,7 @@ def test_influence_is_of_float32_networks(tmp_path: Path) -> None:
 
 
 def test_the_page_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "precision.md").read_text()
+    text = (ROOT / "docs" / "reference" / "precision.md").read_text()
     (example,) = (e for e in re.findall(r"```python\n(.*?)```", text, re.S) if "convert(" in e)
     exec(example, {})
     shown = capsys.readouterr().out

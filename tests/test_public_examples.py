@@ -37,7 +37,7 @@ WITHOUT = {  # public name -> why an example would not help
     "cpdhpc.torch.controllers.Scheduled": "is in the example of Settings",
     "cpdhpc.torch.precision.Conv1d": "is as Conv2d",
     "cpdhpc.torch.precision.Conv3d": "is as Conv2d",
-    "cpdhpc.torch.precision.Recorder": "writes a file: docs/precision.md has it",
+    "cpdhpc.torch.precision.Recorder": "writes a file: docs/reference/precision.md has it",
     "cpdhpc.torch.quantized.IntegerNetwork": "is what load returns",
     "cpdhpc.torch.quantized.IntegerNorm": "is what integer_norm returns",
     "cpdhpc.torch.quantized.load": "needs the file of a trained network",

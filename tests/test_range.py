@@ -242,7 +242,7 @@ def test_formats_with_a_scale_are_taken_or_refused_with_the_reason(name: str) ->
 
 
 def test_the_page_has_the_table() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "explanation" / "kernels.md").read_text()
     for name in ("e4m3", "e4m3fn", "e2m1fn"):
         plain, saturated, _ = OVERFLOWS[name]
         row = f"| `{name}` | {str(plain).replace('inf', 'infinity').replace('nan', 'NaN')} |"

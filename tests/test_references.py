@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from language import pages
 from test_import_order import PACKAGE, name_of, sources
 
 from cpdhpc.config import keys_inside
@@ -18,7 +19,7 @@ from cpdhpc.lab.study.spec import Study
 from cpdhpc.lab.train.job import Job
 
 ROOT = PACKAGE.parent
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*pages(), ROOT / "CHANGELOG.md"]
 CODE = re.compile(r"`([^`\n]+)`")
 FENCED = re.compile(r"^ *```.*?^ *```|^(?: {4}[^\n]*\n)+", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?<![\w./<-])([\w/]+\.(?:py|cu|cpp|h))\b")
@@ -33,6 +34,7 @@ OTHERS = {  # what is not ours, or an example of a user's
     "ddp.register_comm_hook", "data.of",
     "quantization_ref_nvfp4.py",  # of Transformer Engine
     "data.KEY", "metrics.NAME", "ring.py", "layers.coded.size", "formats.NAME", "malloc.h",
+    "YOUR_PROGRAM.py", "first.py",
 }  # fmt: skip
 
 

@@ -172,7 +172,11 @@ def test_the_page_is_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """The commands are known, the first one run on two big batches; the script runs."""
-    page = (ROOT / "docs" / "precision.md").read_text().partition("## What passes through")[2]
+    page = (
+        (ROOT / "docs" / "reference" / "precision.md")
+        .read_text()
+        .partition("## What passes through")[2]
+    )
     commands = [line.split()[3:] for line in page.splitlines() if line.startswith("    python -m")]
     monkeypatch.chdir(tmp_path)
     for each in commands:

@@ -386,7 +386,7 @@ def test_states_of_pbs_by_letter() -> None:
 
 @pytest.mark.skipif(
     not Path("/opt/fluxlab/bin/flux").exists() and shutil.which("flux") is None,
-    reason="Flux is not installed (docs/testing.md)",
+    reason="Flux is not installed (docs/explanation/testing.md)",
 )
 def test_a_real_flux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A study from its submission to study.h5, in an instance of one broker."""

@@ -169,7 +169,7 @@ def test_every_activation_of_torch_is_known() -> None:
 
 
 def test_the_page_for_users_lists_the_table() -> None:
-    assert page() in (ROOT / "docs" / "spatial.md").read_text()
+    assert page() in (ROOT / "docs" / "reference" / "spatial.md").read_text()
 
 
 def test_inputs_of_another_shape_are_refused() -> None:

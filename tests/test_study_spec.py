@@ -360,7 +360,7 @@ def test_examples_freeze_to_themselves(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_key_and_default() -> None:
-    page = (ROOT / "docs" / "studies.md").read_text()
+    page = (ROOT / "docs" / "reference" / "studies.md").read_text()
     for name in Study.model_fields:
         assert f"`{name}`" in page or f"`[{name}]`" in page or f"`[[{name}]]`" in page, name
     for section in (Measure, Run):

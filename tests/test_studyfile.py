@@ -28,7 +28,7 @@ from cpdhpc.lab.study_data.study_file import (
     write_result,
 )
 
-PAGE = (ROOT / "docs" / "hdf5.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "hdf5.md").read_text()
 READERS = ("h5netcdf", "netcdf4")
 
 
@@ -253,7 +253,7 @@ def test_a_partial_study_says_so(tmp_path: Path) -> None:
 
 
 def test_thousands_of_points_are_collected(tmp_path: Path) -> None:
-    """2,000 points of 50 repeats, from a few files; docs/hdf5.md has the times."""
+    """2,000 points of 50 repeats, from a few files; docs/reference/hdf5.md has the times."""
     sizes = [1024 * k for k in range(1, 501)]
     study = small_study(tmp_path, sweep={"size_bytes": sizes})
     folder, cases = Folder(tmp_path / "small"), expand(study).cases

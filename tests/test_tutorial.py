@@ -1,4 +1,4 @@
-"""What docs/tutorial.md says to save and to type: its files are read, its compressor trains."""
+"""docs/tutorials/first_study.md: its files are read, its compressor trains."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import language
 import numpy as np
 import pytest
 import test_compress
@@ -26,7 +27,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.train.job import load
 from cpdhpc.world.ranks import Loopback
 
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+PAGE = (ROOT / "docs" / "tutorials" / "first_study.md").read_text()
 pytestmark = pytest.mark.mpi_skip
 
 
@@ -116,8 +117,7 @@ def test_the_page_of_keys_has_those_of_the_compressor(mine: Any) -> None:
 
 
 def test_pages_that_are_named_are_there() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    for page in pages:
+    for page in language.pages():
         for name in re.findall(r"`(docs/[\w./]+\.(?:md|png))`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
         for name in re.findall(r"\]\(([\w./]+\.(?:png|svg))\)", page.read_text()):

@@ -481,7 +481,8 @@ def expected_error(wire: Packed, sums: Sums) -> Expected:
     """Return the larger error of sums of 1,024 values by a wire, each tile with its own shift.
 
     A rank's contribution is a direction that all share plus three times as much noise, or only
-    noise, as in docs/accuracy.md. It takes about 40 us per rank, for at most MOST_SUMMED ranks.
+    noise, as in docs/measurements/accuracy.md. It takes about 40 us per rank, for at most
+    MOST_SUMMED ranks.
     """
     sums = sums.at_most(MOST_SUMMED)
     return max(_error(replace(wire, fit=True), sums, kind) for kind in DATA)

@@ -70,7 +70,8 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     )
     options(parser)(
         "--trace FILE",
-        "write what each rank did when, for Perfetto; FILE.gz: compressed (docs/performance.md)",
+        "write what each rank did when, for Perfetto; FILE.gz: compressed "
+        "(docs/measurements/performance.md)",
         path_of,
     )
 

@@ -198,7 +198,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(described)
     print(
         "interior: the cells of one box of the window, halo too, that waits for no message\n"
-        "of another rank, as large as cuts leave it; share: of all windows' cells (docs/darray.md)"
+        "of another rank, as large as cuts leave it; share: of all windows' cells "
+        "(docs/reference/darray.md)"
     )
     print(f"rank {rank}: owns {windows.layout.owner(rank)}, window {windows.boxes[rank]}")
     if arguments.png is not None:

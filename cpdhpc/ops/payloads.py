@@ -194,7 +194,7 @@ class Growth(NamedTuple):
 
         They are the fewest, g, with terms <= free * 4**g, as by this rule a byte more saves as
         much of the squared error wherever it is spent, if contributions are noise, and with
-        contributions that agree the error is less still; docs/accuracy.md derives it.
+        contributions that agree the error is less still; docs/measurements/accuracy.md derives it.
         Round one ring of all ranks that would be too many bits: there they are the fewest with
         (terms / ranks)**2 * hops <= 3 * 4**g, the same for contributions that agree. If the format
         rounds to nearest with a relative error e, by chance with e * sqrt(2), then a partial sum is

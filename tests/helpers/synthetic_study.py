@@ -1,4 +1,4 @@
-"""Study files made of invented measurements, written by h5py alone, as docs/hdf5.md says."""
+"""Study files of invented measurements, written by h5py alone, as docs/reference/hdf5.md says."""
 
 from __future__ import annotations
 

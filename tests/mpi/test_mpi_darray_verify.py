@@ -1,4 +1,4 @@
-"""plan.verify finds the faults that are put into exchanges; docs/darray.md has the figures."""
+"""plan.verify finds the faults put into exchanges; docs/reference/darray.md has the figures."""
 
 from __future__ import annotations
 

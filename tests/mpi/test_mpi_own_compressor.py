@@ -58,7 +58,7 @@ def test_the_tutorials_compressor_beside_a_job_file_trains(
     directory = Path(world.gather(str(tmp_path))[0])
     job = directory / "job.toml"
     if world.process == 0:
-        page = (ROOT / "docs" / "tutorial.md").read_text()
+        page = (ROOT / "docs" / "tutorials" / "first_study.md").read_text()
         source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
         (directory / "of_the_tutorial.py").write_text(source)
         write_idx(directory)

@@ -1,4 +1,4 @@
-"""What the README and docs/darray.md say to type for two ranks."""
+"""What the README and docs/reference/darray.md say to type for two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
-DARRAY = (ROOT / "docs" / "darray.md").read_text()
+DARRAY = (ROOT / "docs" / "reference" / "darray.md").read_text()
 
 
 @pytest.fixture

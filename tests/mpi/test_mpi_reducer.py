@@ -77,8 +77,8 @@ FRAMEWORKS = "import lightning", "import accelerate"
 
 
 def page_blocks() -> list[str]:
-    """The programs of docs/torch.md."""
-    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    """The programs of docs/reference/torch.md."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "torch.md").read_text()
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
@@ -86,7 +86,7 @@ def page_blocks() -> list[str]:
 def test_the_page_for_torch_users(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/torch.md as one program, block by block; all ranks end with the same model.
+    """docs/reference/torch.md as one program, block by block; all ranks end with the same model.
 
     The first test here, as the page opens and closes torch's process group itself.
     """

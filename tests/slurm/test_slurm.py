@@ -76,7 +76,7 @@ seed = 0
 [train]
 job = "train.toml"
 """
-# Open MPI 5 under srun may die in MPI_Init: open-mpi/ompi issue 12495, docs/sites.md
+# Open MPI 5 under srun may die in MPI_Init: open-mpi/ompi issue 12495, docs/reference/sites.md
 DIES_IN_INIT = "mca_pml_ob1_recv_frag_callback_match"
 WAYS = ("mpirun", "srun-pmix", "mpiexec", "srun-pmi2")
 
@@ -280,7 +280,7 @@ def test_training_goes_on_after_usr1_with_the_same_bits(lab: Lab, openmpi: Mpi |
 
 
 def test_a_job_that_must_not_requeue_stays_stopped(lab: Lab, openmpi: Mpi | str) -> None:
-    """As docs/training.md says under "Signals"."""
+    """As docs/reference/training.md says under "Signals"."""
     if isinstance(openmpi, str):
         pytest.skip(openmpi)
     script = [str(ROOT / "slurm" / "train.sbatch"), str(lab.file("stopped.toml", TRAIN))]

@@ -410,7 +410,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
                 if method.holds_back:
                     print(
                         f"# {text}: holds values back: train with momentum up to "
-                        f"{method.most_momentum:g}, see docs/compression.md"
+                        f"{method.most_momentum:g}, see docs/reference/compression.md"
                     )
     if arguments.out is not None:
         notes = {"device": arguments.device, "settings": arguments.settings, **attributes(world)}

@@ -38,7 +38,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
 
 def add_site(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names the profile of a cluster."""
-    options(parser)("--site FILE.toml", "profile of the cluster (docs/sites.md)", Path)
+    options(parser)("--site FILE.toml", "profile of the cluster (docs/reference/sites.md)", Path)
 
 
 def add_study_and_site(parser: argparse.ArgumentParser) -> None:

@@ -181,7 +181,8 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
     if FULL.search(said) or (POLICY in said and not OTHER_LIMIT.search(said)):
         raise QueueFull(f"{script}: sbatch takes no more: {said}")
     if LONGEST_ARRAY in said:
-        said += ": max_array of the site profile should be Slurm's MaxArraySize (docs/sites.md)"
+        said += ": max_array of the site profile should be Slurm's MaxArraySize"
+        said += " (docs/reference/sites.md)"
     raise Refusal(f"{script}: sbatch refuses it: {said}")
 
 

@@ -144,8 +144,8 @@ def write_study(
     """Write a study file from finished cases; missing: how many others the study has.
 
     of_benchmark: of points that no sweep has made, the factors that their kind has not
-    docs/hdf5.md says what is in it. Raises OSError where it cannot be written, ValueError where
-    there is no case.
+    docs/reference/hdf5.md says what is in it. Raises OSError where it cannot be written,
+    ValueError where there is no case.
     """
     if not points:
         raise ValueError("write_study: points: must be one or more")

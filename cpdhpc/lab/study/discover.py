@@ -45,7 +45,7 @@ class Discovered:
 
     def toml(self) -> str:
         """Return the site file. What could not be found out is a comment."""
-        head = [f"# {self.about}", "# docs/sites.md says what each key means."]
+        head = [f"# {self.about}", "# docs/reference/sites.md says what each key means."]
         rest = ["", *(f"# {line}" for line in self.others)] if self.others else []
         text = "\n".join([*head, "", *map(str, self.findings), *rest]) + "\n"
         validate(Site, tomllib.loads(text), "site discover")

@@ -477,7 +477,7 @@ KNOWN = "known are " + ", ".join(sorted(each.__name__ for each in LAYERS))
 
 
 def page() -> str:
-    """Return the table for docs/spatial.md: a line for all layers with the same description."""
+    """Return the table for docs/reference/spatial.md: a line for all layers of one description."""
     rows: dict[tuple[type[SplitLayer], str], list[str]] = {}
     for layer, row in LAYERS.items():
         rows.setdefault(row, []).append(f"`{layer.__name__}`")

@@ -4,7 +4,7 @@
 #   flux batch [--nodes=N --nslots=RANKS] allreduce_scaling.flux \
 #       [STUDY.toml] [--set KEY=VALUE ...]
 #
-# GPUs are for --set sweep.device=gpu (docs/gpu.md).
+# GPUs are for --set sweep.device=gpu (docs/howto/gpu.md).
 # All cases run in this one job, on 1, 2, 4, ... of its ranks by turns, so that they compare. What
 # comes out is a folder below results with a file per case, study.h5 and report.html. Submitted
 # again, the job goes on with what its folder lacks; other settings have another folder.
@@ -25,7 +25,7 @@ set +e
 set -u
 export OMP_NUM_THREADS="1"
 command -v flux >/dev/null || {
-    echo "allreduce_scaling: flux is not on PATH: load the MPI that has it (docs/sites.md)" >&2
+    echo "allreduce_scaling: flux is not on PATH: load the MPI that has it (docs/reference/sites.md)" >&2
     exit 127
 }
 nodes=$(flux getattr size)

@@ -10,11 +10,11 @@
 
 index=0 # there are no arrays
 # This environment is the one that flux batch was called in. To load another one: module load ..., and
-# source .../bin/activate here, or in a site profile: modules, setup, container (docs/sites.md).
+# source .../bin/activate here, or in a site profile: modules, setup, container (docs/reference/sites.md).
 set -u
 export OMP_NUM_THREADS="4"
 command -v flux >/dev/null || {
-    echo "demo-2x2-gpu-from2: flux is not on PATH: load the MPI that has it (docs/sites.md)" >&2
+    echo "demo-2x2-gpu-from2: flux is not on PATH: load the MPI that has it (docs/reference/sites.md)" >&2
     exit 127
 }
 

@@ -9,11 +9,11 @@
 
 index=0 # there are no arrays
 # This environment is the one that flux batch was called in. To load another one: module load ..., and
-# source .../bin/activate here, or in a site profile: modules, setup, container (docs/sites.md).
+# source .../bin/activate here, or in a site profile: modules, setup, container (docs/reference/sites.md).
 set -u
 export OMP_NUM_THREADS="1"
 command -v mpirun >/dev/null || {
-    echo "demo-2x2-from2: mpirun is not on PATH: load the MPI that has it (docs/sites.md)" >&2
+    echo "demo-2x2-from2: mpirun is not on PATH: load the MPI that has it (docs/reference/sites.md)" >&2
     exit 127
 }
 

@@ -4,7 +4,7 @@
 #   flux batch [--nodes=N --nslots=RANKS] train.flux \
 #       JOB.toml [ARGUMENTS of cpdhpc train]
 #
-# GPUs are for jobs with device = "gpu" (docs/gpu.md).
+# GPUs are for jobs with device = "gpu" (docs/howto/gpu.md).
 # Records go to results/ + the job file's name. Before its time is over the job writes a checkpoint
 # and ends; submitted once more, it goes on with what is not complete.
 # flux: --job-name=train
@@ -24,7 +24,7 @@ set +e
 set -u
 export OMP_NUM_THREADS="1"
 command -v flux >/dev/null || {
-    echo "train: flux is not on PATH: load the MPI that has it (docs/sites.md)" >&2
+    echo "train: flux is not on PATH: load the MPI that has it (docs/reference/sites.md)" >&2
     exit 127
 }
 if [ $# = 0 ]; then

@@ -5,7 +5,7 @@
 #       [--quick] [--device gpu] [ARGUMENTS of cpdhpc verify]
 #
 # What is found goes to verify-JOB.h5 and verify-JOB.html in the folder that flux batch is called in.
-# docs/verify.md says what is checked.
+# docs/howto/verify.md says what is checked.
 # flux: --job-name=verify
 # flux: --nodes=1
 # flux: --nslots=2
@@ -23,7 +23,7 @@ set +e
 set -u
 export OMP_NUM_THREADS="1"
 command -v flux >/dev/null || {
-    echo "verify: flux is not on PATH: load the MPI that has it (docs/sites.md)" >&2
+    echo "verify: flux is not on PATH: load the MPI that has it (docs/reference/sites.md)" >&2
     exit 127
 }
 nodes=$(flux getattr size)
