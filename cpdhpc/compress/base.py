@@ -164,7 +164,7 @@ class Aggregator(metaclass=Checked):
     def holds_back(self) -> bool:
         """Whether values wait on a rank, so that momentum above most_momentum loses accuracy.
 
-        See "When a method that waits may have momentum" in docs/reference/compression.md.
+        docs/reference/compression.md, "When a method that holds values back may have momentum".
         """
         return False
 

@@ -1,6 +1,6 @@
 """Momentum: that which a method gives to the mean, and how much goes with values that wait.
 
-docs/reference/compression.md has why, below "When a method that waits may have momentum".
+Reasons: docs/reference/compression.md, "When a method that holds values back may have momentum".
 """
 
 from __future__ import annotations
