@@ -79,6 +79,7 @@ def test_a_count_above_its_limit_fails(
         ("It is. Who comes is late.", 1),
         ("It knows what it is.", 0),
         ("A heading\n\nWhatever it is.", 1),
+        ("Type\n\n    What\n\nand read. What it is.", 1),
     ],
 )
 def test_sentences_that_open_with_what_are_counted(text: str, hits: int) -> None:
