@@ -46,7 +46,9 @@ HABITS = {
 
 def prose(page: str) -> str:
     """Return a page's sentences: no code, no links' targets, a space at line ends."""
-    text = re.sub(r"```.*?```|^(?:    [^\n]*\n)+|`[^`\n]*`|\]\([^)]*\)", " ", page, flags=re.S | re.M)
+    text = re.sub(
+        r"```.*?```|^(?:    [^\n]*\n)+|`[^`\n]*`|\]\([^)]*\)", " ", page, flags=re.S | re.M
+    )
     return re.sub(r"(?<!\n)\n(?![\n|#-])", " ", text)
 
 
