@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES, DOCSTRINGS = "pages", "docstrings"
+CODE = r"```.*?```|^(?:    [^\n]*\n)+|`[^`\n]*`|\]\([^)]*\)"  # and targets of links
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,12 @@ def test_language_is_within_its_limits() -> None:
     assert language.main() == 0
 
 
+def test_prose_has_no_code_and_goes_on_after_it() -> None:
+    page = "One `where`.\n\n    where\n    where\n\nTwo, [three](where.md).\n\n```sh\nwhere\n```\nFour."
+    assert "where" not in language.prose(page)
+    assert re.findall(r"\w+", language.prose(page)) == ["One", "Two", "three", "Four"]
+
+
 @every("kind", [language.PAGES, language.DOCSTRINGS])
 def test_a_count_above_its_limit_fails(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
