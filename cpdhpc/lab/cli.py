@@ -71,7 +71,7 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     options(parser)(
         "--trace FILE",
         "write what each rank did when, for Perfetto; FILE.gz: compressed "
-        "(docs/measurements/performance.md)",
+        "(docs/reference/timelines.md)",
         path_of,
     )
 
