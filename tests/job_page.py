@@ -1,4 +1,4 @@
-"""docs/reference/jobs.md from the models of job files: `python tests/job_page.py` writes it."""
+"""docs/reference/jobs*.md from the models of job files: `python tests/job_page.py` writes them."""
 
 from __future__ import annotations
 
@@ -25,38 +25,42 @@ from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.torch.controllers import BATCH_SCALINGS, DECAYS
 from cpdhpc.torch.precision.tensors import SCALINGS as TENSOR_SCALINGS
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference" / "jobs.md"
-HEAD = """# Keys of job files
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+INDEX = """# Keys of job files
 
-Made of the models that read the files, by `python tests/job_page.py`; a test compares. What has no
-default must be given, but for `name`, which is then the file's. Any other key is an error of one
-line, and so is a value of another type. `--set table.key=VALUE` lays a value over the file's.
+A job file is TOML. These pages list all keys. `python tests/job_page.py` makes them from the
+classes that read the files, and a test compares them.
+
+A key without a default must be set, except `name`: its default is the name of the file. An unknown
+key is an error of one line, and so is a value of another type. `--set table.key=VALUE` replaces a
+value of the file.
 """
-TRAIN = """
-## Trainings: `python -m cpdhpc train FILE.toml`
+TRAIN = """# Keys of trainings
 
-The tables below, each of which may be left out. A row of `[[compare]]` has the same tables and a
-`name`, and is laid over those of the file; each row is run once for each seed. Where it, or
-`--set`, names another model, data set and so on, the keys go that only the former one has;
-where it names a controller, those go that it decides (`learning_rate` beside `autowu`).
-`seed = 3` in `[train]` is `seeds = [3]`. `docs/tutorials/first_study.md` has an example.
+Files for `python -m cpdhpc train FILE.toml`. Each of these tables may be left out.
+`docs/tutorials/first_study.md` has an example.
+
+A row of `[[compare]]` has the same tables and a `name`; its keys replace those of the file. Each
+row is run once for each seed. If a row, or `--set`, names another model or data set, the keys that
+only the former one has are dropped. If it names a controller, the keys that the controller decides
+are dropped (`learning_rate` for `autowu`). `seed = 3` in `[train]` means `seeds = [3]`.
 """
-STUDIES = """
-## Studies: `python -m cpdhpc study ACTION FILE.toml`
+STUDIES = """# Keys of studies
 
-`docs/reference/studies.md` explains the sections and has examples.
+Files for `python -m cpdhpc study ACTION FILE.toml`. `docs/reference/studies.md` explains the
+sections and has examples.
 """
 FACTORS = """
-### Factors
+## Factors
 
-Keys of `[sweep]`, `[[zip]]`, `[[exclude]]`, `[weak]` and `[base]`; also `seed` and any key of a job
-where the kind is `train`, as `gradient.wire`, and any name where it is `command`. What has no
-default must be swept.
+Keys of `[sweep]`, `[[zip]]`, `[[exclude]]`, `[weak]` and `[base]`. `seed` is another one. With kind
+`train` so is any key of a job, such as `gradient.wire`; with kind `command`, any name. A factor
+without a default must be swept.
 """
-AUTOENCODER = """
-## Autoencoders: `python -m cpdhpc autoencoder FILE.toml`
+AUTOENCODER = """# Keys of autoencoders
 
-`docs/reference/autoencoder.md` explains the method. `[[layer]]` is repeated for each layer.
+Files for `python -m cpdhpc autoencoder FILE.toml`. `docs/reference/autoencoder.md` explains the
+method. There is one `[[layer]]` for each layer.
 """
 BOUNDS = {
     "minimum": ">= {}",
@@ -198,13 +202,13 @@ def tables(model: type[Section], skip: Iterable[str] = ()) -> Iterator[str]:
         choice = next((each for each in field.metadata if isinstance(each, OneOf)), None)
         for word, row in sorted(choice.known.items()) if choice else ():
             usual = ", the default without the table" if type(field.default) is row else ""
-            yield f'\n### `[{name}]` with `{choice.key} = "{word}"`{usual}\n\n{summary(row)}'
+            yield f'\n## `[{name}]` with `{choice.key} = "{word}"`{usual}\n\n{summary(row)}'
             yield from keys_table(row, [choice.key])
         kinds = [field.annotation, *get_args(field.annotation)]
         for kind in kinds if choice is None else ():
             if isinstance(kind, type) and issubclass(kind, Section):
                 several = "[" if kind is not field.annotation and kind is Layer else ""
-                yield f"\n### `{several}[{name}]{several and ']'}`\n\n{summary(kind)}"
+                yield f"\n## `{several}[{name}]{several and ']'}`\n\n{summary(kind)}"
                 yield from keys_table(kind)
                 yield from nested(name, kind)
 
@@ -220,13 +224,13 @@ def nested(name: str, model: type[Section]) -> Iterator[str]:
     """The tables within one, and those that their keys take, each once."""
     for key, field in model.model_fields.items():
         for row in sections(field.annotation):
-            yield f"\n### `[[{name}.{key}]]`\n\n{summary(row)}"
+            yield f"\n## `[[{name}.{key}]]`\n\n{summary(row)}"
             yield from keys_table(row)
             kinds = {
                 each: None for f in row.model_fields.values() for each in sections(f.annotation)
             }
             for table in kinds:
-                yield f"\n### A table of `{name}.{key}`: {table.__name__}\n\n{summary(table)}"
+                yield f"\n## A table of `{name}.{key}`: {table.__name__}\n\n{summary(table)}"
                 above = next((k for k in kinds if k is not table and issubclass(table, k)), None)
                 if above is not None:
                     inherited = ", ".join(f"`{each}`" for each in above.model_fields)
@@ -241,30 +245,69 @@ def factor_rows(factors: dict[str, Factor], kind: str) -> Iterator[str]:
         yield f"| {kind} | `{name}` | {factor.type.__name__} | {value} | {factor.long_name} |"
 
 
-def page() -> str:
-    """The whole page."""
+def joined(parts: Iterable[str]) -> str:
+    """Return a page of these parts."""
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).strip() + "\n"
+
+
+def train_page() -> str:
+    """Return the page of trainings."""
+    file = keys_table(Job, set(Job.model_fields) - {"name", "metrics"})
+    return joined([TRAIN, "\n## The file\n", *file, *tables(Job, ["name"])])
+
+
+def study_page() -> str:
+    """Return the page of studies."""
     own = [name for name in Study.model_fields if name not in ("measure", "run", "train")]
-    parts = [
-        HEAD,
-        TRAIN,
-        "\n### The file\n",
-        *keys_table(Job, set(Job.model_fields) - {"name", "metrics"}),
-    ]
-    parts += [*tables(Job, ["name"]), STUDIES, "\n### The file\n"]
-    parts += keys_table(Study, set(Study.model_fields) - set(own))
+    parts = [STUDIES, "\n## The file\n", *keys_table(Study, set(Study.model_fields) - set(own))]
     parts += tables(Study, own)
     for heading, table in (("command", Command), ("metrics.NAME", Metric)):
-        parts += [f"\n### `[{heading}]` of kind `command`\n\n{summary(table)}", *keys_table(table)]
+        parts += [f"\n## `[{heading}]` of kind `command`\n\n{summary(table)}", *keys_table(table)]
     parts += [FACTORS, "\n| kind | factor | type | default | what it is |"]
     parts += ["|---|---|---|---|---|", *factor_rows(SHAPE | SEATS, "all")]
     for kind, row in sorted(KINDS.items()):
         parts += factor_rows(dict(row.factors), kind)
-    parts += [AUTOENCODER, "\n### The file\n"]
-    parts += keys_table(Autoencoder, ["data", "layer", "train"])
-    parts += tables(Autoencoder, ["name"])
-    text = re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
-    return text.strip() + "\n"
+    return joined(parts)
+
+
+def autoencoder_page() -> str:
+    """Return the page of autoencoders."""
+    file = keys_table(Autoencoder, ["data", "layer", "train"])
+    return joined([AUTOENCODER, "\n## The file\n", *file, *tables(Autoencoder, ["name"])])
+
+
+def contents(name: str, page: str) -> Iterator[str]:
+    """The rows of a table of contents: links to a page's tables and the choices that each has."""
+    links: dict[str, list[str]] = {}
+    for heading in re.findall(r"^## (.*)$", page, re.MULTILINE):
+        table, _, choice = heading.partition(" with ")
+        shown = re.sub(r'`\w+ = "(\w+)"`.*', r"`\1`", choice) or table
+        place = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")  # as MyST makes it
+        default = " (default)" if "the default" in choice else ""
+        links.setdefault(table, []).append(f"[{shown}]({name}.md#{place}){default}")
+    for table, found in links.items():
+        one = len(found) == 1
+        yield f"| {found[0] if one else table} | {'' if one else ', '.join(found)} |"
+
+
+def pages() -> dict[str, str]:
+    """Return file name -> text of every page."""
+    found = {
+        "jobs_train": train_page(),
+        "jobs_study": study_page(),
+        "jobs_autoencoder": autoencoder_page(),
+    }
+    parts = [INDEX, "| files for | page |", "|---|---|"]
+    parts += ["| `python -m cpdhpc train` | [Trainings](jobs_train.md) |"]
+    parts += ["| `python -m cpdhpc study` | [Studies](jobs_study.md) |"]
+    parts += ["| `python -m cpdhpc autoencoder` | [Autoencoders](jobs_autoencoder.md) |"]
+    for name, page in found.items():
+        title = page.partition("\n")[0].removeprefix("# Keys of ").capitalize()
+        parts += [f"\n## {title}\n", "| table | one of |", "|---|---|", *contents(name, page)]
+    parts += ["\n```{toctree}\n:hidden:\n", *found, "```"]
+    return {f"{name}.md": text for name, text in ({"jobs": joined(parts)} | found).items()}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)

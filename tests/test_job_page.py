@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import pytest
-from job_page import PAGE, entries, keys_table, page
+from job_page import FOLDER, entries, keys_table, pages, train_page
 from pydantic import Field
 
 from cpdhpc.config import Section
@@ -14,14 +14,15 @@ from cpdhpc.torch.precision.tensors import UpdateFormat
 pytestmark = pytest.mark.mpi_skip
 
 
-def test_the_page_is_what_the_models_say() -> None:
-    assert PAGE.read_text() == page(), "python tests/job_page.py writes it anew"
+def test_the_pages_are_what_the_models_say() -> None:
+    found = {path.name: path.read_text() for path in FOLDER.glob("jobs*.md")}
+    assert found == pages(), "python tests/job_page.py writes them anew"
 
 
 def test_a_table_says_all_that_it_takes() -> None:
     """Its own keys, be they called as another table's, and those that it has from one above."""
-    _, _, after = page().partition("`precision.rule`: UpdateFormat\n")
-    found = after.partition("\n###")[0]
+    _, _, after = train_page().partition("`precision.rule`: UpdateFormat\n")
+    found = after.partition("\n##")[0]
     assert all(f"`{name}`" in found for name in UpdateFormat.model_fields)
     assert all(f"| `{name}` | boolean |" in found for name in ("master", "kahan"))
 
