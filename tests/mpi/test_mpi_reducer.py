@@ -77,18 +77,19 @@ FRAMEWORKS = "import lightning", "import accelerate"
 
 
 def page_blocks() -> list[str]:
-    """The programs of docs/reference/torch.md."""
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "torch.md").read_text()
-    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    """The programs of docs/reference/torch.md, then those of torch_frameworks.md."""
+    folder = Path(__file__).parents[2] / "docs" / "reference"
+    pages = [(folder / name).read_text() for name in ("torch.md", "torch_frameworks.md")]
+    return re.findall(r"```python\n(.*?)```", "\n".join(pages), re.DOTALL)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of FSDP itself
 def test_the_page_for_torch_users(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/reference/torch.md as one program, block by block; all ranks end with the same model.
+    """The pages as one program, block by block; all ranks end with the same model.
 
-    The first test here, as the page opens and closes torch's process group itself.
+    The first test here, as the pages open and close torch's process group themselves.
     """
     monkeypatch.chdir(world.gather(str(tmp_path))[0])
     here: dict[str, Any] = {}
