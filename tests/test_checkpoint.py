@@ -109,7 +109,7 @@ def test_settings_that_change_no_bit_may_differ(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_the_keys_that_may_differ() -> None:
-    page = (ROOT / "docs" / "reference" / "training.md").read_text()
+    page = (ROOT / "docs" / "reference" / "checkpoints.md").read_text()
     listed = page.partition("The keys that may differ are")[2].partition("any other is an error")[0]
     tables = {name for name in Job.model_fields if f"`[{name}]`" in listed} - {"train"}
     assert tables == {"loader", "record"}

@@ -280,7 +280,7 @@ def test_training_goes_on_after_usr1_with_the_same_bits(lab: Lab, openmpi: Mpi |
 
 
 def test_a_job_that_must_not_requeue_stays_stopped(lab: Lab, openmpi: Mpi | str) -> None:
-    """As docs/reference/training.md says under "Signals"."""
+    """As docs/reference/checkpoints.md says under "Signals"."""
     if isinstance(openmpi, str):
         pytest.skip(openmpi)
     script = [str(ROOT / "slurm" / "train.sbatch"), str(lab.file("stopped.toml", TRAIN))]
