@@ -70,7 +70,7 @@ def test_only_formats_of_8_bits_on_new_gpus_are_converted_by_them(fmt: str, vers
         assert not inexact(ptx_of(source, 90, *OPTIONS, version=version))
 
 
-# Of each value: more than this is a step back. docs/measurements/performance.md has the table.
+# Of each value: more than this is a step back. docs/measurements/codec_gpu.md has the table.
 MOST_INSTRUCTIONS = {"encode": 18, "decode": 22, "decode_add": 20, "hop": 36}
 MOST_CONVERTED = {"encode": 8, "decode": 7, "decode_add": 8, "hop": 13}  # by the GPU itself
 MOST_REGISTERS = 64

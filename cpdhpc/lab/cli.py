@@ -71,7 +71,7 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     options(parser)(
         "--trace FILE",
         "write what each rank did when, for Perfetto; FILE.gz: compressed "
-        "(docs/reference/timelines.md)",
+        "(docs/measurements/performance.md)",
         path_of,
     )
 
