@@ -39,7 +39,7 @@ NONE = Expected(0.0, ANY, "")  # for what depends on the machine alone
 SCALAR = "info shows the kernels, of which v3 and v4 are fast; a rank needs a core of its own"
 
 BUSY = "another process may use the GPU; nvidia-smi shows clocks and power"
-# Of the codec beside a copy by all ranks at once. On the CPU what docs/measurements/codec.md
+# Of the codec beside a copy by all ranks at once. On the CPU what docs/measurements/performance.md
 # has of two processors, widened by half; on the GPU what its table of predictions has, less a
 # third.
 CODEC: dict[str, dict[str, Expected]] = {
@@ -56,7 +56,7 @@ CODEC: dict[str, dict[str, Expected]] = {
         "hop tile": Expected(0.45, ANY, BUSY),
     },
 }
-# Of compute capability and format: what docs/measurements/codec_gpu.md has of an H200, less a
+# Of compute capability and format: what docs/measurements/performance.md has of an H200, less a
 # fifth.
 MEASURED: dict[tuple[str, str], dict[str, Expected]] = {
     ("90", "e4m3"): {
@@ -106,7 +106,7 @@ def codec(place: Place) -> Found:
 
 OTHER = "bench allreduce --algorithms ring,tree,direct,hier shows which algorithm suits the machine"
 SMALL = "start ranks on cores of their own (--bind-to core); bench latency shows all sizes"
-# Of all-reduces of ours over the library's. What docs/measurements/allreduces.md has of MPI on a
+# Of all-reduces of ours over the library's. What docs/measurements/performance.md has of MPI on a
 # node is 1.4 to 4.2 for large arrays, of gloo more; NCCL copies between GPUs in kernels, ours are
 # messages.
 LIBRARIES: dict[str, dict[str, Expected]] = {
