@@ -165,7 +165,7 @@ def test_the_page_analyses_a_file_of_any_kind_in_ten_lines(
     exec(code, found)
     assert f"{kind}\ncomplete\n" in capsys.readouterr().out
     fastest, points = found["fastest"], found["points"]
-    assert len(fastest) == len(points.groupby(found["alike"])) >= 1
+    assert len(fastest) == len(points.groupby(found["same"])) >= 1
     assert fastest.median_s.min() == points.median_s.min()
 
 
