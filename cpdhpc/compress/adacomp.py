@@ -1,15 +1,15 @@
-"""AdaComp: of each bin of a layer the values that are about its largest, as signs of one scale.
+"""AdaComp: the values near the largest of each bin of a layer, as signs of one scale.
 
-A value that is sent is a code of 8 bits where bins have less than 64 values, else of 16:
+A value that is sent is a code of 8 bits if bins have less than 64 values, else of 16:
 
     bits   15      14      13 ... 0            7       6       5 ... 0
         +------+-------+------------+       +------+-------+-----------+
         | last | minus |   index    |       | last | minus |   index   |
         +------+-------+------------+       +------+-------+-----------+
 
-index: of the value in its bin; last: the next code is of the next bin. The largest index, which no
-bin has, passes over empty bins: one, and as many more as the upper two bits say. Bins behind the
-last code are empty too.
+index: of the value in its bin; last: the next code belongs to the next bin. The largest index,
+which no bin has, skips empty bins: one, plus the number in the upper two bits. Bins after the last
+code are empty too.
 
     payload: of each layer its scale, float32, and the number of its codes, uint32 | all codes
 """
@@ -33,7 +33,7 @@ HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
 
 
 class Leaders(NamedTuple):
-    """What is sent of a layer, NumPy's: its scale, the ascending indices and the values there."""
+    """The values of a layer that are sent, NumPy's: scale, ascending indices and values."""
 
     scale: np.float32
     indices: Array
@@ -42,16 +42,16 @@ class Leaders(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaComp(SparseMessages):
-    """The mean of those values of each rank that are about the largest of their bin of a layer.
+    """The mean of those values of each rank that are near the largest of their bin of a layer.
 
     conv_bin_values: of a bin of weights of three dimensions or more; bin_values: of other weights
-    scale: a value is sent where what waits, with the gradient counted so many times, is no less
-        than the largest of its bin with the gradient counted once
-    The values become signs of one scale a layer, the mean of its bins' largest. What that leaves is
-    added to a rank's next gradient. Every rank gets the values of all, added in the order of ranks.
+    scale: a value is sent if its residual plus scale times the gradient is no less than the
+        largest sum of residual and gradient in its bin
+    The values become signs of one scale a layer, the mean of its bins' largest. The rest is added
+    to a rank's next gradient. Every rank gets the values of all, added in the order of ranks.
     Source: Chen et al.: AdaComp: adaptive residual gradient compression for data-parallel
-    distributed training, AAAI 2018, arXiv 1712.02679; with a mark for the last value of a bin where
-    the paper has a second bit for signs.
+    distributed training, AAAI 2018, arXiv 1712.02679; a code marks the last value of a bin, instead
+    of the paper's second bit for signs.
     """
 
     aggregator: Literal["adacomp"] = "adacomp"
@@ -73,7 +73,7 @@ class AdaComp(SparseMessages):
         return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
 
     def _bins(self, coded: Bucket) -> Iterator[tuple[int, slice]]:
-        """Yield how many values a bin of each layer has, and where the layer lies."""
+        """Yield the number of values of a bin of each layer, and the layer's slice."""
         for shape, (_, start, stop) in zip(coded.shapes, coded.segments, strict=True):
             bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
             yield bin_values, slice(start, stop)
@@ -85,7 +85,7 @@ class AdaComp(SparseMessages):
         layers: SparseLayers,
         context: Context,
     ) -> list[list[Leaders]]:
-        """Write what waits; return, of each hosted rank, what is about the largest. Collective.
+        """Write residuals plus gradients; return the leaders of each hosted rank. Collective.
 
         waiting: float32[layers.coded.size] of each hosted rank, written
         """
@@ -102,7 +102,7 @@ class AdaComp(SparseMessages):
                     gradient, kept, x[place], float(np.float32(self.scale - 1)), bin_values
                 )
                 most.append(highest.view(np.uint32).max())
-                with np.errstate(over="ignore", invalid="ignore"):  # looked at next
+                with np.errstate(over="ignore", invalid="ignore"):  # shared_largest checks it
                     scale = np.float32(highest.mean(dtype=np.float64))
                 found[row].append(Leaders(scale, indices, values))
         if layers.coded.size:

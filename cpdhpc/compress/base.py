@@ -1,4 +1,4 @@
-"""What every way of averaging gradients over the ranks has in common."""
+"""Base classes of gradient averaging, and the checks and helpers that methods share."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .bucket import Bucket, State
 
 Array = npt.NDArray[Any]
 Name = TypeVar("Name")
-HALF_ULP = 2.0**103  # of the largest float32: less takes no finite value beyond it
-BLOCK_VALUES = 1 << 15  # that are looked at together: a few arrays of them fit in a core's cache
+HALF_ULP = 2.0**103  # of the largest float32: adding less never makes a finite value overflow
+BLOCK_VALUES = 1 << 15  # a few arrays of this many values fit in a core's cache
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a method is told of the moment.
+    """The inputs of a call of aggregate besides the gradients.
 
-    state: what the method keeps; seed: of this bucket; iteration: from 0
-    epoch: how often all samples have been seen, 0.0 where nobody says
-    loss_scale: what gradients are multiplied by, which options in their unit have to follow
-    out: float32[bucket.size] that is of use to nobody: where the mean is made there, with zeros
-        between layers, and is Mean.flat itself, it is not copied
-    agreed: of Allreduce.run, for the first one of a method that compares; 0: nothing
+    state: arrays that the method keeps; seed: of this bucket; iteration: from 0
+    epoch: passes over the samples so far, 0.0 if unknown
+    loss_scale: factor of the gradients; options in the unit of gradients must be scaled by it
+    out: float32[bucket.size], scratch memory. A method that writes its mean there, with zeros
+        between layers, and returns it as Mean.flat saves a copy
+    agreed: argument of the first Allreduce.run of a method that compares; 0: none
     """
 
     world: Ranks
@@ -55,23 +55,23 @@ class Context:
 
     @property
     def outs(self) -> list[Array] | None:
-        """out as an all-reduce takes it."""
+        """The argument outs of an all-reduce that writes into out."""
         return None if self.out is None else [self.out]
 
     def key(self, name: str, rank: int = 0) -> Key:
-        """Return the key of the random numbers that name, this iteration and a rank choose.
+        """Return the key of the random numbers of a name, this iteration and a rank.
 
-        With one rank for all processes, as 0, all of them draw the same.
+        If all processes pass the same rank, as 0, all of them draw the same numbers.
         """
         return random_key(self.seed, crc32(name.encode()), self.iteration, rank)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure that a method offers for each layer, as it stands in the record.
+    """A figure of each layer that a method adds to the record.
 
-    counted: observe counts values of a rank's gradient, and the record has the share of the
-    non-zero values of all ranks; else Mean.layers has it, alike on all ranks
+    counted: if True, observe counts values of a rank's gradient, and the record has their share
+        of the non-zero values of all ranks; else Mean.layers has the figure, equal on all ranks
     """
 
     long_name: str
@@ -81,11 +81,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean gradient, and what it took to get it.
+    """The mean gradient and its figures.
 
-    flat: float32[bucket.size], the same bits on every rank
-    layers: float64[layers] by the names of columns that are not counted, alike on every rank
-    is_finite: whether flat is known to be finite, as finite() says; a copy by replace is unknown
+    flat: float32[bucket.size], identical on all ranks
+    layers: float64[layers] by the names of columns that are not counted, identical on all ranks
+    is_finite: whether finite() made it, so that flat is known to be finite; replace resets it
     """
 
     flat: Array
@@ -94,16 +94,16 @@ class Mean:
 
     @classmethod
     def finite(cls, flat: Array, layers: Mapping[str, Array] | None = None) -> Mean:
-        """Return a mean whose method has looked at flat, on all ranks: nobody looks once more."""
+        """Return a mean that all ranks have checked for NaN and infinity: averaged skips that."""
         mean = cls(flat, layers or {})
         object.__setattr__(mean, "is_finite", True)
         return mean
 
 
 class Checked(ABCMeta):
-    """A class whose objects are judged when they are made as a table of a job file is.
+    """Metaclass that checks the fields of a new object by the rules for tables of job files.
 
-    That reads a table by no call of the class, so nothing is judged twice. Raises ConfigError.
+    Job files are read without calling the class, so nothing is checked twice. Raises ConfigError.
     """
 
     def __call__(cls: type[Name], *given: Any, **options: Any) -> Name:
@@ -115,13 +115,13 @@ class Checked(ABCMeta):
 
     @property
     def __signature__(cls) -> Signature:
-        """What inspect.signature shows: the fields, in place of what __call__ above takes."""
+        """The fields, which inspect.signature shows instead of the arguments of __call__."""
         _, *parameters = signature(cls.__init__).parameters.values()  # type: ignore[misc]
         return Signature(parameters)
 
 
 def as_table(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as a job file has them: formats by name, Python's numbers."""
+    """Return options as a job file writes them: names of formats, numbers of Python."""
     return {
         key: value.name
         if isinstance(value, FloatFormat)
@@ -138,12 +138,12 @@ def as_table(options: Mapping[str, Any]) -> dict[str, Any]:
 class Aggregator(metaclass=Checked):
     """A way of averaging gradients over the ranks: a frozen configuration, stored with results.
 
-    Raises ConfigError, a ValueError, where a field is not what its annotation allows.
+    Raises ConfigError, a ValueError, if a field is not what its annotation allows.
     """
 
     align: ClassVar[int] = 1  # layers start on multiples of this many values
-    columns: ClassVar[Mapping[str, Column]] = {}  # what the record has of each layer
-    stateless: ClassVar[bool] = False  # keeps nothing by default: goes with stages of a network
+    columns: ClassVar[Mapping[str, Column]] = {}  # figures of each layer in the record
+    stateless: ClassVar[bool] = False  # keeps nothing by default, as stages of a network need
     __pydantic_config__: ClassVar[Any] = {
         "extra": "forbid",
         "strict": True,
@@ -152,17 +152,20 @@ class Aggregator(metaclass=Checked):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """Return how pydantic reads the table of a job file: strict about its values."""
-        return {**handler(source), "strict": False}  # the table itself need be no Aggregator
+        """Return the schema by which pydantic reads the table of a job file, strict in its values.
+
+        The table itself may be a dict instead of an Aggregator.
+        """
+        return {**handler(source), "strict": False}
 
     @property
     def has_momentum(self) -> bool:
-        """Whether means have some, so that the optimiser must have none."""
+        """Whether means include momentum, so that the optimiser must have none."""
         return False
 
     @property
     def holds_back(self) -> bool:
-        """Whether values wait on a rank, so that momentum above most_momentum loses accuracy.
+        """Whether ranks keep residuals, so that momentum above most_momentum loses accuracy.
 
         docs/reference/compression.md, "When a method that holds values back may have momentum".
         """
@@ -175,37 +178,37 @@ class Aggregator(metaclass=Checked):
 
     @property
     def most_momentum(self) -> float:
-        """The most momentum that goes with values that wait, the optimiser's or the method's."""
+        """The largest momentum, of optimiser or method, that residuals allow."""
         return 0.5
 
     @abstractmethod
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks of their gradients. Collective: all processes call.
 
-        gradients: one float32[bucket.size] per hosted rank, as bucket lays them out; unchanged.
-            CuPy arrays, too: then the mean and what is kept of each value are CuPy's
-        Raises NonFiniteGradient on all ranks where a gradient or the mean is not finite, with what
-        is kept unchanged: checked_mean before anything is kept, and then Mean.finite. The mean
-        of a method that does not is checked by averaged, after the method has kept what it keeps.
+        gradients: one float32[bucket.size] per hosted rank, in the layout of bucket; unchanged.
+            If they are CuPy's, so are the mean and the state of each value
+        Raises NonFiniteGradient on all ranks if a gradient or the mean is not finite. A method
+        that calls checked_mean before it changes its state, and returns Mean.finite, leaves the
+        state unchanged then; the mean of any other is checked by averaged, after the change.
         """
 
     def check_layers(self, names: Collection[str]) -> None:
-        """Raise ValueError where an option names a layer that is not among the model's."""
+        """Raise ValueError if an option names a layer that the model does not have."""
 
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
-        """Return int64[layers] of counted columns, of one rank's gradient; those not there are 0.
+        """Return int64[layers] for each counted column of one rank's gradient; absent ones are 0.
 
-        gradient: float32[bucket.size]; mean: what aggregate made of it and the others
+        gradient: float32[bucket.size]; mean: the result of aggregate
         """
         return {}
 
 
 @dataclass(frozen=True)
 class DenseMessages(Aggregator):
-    """A method that makes of gradients what can be all-reduced, in any wire.
+    """A method whose messages are all-reduces of dense arrays, in any wire.
 
     wire, algorithm, scaling: of the all-reduces, as in cpdhpc.allreduce
-    Raises ValueError where one is unknown or does not go with another.
+    Raises ValueError if one is unknown or two exclude each other.
     """
 
     wire: str = "raw"
@@ -242,12 +245,12 @@ class DenseMessages(Aggregator):
         mean = method.run(
             context.world, flats, iteration=context.iteration, segments=box.segments
         ).arrays[0]
-        if not is_finite(mean):  # the same bits, so the same answer, on all ranks
+        if not is_finite(mean):  # identical on all ranks, and so is the answer
             raise NonFiniteGradient([box.names[i] for i in nonfinite_layers(mean, box)], [])
         return dict(zip(parts, box.views(mean), strict=True))
 
 
-LOSSES = {  # what encoding does to the values of a layer
+LOSSES = {  # the effect of encoding on the values of a layer
     "aps_shift": Column("k of the scale 2**k; NaN: layers have none"),
     "underflow_share": Column(
         "share of non-zero gradient values, over all ranks, that become zero", counted=True
@@ -262,7 +265,7 @@ Layers = Annotated[tuple[str, ...], Allowed(is_array=True)]  # an option: names 
 
 
 def check_known(option: str, given: Collection[str], names: Collection[str]) -> None:
-    """Raise ValueError where an option names a layer that the model has not."""
+    """Raise ValueError if an option names a layer that the model does not have."""
     for name in given:
         if name not in names:
             raise ValueError(f"{option}: no layer is called {name!r}: {suggest(name, names)}")
@@ -279,7 +282,7 @@ def mean_in_float32(
     """Write the float32 mean of some layers into flat. Collective, unless there are none.
 
     gradients: float32[bucket.size] of each hosted rank
-    Raises NonFiniteGradient on all ranks alike.
+    Raises NonFiniteGradient on all ranks.
     """
     segments = [segment for segment in bucket.segments if segment.name in layers]
     if not segments:
@@ -289,20 +292,20 @@ def mean_in_float32(
     mean, end = method.run(context.world, parts).arrays[0], 0
     for _, a, b in segments:
         flat[a:b], end = mean[end : end + b - a], end + b - a
-    if not np.isfinite(mean).all():  # the same bits, so the same answer, on all ranks
+    if not np.isfinite(mean).all():  # identical on all ranks, and so is the answer
         raise nonfinite(context.world, gradients, bucket, nonfinite_layers(flat, bucket))
 
 
 def shared_largest(
     world: Ranks, gradients: Sequence[Array], bucket: Bucket, largest: Array
 ) -> Array:
-    """Return the largest values of all ranks, float32[k]. Collective.
+    """Return the largest values over all ranks, float32[k]. Collective.
 
-    largest: float32[k] of this process, 0 or more, one NaN or infinite where a gradient is
+    largest: float32[k] of this process, 0 or more; NaN or infinite if a gradient is
     Raises NonFiniteGradient on all ranks, naming the layers.
     """
     bits = world.max(largest.astype(np.float32).view(np.int32).astype(np.int64), "largest values")
-    if bits.size and bits.max() >= REFUSED:  # by check_place on some process
+    if bits.size and bits.max() >= REFUSED:  # check_place has failed on a process
         world.agree(None, "gradients")
     if bits.size and bits.max() >= NONFINITE_BITS:
         raise nonfinite(world, gradients, bucket)
@@ -310,12 +313,12 @@ def shared_largest(
 
 
 def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket) -> None:
-    """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
+    """Raise NonFiniteGradient on all ranks if one holds NaN or infinity. Collective."""
     shared_largest(world, gradients, bucket, amax(gradients))
 
 
 def amax(xs: Sequence[Array]) -> Array:
-    """Return the largest magnitude of all float32[n], float32[1], NumPy's: NaN where one is."""
+    """Return the largest magnitude of all float32[n], NumPy's float32[1]; NaN if one is."""
     return as_float(bits_of_largest(xs))
 
 
@@ -325,16 +328,15 @@ def bits_of_largest(xs: Sequence[Array]) -> int:
 
 
 def as_float(bits: int) -> Array:
-    """Return the float32 of some bits, float32[1], as amax returns it."""
+    """Return the float32 with these bits, float32[1], as amax returns it."""
     return np.array([bits], np.uint32).view(np.float32)
 
 
 def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:
-    """Yield slices of x.size values, one after the other, that stay in a core's cache.
+    """Yield consecutive slices of x that fit in a core's cache; on a GPU one slice of all.
 
-    x: on a GPU there is one; multiple: all but the last are as long as a multiple of it, about
-        BLOCK_VALUES
-    What takes several steps for each value goes through memory once if done block by block.
+    multiple: the length of all but the last is a multiple of it, about BLOCK_VALUES
+    Several steps on each value go through memory once if they are done block by block.
     """
     step = max(1, x.size if on_gpu(x) else BLOCK_VALUES // multiple * multiple, multiple)
     for start in range(0, x.size, step):
@@ -342,12 +344,12 @@ def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:
 
 
 def zeros(n: int, like: Array) -> Array:
-    """Return float32[n] where like lies, zeros that no pass over the CPU's memory has to write."""
+    """Return zeros, float32[n], on the device of like; on the CPU without a pass over memory."""
     return np.zeros_like(like, shape=(n,)) if on_gpu(like) else np.zeros(n, np.float32)
 
 
 REFUSED = 1 << 32  # above the bits of any float32
-RESIDUAL = "residual"  # the name of what waits, in a state
+RESIDUAL = "residual"  # name of residuals in a state
 PLACES = ("numpy.ndarray", "cupy.ndarray")  # allowed types of gradients
 
 
@@ -356,8 +358,8 @@ def check_place(
 ) -> None:
     """Raise TypeError on all ranks unless the gradients of each process are NumPy's or CuPy's.
 
-    Collective where it raises: the other processes go on to shared_largest of count values, or to
-    raise_unless_finite, and hear of it there.
+    Collective if it raises: the other processes then raise in the call that must follow, of
+    shared_largest with count values or of raise_unless_finite.
     """
     came = sorted({f"{type(x).__module__}.{type(x).__qualname__}" for x in gradients})
     if len(came) > 1 or came[0] not in PLACES:
@@ -366,7 +368,7 @@ def check_place(
             TypeError(
                 f"{type(method).__name__}: gradients: {' and '.join(came)}: must be "
                 f"{' or '.join(PLACES)}"
-                f"{', on all hosted ranks alike' if len(came) > 1 else ''}"
+                f"{', the same on all hosted ranks' if len(came) > 1 else ''}"
             ),
             "gradients",
         )
@@ -377,8 +379,8 @@ def machine_of_auto(
 ) -> Machine | None:
     """Return the machine of algorithm "auto", its file read once; None for the default.
 
-    name: of the class, for errors. Raises ValueError where there is a machine and another
-    algorithm; else as collectives.method.as_machine.
+    name: of the class, for errors. Raises ValueError if a machine comes with another algorithm;
+    else as collectives.method.as_machine.
     """
     if machine is None:
         return None
@@ -395,9 +397,9 @@ def nonfinite_layers(flat: Array, bucket: Bucket) -> list[int]:
 
 
 def checked_mean(world: Ranks, flat: Array, gradients: Sequence[Array], bucket: Bucket) -> Array:
-    """Return a mean, float32[bucket.size], alike on all ranks, which finite values may overflow.
+    """Return flat, a mean that is identical on all ranks, after a check for overflow.
 
-    Raises NonFiniteGradient on all ranks, naming the layers. Collective only where it raises.
+    Raises NonFiniteGradient on all ranks, naming the layers. Collective only if it raises.
     """
     if is_finite(flat):
         return flat
@@ -405,12 +407,12 @@ def checked_mean(world: Ranks, flat: Array, gradients: Sequence[Array], bucket: 
 
 
 def averaged(method: Aggregator, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-    """Return the mean that a method makes, all of whose values are finite. Collective.
+    """Return the mean of a method, with finite values only. Collective.
 
-    Where the method has not looked itself (Mean.finite), its mean is looked at here, and all ranks
-    hear in one small message what any has found, or what the method has raised there.
+    A mean that the method has not checked (Mean.finite) is checked here; one small message tells
+    all ranks the result, or the error that the method raised on one of them.
     Raises NonFiniteGradient on all ranks, naming layers and ranks; TypeError or ValueError on all
-    where a method returns on one anything but a Mean of contiguous float32[bucket.size].
+    if a method returns on one anything but a Mean of contiguous float32[bucket.size].
     """
     mean, error, bad, world = None, None, list[int](), context.world
     try:
@@ -420,7 +422,7 @@ def averaged(method: Aggregator, gradients: list[Array], bucket: Bucket, context
     except Exception as raised:
         if is_agreed(raised):
             raise
-        error = raised  # of one rank, for all that is known
+        error = raised  # perhaps of this rank only
     else:
         if isinstance(mean, Mean) and mean.is_finite:
             return mean
@@ -435,7 +437,7 @@ def averaged(method: Aggregator, gradients: list[Array], bucket: Bucket, context
 
 
 def _problem(name: str, mean: object, bucket: Bucket) -> Exception | None:
-    """Return what is wrong with what a method returned, but for values that are not finite."""
+    """Return the error of a method's result, not of its values; None if there is none."""
     if not isinstance(mean, Mean):
         return TypeError(f"{name}.aggregate: returned {type(mean).__name__}: must be a Mean")
     flat: object = mean.flat
@@ -452,9 +454,9 @@ def _problem(name: str, mean: object, bucket: Bucket) -> Exception | None:
 def nonfinite(
     world: Ranks, gradients: Sequence[Array], bucket: Bucket, in_mean: Sequence[int] = ()
 ) -> NonFiniteGradient:
-    """Return the error that names where non-finite values came from. Collective.
+    """Return the error that names the layers and ranks of non-finite values. Collective.
 
-    in_mean: the layers where they show in the mean, named where no gradient holds any
+    in_mean: layers whose mean is not finite, named if all gradients are finite
     """
     own = [
         (layer, rank)

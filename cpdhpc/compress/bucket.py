@@ -1,4 +1,4 @@
-"""Many arrays in one flat buffer, and what a method keeps of them between iterations."""
+"""Layout of named arrays in a flat buffer, and the state of a method between iterations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bucket:
 
     names, shapes: of the arrays, in order; align: each starts on a multiple of it: 1 for wire
     "raw", 1024 (a tile) for packed wires
-    Raises ValueError where names and shapes differ in number, a name comes twice or align < 1.
+    Raises ValueError if names and shapes differ in number, a name comes twice or align < 1.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Where each array lies in the buffer."""
+        """The place of each array in the buffer."""
         found, end = [], 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             start = -(-end // self.align) * self.align
@@ -67,7 +67,7 @@ class Bucket:
     def flatten(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
         """Copy the arrays into out, float32[size], or a new buffer; return it.
 
-        Raises ValueError for another number of arrays, other shapes, or an out of another size.
+        Raises ValueError if the shapes are not those of the bucket, or out has another size.
         """
         shapes = tuple(tuple(array.shape) for array in arrays)
         if shapes != self.shapes:
@@ -86,7 +86,7 @@ class Bucket:
     def views(self, flat: Array) -> list[Array]:
         """Return the arrays of a buffer, float32[size], as views.
 
-        Raises ValueError for a buffer of another size, dtype or that is not contiguous.
+        Raises ValueError if the buffer has another size or dtype, or is not contiguous.
         """
         self._check("views: flat", flat)
         return [
@@ -106,8 +106,8 @@ class Bucket:
 class Part:
     """Consecutive layers of a model that are reduced together: a bucket of a larger one.
 
-    layers: their indices in the model's bucket; start, stop: where they lie in its buffer
-    bucket: their own layout, that of buffer[start:stop]
+    layers: their indices in the model's bucket; bucket: their own layout
+    start, stop: buffer[start:stop] of the model's buffer has that layout
     """
 
     layers: range
@@ -121,10 +121,10 @@ MIB = 1 << 20
 
 
 def split_bucket(whole: Bucket, bucket_mib: float) -> list[Part]:
-    """Return parts of at most bucket_mib MiB of values, or one larger layer, the last ones first.
+    """Return parts of at most bucket_mib MiB of values, or one larger layer, the last layers first.
 
-    Layers go into parts in reverse, about the order in which backward finishes them; within a part
-    they keep the model's order, so that one part is laid out as the model itself.
+    Parts are filled from the last layer on, which backward finishes first; within a part layers
+    keep the model's order, so that a single part has the layout of the model.
     Raises ValueError unless bucket_mib is above zero.
     """
     if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, int | float | np.number):
@@ -151,16 +151,16 @@ def _part(whole: Bucket, layers: range) -> Part:
 Key = tuple[str, str]  # layer, name
 Redistribution = Literal["sum", "copy", "drop"]
 NEVER = -1.0  # in a state: no call yet
-ON_CPU = np.empty(0)  # an array that lies there
+ON_CPU = np.empty(0)  # an array in the CPU's memory, for arguments like
 
 
 @dataclass
 class Entry:
     """An array that a method keeps.
 
-    array: of own entries [hosted ranks, *shape], of shared ones as it was made
-    redistribution: what becomes of an own entry at another number of ranks; None: it is shared
-    whole: the array of memory.keep that this one is a part of, which nobody else uses; or None
+    array: [hosted ranks, *shape] of an own entry; of a shared one as it was made
+    redistribution: how an own entry is restored on another number of ranks; None: it is shared
+    whole: the array that memory.keep has cut this one from, which has no other use; or None
     """
 
     array: Array
@@ -171,15 +171,15 @@ class Entry:
 class State:
     """Arrays by layer and name, of each hosted rank or shared by all ranks; changed in place.
 
-    hosted: the ranks of this process; ranks: how many there are in all
-    Layers are names of parameters; "" is for what belongs to the whole model. A method gets its
-    arrays anew in each iteration, so that those of a checkpoint take their place.
+    hosted: the ranks of this process; ranks: number of all ranks
+    Layers are names of parameters, "" is the whole model. Methods ask for their arrays in each
+    iteration, as a checkpoint may have replaced them.
     """
 
     def __init__(self, hosted: range, ranks: int) -> None:
         self.hosted, self.ranks = hosted, ranks
         self._entries: dict[Key, Entry] = {}
-        # By name and number of values, see memory.take_spare; no part of what is kept
+        # Scratch arrays by name and number of values, see memory.take_spare; not in checkpoints
         self.spares: dict[tuple[str, int], list[Array]] = {}
 
     def own(
@@ -193,12 +193,12 @@ class State:
     ) -> list[Array]:
         """Return dtype[shape] of each hosted rank, zeros at first.
 
-        like: an array, NumPy's or CuPy's, that lies where these are to be; they are moved there
-        redistribution: at another number of ranks "sum" keeps the sum over ranks, as residuals
-            need it, each rank getting that of a part of the values; "copy" gives rank r what r
-            modulo the former number had; "drop" begins with zeros
-        Raises ValueError where the entry is another by shape, dtype or redistribution, or has a
-        "/" in its name.
+        like: an array of NumPy or CuPy; the result is moved to its device
+        redistribution: of a checkpoint of another number of ranks: "sum" keeps the sum over ranks,
+            as residuals need, and gives each rank that of a part of the values; "copy" gives rank
+            r the array of rank r modulo the former number; "drop" begins with zeros
+        Raises ValueError if the entry has another shape, dtype or redistribution, or the name
+        a "/".
         """
         if redistribution not in get_args(Redistribution):
             known = ", ".join(get_args(Redistribution))
@@ -216,10 +216,10 @@ class State:
     def give(
         self, layer: str, name: str, rows: Sequence[Array], whole: Array | None = None
     ) -> Array | None:
-        """Make arrays those of an entry that own made: rows of its dtype and shape, no more used.
+        """Replace the arrays of an entry of own by rows of its dtype and shape; return its whole.
 
-        The lone one of a process is not copied. whole: what it is a part of, see Entry. Returns
-        the whole of what the entry had.
+        rows: of each hosted rank, which the caller no longer uses; a single one is not copied
+        whole: the array that it is a part of, see Entry
         """
         entry = self._entries[layer, name]
         former = entry.whole
@@ -234,11 +234,10 @@ class State:
     def shared(
         self, layer: str, name: str, make: Callable[[], Array], like: Array = ON_CPU
     ) -> Array:
-        """Return an array that all ranks hold alike; make returns the first one, alike everywhere.
+        """Return an array of one dimension at least that is identical on all ranks.
 
-        It has one dimension at least. like: as for own
-
-        Raises ValueError where ranks have an entry each of this name, or it has a "/" in it.
+        make: returns the first one, identical on all ranks; like: as for own
+        Raises ValueError if own has an entry of this name, or the name has a "/".
         """
         entry = self._entry(layer, name, lambda: Entry(np.atleast_1d(make()), None), like)
         if entry.redistribution is not None:
@@ -247,7 +246,7 @@ class State:
 
     def _entry(self, layer: str, name: str, make: Callable[[], Entry], like: Array) -> Entry:
         if "/" in name:
-            raise ValueError(f"State: name={name!r}: has a '/' in it")
+            raise ValueError(f"State: name={name!r}: must have no '/'")
         if (layer, name) not in self._entries:
             self._entries[layer, name] = make()
         entry = self._entries[layer, name]
@@ -255,7 +254,7 @@ class State:
         return entry
 
     def __iter__(self) -> Iterator[tuple[Key, Entry]]:
-        """Yield all entries, in one order on all processes."""
+        """Yield all entries, in the same order on all processes."""
         return iter(sorted(self._entries.items()))
 
     def copy(self) -> State:
@@ -266,7 +265,7 @@ class State:
         return other
 
     def scale(self, factor: float) -> None:
-        """Multiply what adds up over ranks as gradients do, whose unit is another from now on."""
+        """Multiply the entries with redistribution "sum", as the unit of gradients has changed."""
         for _, entry in self:
             if entry.redistribution == "sum":
                 number = entry.array.dtype.type(factor)
@@ -278,7 +277,7 @@ class State:
 
 
 def redistributed(rows: Array, redistribution: Redistribution, hosted: range, ranks: int) -> Array:
-    """Return what the hosted ranks of a run of so many ranks get of an own entry.
+    """Return the rows of an own entry for the hosted ranks of a run on another number of ranks.
 
     rows: [former ranks, *shape]; returns [hosted ranks, *shape] of the same dtype
     A sum is formed in float64, or int64, and rounded once.

@@ -1,4 +1,4 @@
-"""Deep gradient compression: top-k of gradients that have gathered momentum."""
+"""Deep gradient compression: top-k of accumulated gradients with momentum."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .sparse import Density, LargestValues, SparseLayers, Warmup
 
 @dataclass(frozen=True)
 class Dgc(LargestValues):
-    """The mean of the largest values of what each rank's gradients with momentum add up to.
+    """The mean of the largest values of each rank's accumulated gradients with momentum.
 
     The optimiser must be SGD without momentum of its own: u = momentum u + gradient, v = v + u, and
-    the largest values of v are sent. What travels whole gets its momentum from the mean.
+    the largest values of v are sent. Layers that travel whole get their momentum from the mean.
     momentum: of the method, in place of the optimiser's; 0: none
-    masking: set u, too, to 0 where a value is sent, else it goes on; not while warmup lasts,
-        where most of u would be lost
+    masking: set u, too, to 0 at the values that are sent, else it continues; not during warmup,
+        when most of u would be lost
     dense_epochs: until then the density is 1
-    clip_norm: a rank's gradient of a layer is shortened to this 2-norm times ranks**-0.5; 0: none
+    clip_norm: a rank's gradient of a layer is scaled down to this 2-norm times ranks**-0.5; 0: not
     Source: Lin et al.: Deep gradient compression, ICLR 2018: momentum correction, local gradient
     clipping, momentum factor masking, warm-up.
     """
@@ -44,7 +44,7 @@ class Dgc(LargestValues):
 
     @property
     def most_momentum(self) -> float:
-        """See Aggregator.most_momentum: little waits in the first epochs, as warmup lasts."""
+        """See Aggregator.most_momentum: residuals are small in the first epochs, during warmup."""
         return 0.7
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
@@ -71,13 +71,13 @@ class Dgc(LargestValues):
         return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
 
     def _clipped(self, gradient: Array, bucket: Bucket, context: Context) -> Array:
-        """Return a rank's gradient, its layers shortened where they are too long."""
+        """Return a rank's gradient, its layers scaled down if their norm is too large."""
         if not self.clip_norm:
             return gradient
         out, kernels = gradient.copy(), backend_of(gradient)
         limit = self.clip_norm * context.loss_scale / context.world.ranks**0.5
         for x in bucket.views(out):
             norm = np.sqrt(kernels.square_sum(x.reshape(-1)))
-            if limit < norm < np.inf:  # what is not finite is left for check
+            if limit < norm < np.inf:  # check_largest finds values that are not finite
                 kernels.multiply(x, np.float32(limit / norm), x)
         return out

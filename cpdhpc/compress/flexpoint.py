@@ -1,4 +1,4 @@
-"""Flexpoint: integers whose shared exponents are predicted from what came before."""
+"""Flexpoint: integers whose shared exponents are predicted from earlier means."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .base import LOSSES, Aggregator, Array, Column, Context, Mean
 from .bucket import NEVER, Bucket
 from .lowbit import count_losses
 
-AUTOFLEX = 2.0, 3.0  # times the mean and so many standard deviations
+AUTOFLEX = 2.0, 3.0  # factor, and number of standard deviations
 
 
 def autoflex(known: Sequence[float]) -> float:
-    """Return what the largest value is expected to be after those known, at least one.
+    """Return the largest value that is expected after one or more known ones.
 
-    Source: Koester et al., NIPS 2017, algorithm 2, without what it adds for mantissas of 1.
+    Source: Koester et al., NIPS 2017, algorithm 2, without its term for mantissas of 1.
     """
     margin, deviations = AUTOFLEX
     middle = math.fsum(known) / len(known)  # fsum: one result on all processors
@@ -37,17 +37,17 @@ def autoflex(known: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Flexpoint(Aggregator):
-    """The mean of gradients that travel as integers, and of exponents that nobody sends.
+    """The mean of gradients that travel as integers with predicted exponents.
 
-    What a layer's largest value will be is expected from the largest ones of its last means, which
-    all ranks know: 2 ranks (m + 3 s), where m and s are their mean and standard deviation. The
-    exponent is the one with which that fits; larger values saturate, which the record counts. The
-    largest values of all ranks are told only while a layer has had no gradient.
+    The largest value of a layer is predicted from the largest values of its last means, which all
+    ranks know: 2 ranks (m + 3 s), with their mean m and standard deviation s. Its exponent is the
+    layer's; larger values saturate, and the record counts them. Ranks exchange their largest values
+    only until a layer has had a gradient.
     wire: int2 .. int16, whose integers are added exactly; algorithm: of the all-reduce
-    history: so many means are looked at
+    history: number of means that a prediction uses
     Source: Koester et al.: Flexpoint: an adaptive numerical format for efficient training of deep
-    neural networks, NIPS 2017 (Autoflex, which looks at the maxima of each tensor where it is; a
-    gradient of one rank may be ranks times its share of the mean).
+    neural networks, NIPS 2017. Its Autoflex uses the maxima of the tensor itself; a gradient of one
+    rank may be ranks times its share of the mean.
     """
 
     columns: ClassVar[Mapping[str, Column]] = LOSSES
@@ -87,7 +87,7 @@ class Flexpoint(Aggregator):
         return Mean.finite(mean, {"aps_shift": np.array(reduced.sent_shifts, np.float64)})
 
     def _expected(self, pasts: list[Array], bucket: Bucket, ranks: int) -> Shifts | None:
-        """Return the shift of each layer; None where one has had no gradient."""
+        """Return the shift of each layer; None if one of them has had no gradient."""
         fmt, shifts = INTEGERS[self.wire], list[int]()
         for past, (_, start, stop) in zip(pasts, bucket.segments, strict=True):
             if start == stop:

@@ -1,4 +1,4 @@
-"""GradientFlow's coarse-grained sparse communication: the chunks that matter to all ranks."""
+"""GradientFlow's coarse-grained sparse communication: the chunks with the largest norms."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .sparse import Epochs
 class GradientFlow(DenseMessages):
     """The mean of the chunks of a bucket whose 1-norms, summed over the ranks, are the largest.
 
-    A bucket's layers are one row of values, which is cut into chunks as equal as can be, wherever
-    layers begin and end: a shorter chunk would have a smaller norm, and wait for ever.
-    density: share of a bucket's chunks that are sent, one at least; the others wait and add up
+    The values of a bucket are cut into chunks of almost equal size, across the borders of layers: a
+    much shorter chunk would have a smaller norm, and would never be sent.
+    density: share of a bucket's chunks that are sent, one at least; the others are accumulated
     chunk_values: of a chunk at most; there are as few chunks as that allows
     dense_epochs: until then everything is sent
-    wire, algorithm, scaling: of the all-reduce of what is sent; it has no indices, as all ranks
-        choose alike
+    wire, algorithm, scaling: of the all-reduce of the chosen chunks; it needs no indices, as all
+        ranks choose the same chunks
     Source: Sun et al.: Optimizing network performance for distributed DNN training on GPU
     clusters, arXiv 1902.06855, section 3.3; without its momentum correction.
     """
@@ -67,18 +67,18 @@ class GradientFlow(DenseMessages):
         for each in is_sent:
             begin, end = end, end + flat[each].size
             flat[each] = mean[begin:end]
-        if not is_finite(mean):  # alike on all ranks
+        if not is_finite(mean):  # on all ranks or on none
             checked_mean(world, flat, waiting, bucket)
         multiply, zero = backend_of(flat).multiply, np.float32(0)
         for x in waiting:
-            for each in is_sent:  # with the signs that they had
+            for each in is_sent:  # zeros keep the signs of the values
                 x[each] = multiply(x[each], zero)
         keep(context, bucket, RESIDUAL, waiting)
         shares = [_within(spans, start, stop) for _, start, stop in bucket.segments]
         return Mean.finite(flat, {"sent_share": np.array(shares)})
 
     def _chosen(self, waiting: list[Array], context: Context) -> Array:
-        """Return where what all ranks send begins and ends: int64[spans, 2]. Collective."""
+        """Return the begin and end of each span of chosen chunks, int64[spans, 2]. Collective."""
         n = waiting[0].size
         if not n or context.epoch < self.dense_epochs:
             return np.array([[0, n]])
@@ -93,13 +93,13 @@ class GradientFlow(DenseMessages):
 
 
 def _taken(spans: Array, like: Array) -> list[Any]:
-    """Return what takes the values of spans: a slice of each; on a GPU, a mask of all of them."""
+    """Return indices for the values of spans: a slice for each; on a GPU, one mask for all."""
     if not on_gpu(like):
         return [slice(start, stop) for start, stop in spans.tolist()]
-    where = np.zeros(like.size, bool)
+    mask = np.zeros(like.size, bool)
     for start, stop in spans.tolist():
-        where[start:stop] = True
-    return [placed(where, like)]
+        mask[start:stop] = True
+    return [placed(mask, like)]
 
 
 def _within(spans: Array, start: int, stop: int) -> float:

@@ -1,4 +1,4 @@
-"""LGC: the largest values of gradients, made fewer by an autoencoder that learns from them."""
+"""LGC: the largest values of gradients, compressed by an autoencoder that is trained on them."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ from .sparse import Density, SparseLayers, SparseMessages, count_of, largest
 if TYPE_CHECKING:
     from torch import Tensor
 
-# (channels in, channels out, kernel, stride); each but the last of both has a leaky ReLU behind it
+# (channels in, channels out, kernel, stride); a leaky ReLU follows each but the last of both
 ENCODER = ((1, 64, 3, 2), (64, 128, 3, 2), (128, 256, 3, 2), (256, 64, 3, 2), (64, 4, 1, 1))
 DECODER = ((4, 32, 4, 2), (32, 64, 4, 2), (64, 128, 4, 2), (128, 32, 4, 2))  # transposed
-SHORTER = 16  # a code has 4 channels and is so many times as short
+SHORTER = 16  # a code has 4 channels, each shorter than the vector by this factor
 SIMILARITY = 0.5  # weight of the codes' distances in the loss of exchange "server"
 DECAYS = 0.9, 0.999  # of Adam's two moments
 
 
 @dataclass(frozen=True)
 class Lgc(DenseMessages):
-    """The mean of the values at the places of one rank's largest ones, sent as short codes.
+    """The mean of the values at the indices of one rank's largest ones, sent as short codes.
 
-    The rank whose largest values count, the leader, is another in each iteration. Each rank keeps
-    what it does not send; what decoding loses is lost. Once trained, the autoencoder makes a
-    quarter as many values of the chosen ones; it computes in float64, with one thread.
-    dense_steps: iterations before which all values travel in float32
-    training_steps: iterations behind them in which the chosen values of all ranks go to all, who
-        all train the same autoencoder
+    The ranks take turns as the leader, whose largest values are chosen. Each rank keeps the values
+    that it does not send; errors of decoding are not kept. Once trained, the autoencoder makes
+    codes of a quarter as many values; it computes in float64, with one thread.
+    dense_steps: number of first iterations in which all values travel in float32
+    training_steps: number of iterations after them in which the chosen values of all ranks go to
+        all, and every rank trains the same autoencoder
     exchange: "ring": the mean of all ranks' codes is decoded; "server": the leader's code is, for
-        each rank by a decoder of its own, which also sees that rank's innovation
-    density: share of a layer's values that are chosen, one at least; small networks want 0.1, as
+        each rank by a decoder of its own, which also gets that rank's innovation
+    density: share of a layer's values that are chosen, one at least; small networks need 0.1, as
         most ranks send values that another one has chosen
-    innovation: share of a rank's chosen values, its largest ones, that it sends where exchange is
-        "server"
+    innovation: share of a rank's chosen values, the largest ones, that it also sends if exchange
+        is "server"
     learning_rate: of Adam, which trains the autoencoder
     exclude: layers that travel whole in float32, as do all layers of one dimension; in the paper
         the first ones
     plain: layers whose chosen values travel without autoencoder; in the paper the last one
     wire, algorithm, scaling: of the all-reduce of codes and of the values of plain layers
     Source: Abrahamyan, Chen, Bekoulis, Deligiannis: Learned gradient compression for distributed
-    deep learning, IEEE TNNLS 2021, arXiv 2103.08870. Here the leader's places hold for "server"
-    too, which needs no server: what it would get goes to all.
+    deep learning, IEEE TNNLS 2021, arXiv 2103.08870. Here the leader chooses for "server" too, and
+    no server is needed: its input goes to all ranks.
     """
 
     columns: ClassVar[Mapping[str, Column]] = {
@@ -90,7 +90,7 @@ class Lgc(DenseMessages):
 
     @property
     def most_momentum(self) -> float:
-        """See Aggregator.most_momentum: nothing waits in the first steps, as dense_steps lasts."""
+        """See Aggregator.most_momentum: the first dense_steps leave no residuals."""
         return 0.7
 
     def check_layers(self, names: Collection[str]) -> None:
@@ -119,11 +119,11 @@ class Lgc(DenseMessages):
         return Mean.finite(flat, self._telemetry(layers, chosen, found))
 
     def _chosen(self, waiting: Sequence[Array], coded: Bucket, context: Context) -> Chosen:
-        """Return the places of the leader's largest values, alike on all ranks. Collective."""
+        """Return the indices of the leader's largest values, the same on all ranks. Collective."""
         world, leader = context.world, context.iteration % context.world.ranks
         counts = [count_of(self.density, stop - start) for _, start, stop in coded.segments]
         payloads: list[Array | None] = [None] * len(waiting)
-        values = np.zeros(sum(counts), np.float32)  # whose bytes, the last ones, stay at home
+        values = np.zeros(sum(counts), np.float32)  # the end of a payload, which is not sent
         if world.hosts(leader):
             i = leader - world.hosted.start
             places = largest(waiting[i], coded, self.density, "layer")
@@ -133,10 +133,10 @@ class Lgc(DenseMessages):
         return Chosen(decode_sparse(whole, coded.size)[0], coded, tuple(counts), self.plain, leader)
 
     def _trained(self, values: Sequence[Array], chosen: Chosen, context: Context) -> Found:
-        """Return the mean of the chosen values, and let the autoencoder learn. Collective."""
+        """Return the mean of the chosen values, and train the autoencoder. Collective."""
         all_values, world = allgather(context.world, values), context.world
         mean = np.zeros_like(values[0])
-        with np.errstate(over="ignore", invalid="ignore"):  # SparseLayers.mean sees it
+        with np.errstate(over="ignore", invalid="ignore"):  # SparseLayers.mean checks it
             for each in all_values:  # in the order of ranks
                 mean += each
         mean /= np.float32(world.ranks)
@@ -163,7 +163,7 @@ class Lgc(DenseMessages):
         return Found(mean, guess)
 
     def _decoded(self, values: Sequence[Array], chosen: Chosen, context: Context) -> Found:
-        """Return what the codes of the chosen values stand for. Collective."""
+        """Return the values that the codes of the chosen ones decode to. Collective."""
         world, is_coded = context.world, chosen.is_coded
         rows = [v[is_coded].astype(np.float64) for v in values]
         sums = sum_of_ranks(world, [np.array([np.abs(row).sum()]) for row in rows])
@@ -187,10 +187,10 @@ class Lgc(DenseMessages):
         return Found(out)
 
     def _is_given(self, values: Sequence[Array], chosen: Chosen, world: Ranks) -> Array:
-        """Return which chosen values are of layers where not all ranks' are 0. Collective.
+        """Return which chosen values belong to layers with a gradient on any rank. Collective.
 
-        bool[sum of counts]. A code of nothing but zeros is decoded to something else, and a layer
-        that no rank has a gradient for must not get one.
+        bool[sum of counts]. A code of zeros only is not decoded to zeros, and a layer that has no
+        gradient on any rank must not get one.
         """
         own = np.add.reduceat(np.stack(values) != 0, chosen.starts, axis=1)
         given = world.max(np.asarray(own.any(axis=0), np.int64), "lgc: layers with values")
@@ -205,7 +205,7 @@ class Lgc(DenseMessages):
         chosen: Chosen,
         context: Context,
     ) -> Array:
-        """Return the mean of what all ranks' decoders make of the leader's code. Collective."""
+        """Return the mean of all ranks' decoders' results for the leader's code. Collective."""
         world = context.world
         codes: list[Array | None] = [None] * len(rows)
         if world.hosts(chosen.leader):
@@ -222,12 +222,12 @@ class Lgc(DenseMessages):
         return net.decode(np.repeat(code[None], world.ranks, axis=0), came).mean(axis=0)
 
     def _innovation(self, values: Array) -> Array:
-        """Return which of a rank's float32[coded values] it sends besides, uint32[m]."""
+        """Return the indices of the innovation in a rank's float32[coded values], uint32[m]."""
         select = backend_of(values).select_magnitude
         return select(values, count_of(self.innovation, values.size))
 
     def _autoencoder(self, chosen: Chosen, context: Context) -> Autoencoder:
-        """Return the autoencoder of a bucket, which is kept under its first layer."""
+        """Return the autoencoder of a bucket; the state has it under the first layer."""
         innovated = self.exchange == "server"
         decoders = context.world.ranks if innovated else 1
         name, shared = chosen.coded.names[0], context.state.shared
@@ -258,7 +258,7 @@ class Lgc(DenseMessages):
 
 @dataclass(frozen=True)
 class Found:
-    """values: float32[chosen], their mean; guess: what was decoded of it, where that is known."""
+    """values: float32[chosen], their mean; guess: the decoded mean while the autoencoder trains."""
 
     values: Array
     guess: Array | None = None
@@ -266,7 +266,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which values of the coded layers count, alike on all ranks.
+    """The values of the coded layers that are chosen, the same on all ranks.
 
     places: uint32[sum of counts], ascending; counts: of each layer; plain: layers without
     autoencoder; leader: the rank that has chosen
@@ -280,26 +280,26 @@ class Chosen:
 
     @cached_property
     def is_coded(self) -> Array:
-        """Which of the chosen values the autoencoder takes, bool[sum of counts]."""
+        """Whether the autoencoder encodes each chosen value, bool[sum of counts]."""
         return np.repeat([name not in self.plain for name in self.coded.names], self.counts)
 
     @cached_property
     def starts(self) -> Array:
-        """Where the chosen values of each layer begin, int64[layers]."""
+        """The first of each layer's chosen values, int64[layers]."""
         return np.cumsum([0, *self.counts[:-1]])
 
     @cached_property
     def coded_count(self) -> int:
-        """How many the autoencoder takes."""
+        """The number of chosen values that the autoencoder encodes."""
         return int(self.is_coded.sum())
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """What makes vectors shorter, and long again. Arrays are parameters and Adam's two moments.
+    """An autoencoder of vectors. Arrays are parameters and Adam's two moments.
 
-    encoder: float64[3, parameters]; decoders: float64[decoders, 3, parameters], of which rank r
-        has number r modulo decoders; sizes: of a decoder's convolutions
+    encoder: float64[3, parameters]; decoders: float64[decoders, 3, parameters]; rank r uses number
+        r modulo decoders; sizes: of a decoder's convolutions
     """
 
     encoder: Array
@@ -317,7 +317,7 @@ class Autoencoder:
     def decode(self, codes: Array, innovations: Array | None = None) -> Array:
         """Return float64[vectors, n] of codes; vector r is decoded by rank r's decoder.
 
-        innovations: float64[vectors, n] where decoders see any
+        innovations: float64[vectors, n] for decoders that take them
         """
         import torch
 
@@ -342,10 +342,10 @@ class Autoencoder:
     def train(
         self, rows: Array, innovations: Array | None, leader: int, step: int, learning_rate: float
     ) -> Array:
-        """Learn from all ranks' float64[ranks, n]; return their mean as it was decoded before.
+        """Train on all ranks' float64[ranks, n]; return their mean as decoded before the step.
 
-        innovations: of all ranks where decoders see any; leader: whose code they decode then;
-        step: from 1
+        innovations: of all ranks, for decoders that take them; leader: the rank whose code these
+        decode; step: from 1
         """
         import torch
 
@@ -373,9 +373,9 @@ class Autoencoder:
 
 
 def _padded(rows: Array) -> Array:
-    """Return float64[vectors, n] with zeros behind, up to a multiple of SHORTER, two at least.
+    """Return float64[vectors, n] padded with zeros to a multiple of SHORTER, two at least.
 
-    A code of one place is too short for the decoder's convolutions.
+    A code of length one is too short for the decoder's convolutions.
     """
     n = max(2 * SHORTER, -(-rows.shape[1] // SHORTER) * SHORTER)
     return np.pad(rows, ((0, 0), (0, n - rows.shape[1])))
@@ -384,7 +384,7 @@ def _padded(rows: Array) -> Array:
 def _drawn(
     count: int, sizes: Sequence[tuple[int, int, int, int]], draw: np.random.Generator
 ) -> Array:
-    """Return new parameters, between -1 and 1 / sqrt(values that a channel sees), and moments 0."""
+    """Return new parameters, within +-1 / sqrt(inputs of a channel), and moments 0."""
     out = np.zeros((count, 3, sum((i * k + 1) * o for i, o, k, _ in sizes)))
     for parameters in out[:, 0]:
         bounds = [np.full((i * k + 1) * o, 1 / sqrt(i * k)) for i, o, k, _ in sizes]
@@ -446,7 +446,7 @@ def _adam(kept: Array, gradient: Array, step: int, learning_rate: float) -> None
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch work with one thread here: how sums are divided changes their bits."""
+    """Let torch compute with one thread here: the bits of its sums depend on the number."""
     import torch
 
     before = torch.get_num_threads()
@@ -458,7 +458,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_bits(world: Ranks, *arrays: Array) -> None:
-    """Raise ValueError on all ranks where one has computed other bits than rank 0. Collective."""
+    """Raise ValueError on all ranks if one has computed other bits than rank 0. Collective."""
     own = 0
     for array in arrays:
         own = crc32(np.ascontiguousarray(array).data, own)
@@ -468,5 +468,5 @@ def _check_bits(world: Ranks, *arrays: Array) -> None:
         ranks = [i * world.virtual_ranks for i, each in enumerate(every) if each != every[0]]
         raise ValueError(
             f"Lgc: the autoencoder of rank {', '.join(map(str, ranks))} has other bits than that "
-            "of rank 0: all processors and versions of torch should be alike"
+            "of rank 0: all ranks should have the same processor and version of torch"
         )

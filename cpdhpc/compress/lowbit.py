@@ -1,4 +1,4 @@
-"""Gradients travel in a small floating-point format."""
+"""LowBit: gradients are sent in a small number format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from .memory import keep, with_residuals
 
 @dataclass(frozen=True)
 class LayerWire:
-    """How the gradients of some layers travel; what is not given is that of the others."""
+    """How the gradients of some layers travel; None means as those of the other layers."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -63,7 +63,7 @@ class LayerWire:
 
     @classmethod
     def of(cls, given: Any) -> Any:
-        """Return the row of a wire's name; anything else as it is."""
+        """Return the row for the name of a wire; return anything else unchanged."""
         return cls(given) if isinstance(given, str) else given
 
 
@@ -72,16 +72,16 @@ class LowBit(Aggregator):
     """The mean of gradients that are rounded to a format before they travel.
 
     The options are those of cpdhpc.allreduce; the file of a machine is read once. Raises ValueError
-    where one is unknown or does not go with another.
-    rounding: as formats.Cast; not given: "stochastic" for wire "ternary", of which "nearest" leaves
-        the largest values of a layer alone, so that trainings diverge; else "nearest"
-    error_feedback: what rounding a rank's own gradient loses is added to its next one; not what
-        partial sums lose on their way (accumulate "float32" and "exact" round none). Rounding is
-        to nearest then: a value rounded up by chance may leave more behind than there was, so
-        that what is kept may grow without end
+    if one is unknown or two exclude each other.
+    rounding: as formats.Cast; default: "stochastic" for wire "ternary", as "nearest" keeps only the
+        largest values of a layer and trainings diverge; else "nearest"
+    error_feedback: the rounding error of a rank's own gradient is added to its next one; errors of
+        partial sums are not (accumulate "float32" and "exact" have none). The rounding must be
+        "nearest": a stochastic error may be larger than the value, and residuals could grow
+        without bound
     layers: another wire for some layers, by patterns as "conv*" of the names of parameters or of
         their modules: its name, or a table {wire, scaling, accumulate, rounding, overflow,
-        random_bits, headroom}; of several patterns that match the last one counts. Layers of one
+        random_bits, headroom}; if several patterns match, the last one counts. Layers of one
         wire travel together, with the bits that they would have without the others; "raw" is
         float32 here
     Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps"); Karimireddy
@@ -117,25 +117,25 @@ class LowBit(Aggregator):
         if self.wire == "raw" and not self.layers:
             raise ValueError("LowBit: wire='raw': is the aggregator 'none'")
         for way, pattern in enumerate(("", *self.layers)):
-            where = f"LowBit: layers[{pattern!r}]: " if way else ""
+            prefix = f"LowBit: layers[{pattern!r}]: " if way else ""
             try:
                 rounding = self._allreduce(way, 0).rounding
             except (TypeError, ValueError) as error:
-                raise reworded(error, f"{where}{error}") from None
+                raise reworded(error, f"{prefix}{error}") from None
             if self.error_feedback and rounding != "nearest":
                 raise ValueError(
-                    f"{where or 'LowBit: '}rounding={rounding!r}: error_feedback=true needs "
+                    f"{prefix or 'LowBit: '}rounding={rounding!r}: error_feedback=true needs "
                     "'nearest'"
                 )
 
     def _usual_rounding(self, wire: str) -> Rounding | None:
-        """Return how a wire is rounded for which nothing is said."""
+        """Return the default rounding of a wire."""
         chance = wire == "ternary" and not self.error_feedback
         return "stochastic" if chance else self.rounding or "nearest"
 
     @cached_property
     def _ways(self) -> list[dict[str, Any]]:
-        """The choices of the all-reduces: of layers that no pattern matches, then by pattern."""
+        """The options of the all-reduces: of layers that match no pattern, then of each pattern."""
         common = {"algorithm": self.algorithm, "op": "mean", "machine": self.machine}
         ways = []
         for number, own in enumerate((LayerWire(self.wire), *self.layers.values())):
@@ -150,16 +150,16 @@ class LowBit(Aggregator):
         return ways
 
     def _allreduce(self, way: int, seed: int) -> Allreduce:
-        """Return how layers of a way travel."""
+        """Return the all-reduce of a way, a number in _ways."""
         return configured(Allreduce, seed=seed, **self._ways[way])
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:
-        """Of each way the first one that is the same."""
+        """The first way with the same options as each way."""
         return tuple(self._ways.index(way) for way in self._ways)
 
     def _groups(self, bucket: Bucket) -> dict[int, list[int]]:
-        """Return which layers of a bucket travel together, by their way."""
+        """Return the indices of the layers of a bucket that travel together, by their way."""
         return _grouped(bucket.names, tuple(self.layers), self._firsts)
 
     def check_layers(self, names: Collection[str]) -> None:
@@ -181,7 +181,7 @@ class LowBit(Aggregator):
         groups = self._groups(bucket)
         if len(groups) == 1:
             return self._mean(next(iter(groups)), gradients, bucket, context, context.outs)
-        if self.error_feedback:  # before the first group moves what is kept
+        if self.error_feedback:  # before the first group changes its residuals
             raise_unless_finite(context.world, gradients, bucket)
         flat = np.empty_like(gradients[0]) if context.out is None else context.out
         bucket.clear_gaps(flat)
@@ -205,7 +205,7 @@ class LowBit(Aggregator):
     ) -> Mean:
         """Return the mean of a bucket whose layers travel one way, in outs if given. Collective."""
         seed = context.seed
-        if way:  # other random numbers than those of the layers before
+        if way:  # other random numbers than those of the ways before
             low, high = random_key(seed, crc32(b"layers"), way)
             seed = low | high << 32
         method = self._allreduce(way, seed)
@@ -223,7 +223,7 @@ class LowBit(Aggregator):
         if isinstance(method.fmt, TableFormat) and 0 not in method.fmt.numbers:
             bucket.clear_gaps(reduced.arrays[0])
         shifts: Any = reduced.sent_shifts
-        if self.layers and not shifts:  # so that all parts of a model have the column
+        if self.layers and not shifts:  # all parts of a model must have the column
             shifts = np.full(len(bucket.names), np.nan)
         layers = {"aps_shift": np.array(shifts, np.float64)} if len(shifts) else {}
         return Mean.finite(reduced.arrays[0], layers)
@@ -236,9 +236,9 @@ class LowBit(Aggregator):
         context: Context,
         outs: list[Array] | None,
     ) -> Reduced:
-        """All-reduce what the gradients and what was lost before are rounded to. Collective.
+        """All-reduce the rounded sums of gradients and residuals. Collective.
 
-        Rounded here, the contributions are numbers of the format, which travel as they are.
+        As they are rounded here, the wire carries the contributions without further loss.
         """
         world, segments = context.world, bucket.segments
         wanted = with_residuals(self, gradients, bucket, context)
@@ -256,9 +256,9 @@ class LowBit(Aggregator):
         return reduced
 
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
-        """Count what encoding a rank's own gradient loses. See Aggregator.observe.
+        """Count the values of a rank's own gradient that encoding loses. See Aggregator.observe.
 
-        Rounding is to nearest here whatever the wire's, so that the count has no chance in it.
+        For any rounding of the wire, the count is that of rounding to nearest: it is not random.
         """
         if not self.layers:
             return count_losses(gradient, bucket, self._allreduce(0, 0), mean)
@@ -276,7 +276,7 @@ class LowBit(Aggregator):
         return counts
 
 
-@lru_cache(maxsize=256)  # asked for each bucket in each step
+@lru_cache(maxsize=256)  # called for each bucket in each step
 def _grouped(
     names: tuple[str, ...], patterns: tuple[str, ...], ways: tuple[int, ...]
 ) -> dict[int, list[int]]:
@@ -301,7 +301,7 @@ def _part(bucket: Bucket, layers: Sequence[int]) -> Bucket:
 
 
 def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Segment]) -> Array:
-    """Return what a rank's contribution to an all-reduce is rounded to, float32[n]."""
+    """Return a rank's contribution to an all-reduce, rounded as the wire does, float32[n]."""
     wire, out = method.payloads, np.empty_like(x)
     used = shift_bytes(shifts[0], segments, x.size, x) if shifts[0] else None
     payload = np.empty_like(x, shape=(wire.size_bytes(x.size),), dtype=np.uint8)
@@ -315,7 +315,7 @@ def count_losses(
 ) -> Mapping[str, Array]:
     """Return how many values of each layer saturate and underflow in a packed wire, int64[layers].
 
-    mean: whose "aps_shift", if any, is the shift of each layer; else tiles have their own
+    mean: its "aps_shift" is the shift of each layer; without it tiles have their own
     """
     assert method.fmt is not None, "wire 'raw' is refused"
     if isinstance(method.fmt, TwoScales):  # a block's scale lets nothing saturate
@@ -329,7 +329,7 @@ def count_losses(
     stored = np.empty(shift_count(flat.size, shared), np.uint8)
     if shifts is not None:
         stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, np.diff(edges))
-    # saturated, underflowed, not finite
+    # columns: saturated, underflowed, not finite
     counts = placed(np.zeros((tiles(flat.size), 3), np.uint32), flat)
     words = np.empty_like(flat, shape=(packed_bytes(flat.size, cast.fmt.bits),), dtype=np.uint8)
     fit, encode_tiles = shifts is None, backend_of(flat).encode_tiles

@@ -1,4 +1,4 @@
-"""Memory that methods use again in each iteration, so that no page is taken anew."""
+"""Arrays that methods reuse in each iteration, so that the system need not provide new pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .bucket import Bucket
 
 
 def clear_mean(context: Context, bucket: Bucket, like: Array) -> Array:
-    """Return float32[bucket.size] of zeros for the mean, where like lies: context.out if given."""
+    """Return zeros for the mean, float32[bucket.size] on the device of like, or context.out."""
     if context.out is None:
         return zeros(bucket.size, like)
     backend_of(context.out).clear_all(context.out)
@@ -29,7 +29,7 @@ def clear_mean(context: Context, bucket: Bucket, like: Array) -> Array:
 
 
 def empty_mean(context: Context, bucket: Bucket, like: Array) -> Array:
-    """Return float32[bucket.size] for the mean, zeros between the layers alone."""
+    """Return float32[bucket.size] for the mean, with zeros only in the gaps between layers."""
     if context.out is None:
         return zeros(bucket.size, like)
     bucket.clear_gaps(context.out)
@@ -37,9 +37,9 @@ def empty_mean(context: Context, bucket: Bucket, like: Array) -> Array:
 
 
 def take_spare(context: Context, name: str, n: int, gradients: Sequence[Array]) -> list[Array]:
-    """Return float32[n] of each hosted rank, of any content: what give_spare has had, or new.
+    """Return float32[n] of each hosted rank, of any content: arrays of give_spare, or new ones.
 
-    On a GPU they are new: CuPy has a pool of its own.
+    On a GPU they are new, as CuPy has a pool.
     """
     found = context.state.spares.pop((name, n), [])
     is_there = not on_gpu(gradients[0]) and len(found) == len(gradients)
@@ -47,7 +47,7 @@ def take_spare(context: Context, name: str, n: int, gradients: Sequence[Array]) 
 
 
 def give_spare(context: Context, name: str, xs: Sequence[Array]) -> None:
-    """Keep arrays of one size that nobody uses any more for take_spare."""
+    """Keep arrays of one size that are no longer used for take_spare."""
     if not on_gpu(xs[0]):
         context.state.spares[name, xs[0].size] = list(xs)
 
@@ -59,10 +59,10 @@ def add_kept(
     places: Iterable[tuple[str, slice, slice]],
     out: Sequence[Array],
 ) -> int:
-    """Write gradients plus a memory into out; return the bits of the largest magnitude of a sum.
+    """Write gradients plus the state "name" into out; return the bits of the largest magnitude.
 
-    gradients, out: of each hosted rank; places: of each layer its name, and where it lies in a
-    gradient and in out. NaN is larger than infinity.
+    gradients, out: of each hosted rank; places: of each layer its name, its slice of a gradient
+    and its slice of out. NaN is larger than infinity.
     """
     most = 0
     for layer, source, place in places:
@@ -76,12 +76,11 @@ def add_kept(
 def with_residuals(
     method: Aggregator, gradients: Sequence[Array], bucket: Bucket, context: Context
 ) -> list[Array]:
-    """Return gradients plus the memory "residual", float32[bucket.size] each. Collective.
+    """Return gradients plus residuals, float32[bucket.size] of each hosted rank. Collective.
 
-    They are of each hosted rank, with zeros between the layers. The memory is that of keep, 0 at
-    first, and is not changed.
+    The gaps between layers are zeros. The residuals are those of keep, 0 at first, unchanged here.
     Raises on all ranks TypeError as check_place, NonFiniteGradient if a gradient, or its sum with
-    the memory, is not finite.
+    the residual, is not finite.
     """
     check_place(method, context.world, gradients)
     found = take_spare(context, RESIDUAL, bucket.size, gradients)
@@ -100,11 +99,11 @@ def keep(
     xs: Sequence[Array],
     layers: Collection[str] | None = None,
 ) -> None:
-    """Make float32[layout.size] of each hosted rank, that nobody uses any more, its memory.
+    """Keep float32[layout.size] of each hosted rank, which the caller no longer uses, in the state.
 
-    layers: those that have one; None: all of them
-    The layers' memories, an entry each, become parts of it. An array that an earlier call has made
-    the memory becomes spare as soon as no entry is a part of it.
+    layers: those that are kept; None: all of them
+    Each layer has an entry of this name, a part of the array. The array of an earlier call becomes
+    spare as soon as no entry is a part of it.
     """
     whole = xs[0] if len(xs) == 1 and not on_gpu(xs[0]) else None  # else entries are copies
     former = [

@@ -1,4 +1,4 @@
-"""No compression: float32 gradients as they are."""
+"""No compression: gradients travel in float32."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .bucket import Bucket
 
 @dataclass(frozen=True)
 class NoCompression(Aggregator):
-    """The mean in float32. algorithm: that of the all-reduce; "mpi" is the library's own.
+    """The mean in float32. algorithm: of the all-reduce; "mpi" is the library's own.
 
     machine: for "auto", as for cpdhpc.allreduce; a file is read once
-    Raises ValueError for an unknown algorithm, or a machine for another one than "auto".
+    Raises ValueError for an unknown algorithm, or a machine with another algorithm than "auto".
     """
 
-    columns: ClassVar[Mapping[str, Column]] = LOSSES  # none at all
+    columns: ClassVar[Mapping[str, Column]] = LOSSES  # of which there are none
     stateless: ClassVar[bool] = True
 
     aggregator: Literal["none"] = "none"
@@ -40,7 +40,7 @@ class NoCompression(Aggregator):
     def __post_init__(self) -> None:
         machine = machine_of_auto("NoCompression", self.algorithm, self.machine)
         object.__setattr__(self, "machine", machine)
-        assert self._allreduce  # raises for what is unknown
+        assert self._allreduce  # raises for an unknown algorithm
 
     @cached_property
     def _allreduce(self) -> Allreduce:

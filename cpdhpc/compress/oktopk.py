@@ -1,16 +1,16 @@
 """Ok-Topk: a sparse all-reduce whose messages do not grow with the number of ranks.
 
-Each rank owns a region of the values. Ranks send the largest values of what waits to the owners,
-who add them up; the owners gather the largest sums for all. Both thresholds and the regions are
-used again for some iterations:
+Each rank owns a region of the values. Ranks send the largest of their values (gradient plus
+residual) to the owners, which add them; the largest sums are then gathered on all ranks. Both
+thresholds and the regions are used for several iterations:
 
-    local      |waiting| > local threshold              estimated anew: the k largest
+    local      |value| > local threshold                to estimate it: the k largest
     regions    edges at equal shares of the local ones, mean over ranks
     sums       of a region, in the order of ranks
-    global     |sum| > global threshold                 estimated anew: the k largest
+    global     |sum| > global threshold                 to estimate it: the k largest
     all-gather of the global ones
 
-A threshold by which less than half of k would be sent, or more than twice k, is estimated anew.
+A threshold that selects less than half of k values, or more than twice k, is estimated again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .memory import clear_mean
 from .payload import decode_sparse, encode_sparse
 from .sparse import Density, Pairs, SparseLayers, SparseMessages, Warmup, count_of, density_at
 
-UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
+UNEVEN = 4  # times the mean: if a rank has more of the largest sums, they are redistributed first
 Period = Annotated[int, Allowed(ge=1)]  # an option: iterations
 
 
@@ -44,16 +44,16 @@ Period = Annotated[int, Allowed(ge=1)]  # an option: iterations
 class OkTopk(SparseMessages):
     """The mean of the values that are among the largest of a rank and of the sum over all ranks.
 
-    density: share of a bucket's values that all ranks get, one at least; of all ranks together,
-        so more than topk's of each rank
+    density: share of a bucket's values that all ranks get, one at least; it counts the values of
+        all ranks together, topk's those of each rank
     warmup: density of the first epochs, one for each
-    estimate_every: iterations after which both thresholds are estimated anew; of more than about
-        8 a network's first steps may not recover
-    rebalance_every: iterations after which the ranks' regions are made anew
+    estimate_every: iterations after which both thresholds are estimated again; a network may not
+        recover from its first steps with more than about 8
+    rebalance_every: iterations after which the ranks' regions are computed again
     wire: of the values that are sent: "raw" or a format
-    What is not among the largest sums stays with each rank and is added to its next gradient, as is
-    what a wire rounds off. A rank sends about 2 (ranks - 1) / ranks times k values with their
-    indices, and twice as many at most before thresholds are estimated anew.
+    Values that are not among the largest sums are added to a rank's next gradient, as is the
+    rounding error of the wire. A rank sends about 2 (ranks - 1) / ranks times k values with their
+    indices, and at most twice as many before thresholds are estimated again.
     Source: Li, Hoefler: Near-optimal sparse allreduce for distributed deep learning, PPoPP 2022.
     """
 
@@ -93,7 +93,7 @@ class OkTopk(SparseMessages):
         layers.keep(waiting, context)
         return Mean.finite(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
-    @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite
+    @np.errstate(over="ignore", invalid="ignore")  # layers.mean checks the sums
     def _summed(
         self,
         waiting: list[Array],
@@ -102,16 +102,16 @@ class OkTopk(SparseMessages):
         layer: str,
         context: Context,
     ) -> Pairs:
-        """Return the about k largest sums over ranks, taken out of what waits. Collective.
+        """Return about the k largest sums over ranks, and subtract them from waiting. Collective.
 
-        chosen: of each hosted rank; layer: with which thresholds and regions are kept
-        Returns indices, uint32[m], ascending, and sums, float32[m], alike on all ranks.
+        chosen: of each hosted rank; layer: the one under which the state has thresholds and regions
+        Returns indices, uint32[m], ascending, and sums, float32[m], the same on all ranks.
         """
         world, n = context.world, waiting[0].size
         edges = self._edges([indices for indices, _ in chosen], n, layer, context)
         sent, regions = self._reduced(chosen, edges, context)
         indices, sums = self._gathered(regions, edges, k, layer, context)
-        if not is_finite(sums):  # mean raises: what waits stays as it is
+        if not is_finite(sums):  # layers.mean raises
             return indices, sums
         borders, marks = np.searchsorted(indices, edges), cpu.pack_bitmap(indices, n)
         for rank, x, (own, values), (places, before) in zip(
@@ -126,9 +126,9 @@ class OkTopk(SparseMessages):
     def _chosen(
         self, gradients: list[Array], layers: SparseLayers, k: int, context: Context
     ) -> tuple[list[Array], list[Pairs]]:
-        """Return what waits, and about the k largest values of it, none of them 0. Collective.
+        """Return gradients plus residuals, and about their k largest values. Collective.
 
-        They are of each hosted rank, the largest values NumPy's.
+        Both are of each hosted rank; the largest values are NumPy's, without zeros.
         """
         names = layers.coded.names
         thresholds = context.state.own(names[0], "threshold", (1,), "copy")
@@ -150,14 +150,14 @@ class OkTopk(SparseMessages):
         return waiting, found
 
     def _edges(self, chosen: list[Array], n: int, layer: str, context: Context) -> Array:
-        """Return where the ranks' regions of n values begin and end, int64[ranks + 1]. Collective.
+        """Return the edges of the ranks' regions of n values, int64[ranks + 1]. Collective.
 
-        chosen: what hosted ranks send, of which each region is to get the same share
+        chosen: indices that hosted ranks send, of which each region should get the same share
         """
         ranks, key = context.world.ranks, (layer, "edges")
         edges = context.state.shared(*key, lambda: np.zeros(ranks + 1, np.int64))
         is_due = context.iteration % self.rebalance_every == 0
-        if is_due or edges.size != ranks + 1 or edges[-1] != n:  # of other ranks, other buckets
+        if is_due or edges.size != ranks + 1 or edges[-1] != n:  # from another run
             cuts = np.arange(ranks + 1)
             own = [
                 np.append(i, n)[cuts * i.size // ranks] if i.size else cuts * n // ranks
@@ -171,9 +171,9 @@ class OkTopk(SparseMessages):
     def _reduced(
         self, chosen: list[Pairs], edges: Array, context: Context
     ) -> tuple[list[Pairs], list[Pairs]]:
-        """Send the chosen values to the owners of their regions, who add them up. Collective.
+        """Send the chosen values to the owners of their regions, which add them. Collective.
 
-        Returns, of each hosted rank, its values as they came there, and the sums of its region
+        Returns, of each hosted rank, its values as the wire rounds them, and the sums of its region
         that are not 0.
         """
         world, sizes, sends, sent = context.world, np.diff(edges).tolist(), [], []
@@ -205,7 +205,7 @@ class OkTopk(SparseMessages):
     def _gathered(
         self, regions: list[Pairs], edges: Array, k: int, layer: str, context: Context
     ) -> Pairs:
-        """Return the about k largest sums, and where they are, alike on all ranks. Collective."""
+        """Return about the k largest sums with their indices, on all ranks. Collective."""
         world, n = context.world, int(edges[-1])
         threshold = context.state.shared(layer, "sum_threshold", lambda: np.zeros(1, np.float32))
         scale = np.float32(context.loss_scale)
@@ -228,13 +228,13 @@ class OkTopk(SparseMessages):
         if is_due:
             largest = cpu.select_magnitude(sums, min(k, sums.size))
             indices, sums = indices[largest], sums[largest]
-            smallest = np.fmin.reduce(np.abs(sums), initial=np.inf)  # NaN: of sums that overflow
+            smallest = np.fmin.reduce(np.abs(sums), initial=np.inf)  # sums that overflow are NaN
             threshold[0] = _below(smallest) / scale
         return indices, sums
 
 
 def _is_about(count: int, k: int) -> bool:
-    """Whether a threshold still serves."""
+    """Whether a threshold that selects count values can be kept."""
     return k <= 2 * count <= 4 * k
 
 
@@ -249,12 +249,12 @@ def _marked(marks: Array, indices: Array) -> Array:
 
 
 def _add(x: Array, indices: Array, values: Array) -> None:
-    """Add values, NumPy's as indices are, to x[indices], wherever x lies."""
+    """Add values to x[indices], in which both are NumPy's and x may be CuPy's."""
     backend_of(x).scatter_add(x, placed(indices, x), placed(values, x))
 
 
 def _below(magnitude: np.float32) -> np.float32:
-    """Return the threshold that a magnitude is just above; 0 for 0."""
+    """Return the largest threshold below a magnitude; 0 for 0."""
     return np.nextafter(magnitude, np.float32(0))
 
 
@@ -264,10 +264,10 @@ def _of_all(world: Ranks, numbers: Sequence[int]) -> list[int]:
 
 
 def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
-    """Return a threshold that the k largest sums are above, and as many others at most. Collective.
+    """Return a threshold that the k largest sums exceed, and at most k others. Collective.
 
-    Each rank looks for its share of k, by the number of its sums; the smallest that any finds is
-    below all of the k largest. Then the same with what is left. Of equal sums there may be more.
+    Each rank takes its share of k, by the number of its sums; the smallest of these on any rank is
+    no larger than the k largest. This is repeated with the sums above it. Equal sums may be more.
     """
     least = np.float32(0)
     while True:
@@ -290,9 +290,9 @@ def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
 
 
 def _dealt_out(found: Sequence[Pairs], counts: Sequence[int], n: int, world: Ranks) -> list[Pairs]:
-    """Return the indices and sums of all ranks shared out evenly, in order. Collective.
+    """Return the indices and sums of all ranks, evenly distributed, in order. Collective.
 
-    found: of each hosted rank; counts: how many each rank has
+    found: of each hosted rank; counts: number on each rank
     """
     total, begins = sum(counts), np.cumsum([0, *counts])
     cuts = np.array([*(split(total, world.ranks, rank)[0] for rank in range(world.ranks)), total])
@@ -315,6 +315,6 @@ def _dealt_out(found: Sequence[Pairs], counts: Sequence[int], n: int, world: Ran
 
 
 def _joined(parts: Iterable[Pairs]) -> Pairs:
-    """Return indices and values, one behind the other."""
+    """Return the indices and values of all parts."""
     parts = list(parts)
     return np.concatenate([i for i, _ in parts]), np.concatenate([x for _, x in parts])

@@ -34,11 +34,11 @@ from .sparse import Epochs
 
 @dataclass(frozen=True)
 class OneBit(Aggregator):
-    """The mean of gradients whose values are one of two, by their sign.
+    """The mean of gradients whose values become one of two, by their sign.
 
-    The two are the means of the values below 0, and of the others, of an output unit: a row of a
-    layer's weights, as torch lays them out. Layers of one dimension travel in float32.
-    error_feedback: what is lost is added to a rank's next gradient
+    The two are the mean of the values below 0 and that of the others, of each output unit: a row of
+    a layer's weights in torch's layout. Layers of one dimension travel in float32.
+    error_feedback: the error is added to a rank's next gradient
     dense_epochs: until then all layers travel in float32
     algorithm: of the all-reduce of layers of one dimension
     Source: Seide et al.: 1-bit stochastic gradient descent, Interspeech 2014, section 3.1.
@@ -78,7 +78,7 @@ class OneBit(Aggregator):
                 float(world.ranks),
             )
             most, sign_at, pair_at = max(most, bits), sign_at + size_bytes, pair_at + 2 * rows
-        if most >= NONFINITE_BITS:  # alike on all ranks
+        if most >= NONFINITE_BITS:  # on all ranks or on none
             checked_mean(world, _coded_alone(flat, coded, bucket), gradients, bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in coded]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
@@ -94,11 +94,11 @@ class OneBit(Aggregator):
         bucket: Bucket,
         context: Context,
     ) -> tuple[list[Array], list[Array]]:
-        """Return the signs and pairs of each hosted rank, and write what is lost. Collective.
+        """Return the signs and pairs of each hosted rank, and write the errors. Collective.
 
-        rests: float32[bucket.size] of each hosted rank, written where layers are coded; none
-            without error feedback
-        Raises NonFiniteGradient where a gradient, or its sum with what waits, is not finite.
+        rests: float32[bucket.size] of each hosted rank, written for coded layers; empty without
+            error feedback
+        Raises NonFiniteGradient if a gradient, or its sum with the residual, is not finite.
         """
         signs, pairs = [list[Array]() for _ in gradients], [list[Array]() for _ in gradients]
         memory, found = dict[Segment, list[Array]](), [0]
@@ -126,13 +126,13 @@ class OneBit(Aggregator):
         ]
 
 
-Memory = Mapping[Segment, list[Array]]  # what waits of a layer, of each hosted rank
+Memory = Mapping[Segment, list[Array]]  # a layer's residual of each hosted rank
 
 
 def _waiting(gradients: Sequence[Array], memory: Memory) -> list[Array]:
-    """Return copies of gradients with what waits."""
+    """Return gradients plus residuals."""
     found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
-    with np.errstate(over="ignore"):  # aggregate sees it
+    with np.errstate(over="ignore"):  # shared_largest names the layers
         for (_, start, stop), residuals in memory.items():
             for x, residual in zip(found, residuals, strict=True):
                 add(x[start:stop], residual, x[start:stop])
@@ -140,7 +140,7 @@ def _waiting(gradients: Sequence[Array], memory: Memory) -> list[Array]:
 
 
 def _coded_alone(flat: Array, coded: Sequence[int], bucket: Bucket) -> Array:
-    """Return flat with zeros in place of layers that are not coded."""
+    """Return a copy of flat with zeros for layers that are not coded."""
     out = np.zeros_like(flat)
     for i in coded:
         _, start, stop = bucket.segments[i]

@@ -1,27 +1,26 @@
-"""Sparse payloads: which of a layer's values are sent, and the values, in as few bytes as may be.
+"""Sparse payloads: indices and values of a sparse array, in few bytes.
 
 A payload has whole 32-bit words, lowest bits and bytes first:
 
     byte 0      4          5              6      8
     | count m  | encoding | bits a value | 0 0  | bytes | index words | value words |
 
-    bytes        deltas: the width of each tile's codes; then, of wires but raw, the shifts of the
-                 tiles of values, of mxfp8 and its kin 32 each; then zeros up to a whole word
+    bytes        deltas: the width of each tile's codes; then, except for raw, the shifts of the
+                 tiles of values, 32 each for mxfp8, mxfp6 and mxfp4; then zeros up to a whole word
     value words  raw: float32; else m codes of a format, one after the other (ops.pack_stream)
 
 The index words are the smallest of three, in the order of ENCODINGS:
 
-    bitmap   a bit for each of n places; the smallest above about 0.4 n indices
-    deltas   how many places lie between an index and the one before, one code after the other, as
-             wide in each tile of 1,024 as its largest needs; for indices in runs or evenly spread
+    bitmap   a bit for each of n places; the smallest for more than about 0.4 n indices
+    deltas   the number of places between an index and the one before, one code after the other;
+             the largest of a tile of 1,024 decides its width; for runs or evenly spread indices
     bins     bins of 2**b places: a bitmap with a one for each index and a zero after each bin, then
-             the lower b bits of each index, b + 2 to b + 3 bits an index; for indices by chance.
+             the lower b bits of each index, b + 2 to b + 3 bits an index; for random indices.
              Source: Elias: Efficient storage and retrieval by content and address of static files,
              J. ACM 21(2), 1974; Fano: On the number of bits required to implement an associative
              memory, MIT, 1971.
 
-So a payload is longer than its indices and values by 8 bytes, a byte for each 1,024 deltas, the
-shifts, and what rounding up to words takes.
+Besides these words a payload has 8 bytes, a byte for each 1,024 deltas, the shifts, and padding.
 """
 
 from __future__ import annotations
@@ -48,22 +47,22 @@ from ..formats import (
 )
 from ..ops import backend_of, cpu, on_gpu, placed, to_host
 from ..ops.payloads import parse_wire
+from .bucket import ON_CPU
 
 Array = npt.NDArray[Any]
 
-ON_CPU = np.empty(0)  # an array that lies there
 ENCODINGS = ("bitmap", "deltas", "bins")
 _HEADER = struct.Struct("<IBBH")
 _LARGEST = 2**32 - 1  # of sizes: an index has 32 bits
 
 
 def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -> Array:
-    """Return some of size values, and which they are, as a payload, NumPy's uint8[sparse_bytes].
+    """Return a sparse array of size values as a payload, NumPy's uint8[sparse_bytes].
 
     indices: uint32[m], ascending, distinct and below size; values: float32[m]; both NumPy's, or
-        both CuPy's: then only the payload comes to the host
-    wire: raw, bf16 or another format of cpdhpc.allreduce: values are rounded to nearest, each
-        1,024 of them scaled by a power of two so that the largest fits; 32 of mxfp8 and its kin
+        both CuPy's: then only the payload is copied to the host
+    wire: raw, bf16 or another format of cpdhpc.allreduce: values are rounded to nearest, after
+        each 1,024 (32 of mxfp8, mxfp6 and mxfp4) are scaled by a power of two to fit
     Raises TypeError and ValueError for other arrays, sizes and wires.
     """
     kind = _kind("encode_sparse", wire)
@@ -91,8 +90,8 @@ def decode_sparse(
     """Return the indices, uint32[m], and the values, float32[m], of a payload.
 
     payload: NumPy's uint8[sparse_bytes], of encode_sparse with the same size and wire
-    like: an array, NumPy's or CuPy's, that lies where these are to be
-    Raises TypeError and ValueError where it cannot be one: nothing outside of it is read, and
+    like: an array of NumPy or CuPy; the result is on its device
+    Raises TypeError and ValueError for an invalid payload: nothing outside of it is read, and
     the indices ascend and are below size.
     """
     kind = _kind("decode_sparse", wire)
@@ -111,9 +110,9 @@ def decode_sparse(
 
 
 def sparse_bytes(payload: Array, size: int, wire: str = "raw") -> int:
-    """Return how many bytes the payload takes with which these bytes begin.
+    """Return the number of bytes of the payload at the start of an array, uint8[...].
 
-    payload: uint8[...]; size, wire: those of encode_sparse. Raises as decode_sparse.
+    size, wire: those of encode_sparse. Raises as decode_sparse.
     """
     return _layout("sparse_bytes", payload, size, _kind("sparse_bytes", wire))[2][-1]
 
@@ -133,7 +132,7 @@ def _check_ascending(name: str, indices: Array, size: int) -> None:
 
 
 class _Kind(NamedTuple):
-    """How values travel: in a format, and how many of them share a scale."""
+    """The format of values, None for float32, and the number of values that share a shift."""
 
     fmt: Format | None
     shared: int
@@ -154,7 +153,7 @@ def _kind(name: str, wire: str) -> _Kind:
 
 
 def _bin_bits(count: int, size: int) -> int:
-    """Return the b of the bins: another bit more would cost more than the zeros that it saves."""
+    """Return b of the bins: one more bit would cost more than the zeros that it saves."""
     bits = 0
     while size >> (bits + 1) > count:
         bits += 1
@@ -165,23 +164,23 @@ def _bins(count: int, size: int) -> int:
     return -(-size // (1 << _bin_bits(count, size)))
 
 
-def _alike(width: int, count: int) -> Array:
+def _widths(width: int, count: int) -> Array:
     """Return the widths of the tiles of count codes of one width."""
     return np.full(tiles(count), width, np.uint8)
 
 
 def _index_words(encoding: str, widths: Array, count: int, size: int) -> int:
-    """Return how many words the indices take."""
+    """Return the number of words of the indices."""
     if encoding == "bitmap":
         return -(-size // 32)
     if encoding == "deltas":
         return cpu.stream_words(widths, count)
-    lower = cpu.stream_words(_alike(_bin_bits(count, size), count), count)
+    lower = cpu.stream_words(_widths(_bin_bits(count, size), count), count)
     return -(-(count + _bins(count, size)) // 32) + lower
 
 
 def _packed_indices(indices: Array, size: int) -> tuple[str, Array, Array]:
-    """Return the smallest encoding, the widths of its tiles, and its words, all NumPy's."""
+    """Return the smallest encoding, the widths of its tiles and its words, both NumPy's."""
     count, none, ops = indices.size, np.empty(0, np.uint8), backend_of(indices)
     gaps = indices.copy()  # of the first one: itself
     gaps[1:] = indices[1:] - indices[:-1] - np.uint32(1)
@@ -198,13 +197,13 @@ def _packed_indices(indices: Array, size: int) -> tuple[str, Array, Array]:
         return best, bits, to_host(ops.pack_stream(gaps, bits))
     b = _bin_bits(count, size)
     places = (indices >> np.uint32(b)) + np.arange(count, dtype=np.uint32, like=indices)
-    lower = ops.pack_stream(indices & np.uint32((1 << b) - 1), _alike(b, count))
+    lower = ops.pack_stream(indices & np.uint32((1 << b) - 1), _widths(b, count))
     marks = ops.pack_bitmap(places, count + _bins(count, size))
     return best, none, np.concatenate([to_host(marks), to_host(lower)])
 
 
 def _unpacked_indices(encoding: str, words: Array, widths: Array, count: int, size: int) -> Array:
-    """Return the indices. Raises ValueError where they do not ascend below size."""
+    """Return the indices. Raises ValueError unless they ascend and are below size."""
     ops = backend_of(words)
     if encoding == "bitmap":
         found = _places(words, count)
@@ -219,13 +218,13 @@ def _unpacked_indices(encoding: str, words: Array, widths: Array, count: int, si
         b, border = _bin_bits(count, size), -(-(count + _bins(count, size)) // 32)
         steps = np.arange(count, dtype=np.uint32, like=words)
         found = _places(words[:border], count) - steps << np.uint32(b)
-        found |= ops.unpack_stream(words[border:], _alike(b, count), count)
+        found |= ops.unpack_stream(words[border:], _widths(b, count), count)
     _check_ascending("decode_sparse", found, size)
     return found
 
 
 def _places(words: Array, count: int) -> Array:
-    """Return where bits are set. Raises ValueError unless just count are."""
+    """Return the places of set bits. Raises ValueError unless exactly count are set."""
     found: Array = backend_of(words).unpack_bitmap(words)
     if found.size != count:
         raise ValueError(f"decode_sparse: payload: {found.size} bits are set: must be {count}")
@@ -240,11 +239,11 @@ def _packed_values(values: Array, kind: _Kind) -> tuple[Array, Array]:
         return to_host(shifts), to_host(values).view(np.uint32)
     packed = np.empty_like(shifts, shape=(packed_bytes(values.size, fmt.bits),))
     ops.encode_tiles(values, Cast(fmt), packed, shifts, fit=True)
-    widths = _alike(fmt.bits, values.size)
-    if isinstance(fmt, Microscaling):  # whose bytes are such a stream
+    widths = _widths(fmt.bits, values.size)
+    if isinstance(fmt, Microscaling):  # its packed bytes are such a stream
         count = cpu.stream_words(widths, values.size)
         return to_host(shifts), to_host(packed).view(np.uint32)[:count]
-    codes = ops.unpack(packed, fmt.bits, values.size)  # whole tiles: too long for few values
+    codes = ops.unpack(packed, fmt.bits, values.size)  # packed has whole tiles, a stream has not
     return to_host(shifts), to_host(ops.pack_stream(codes, widths))
 
 
@@ -257,13 +256,13 @@ def _unpacked_values(words: Array, shifts: Array, count: int, kind: _Kind) -> Ar
         packed[: words.size] = words
         ops.decode_tiles(packed.view(np.uint8), shifts, kind.fmt, values)
         return values
-    codes = ops.unpack_stream(words, _alike(kind.bits, count), count)
+    codes = ops.unpack_stream(words, _widths(kind.bits, count), count)
     ops.decode_tiles(ops.pack(codes, kind.bits), shifts, kind.fmt, values)
     return values
 
 
 def _layout(name: str, payload: Array, size: int, kind: _Kind) -> tuple[int, str, list[int]]:
-    """Return the count, the encoding, and where each part of a payload begins, and its end."""
+    """Return the count, the encoding, and the borders of the parts of a payload."""
     _check_size(name, size)
     if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
         given = getattr(payload, "dtype", type(payload).__name__)
@@ -284,7 +283,7 @@ def _layout(name: str, payload: Array, size: int, kind: _Kind) -> tuple[int, str
     if payload.size < borders[1] or widths.max(initial=0) > 32:
         raise ValueError(f"{name}: payload: widths of deltas: too few, or above 32 bits")
     borders.append(borders[-1] + 4 * _index_words(encoding, widths, count, size))
-    borders.append(borders[-1] + 4 * cpu.stream_words(_alike(kind.bits, count), count))
+    borders.append(borders[-1] + 4 * cpu.stream_words(_widths(kind.bits, count), count))
     if payload.size < borders[-1]:
         raise ValueError(f"{name}: payload: {payload.size} bytes: must be {borders[-1]}")
     return count, encoding, borders

@@ -1,4 +1,4 @@
-"""PowerSGD: each layer's gradient as a product of two thin matrices."""
+"""PowerSGD: each layer's gradient becomes a product of two thin matrices."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .momentum import keep_momenta, pushed
 
 @dataclass(frozen=True)
 class PowerSgd(DenseMessages):
-    """The mean gradient of each layer, as one step of the power method finds its largest part.
+    """The mean gradient of each layer, approximated by one step of the power method.
 
     rank: columns of the two matrices; a layer of n x m weights sends rank * (n + m) values
-    min_rate: a layer that would shrink less than so many times travels in float32, as do those of
+    min_rate: a layer whose compression rate would be smaller travels in float32, as do those of
         one dimension
-    warm_start: go on with the second matrix of the last iteration, else with a new random one
-    error_feedback: what is lost is added to a rank's next gradient
+    warm_start: begin with the second matrix of the last iteration, else with a new random one
+    error_feedback: the error is added to a rank's next gradient
     momentum: of the paper's algorithm 2: m = momentum m + mean, and the optimiser, SGD without
-        momentum of its own, steps by mean + m; layers that travel in float32 too. 0: there is none
-        but the optimiser's, whose SGD steps by m, or by mean + momentum m where it is Nesterov's
+        momentum of its own, steps by mean + m; also for layers that travel in float32. 0: only the
+        optimiser has momentum; its SGD steps by m, or by mean + momentum m with Nesterov's
     wire, algorithm, scaling: of the all-reduces of both matrices
     Source: Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, algorithms 1 and 2.
     """
@@ -87,7 +87,7 @@ class PowerSgd(DenseMessages):
             {names[i]: [kernels.column_products(m, first[i]) for m in matrices[i]] for i in layers},
             context,
         )
-        most = [  # elementwise: alike on all ranks
+        most = [  # elementwise, so identical on all ranks
             kernels.outer(first[i], found[names[i]], mean) for i, mean in means.items()
         ]
         if max(most, default=0) >= NONFINITE_BITS:
@@ -113,11 +113,11 @@ class PowerSgd(DenseMessages):
         bucket: Bucket,
         context: Context,
     ) -> Array:
-        """Return a mean plus momenta, float32[bucket.size], finite. Collective where it raises."""
+        """Return a mean plus momenta, float32[bucket.size], finite. Collective if it raises."""
         if not momenta:
             return flat
         ahead = flat.copy()
-        with np.errstate(over="ignore"):  # looked at next
+        with np.errstate(over="ignore"):  # checked_mean checks it
             for name, start, stop in bucket.segments:
                 x = ahead[start:stop]
                 backend_of(x).add(x, momenta[name], x)
@@ -132,18 +132,18 @@ class PowerSgd(DenseMessages):
         bucket: Bucket,
         context: Context,
     ) -> None:
-        """Keep what the means leave of matrices. Collective where that may overflow.
+        """Keep matrices minus means as residuals. Collective if they may overflow.
 
-        summed: float32[bucket.size] of each hosted rank, which has the matrices; most: the bits of
-            the largest magnitude of the means
-        Raises NonFiniteGradient where it does, with nothing kept.
+        summed: float32[bucket.size] of each hosted rank, of which the matrices are views
+        most: the bits of the largest magnitude of the means
+        Raises NonFiniteGradient if one overflows, before anything is kept.
         """
         subtract = backend_of(summed[0]).subtract
         with np.errstate(over="ignore"):
             for i, mean in means.items():
                 for matrix in matrices[i]:
                     subtract(matrix, mean, matrix)
-        if as_float(most)[0] >= HALF_ULP:  # alike on all ranks
+        if as_float(most)[0] >= HALF_ULP:  # on all ranks or on none
             lost = [np.zeros_like(x) for x in summed]
             for i in means:
                 _, start, stop = bucket.segments[i]
@@ -153,7 +153,7 @@ class PowerSgd(DenseMessages):
         keep(context, bucket, RESIDUAL, summed, [bucket.names[i] for i in means])
 
     def _layers(self, bucket: Bucket) -> list[int]:
-        """Return the layers that are worth it."""
+        """Return the indices of the layers that are compressed."""
         found = []
         for i, shape in enumerate(bucket.shapes):
             n = prod(shape)
@@ -166,11 +166,11 @@ class PowerSgd(DenseMessages):
     def _with_memory(
         self, layers: list[int], gradients: list[Array], bucket: Bucket, context: Context
     ) -> list[Array]:
-        """Return gradients of layers with what was lost before, float32[bucket.size]. Collective.
+        """Return gradients plus residuals of layers, float32[bucket.size]. Collective.
 
-        They are of each hosted rank. Of other layers there is anything.
-        Raises NonFiniteGradient where a gradient is not finite; sums may be beyond float32, which
-        the products show, and so their mean.
+        They are of each hosted rank; the content for other layers is arbitrary.
+        Raises NonFiniteGradient if a gradient is not finite. A sum may overflow; then the products
+        and their mean are not finite.
         """
         found = take_spare(context, RESIDUAL, bucket.size, gradients) if layers else []
         largest = [0]
@@ -182,14 +182,14 @@ class PowerSgd(DenseMessages):
             for x, gradient, residual in zip(found, gradients, memory, strict=True):
                 sums = backend_of(x).accumulate
                 bits = sums(gradient[start:stop], residual, x[start:stop])
-                if bits >= NONFINITE_BITS:  # what is kept is finite: is it the gradient?
+                if bits >= NONFINITE_BITS:  # residuals are finite: is it the gradient?
                     bits = bits_of_largest([gradient[start:stop]])
                 largest.append(bits)
         shared_largest(context.world, gradients, bucket, as_float(max(largest)))
         return found
 
     def _second(self, i: int, bucket: Bucket, context: Context) -> Array:
-        """Return the second matrix of a layer, float32[rank, m], alike on all ranks."""
+        """Return the second matrix of a layer, float32[rank, m], identical on all ranks."""
         name, start, stop = bucket.segments[i]
         rows = bucket.shapes[i][0]
         columns = (stop - start) // rows
@@ -207,10 +207,10 @@ class PowerSgd(DenseMessages):
 
 
 def _orthonormal(rows: Array) -> Array:
-    """Return the rows of float32[rank, n] made orthonormal; a row of nothing becomes zeros.
+    """Return the rows of float32[rank, n] made orthonormal; a dependent row may become zeros.
 
-    Gram and Schmidt's way, modified, in float64 and elementwise, so that no order of additions
-    depends on the machine: all ranks do it by themselves.
+    The modified Gram-Schmidt process, in float64 and elementwise, so that no order of additions
+    depends on the machine: each rank computes it.
     """
     wide = rows.astype(np.float64)
     for k, row in enumerate(wide):

@@ -1,4 +1,4 @@
-"""QSGD: a norm for a bucket of values, and each value one of a few levels of it."""
+"""QSGD: a norm for a bucket of values, and each value rounded to a few levels of it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LARGEST = np.finfo(np.float32).max
 
 @dataclass(frozen=True)
 class Qsgd(Aggregator):
-    """The mean of gradients rounded by chance to levels of their bucket's norm, without bias.
+    """The mean of gradients, stochastically rounded to levels of their bucket's norm, without bias.
 
     levels: s: a value becomes the norm times -s/s, ..., 0, ..., s/s
-    bucket_values: so many values have a norm of their own
-    A value travels in ceil(log2(2 s + 1)) bits, of one level in 1.6, without the paper's Elias
+    bucket_values: number of values with a norm of their own
+    A value travels in ceil(log2(2 s + 1)) bits, 1.6 for one level, without the paper's Elias
     codes; every rank gets the values of all, and adds them in the order of ranks.
     Source: Alistarh et al.: QSGD, NIPS 2017, equations 3.1 to 3.3; section 4 (buckets).
     """
@@ -60,7 +60,7 @@ class Qsgd(Aggregator):
         check_place(self, world, gradients, starts.size)
         norms = [self._norms(gradient, starts) for gradient in gradients]
         shared_largest(world, gradients, bucket, np.max(norms, axis=0))
-        # Levels are integers: multiples of the format's smallest number.
+        # Levels are integers, as multiples of the format's smallest number.
         shift = int(np.log2(wire.cast.fmt.smallest)) + SHIFT_BIAS
         ends, payloads = np.minimum(starts + self.bucket_values, n), []
         for rank, gradient, norm in zip(world.hosted, gradients, norms, strict=True):
@@ -86,10 +86,10 @@ class Qsgd(Aggregator):
     def _norms(self, gradient: Array, starts: Array) -> Array:
         """Return the 2-norm of each bucket, float32, no smaller than its largest value.
 
-        That of finite values is the largest float32 at most, which keeps them without bias too.
+        For finite values it is at most the largest float32, which leaves the rounding without bias.
         """
         squares = backend_of(gradient).run_sums(gradient, starts, "square")
-        norms = np.sqrt(squares)  # finite, in float64, where all values are
+        norms = np.sqrt(squares)  # float64, finite if all values are
         return np.where(np.isfinite(norms), np.minimum(norms, LARGEST), norms).astype(np.float32)
 
 
@@ -105,9 +105,9 @@ def decode_mean(
 ) -> None:
     """Write the mean of integers times their scales, added in the order of ranks, into flat.
 
-    payloads: uint8[bytes] of each rank; scales: float32[runs] of each, of runs that end at ends,
-    int64[runs]; flat: float32[bucket.size]; gradients: for the error
-    Raises NonFiniteGradient on all ranks, naming the layers. Collective only where it raises.
+    payloads: uint8[bytes] of each rank; scales: float32[runs] of each rank; ends: int64[runs], the
+    ends of runs; flat: float32[bucket.size]; gradients: for the error
+    Raises NonFiniteGradient on all ranks, naming the layers. Collective only if it raises.
     """
     bits = wire.cast.fmt.bits
     most = backend_of(flat).mean_runs(payloads, scales, ends, bits, flat, trits=wire.trits)

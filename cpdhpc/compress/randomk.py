@@ -1,4 +1,4 @@
-"""Random-k: some values, drawn alike on all ranks, so that an all-reduce adds them."""
+"""Random-k: some values, the same random ones on all ranks, which an all-reduce adds."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .sparse import (
 
 @dataclass(frozen=True)
 class RandomK(DenseMessages):
-    """The mean of values of each layer that all ranks draw alike, so that no index travels.
+    """The mean of random values of each layer, the same ones on all ranks, sent without indices.
 
     density: share of a layer's values that are sent, one at least
     warmup: densities of the first epochs, one for each
     dense_epochs: until then all layers travel whole
-    error_feedback: what is not sent is added to a rank's next gradient; else what is sent is
-        multiplied by n / k, so that the mean has no bias
+    error_feedback: values that are not sent are added to a rank's next gradient; without it those
+        that are sent are multiplied by n / k, so that the mean has no bias
     exclude: layers that travel whole in float32, as do all layers of one dimension
-    wire, algorithm, scaling: of the all-reduce of what is sent
+    wire, algorithm, scaling: of the all-reduce of the values that are sent
     Source: Stich, Cordonnier, Jaggi: Sparsified SGD with memory, NeurIPS 2018 (rand-k).
     """
 
@@ -54,7 +54,7 @@ class RandomK(DenseMessages):
 
     @property
     def most_momentum(self) -> float:
-        """See Aggregator.most_momentum: the values that wait are no smaller than those sent."""
+        """See Aggregator.most_momentum: residuals are no smaller than the values that are sent."""
         return 0.0
 
     def check_layers(self, names: Collection[str]) -> None:
@@ -67,7 +67,7 @@ class RandomK(DenseMessages):
         layers.check_place(self, gradients, context)
         density, segments = density_at(context.epoch, self.warmup, self.density), {}
         for name, start, stop in layers.coded.segments:
-            drawn = drawn_alike(context.key(name), count_of(density, stop - start), stop - start)
+            drawn = drawn_distinct(context.key(name), count_of(density, stop - start), stop - start)
             segments[name] = start, stop - start, placed(drawn, gradients[0])
         kernels = backend_of(gradients[0])
         if self.error_feedback:
@@ -82,7 +82,7 @@ class RandomK(DenseMessages):
             }
         means = self._mean(parts, context)
         if not self.error_feedback:
-            with np.errstate(over="ignore"):  # layers.mean sees what is not finite
+            with np.errstate(over="ignore"):  # layers.mean checks it
                 for name, (_, n, drawn) in segments.items():
                     factor = np.float32(n / drawn.size)
                     means[name] = kernels.multiply(means[name], factor)
@@ -95,10 +95,10 @@ class RandomK(DenseMessages):
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})
 
 
-def drawn_alike(key: Key, k: int, n: int) -> Array:
-    """Return k of 0..n - 1 by chance, ascending, uint32[k]; each choice of k is as likely.
+def drawn_distinct(key: Key, k: int, n: int) -> Array:
+    """Return k random numbers of 0..n - 1, ascending, uint32[k]; all choices are equally likely.
 
-    Numbers are drawn until there are enough different ones: those to take, or those to leave.
+    Numbers are drawn until enough are distinct: those that are taken, or those that are left out.
     """
     stream = np.random.Philox(np.random.SeedSequence(key))
     taken, few = np.zeros(-(-n // 32), np.uint32), min(k, n - k)

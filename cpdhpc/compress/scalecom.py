@@ -1,4 +1,4 @@
-"""ScaleCom: one rank at a time chooses which values of all ranks are all-reduced."""
+"""ScaleCom: the ranks take turns in choosing the values that are all-reduced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .base import (
 from .bucket import Bucket
 from .sparse import Epochs, SparseLayers, SparseMessages, whole_now
 
-RATE_OF_COST = {196: 25, 128: 50, 0: 400}  # by the least operations a weight; Chen et al.
+RATE_OF_COST = {196: 25, 128: 50, 0: 400}  # by the least operations per weight; Chen et al.
 LARGEST_CHUNK = 1 << 16  # positions have 16 bits at most
 
 
@@ -34,19 +34,20 @@ LARGEST_CHUNK = 1 << 16  # positions have 16 bits at most
 class ScaleCom(DenseMessages):
     """The mean of the values that are the largest of their chunk of a layer on the leading rank.
 
-    The ranks lead by turns: iteration modulo ranks. The bytes that a rank sends do not grow with
-    the number of ranks. What a wire rounds off is lost.
-    rate: of so many values one is sent
+    The leading rank is iteration modulo ranks. The bytes that a rank sends do not grow with
+    the number of ranks. Rounding errors of the wire are not kept.
+    rate: one of so many values is sent
     per_chunk: values that are chosen of each rate * per_chunk
     rates: rate of some layers, by name
     costs: of some layers, by name, the floating-point operations of a rank's batch for each
         weight: the rate is 25 from 196 on, 50 from 128 on, and else 400
-    beta: share of what is not sent that goes into a rank's memory, a low-pass filter; 1: all of it,
-        as is usual; the paper takes less for learning rates of large batches. Nothing is lost: what
-        was sent and memory / beta add up to the gradients; but it waits 1 / beta times as long
+    beta: factor of a low-pass filter: the share of a value that is not sent that the residual
+        takes; usually 1; the paper uses less for learning rates of large batches. Nothing is lost,
+        as sent values and residual / beta add up to the gradients, but values are sent 1 / beta
+        times as late
     dense_epochs: until then everything is sent
-    exclude: layers that travel in float32, as the paper's first one; those of one dimension do
-    wire, algorithm, scaling: of the all-reduce of what is sent
+    exclude: layers that travel in float32, as all of one dimension do; in the paper the first one
+    wire, algorithm, scaling: of the all-reduce of the values that are sent
     Source: Chen et al.: ScaleCom: scalable sparsified gradient compression for
     communication-efficient distributed training, NeurIPS 2020, arXiv 2104.11125.
     """
@@ -80,7 +81,7 @@ class ScaleCom(DenseMessages):
 
     @property
     def most_momentum(self) -> float:
-        """See Aggregator.most_momentum: most ranks send what another one has chosen."""
+        """See Aggregator.most_momentum: most ranks send values that another one has chosen."""
         return 0.0
 
     def check_layers(self, names: Collection[str]) -> None:
@@ -105,15 +106,15 @@ class ScaleCom(DenseMessages):
         return Mean.finite(flat, {"sent_share": layers.shares(shares)})
 
     def _chunk_values(self, name: str) -> int:
-        """Return how many values a chunk of a layer has."""
+        """Return the number of values of a chunk of a layer."""
         rate = _rate_of(self.costs[name]) if name in self.costs else self.rates.get(name, self.rate)
         return rate * self.per_chunk
 
     def _chosen(self, waiting: list[Array], coded: Bucket, context: Context) -> dict[str, Array]:
-        """Return which values the leading rank chooses, by layer: uint32[m]. Collective.
+        """Return the indices that the leading rank chooses, uint32[m] by layer. Collective.
 
         waiting: float32[coded.size] of each hosted rank
-        Positions in chunks travel, in one byte or in two.
+        The payload has positions in chunks, of one byte or two.
         """
         world = context.world
         leader = context.iteration % world.ranks
@@ -146,7 +147,7 @@ class ScaleCom(DenseMessages):
 
 
 def _rate_of(cost: float) -> int:
-    """Return the rate of a layer of so many operations a weight."""
+    """Return the rate of a layer by its operations per weight."""
     return next(rate for least, rate in RATE_OF_COST.items() if cost >= least)
 
 
@@ -157,8 +158,8 @@ def _kind(chunk_values: int) -> np.dtype[np.unsignedinteger]:
 def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     """Return the positions of each chunk's largest values, ascending: int64[chunks, per_chunk].
 
-    Of values of one magnitude the first ones are taken. Those of the last chunk may be behind the
-    end, where it has too few values.
+    Of values of one magnitude the first ones are taken. If the last chunk has too few values, its
+    positions may lie beyond the end.
     """
     if per_chunk == 1:
         leaders: Array = backend_of(x).chunk_leaders(x, chunk_values)

@@ -1,4 +1,4 @@
-"""What sparse methods share: which layers they code, what waits, and sums of what ranks choose."""
+"""Base of sparse methods: coded layers, their residuals, and sums of the values that ranks send."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .payload import decode_sparse, encode_sparse
 
 Density = Annotated[float, Allowed(gt=0, le=1)]  # an option: share of values
 Warmup = Annotated[tuple[Density, ...], Allowed(is_array=True)]  # an option: densities of epochs
-Epochs = Annotated[float, Allowed(ge=0)]  # an option: how long everything is sent
+Epochs = Annotated[float, Allowed(ge=0)]  # an option: first epochs in which everything is sent
 Within = Literal["layer", "bucket"]
 
 
@@ -52,7 +52,7 @@ class SparseMessages(Aggregator):
 
     exclude: layers that travel whole in float32, as do all layers of one dimension
     dense_epochs: until then all layers travel whole
-    algorithm: of the all-reduce of what travels whole
+    algorithm: of the all-reduce of layers that travel whole
     Raises ValueError for an unknown one.
     """
 
@@ -87,8 +87,8 @@ class LargestValues(SparseMessages):
 
     density: share of values that a rank sends, one of a layer at least
     warmup: densities of the first epochs, one for each
-    within: whether the largest are those of each layer or those of a bucket of layers
-    wire: of the values that are sent: "raw" or a format; what that rounds off waits with the others
+    within: "layer": the largest values of each layer; "bucket": those of all layers of a bucket
+    wire: of the values that are sent: "raw" or a format; its rounding errors join the residual
     Raises ValueError for an unknown wire.
     """
 
@@ -103,7 +103,7 @@ class LargestValues(SparseMessages):
 
     def _density(self, context: Context) -> float:
         """Return the share of values that a rank sends."""
-        is_dense = context.epoch < self.dense_epochs  # where a method codes layers nevertheless
+        is_dense = context.epoch < self.dense_epochs  # of a method that codes layers nevertheless
         return 1.0 if is_dense else density_at(context.epoch, self.warmup, self.density)
 
     def _send(
@@ -113,10 +113,10 @@ class LargestValues(SparseMessages):
         layers: SparseLayers,
         context: Context,
     ) -> Sent:
-        """Send the largest values, and take them out of what waits. Collective. See exchange.
+        """Send the largest values, and subtract them from waiting. Collective. See exchange.
 
         waiting: float32[coded.size] of each hosted rank, not checked yet
-        chosen: the largest values, which each of them sends
+        chosen: the largest values of each, which are sent
         """
         layers.check_largest(waiting, [values for _, values in chosen], context)
         n, wire = layers.coded.size, self.wire
@@ -138,7 +138,7 @@ def density_at(epoch: float, warmup: Sequence[float], density: float) -> float:
 
 
 def count_of(density: float, n: int) -> int:
-    """Return how many of n values are sent: one at least, where there are any."""
+    """Return how many of n values are sent: one at least, unless n is 0."""
     return min(n, max(1, round(density * n)))
 
 
@@ -148,7 +148,7 @@ Pairs = tuple[Array, Array]  # indices, uint32[m], ascending, and their values, 
 def largest(x: Array, coded: Bucket, density: float, within: Within) -> Array:
     """Return the ascending indices of the largest values of each layer, or of all, uint32[m].
 
-    x: float32[coded.size], finite; of values of one magnitude the first ones are taken
+    x: float32[coded.size], finite; of values of equal magnitude the first ones are taken
     """
     select = backend_of(x).select_magnitude
     spans = [(0, x.size)] if within == "bucket" else [(a, b) for _, a, b in coded.segments]
@@ -168,7 +168,7 @@ class SparseLayers:
 
     @cached_property
     def coded(self) -> Bucket:
-        """The coded layers, none of them empty, one behind the other without gaps."""
+        """The coded layers, none of them empty, one after the other without gaps."""
         layers = [
             (name, shape)
             for name, shape in zip(self.bucket.names, self.bucket.shapes, strict=True)
@@ -178,13 +178,13 @@ class SparseLayers:
 
     @cached_property
     def _places(self) -> list[tuple[slice, slice]]:
-        """Where each coded layer lies, in the bucket and in coded."""
+        """The slice of each coded layer in the bucket, and that in coded."""
         lies = {name: slice(start, stop) for name, start, stop in self.bucket.segments}
         return [(lies[name], slice(start, stop)) for name, start, stop in self.coded.segments]
 
     def check_place(self, method: Aggregator, gradients: Sequence[Array], context: Context) -> None:
-        """See base.check_place. Who has called this goes on to check."""
-        if self.coded.size:  # else mean_in_float32 looks at them
+        """See base.check_place. The caller must go on to a method that checks the values."""
+        if self.coded.size:  # else mean_in_float32 checks the gradients
             check_place(method, context.world, gradients)
 
     def joined(self, gradients: Sequence[Array]) -> list[Array]:
@@ -304,7 +304,7 @@ class SparseLayers:
         return found, taken
 
     def _joined(self, parts: Sequence[Pairs], like: Array) -> Pairs:
-        """Return indices and values of all coded layers."""
+        """Return the indices and values of all coded layers."""
         none = np.empty_like(like, shape=(0,), dtype=np.uint32), like[:0]
         indices, values = map(np.concatenate, zip(none, *parts, strict=True))
         return indices, values
@@ -317,7 +317,7 @@ class SparseLayers:
     def add(
         self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float
     ) -> None:
-        """Make each hosted rank's x, float32[coded.size], own * x + factor * its memory."""
+        """Write own * x + factor * state into each hosted rank's x, float32[coded.size]."""
         for place, memory in self._memories(xs, context, name):
             for x, kept in zip((x[place] for x in xs), memory, strict=True):
                 for part in blocks(kept):
@@ -325,22 +325,22 @@ class SparseLayers:
                     backend_of(x).accumulate(x[part], kept[part], x[part], factor=factor)
 
     def keep(self, xs: Sequence[Array], context: Context, name: str = RESIDUAL) -> None:
-        """Make float32[coded.size] of each hosted rank, that nobody uses any more, its memory."""
+        """Keep float32[coded.size] of each hosted rank in the state. See memory.keep."""
         keep(context, self.coded, name, xs)
 
     def _memories(
         self, xs: Sequence[Array], context: Context, name: str
     ) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield where each coded layer lies in coded, and a memory of it of each hosted rank.
+        """Yield the slice of each coded layer in coded, and its state of each hosted rank.
 
-        xs: arrays that lie where the memories are to be
+        xs: arrays on the device of the state
         """
         for layer, start, stop in self.coded.segments:
             memory = context.state.own(layer, name, (stop - start,), like=xs[0])
             yield slice(start, stop), memory
 
     def check(self, xs: Sequence[Array], context: Context) -> None:
-        """Raise NonFiniteGradient on all ranks where one has NaN or infinity. Collective.
+        """Raise NonFiniteGradient on all ranks if one has NaN or infinity. Collective.
 
         xs: float32[coded.size] of each hosted rank
         """
@@ -350,7 +350,7 @@ class SparseLayers:
     def check_largest(
         self, xs: Sequence[Array], largest: Sequence[Array], context: Context
     ) -> None:
-        """Raise as check does, by the largest values of each x: NaN and infinity are among them."""
+        """Raise as check, for x whose largest values are known: NaN and infinity are among them."""
         if self.coded.size:
             shared_largest(context.world, xs, self.coded, amax(largest))
 
@@ -359,7 +359,7 @@ class SparseLayers:
     ) -> tuple[Array, int]:
         """Return the sum of sparse arrays over divisor, float32[bucket.size], and its largest bits.
 
-        indices: where each has values in the bucket, uint32[m], ascending; at least one array
+        indices: of each array in the bucket, uint32[m], ascending; there is at least one array
         """
         flat = context.out
         if flat is None:
@@ -373,10 +373,10 @@ class SparseLayers:
         context: Context,
         like: Array,
     ) -> tuple[Array, int]:
-        """Return float32[bucket.size], the means at some places of coded layers, and their bits.
+        """Return float32[bucket.size] with the means of some values, and its largest bits.
 
-        places: by layer where they are in coded, uint32[m], ascending; means: float32[m]
-        like: an array that lies where the mean is to be
+        places: by layer their indices in coded, uint32[m], ascending; means: float32[m]
+        like: an array on the device of the mean
         """
         names = self.coded.names
         none = np.empty_like(like, shape=(0,), dtype=np.uint32)
@@ -386,9 +386,9 @@ class SparseLayers:
         return self.mean_of([self.in_bucket(at, counts)], [values], 1.0, context)
 
     def in_bucket(self, indices: Array, counts: Array) -> Array:
-        """Return where in the bucket values lie, uint32[m], whose places in coded are indices.
+        """Return the indices in the bucket, uint32[m], of indices in coded.
 
-        counts: how many of them each coded layer has, int64[layers]
+        counts: number of indices of each coded layer, int64[layers]
         """
         if self.coded.segments == self.bucket.segments:
             return indices
@@ -405,12 +405,12 @@ class SparseLayers:
         algorithm: str,
         most: int | None = None,
     ) -> Array:
-        """Return the mean of all layers, which is flat then. Collective.
+        """Write the mean of the layers that travel whole into flat; return flat. Collective.
 
-        flat: float32[bucket.size], the mean of the coded layers, alike on all ranks, and zeros;
-            xs: what it is of; most: the bits of its largest magnitude, if they are known
+        flat: float32[bucket.size], the mean of the coded layers, identical on all ranks, and zeros
+        xs: the coded layers of each hosted rank; most: the bits of flat's largest magnitude
         gradients, algorithm: of the layers that travel whole
-        Raises NonFiniteGradient on all ranks alike, also where finite values have no finite sum.
+        Raises NonFiniteGradient on all ranks, also if finite values have no finite sum.
         """
         if most is None:
             most = bits_of_largest([flat])
@@ -424,19 +424,19 @@ class SparseLayers:
         return flat
 
     def shares(self, coded: Sequence[float] | Array) -> Array:
-        """Return the share of each layer that is sent, float64[layers]: 1 where it travels whole.
+        """Return the share of each layer that is sent, float64[layers]: 1 if it travels whole.
 
-        coded: that of the coded layers
+        coded: shares of the coded layers
         """
         known = dict(zip(self.coded.names, coded, strict=True))
         return np.array([known.get(name, 1.0) for name in self.bucket.names])
 
 
 class Waiting(NamedTuple):
-    """What waits of each hosted rank, and which of it is largest.
+    """Gradients plus residuals of each hosted rank.
 
     sums: float32[coded.size]; pushes: the same of the momenta, if there are any
-    chosen: the largest values
+    chosen: the largest values of sums
     """
 
     sums: list[Array]
@@ -445,9 +445,9 @@ class Waiting(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What an exchange of payloads gives, alike on all ranks.
+    """The result of an exchange of payloads, identical on all ranks.
 
-    mean: float32[bucket.size], 0 where a layer is not coded
+    mean: float32[bucket.size], 0 for layers that are not coded
     most: the bits of its largest magnitude
     shares: of each layer that a rank sends, mean over ranks, float64[layers]
     """
@@ -464,11 +464,11 @@ def exchange(
     waiting: Sequence[Array],
     layers: SparseLayers,
 ) -> Sent:
-    """Send payloads to all ranks, and take what they say out of what waits. Collective.
+    """Send payloads to all ranks, and subtract the values that were sent. Collective.
 
     payloads: uint8[bytes] of each hosted rank; decode: returns their indices in the coded layers,
         uint32[m], ascending, and values, float32[m]
-    waiting: float32[coded.size] of each hosted rank, changed
+    waiting: float32[coded.size] of each hosted rank, from which its own values are subtracted
     The values of all ranks are added in the order of ranks.
     """
     world, coded, kernels = context.world, layers.coded, backend_of(waiting[0])

@@ -1,4 +1,4 @@
-"""Strom's threshold: the sign of each value that has grown large enough."""
+"""Strom's threshold compression: the signs of accumulated values beyond a threshold."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .sparse import SparseLayers, SparseMessages, exchange
 
 SIGN = "ternary"  # the wire of -1 and 1
 ONE = np.float32(1)
-MEMORY = 0.99  # of the squares: about 100 steps
+MEMORY = 0.99  # decay of the squares: about 100 steps
 LEAST, GREATEST = 1e-38, 1e30  # thresholds that float32 has
 Tau = Annotated[float, Allowed(gt=LEAST, le=GREATEST)]
 
 
 @dataclass(frozen=True)
 class Strom(SparseMessages):
-    """The mean of tau or -tau, where what a rank's gradients add up to is beyond it; else of 0.
+    """The mean of tau or -tau for accumulated values beyond the threshold tau, else of 0.
 
-    tau: the threshold of all layers, the paper's; what is beyond it stays, and may be sent next
-        time. Not given: each layer has its own, times_rms its running root mean square
-    times_rms: of the gradients of all ranks, whose squares count 0.99 times as much after each step
+    tau: the threshold of all layers, as in the paper; the remainder of a value stays in the
+        residual. Default: each layer has its own, times_rms times its running root mean square
+    times_rms: of the gradients of all ranks, whose squares decay by 0.99 in each step
     Source: Strom: Scalable distributed DNN training using commodity GPU cloud computing,
     Interspeech 2015; thresholds by layer are ours.
     """
@@ -68,7 +68,7 @@ class Strom(SparseMessages):
     ) -> dict[str, Array]:
         """Return each coded layer's running sum and weight of mean squares, float64[2]. Collective.
 
-        The squares are those of gradients without the loss scale, which may change.
+        The squares are of gradients divided by the loss scale, which may change.
         Raises NonFiniteGradient on all ranks if a gradient is not finite.
         """
         names = layers.coded.names
@@ -89,7 +89,7 @@ class Strom(SparseMessages):
         }
 
     def _taus(self, coded: Bucket, squares: Mapping[str, Array], context: Context) -> Array:
-        """Return the threshold of each coded layer, float32[layers], alike on all ranks."""
+        """Return the threshold of each coded layer, float32[layers], the same on all ranks."""
         if self.tau is not None:
             taus = np.full(len(coded.names), self.tau)
         else:

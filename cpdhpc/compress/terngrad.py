@@ -1,4 +1,4 @@
-"""TernGrad: gradients of three values."""
+"""TernGrad: gradients with ternary values."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .memory import empty_mean, give_spare, take_spare
 from .qsgd import decode_mean
 
 TRITS = Exact(Cast(INTEGERS["ternary"], "stochastic"), trits=True)
-UNIT_SHIFT = 1 + SHIFT_BIAS  # the format's numbers are -2, 0 and 2: those of 2 x are wanted
+UNIT_SHIFT = 1 + SHIFT_BIAS  # the format's numbers are -2, 0 and 2: encode 2 x
 
 
 @dataclass(frozen=True)
 class TernGrad(Aggregator):
-    """The mean of gradients whose values become -s, 0 or s by chance, without bias but for clip.
+    """The mean of gradients whose values become -s, 0 or s at random, without bias except for clip.
 
-    clip: values beyond so many standard deviations of their layer are cut to them, unless all
-        its values are beyond: alike ones, or a layer of one value, have no outliers; 0: none are.
-        The paper's 2.5 cuts many values of gradients with heavy tails, in each step
-    bucket_values: so many values of a layer have an s of their own; 0: a layer has one
-    share: the s of all ranks is the largest, so that integers are summed: 2 ranks + 1 levels;
-        else each rank keeps its own, and gets the values of all others
+    clip: limit of values, in standard deviations of their layer; not for a layer whose values all
+        exceed it, as equal values or a layer of one do: it has no outliers. 0: no limit. The
+        paper's 2.5 clips many values of gradients with heavy tails, in each step
+    bucket_values: number of values of a layer with an s of their own; 0: a layer has one s
+    share: s is the largest of all ranks, so that integers are summed: 2 ranks + 1 levels; else
+        each rank has its own s, and gets the values of all others
     exclude: layers that travel in float32; algorithm: of the all-reduces
     Source: Wen et al.: TernGrad, NIPS 2017: equations 1 to 3 (ternary values), section 3.2
     (sharing), section 3.3 (clipping, scalers by layer).
@@ -100,7 +100,7 @@ class TernGrad(Aggregator):
             flat = method.run(world, ternary, outs, iteration=context.iteration).arrays[0]
             give_spare(context, "ternary", ternary)
             most = backend_of(flat).multiply_runs(flat, scalers[0], ends, flat)
-            if most >= NONFINITE_BITS:  # alike on all ranks
+            if most >= NONFINITE_BITS:  # on all ranks or on none
                 checked_mean(world, flat, gradients, bucket)
         else:
             self._mean_of_own(gradients, limits, scalers, ends, flat, bucket, context)
@@ -108,7 +108,7 @@ class TernGrad(Aggregator):
         return Mean.finite(flat)
 
     def _ends(self, bucket: Bucket) -> Array:
-        """Return where the values that have a scaler each end, int64[scalers], in order."""
+        """Return the end of each run of values with one scaler, int64[scalers], ascending."""
         found: list[int] = []
         for _, start, stop in bucket.segments:
             whole = self.bucket_values or max(stop - start, 1)
@@ -119,12 +119,12 @@ class TernGrad(Aggregator):
         return [segment for segment in bucket.segments if segment.name in self.exclude]
 
     def _limits(self, gradient: Array, bucket: Bucket) -> Array:
-        """Return what the values of each layer are cut to, float32[layers]: inf where to none."""
+        """Return the limit of each layer's values, float32[layers]; infinity for none."""
         found = np.full(len(bucket.names), np.inf, np.float32)
         for i, (name, start, stop) in enumerate(bucket.segments):
             x = gradient[start:stop]
             if self.clip and x.size and name not in self.exclude:
-                # Of infinity, which the scaler will show; or beyond float32, and all values.
+                # Not finite if a value is infinite, which _scalers finds, or if it overflows
                 with np.errstate(over="ignore", invalid="ignore"):
                     limit = np.float32(self.clip * _deviation(x))
                 if np.isfinite(limit) and not _all_beyond(x, limit):
@@ -132,7 +132,7 @@ class TernGrad(Aggregator):
         return found
 
     def _of_runs(self, each: Array, bucket: Bucket) -> Array:
-        """Return a number of each layer for each run of _ends: float32[layers] to float32[runs]."""
+        """Return its layer's number for each run of _ends: float32[layers] to float32[runs]."""
         whole = self.bucket_values
         counts = [
             -(-(stop - start) // whole) if whole else int(stop > start)
@@ -153,7 +153,7 @@ class TernGrad(Aggregator):
         own = []
         for x, limit in zip(gradients, limits, strict=True):
             largest = backend_of(x).run_maxima(x, ends)
-            cut = np.minimum(largest, self._of_runs(limit, bucket))  # NaN where one is
+            cut = np.minimum(largest, self._of_runs(limit, bucket))  # NaN stays NaN
             own.append(np.where(is_out, np.float32(0), cut))
         largest = shared_largest(world, gradients, bucket, np.max(own, axis=0))
         return [largest] * len(own) if self.share else own
@@ -168,7 +168,7 @@ class TernGrad(Aggregator):
         bucket: Bucket,
         context: Context,
     ) -> None:
-        """Write the mean of ternary values with scalers by rank, added in the order of ranks."""
+        """Write the mean of ternary values with a scaler of each rank, in the order of ranks."""
         world, n, payloads = context.world, bucket.size, []
         parts = take_spare(context, "ternary", n, gradients)
         shifts = placed(np.full(tiles(n), UNIT_SHIFT, np.uint8), gradients[0])
@@ -189,13 +189,13 @@ class TernGrad(Aggregator):
 
 
 def _deviation(x: Array) -> float:
-    """Return x.std(dtype=np.float64) of float32[n], the same bits, without arrays as long as x."""
+    """Return the bits of x.std(dtype=np.float64), float32[n], without temporary arrays."""
     kernels = backend_of(x)
     mean = kernels.row_sums(x.reshape(1, -1))[0] / x.size
     return float(np.sqrt(kernels.square_sum(x, mean) / x.size))
 
 
 def _all_beyond(x: Array, limit: np.float32) -> bool:
-    """Whether none of float32[n] is within the limit: of most layers the first block has some."""
+    """Whether no value of float32[n] is within the limit; most layers end in the first block."""
     magnitudes = (x[part].view(np.uint32) & MAGNITUDE for part in blocks(x))
     return not any((each <= limit.view(np.uint32)).any() for each in magnitudes)

@@ -1,4 +1,4 @@
-"""Top-k: each rank sends its largest values, and keeps the others for later."""
+"""Top-k: each rank sends its largest values, and keeps the others as residuals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .sparse import LargestValues
 
 @dataclass(frozen=True)
 class TopK(LargestValues):
-    """The mean of what each rank sends: the largest values of its gradient and of what waits.
+    """The mean of the largest values of each rank's gradient plus residual.
 
-    error_feedback: what is not sent waits, and is added to a rank's next gradient
+    error_feedback: values that are not sent are added to a rank's next gradient
     Source: Aji, Heafield: Sparse communication for distributed gradient descent, EMNLP 2017;
     Stich, Cordonnier, Jaggi: Sparsified SGD with memory, NeurIPS 2018.
     """
