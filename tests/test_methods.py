@@ -40,7 +40,6 @@ from cpdhpc.compress import (
     TopK,
     base,
     scalecom,
-    sparse,
     terngrad,
 )
 from cpdhpc.compress.bucket import Bucket
@@ -645,7 +644,7 @@ def test_blocks_change_no_bit(method: Aggregator, monkeypatch: pytest.MonkeyPatc
         counts.append(len(parts))
         return parts
 
-    for module in (terngrad, scalecom, sparse):
+    for module in (terngrad, scalecom):
         monkeypatch.setattr(module, "blocks", counted)
     for block_values in (1 << 30, 1000):  # whole arrays at once, and many blocks of each layer
         monkeypatch.setattr(base, "BLOCK_VALUES", block_values)

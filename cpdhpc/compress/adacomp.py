@@ -16,7 +16,7 @@ code are empty too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -24,10 +24,9 @@ import numpy as np
 
 from ..ops import backend_of, cpu
 from ..options import Allowed
-from .base import RESIDUAL, Array, Context, Mean, as_float, shared_largest
+from .base import Array, Context, Mean
 from .bucket import Bucket
-from .memory import take_spare
-from .sparse import SparseLayers, SparseMessages, exchange
+from .sparse import OfLayer, Pairs, SparseLayers, SparseMessages
 
 HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
 
@@ -61,73 +60,54 @@ class AdaComp(SparseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = self._layers(bucket, context)
-        layers.check_place(self, gradients, context)
-        coded = layers.coded
-        waiting = take_spare(context, RESIDUAL, coded.size, gradients)
-        leaders = self._leaders(waiting, gradients, layers, context)
-        payloads = [self._encoded(own, coded) for own in leaders]
-        sent = exchange(context, payloads, lambda each: self._decoded(each, coded), waiting, layers)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
-        layers.keep(waiting, context)
-        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
+        layers = self._layers(gradients, bucket, context)
+        bins = self._bins(layers.coded)
+        waiting, leaders = self._leaders(layers, bins)
+        payloads = [self._encoded(own, bins) for own in leaders]
+        sent = layers.exchange(
+            payloads, lambda each: self._decoded(each, bins, layers.coded), waiting
+        )
+        return layers.finished(sent.mean, sent.most, waiting, sent.shares)
 
-    def _bins(self, coded: Bucket) -> Iterator[tuple[int, slice]]:
-        """Yield the number of values of a bin of each layer, and the layer's slice."""
-        for shape, (_, start, stop) in zip(coded.shapes, coded.segments, strict=True):
-            bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
-            yield bin_values, slice(start, stop)
+    def _bins(self, coded: Bucket) -> list[int]:
+        """Return the number of values of a bin of each layer."""
+        return [
+            self.conv_bin_values if len(shape) > 2 else self.bin_values for shape in coded.shapes
+        ]
 
     def _leaders(
-        self,
-        waiting: Sequence[Array],
-        gradients: Sequence[Array],
-        layers: SparseLayers,
-        context: Context,
-    ) -> list[list[Leaders]]:
-        """Write residuals plus gradients; return the leaders of each hosted rank. Collective.
+        self, layers: SparseLayers, bins: Sequence[int]
+    ) -> tuple[list[Array], list[list[Leaders]]]:
+        """Return gradients plus residuals, and each hosted rank's leaders by layer. Collective."""
+        found: list[list[Leaders]] = [[] for _ in layers.gradients]
 
-        waiting: float32[layers.coded.size] of each hosted rank, written
-        """
-        found: list[list[Leaders]] = [[] for _ in waiting]
-        parts = zip(*map(layers.parts, gradients), strict=True)
-        most: list[int] = []
-        for own, (name, start, stop), (bin_values, place) in zip(
-            parts, layers.coded.segments, self._bins(layers.coded), strict=True
-        ):
-            memory = context.state.own(name, RESIDUAL, (stop - start,), like=waiting[0])
-            for row, (x, kept, gradient) in enumerate(zip(waiting, memory, own, strict=True)):
-                about = backend_of(x).accumulate_leaders
-                highest, indices, values = about(
-                    gradient, kept, x[place], float(np.float32(self.scale - 1)), bin_values
-                )
-                most.append(highest.view(np.uint32).max())
-                with np.errstate(over="ignore", invalid="ignore"):  # shared_largest checks it
-                    scale = np.float32(highest.mean(dtype=np.float64))
-                found[row].append(Leaders(scale, indices, values))
-        if layers.coded.size:
-            shared_largest(context.world, waiting, layers.coded, as_float(max(most)))
-        return found
+        def accumulate(of: OfLayer) -> int:
+            highest, indices, values = backend_of(of.x).accumulate_leaders(
+                of.gradient, of.kept, of.x, float(np.float32(self.scale - 1)), bins[of.layer]
+            )
+            with np.errstate(over="ignore", invalid="ignore"):  # accumulated checks it
+                scale = np.float32(highest.mean(dtype=np.float64))
+            found[of.row].append(Leaders(scale, indices, values))
+            return int(highest.view(np.uint32).max())
 
-    def _encoded(self, leaders: Sequence[Leaders], coded: Bucket) -> Array:
+        return layers.accumulated(accumulate), found
+
+    def _encoded(self, leaders: Sequence[Leaders], bins: Sequence[int]) -> Array:
         """Return a rank's payload, uint8[bytes]."""
-        head, codes = np.zeros(len(coded.names), HEAD), []
-        for i, (bin_values, _) in enumerate(self._bins(coded)):
-            scale, indices, values = leaders[i]
+        head, codes = np.zeros(len(bins), HEAD), []
+        for i, (bin_values, (scale, indices, values)) in enumerate(zip(bins, leaders, strict=True)):
             codes.append(cpu.pack_bins(bin_values, indices, values))
-            head["scale"][i] = scale
-            head["codes"][i] = codes[-1].size // _code_bytes(bin_values)
+            head[i] = scale, codes[-1].size // _code_bytes(bin_values)
         return np.concatenate([each.view(np.uint8) for each in (head, *codes)])
 
-    def _decoded(self, payload: Array, coded: Bucket) -> tuple[Array, Array]:
-        """Return the indices in coded, uint32[k], and the values, float32[k], of a payload."""
-        end, found = len(coded.names) * HEAD.itemsize, []
-        for (bin_values, part), (scale, count) in zip(
-            self._bins(coded), payload[:end].view(HEAD), strict=True
+    def _decoded(self, payload: Array, bins: Sequence[int], coded: Bucket) -> Pairs:
+        """Return the indices in coded and the values of a payload."""
+        end, found = len(bins) * HEAD.itemsize, []
+        for bin_values, (scale, count), (_, start, _) in zip(
+            bins, payload[:end].view(HEAD), coded.segments, strict=True
         ):
             begin, end = end, end + int(count) * _code_bytes(bin_values)
-            codes = payload[begin:end]
-            found.append(cpu.unpack_bins(bin_values, codes, float(scale), part.start))
+            found.append(cpu.unpack_bins(bin_values, payload[begin:end], float(scale), start))
         indices, values = map(np.concatenate, zip(*found, strict=True))
         return indices, values
 

@@ -353,9 +353,7 @@ RESIDUAL = "residual"  # name of residuals in a state
 PLACES = ("numpy.ndarray", "cupy.ndarray")  # allowed types of gradients
 
 
-def check_place(
-    method: Aggregator, world: Ranks, gradients: Sequence[Array], count: int = 1
-) -> None:
+def check_place(method: object, world: Ranks, gradients: Sequence[Array], count: int = 1) -> None:
     """Raise TypeError on all ranks unless the gradients of each process are NumPy's or CuPy's.
 
     Collective if it raises: the other processes then raise in the call that must follow, of

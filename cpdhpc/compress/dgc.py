@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from ..options import Allowed
 from .base import Array, Context, Mean
 from .bucket import Bucket
 from .momentum import MOMENTUM, keep_momenta, pushed
-from .sparse import Density, LargestValues, SparseLayers, Warmup
+from .sparse import Density, LargestValues, Warmup, coded_layers
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,13 @@ class Dgc(LargestValues):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, self.exclude)
-        layers.check_place(self, gradients, context)
-        clipped = [self._clipped(x, bucket, context) for x in gradients]
+        layers = coded_layers(self, gradients, bucket, context, is_dense=False)
+        layers = replace(layers, gradients=[self._clipped(x, bucket, context) for x in gradients])
         waiting, momenta, chosen = layers.largest_waiting(
-            clipped, context, self._density(context), self.within, self.momentum
+            self._density(context), self.within, self.momentum
         )
-        sent = self._send(waiting, chosen, layers, context)
-        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.most)
+        sent = self._send(waiting, chosen, layers)
+        flat = layers.mean(sent.mean, sent.most, waiting)
         whole = set(bucket.names) - set(layers.coded.names)
         pushed_whole = pushed(flat, bucket, whole, self.momentum, context)
         for name, start, stop in bucket.segments:
@@ -65,10 +64,10 @@ class Dgc(LargestValues):
         for u, (indices, _) in zip(momenta, chosen, strict=True):
             if self.masking and context.epoch >= max(self.dense_epochs, len(self.warmup)):
                 backend_of(u).clear(u, indices)
-        layers.keep(waiting, context)
-        layers.keep(momenta, context, MOMENTUM)
+        layers.keep(waiting)
+        layers.keep(momenta, MOMENTUM)
         keep_momenta(pushed_whole, context)
-        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
+        return Mean.finite(flat, layers.shares(sent.shares))
 
     def _clipped(self, gradient: Array, bucket: Bucket, context: Context) -> Array:
         """Return a rank's gradient, its layers scaled down if their norm is too large."""
@@ -78,6 +77,6 @@ class Dgc(LargestValues):
         limit = self.clip_norm * context.loss_scale / context.world.ranks**0.5
         for x in bucket.views(out):
             norm = np.sqrt(kernels.square_sum(x.reshape(-1)))
-            if limit < norm < np.inf:  # check_largest finds values that are not finite
+            if limit < norm < np.inf:  # _send finds values that are not finite
                 kernels.multiply(x, np.float32(limit / norm), x)
         return out

@@ -25,11 +25,10 @@ from .base import (
     Layers,
     Mean,
     check_known,
-    mean_in_float32,
 )
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
-from .sparse import Density, SparseLayers, SparseMessages, count_of, largest
+from .sparse import Density, SparseLayers, SparseMessages, coded_layers, count_of, largest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,22 +99,21 @@ class Lgc(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, self.exclude)
-        if context.iteration < self.dense_steps or not layers.coded.size:
+        is_dense = context.iteration < self.dense_steps
+        layers = coded_layers(self, gradients, bucket, context, is_dense)
+        if not layers.coded.size:
             flat = np.zeros_like(gradients[0], shape=(bucket.size,))
-            mean_in_float32(gradients, bucket, bucket.names, context, flat, self.algorithm)
-            return Mean.finite(flat, {"sent_share": np.ones(len(bucket.names))})
-        layers.check_place(self, gradients, context)
-        waiting = layers.waiting(gradients, context)
+            return Mean.finite(layers.mean(flat, 0, gradients), layers.shares([]))
+        waiting = layers.with_residuals()
         chosen = self._chosen(waiting, layers.coded, context)
         places = placed(chosen.places, waiting[0])
         values = [to_host(backend_of(x).take(x, places)) for x in waiting]
         training = context.iteration < self.dense_steps + self.training_steps
         found = (self._trained if training else self._decoded)(values, chosen, context)
         at = layers.in_bucket(places, np.array(chosen.counts, np.int64))
-        mean, most = layers.mean_of([at], [placed(found.values, at)], 1.0, context)
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
-        layers.keep(waiting, context)
+        mean, most = layers.mean_of([at], [placed(found.values, at)], 1.0)
+        flat = layers.mean(mean, most, waiting)
+        layers.keep(waiting)
         return Mean.finite(flat, self._telemetry(layers, chosen, found))
 
     def _chosen(self, waiting: Sequence[Array], coded: Bucket, context: Context) -> Chosen:
@@ -243,7 +241,7 @@ class Lgc(DenseMessages):
     def _telemetry(self, layers: SparseLayers, chosen: Chosen, found: Found) -> dict[str, Array]:
         """Return the columns."""
         sizes = [stop - start for _, start, stop in chosen.coded.segments]
-        shares = {"sent_share": layers.shares(np.divide(chosen.counts, sizes))}
+        shares = layers.shares(np.divide(chosen.counts, sizes))
         if found.guess is None:
             return shares
         lost = np.add.reduceat((found.guess - found.values) ** 2, chosen.starts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -52,27 +52,6 @@ def give_spare(context: Context, name: str, xs: Sequence[Array]) -> None:
         context.state.spares[name, xs[0].size] = list(xs)
 
 
-def add_kept(
-    context: Context,
-    name: str,
-    gradients: Sequence[Array],
-    places: Iterable[tuple[str, slice, slice]],
-    out: Sequence[Array],
-) -> int:
-    """Write gradients plus the state "name" into out; return the bits of the largest magnitude.
-
-    gradients, out: of each hosted rank; places: of each layer its name, its slice of a gradient
-    and its slice of out. NaN is larger than infinity.
-    """
-    most = 0
-    for layer, source, place in places:
-        kept = context.state.own(layer, name, (place.stop - place.start,), like=out[0])
-        for x, gradient, memory in zip(out, gradients, kept, strict=True):
-            bits = backend_of(x).accumulate(gradient[source], memory, x[place])
-            most = max(most, bits)
-    return most
-
-
 def with_residuals(
     method: Aggregator, gradients: Sequence[Array], bucket: Bucket, context: Context
 ) -> list[Array]:
@@ -84,10 +63,14 @@ def with_residuals(
     """
     check_place(method, context.world, gradients)
     found = take_spare(context, RESIDUAL, bucket.size, gradients)
+    most = 0
     for x in found:
         bucket.clear_gaps(x)
-    lie = [(name, slice(start, stop), slice(start, stop)) for name, start, stop in bucket.segments]
-    most = add_kept(context, RESIDUAL, gradients, lie, found)
+    for name, start, stop in bucket.segments:
+        kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
+        for x, gradient, residual in zip(found, gradients, kept, strict=True):
+            accumulate = backend_of(x).accumulate
+            most = max(most, accumulate(gradient[start:stop], residual, x[start:stop]))
     shared_largest(context.world, found, bucket, as_float(most))
     return found
 

@@ -74,24 +74,20 @@ class OkTopk(SparseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = self._layers(bucket, context)
-        layers.check_place(self, gradients, context)
+        layers = self._layers(gradients, bucket, context)
         coded, size = layers.coded, layers.coded.size
         if not size:
             mean = clear_mean(context, bucket, gradients[0])
-            flat = layers.mean(mean, gradients, gradients, context, self.algorithm, 0)
-            return Mean.finite(flat, {"sent_share": layers.shares([])})
+            return layers.finished(mean, 0, gradients, [], keeps=False)
         k = count_of(density_at(context.epoch, self.warmup, self.density), size)
-        waiting, chosen = self._chosen(gradients, layers, k, context)
+        waiting, chosen = self._chosen(layers, k, context)
         indices, sums = self._summed(waiting, chosen, k, coded.names[0], context)
         borders = [*(start for _, start, _ in coded.segments), size]
         counts = np.diff(np.searchsorted(indices, borders))
         at = placed(layers.in_bucket(indices, counts), waiting[0])
         ranks, values = float(context.world.ranks), placed(sums, waiting[0])
-        mean, most = layers.mean_of([at], [values], ranks, context)
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
-        layers.keep(waiting, context)
-        return Mean.finite(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
+        mean, most = layers.mean_of([at], [values], ranks)
+        return layers.finished(mean, most, waiting, counts / np.diff(borders))
 
     @np.errstate(over="ignore", invalid="ignore")  # layers.mean checks the sums
     def _summed(
@@ -124,7 +120,7 @@ class OkTopk(SparseMessages):
         return indices, sums
 
     def _chosen(
-        self, gradients: list[Array], layers: SparseLayers, k: int, context: Context
+        self, layers: SparseLayers, k: int, context: Context
     ) -> tuple[list[Array], list[Pairs]]:
         """Return gradients plus residuals, and about their k largest values. Collective.
 
@@ -135,9 +131,7 @@ class OkTopk(SparseMessages):
         scale = np.float32(context.loss_scale)
         is_due, found = context.iteration % self.estimate_every == 0, []
         limits = [np.inf if is_due else float(each[0] * scale) for each in thresholds]
-        waiting, above = layers.waiting_above(
-            gradients, context, [[limit] * len(names) for limit in limits]
-        )
+        waiting, above = layers.waiting_above([[limit] * len(names) for limit in limits])
         for x, pairs, threshold in zip(waiting, above, thresholds, strict=True):
             if not _is_about(pairs[0].size, k):
                 kernels = backend_of(x)

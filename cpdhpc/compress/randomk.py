@@ -9,18 +9,19 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..ops import backend_of, cpu, placed
+from ..ops.common import NONFINITE_BITS
 from ..randomness import Key
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, amax, check_known
 from .bucket import Bucket
 from .sparse import (
     Density,
     Epochs,
-    SparseLayers,
+    OfLayer,
     SparseMessages,
     Warmup,
+    coded_layers,
     count_of,
     density_at,
-    whole_now,
 )
 
 
@@ -63,36 +64,44 @@ class RandomK(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
-        layers.check_place(self, gradients, context)
-        density, segments = density_at(context.epoch, self.warmup, self.density), {}
-        for name, start, stop in layers.coded.segments:
-            drawn = drawn_distinct(context.key(name), count_of(density, stop - start), stop - start)
-            segments[name] = start, stop - start, placed(drawn, gradients[0])
-        kernels = backend_of(gradients[0])
+        is_dense = context.epoch < self.dense_epochs
+        layers = coded_layers(self, gradients, bucket, context, is_dense)
+        density, kernels = (
+            density_at(context.epoch, self.warmup, self.density),
+            backend_of(gradients[0]),
+        )
+        sizes = {name: stop - start for name, start, stop in layers.coded.segments}
+        drawn = {
+            name: placed(drawn_distinct(context.key(name), count_of(density, n), n), gradients[0])
+            for name, n in sizes.items()
+        }
+        parts: dict[str, list[Array]] = {name: [] for name in sizes}
+
+        def accumulate(of: OfLayer) -> int:
+            name = layers.coded.names[of.layer]
+            bits, values = kernels.accumulate_taking(of.gradient, of.kept, of.x, drawn[name])
+            if bits >= NONFINITE_BITS:  # the error names the layers by the values in x
+                kernels.put(of.x, drawn[name], values)
+            parts[name].append(values)
+            return int(bits)
+
         if self.error_feedback:
-            inside = [drawn for _, _, drawn in segments.values()]
-            waiting, taken = layers.waiting_taking(gradients, context, inside)
-            parts = dict(zip(segments, map(list, zip(*taken, strict=True)), strict=True))
+            waiting = layers.accumulated(accumulate)
         else:
-            waiting = layers.waiting(gradients, context, feedback=False)
-            parts = {
-                name: [kernels.gather(x[start : start + n], drawn) for x in waiting]
-                for name, (start, n, drawn) in segments.items()
-            }
+            waiting = layers.joined()
+            layers.check(waiting, amax(waiting))
+            for name, start, stop in layers.coded.segments:
+                parts[name] = [kernels.gather(x[start:stop], drawn[name]) for x in waiting]
         means = self._mean(parts, context)
         if not self.error_feedback:
             with np.errstate(over="ignore"):  # layers.mean checks it
-                for name, (_, n, drawn) in segments.items():
-                    factor = np.float32(n / drawn.size)
+                for name, n in sizes.items():
+                    factor = np.float32(n / drawn[name].size)
                     means[name] = kernels.multiply(means[name], factor)
-        places = {name: drawn + np.uint32(start) for name, (start, _, drawn) in segments.items()}
-        mean, most = layers.mean_of_layers(places, means, context, gradients[0])
-        flat = layers.mean(mean, waiting, gradients, context, self.algorithm, most)
-        shares = [drawn.size / n for _, n, drawn in segments.values()]
-        if self.error_feedback:
-            layers.keep(waiting, context)
-        return Mean.finite(flat, {"sent_share": layers.shares(shares)})
+        places = {name: drawn[name] + np.uint32(start) for name, start, _ in layers.coded.segments}
+        mean, most = layers.mean_of_layers(places, means)
+        shares = [drawn[name].size / n for name, n in sizes.items()]
+        return layers.finished(mean, most, waiting, shares, self.error_feedback)
 
 
 def drawn_distinct(key: Key, k: int, n: int) -> Array:

@@ -13,7 +13,6 @@ from ..ops import backend_of, placed, to_host
 from ..ops.common import MAGNITUDE
 from ..options import Allowed
 from .base import (
-    RESIDUAL,
     Array,
     Column,
     Context,
@@ -24,7 +23,7 @@ from .base import (
     check_known,
 )
 from .bucket import Bucket
-from .sparse import Epochs, SparseLayers, SparseMessages, whole_now
+from .sparse import Epochs, SparseMessages, coded_layers
 
 RATE_OF_COST = {196: 25, 128: 50, 0: 400}  # by the least operations per weight; Chen et al.
 LARGEST_CHUNK = 1 << 16  # positions have 16 bits at most
@@ -91,19 +90,21 @@ class ScaleCom(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
-        layers.check_place(self, gradients, context)
-        coded, waiting = layers.coded, layers.waiting(gradients, context)
+        is_dense = context.epoch < self.dense_epochs
+        layers = coded_layers(self, gradients, bucket, context, is_dense)
+        coded, waiting = layers.coded, layers.with_residuals()
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
         take = backend_of(waiting[0]).take
         parts = {name: [take(x, i) for x in waiting] for name, i in chosen.items()}
-        total, most = layers.mean_of_layers(chosen, self._mean(parts, context), context, waiting[0])
-        flat = layers.mean(total, waiting, gradients, context, self.algorithm, most)
+        total, most = layers.mean_of_layers(chosen, self._mean(parts, context))
         if self.beta < 1:
-            layers.add(waiting, context, RESIDUAL, 1 - self.beta, self.beta)
-        layers.keep(waiting, context)
+            for of in layers.each(waiting):
+                kernels = backend_of(of.x)
+                for part in blocks(of.x):
+                    kernels.multiply(of.x[part], np.float32(self.beta), of.x[part])
+                    kernels.accumulate(of.x[part], of.kept[part], of.x[part], factor=1 - self.beta)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
-        return Mean.finite(flat, {"sent_share": layers.shares(shares)})
+        return layers.finished(total, most, waiting, shares)
 
     def _chunk_values(self, name: str) -> int:
         """Return the number of values of a chunk of a layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,19 +24,17 @@ from .base import (
     Column,
     Context,
     Layers,
+    Mean,
     amax,
     as_float,
-    bits_of_largest,
-    blocks,
     check_known,
     check_place,
     mean_in_float32,
     nonfinite,
-    raise_unless_finite,
     shared_largest,
 )
 from .bucket import Bucket
-from .memory import add_kept, clear_mean, keep, take_spare
+from .memory import clear_mean, keep, take_spare
 from .momentum import MOMENTUM
 from .payload import decode_sparse, encode_sparse
 
@@ -69,9 +67,10 @@ class SparseMessages(Aggregator):
         """See Aggregator.holds_back."""
         return True
 
-    def _layers(self, bucket: Bucket, context: Context) -> SparseLayers:
-        """Return which layers are coded in an epoch."""
-        return SparseLayers(bucket, whole_now(bucket, context, self.dense_epochs, self.exclude))
+    def _layers(self, gradients: Sequence[Array], bucket: Bucket, context: Context) -> SparseLayers:
+        """Return the layers that are coded in a call of aggregate."""
+        is_dense = context.epoch < self.dense_epochs
+        return coded_layers(self, gradients, bucket, context, is_dense)
 
     def __post_init__(self) -> None:
         configured(Allreduce, wire="raw", algorithm=self.algorithm, op="mean")
@@ -107,29 +106,18 @@ class LargestValues(SparseMessages):
         return 1.0 if is_dense else density_at(context.epoch, self.warmup, self.density)
 
     def _send(
-        self,
-        waiting: Sequence[Array],
-        chosen: Sequence[Pairs],
-        layers: SparseLayers,
-        context: Context,
+        self, waiting: Sequence[Array], chosen: Sequence[Pairs], layers: SparseLayers
     ) -> Sent:
         """Send the largest values, and subtract them from waiting. Collective. See exchange.
 
         waiting: float32[coded.size] of each hosted rank, not checked yet
-        chosen: the largest values of each, which are sent
+        chosen: the largest values of each, which are sent; NaN and infinity are among them
         """
-        layers.check_largest(waiting, [values for _, values in chosen], context)
+        layers.check(waiting, amax([values for _, values in chosen]))
         n, wire = layers.coded.size, self.wire
         payloads = [encode_sparse(*each, n, wire) for each in chosen]
         decode = partial(decode_sparse, size=n, wire=wire, like=waiting[0])
-        return exchange(context, payloads, decode, waiting, layers)
-
-
-def whole_now(
-    bucket: Bucket, context: Context, dense_epochs: float, exclude: Collection[str]
-) -> Collection[str]:
-    """Return the layers that travel whole: all of them until dense_epochs, then exclude."""
-    return bucket.names if context.epoch < dense_epochs else exclude
+        return layers.exchange(payloads, decode, waiting)
 
 
 def density_at(epoch: float, warmup: Sequence[float], density: float) -> float:
@@ -156,15 +144,45 @@ def largest(x: Array, coded: Bucket, density: float, within: Within) -> Array:
     return np.concatenate(found) if found else np.empty_like(x, shape=(0,), dtype=np.uint32)
 
 
+class Coding(Protocol):
+    """The options of a method that codes some layers and all-reduces the others."""
+
+    @property
+    def exclude(self) -> Collection[str]:
+        """Layers that travel whole."""
+
+    @property
+    def algorithm(self) -> str:
+        """The all-reduce of layers that travel whole."""
+
+
+def coded_layers(
+    method: Coding, gradients: Sequence[Array], bucket: Bucket, context: Context, is_dense: bool
+) -> SparseLayers:
+    """Return the layers that a method codes, none if is_dense. See base.check_place.
+
+    The caller must go on to a method that checks the values.
+    """
+    exclude = bucket.names if is_dense else method.exclude
+    layers = SparseLayers(bucket, gradients, context, exclude, method.algorithm)
+    if layers.coded.size:  # else mean_in_float32 checks the gradients
+        check_place(method, context.world, gradients)
+    return layers
+
+
 @dataclass(frozen=True)
 class SparseLayers:
-    """The layers of a bucket that a sparse method codes; the others travel whole in float32.
+    """The layers of a bucket that a sparse method codes in a call; the others travel in float32.
 
-    bucket: all layers; exclude: those that travel whole, as do layers of one dimension
+    bucket: all layers; gradients: float32[bucket.size] of each hosted rank
+    exclude: those that travel whole, as do layers of one dimension; algorithm: of their all-reduce
     """
 
     bucket: Bucket
-    exclude: Collection[str] = ()
+    gradients: Sequence[Array]
+    context: Context
+    exclude: Collection[str]
+    algorithm: str
 
     @cached_property
     def coded(self) -> Bucket:
@@ -182,126 +200,84 @@ class SparseLayers:
         lies = {name: slice(start, stop) for name, start, stop in self.bucket.segments}
         return [(lies[name], slice(start, stop)) for name, start, stop in self.coded.segments]
 
-    def check_place(self, method: Aggregator, gradients: Sequence[Array], context: Context) -> None:
-        """See base.check_place. The caller must go on to a method that checks the values."""
-        if self.coded.size:  # else mean_in_float32 checks the gradients
-            check_place(method, context.world, gradients)
-
-    def joined(self, gradients: Sequence[Array]) -> list[Array]:
+    def joined(self) -> list[Array]:
         """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
-        return [np.concatenate([x[:0], *self.parts(x)]) for x in gradients]
+        return [np.concatenate([x[:0], *self.parts(x)]) for x in self.gradients]
 
     def parts(self, gradient: Array) -> list[Array]:
         """Return the coded layers of a gradient, float32[bucket.size], as views."""
         return [gradient[source] for source, _ in self._places]
 
-    def waiting(
-        self,
-        gradients: Sequence[Array],
-        context: Context,
-        feedback: bool = True,
-        check: bool = True,
-    ) -> list[Array]:
-        """Return joined(gradients) with the memory "residual" added to it. Collective.
+    def each(self, xs: Sequence[Array], name: str = RESIDUAL) -> Iterator[OfLayer]:
+        """Yield each coded layer of each hosted rank, layer after layer.
 
-        feedback: False for methods, or options, without a memory
-        check: raise NonFiniteGradient as check; False where check_largest follows
+        xs: float32[coded.size] of each hosted rank; name: of the state, which is on their device
         """
-        if not feedback:
-            own = self.joined(gradients)
-            if check:
-                self.check(own, context)
-            return own
-        found = take_spare(context, RESIDUAL, self.coded.size, gradients)
-        lie = [(n, *places) for n, places in zip(self.coded.names, self._places, strict=True)]
-        most = add_kept(context, RESIDUAL, gradients, lie, found)
-        if check and self.coded.size:
-            shared_largest(context.world, found, self.coded, as_float(most))
+        for layer, (source, place) in enumerate(self._places):
+            shape, like = (place.stop - place.start,), xs[0]
+            memory = self.context.state.own(self.coded.names[layer], name, shape, like=like)
+            for row, (gradient, kept, x) in enumerate(zip(self.gradients, memory, xs, strict=True)):
+                yield OfLayer(layer, row, place.start, gradient[source], kept, x[place])
+
+    def accumulated(self, accumulate: Callable[[OfLayer], int]) -> list[Array]:
+        """Return gradients plus residuals, float32[coded.size] of each hosted rank. Collective.
+
+        accumulate: writes the sum of gradient and kept into x, perhaps without some values, and
+            returns the bits of the largest magnitude of all sums
+        Raises NonFiniteGradient on all ranks if a sum is not finite.
+        """
+        found, most = take_spare(self.context, RESIDUAL, self.coded.size, self.gradients), 0
+        for each in self.each(found):
+            most = max(most, accumulate(each))
+        self.check(found, as_float(most))
         return found
 
-    def largest_waiting(
-        self,
-        gradients: Sequence[Array],
-        context: Context,
-        density: float,
-        within: Within,
-        momentum: float | None = None,
-    ) -> Waiting:
-        """Return what waits, and its largest values, which check_largest is to look at.
+    def with_residuals(self) -> list[Array]:
+        """Return gradients plus residuals. Collective. See accumulated."""
+        return self.accumulated(lambda of: backend_of(of.x).accumulate(of.gradient, of.kept, of.x))
 
-        momentum: then what waits has grown by the memory "momentum", times this, with gradients
+    def largest_waiting(
+        self, density: float, within: Within, momentum: float | None = None
+    ) -> Waiting:
+        """Return gradients plus residuals, not checked yet, and their largest values.
+
+        momentum: if given, the momenta in the state, times it, plus gradients are added to the
+            residuals instead of the gradients
         """
-        name = RESIDUAL if momentum is None else MOMENTUM
-        sums = take_spare(context, RESIDUAL, self.coded.size, gradients)
-        pushes = [] if momentum is None else take_spare(context, MOMENTUM, self.coded.size, sums)
-        chosen = [list[Pairs]() for _ in gradients]
-        for (source, _), (place, memory), (_, residuals) in zip(
-            self._places,
-            self._memories(sums, context, name),
-            self._memories(sums, context, RESIDUAL),
-            strict=True,
-        ):
-            size = place.stop - place.start
-            k = count_of(density, size) if within == "layer" else 0
-            for row, (x, kept) in enumerate(zip(gradients, memory, strict=True)):
-                out, more = sums[row][place], {}
-                if momentum is not None:
-                    more = {"factor": momentum, "more": residuals[row], "total": out}
-                    out = pushes[row][place]
-                select = backend_of(out).accumulate_largest
-                found, values = select(x[source], kept, out, k, **more)
-                chosen[row].append((found + np.uint32(place.start), values))
+        sums = take_spare(self.context, RESIDUAL, self.coded.size, self.gradients)
+        pushes, chosen = list[Array](), [list[Pairs]() for _ in sums]
+        name, outs, more = RESIDUAL, sums, dict[str, Any]()
+        if momentum is not None:
+            pushes = take_spare(self.context, MOMENTUM, self.coded.size, sums)
+            name, outs = MOMENTUM, pushes
+        for of, total in zip(self.each(outs, name), self.each(sums), strict=True):
+            if momentum is not None:
+                more = {"factor": momentum, "more": total.kept, "total": total.x}
+            k = count_of(density, of.x.size) if within == "layer" else 0
+            select = backend_of(of.x).accumulate_largest
+            found, values = select(of.gradient, of.kept, of.x, k, **more)
+            chosen[of.row].append((found + np.uint32(of.start), values))
         if within == "bucket":
             return Waiting(sums, pushes, [self.largest(x, density, within) for x in sums])
         return Waiting(sums, pushes, [self._joined(each, sums[0]) for each in chosen])
 
     def waiting_above(
-        self,
-        gradients: Sequence[Array],
-        context: Context,
-        thresholds: Sequence[Sequence[float] | Array],
+        self, thresholds: Sequence[Sequence[float] | Array]
     ) -> tuple[list[Array], list[Pairs]]:
-        """Return what waits, and its values above a threshold, of each hosted rank. Collective.
+        """Return gradients plus residuals, and their values above a threshold. Collective.
 
-        thresholds: of each hosted rank those of the coded layers
-        Raises as waiting.
+        thresholds: of each hosted rank those of the coded layers. Raises as accumulated.
         """
-        found, most = take_spare(context, RESIDUAL, self.coded.size, gradients), 0
-        above, memories = [list[Pairs]() for _ in found], self._memories(found, context, RESIDUAL)
-        for layer, ((source, _), (place, memory)) in enumerate(
-            zip(self._places, memories, strict=True)
-        ):
-            for row, (x, kept) in enumerate(zip(gradients, memory, strict=True)):
-                limit, out = float(thresholds[row][layer]), found[row][place]
-                select = backend_of(out).accumulate_above
-                bits, indices, values = select(x[source], kept, out, limit)
-                above[row].append((indices + np.uint32(place.start), values))
-                most = max(most, bits)
-        if self.coded.size:
-            shared_largest(context.world, found, self.coded, as_float(most))
+        above = [list[Pairs]() for _ in self.gradients]
+
+        def accumulate(of: OfLayer) -> int:
+            select, limit = backend_of(of.x).accumulate_above, float(thresholds[of.row][of.layer])
+            bits, indices, values = select(of.gradient, of.kept, of.x, limit)
+            above[of.row].append((indices + np.uint32(of.start), values))
+            return int(bits)
+
+        found = self.accumulated(accumulate)
         return found, [self._joined(each, found[0]) for each in above]
-
-    def waiting_taking(
-        self, gradients: Sequence[Array], context: Context, drawn: Sequence[Array]
-    ) -> tuple[list[Array], list[list[Array]]]:
-        """Return what waits but for some values, and these, of each hosted rank. Collective.
-
-        drawn: their ascending places in each coded layer, uint32[m]; the values come by layer
-        Raises as waiting.
-        """
-        found, most = take_spare(context, RESIDUAL, self.coded.size, gradients), 0
-        taken, memories = [list[Array]() for _ in found], self._memories(found, context, RESIDUAL)
-        for at, (source, _), (place, memory) in zip(drawn, self._places, memories, strict=True):
-            for row, (x, kept) in enumerate(zip(gradients, memory, strict=True)):
-                out = found[row][place]
-                bits, values = backend_of(out).accumulate_taking(x[source], kept, out, at)
-                if bits >= NONFINITE_BITS:  # so that the error finds the layer
-                    backend_of(out).put(out, at, values)
-                taken[row].append(values)
-                most = max(most, bits)
-        if self.coded.size:
-            shared_largest(context.world, found, self.coded, as_float(most))
-        return found, taken
 
     def _joined(self, parts: Sequence[Pairs], like: Array) -> Pairs:
         """Return the indices and values of all coded layers."""
@@ -314,76 +290,43 @@ class SparseLayers:
         indices = largest(x, self.coded, density, within)
         return indices, backend_of(x).gather(x, indices)
 
-    def add(
-        self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float
-    ) -> None:
-        """Write own * x + factor * state into each hosted rank's x, float32[coded.size]."""
-        for place, memory in self._memories(xs, context, name):
-            for x, kept in zip((x[place] for x in xs), memory, strict=True):
-                for part in blocks(kept):
-                    backend_of(x).multiply(x[part], np.float32(own), x[part])
-                    backend_of(x).accumulate(x[part], kept[part], x[part], factor=factor)
-
-    def keep(self, xs: Sequence[Array], context: Context, name: str = RESIDUAL) -> None:
+    def keep(self, xs: Sequence[Array], name: str = RESIDUAL) -> None:
         """Keep float32[coded.size] of each hosted rank in the state. See memory.keep."""
-        keep(context, self.coded, name, xs)
+        keep(self.context, self.coded, name, xs)
 
-    def _memories(
-        self, xs: Sequence[Array], context: Context, name: str
-    ) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield the slice of each coded layer in coded, and its state of each hosted rank.
-
-        xs: arrays on the device of the state
-        """
-        for layer, start, stop in self.coded.segments:
-            memory = context.state.own(layer, name, (stop - start,), like=xs[0])
-            yield slice(start, stop), memory
-
-    def check(self, xs: Sequence[Array], context: Context) -> None:
+    def check(self, xs: Sequence[Array], most: Array) -> None:
         """Raise NonFiniteGradient on all ranks if one has NaN or infinity. Collective.
 
-        xs: float32[coded.size] of each hosted rank
+        xs: float32[coded.size] of each hosted rank; most: float32[1], their largest magnitude
         """
         if self.coded.size:
-            raise_unless_finite(context.world, xs, self.coded)
-
-    def check_largest(
-        self, xs: Sequence[Array], largest: Sequence[Array], context: Context
-    ) -> None:
-        """Raise as check, for x whose largest values are known: NaN and infinity are among them."""
-        if self.coded.size:
-            shared_largest(context.world, xs, self.coded, amax(largest))
+            shared_largest(self.context.world, xs, self.coded, most)
 
     def mean_of(
-        self, indices: Sequence[Array], values: Sequence[Array], divisor: float, context: Context
+        self, indices: Sequence[Array], values: Sequence[Array], divisor: float
     ) -> tuple[Array, int]:
         """Return the sum of sparse arrays over divisor, float32[bucket.size], and its largest bits.
 
         indices: of each array in the bucket, uint32[m], ascending; there is at least one array
         """
-        flat = context.out
+        flat = self.context.out
         if flat is None:
             flat = np.empty_like(values[0], shape=(self.bucket.size,))
         return flat, backend_of(flat).mean_places(indices, values, divisor, flat)
 
     def mean_of_layers(
-        self,
-        places: Mapping[str, Array],
-        means: Mapping[str, Array],
-        context: Context,
-        like: Array,
+        self, places: Mapping[str, Array], means: Mapping[str, Array]
     ) -> tuple[Array, int]:
         """Return float32[bucket.size] with the means of some values, and its largest bits.
 
         places: by layer their indices in coded, uint32[m], ascending; means: float32[m]
-        like: an array on the device of the mean
         """
-        names = self.coded.names
+        names, like = self.coded.names, self.gradients[0]
         none = np.empty_like(like, shape=(0,), dtype=np.uint32)
         at = np.concatenate([none, *(places[name] for name in names)])
         counts = np.array([places[name].size for name in names], np.int64)
         values = np.concatenate([like[:0], *(means[name].reshape(-1) for name in names)])
-        return self.mean_of([self.in_bucket(at, counts)], [values], 1.0, context)
+        return self.mean_of([self.in_bucket(at, counts)], [values], 1.0)
 
     def in_bucket(self, indices: Array, counts: Array) -> Array:
         """Return the indices in the bucket, uint32[m], of indices in coded.
@@ -396,40 +339,95 @@ class SparseLayers:
         steps = np.repeat(np.array(moved, np.uint32), counts)
         return indices + placed(steps, indices)
 
-    def mean(
-        self,
-        flat: Array,
-        xs: Sequence[Array],
-        gradients: Sequence[Array],
-        context: Context,
-        algorithm: str,
-        most: int | None = None,
-    ) -> Array:
+    def mean(self, flat: Array, most: int, xs: Sequence[Array]) -> Array:
         """Write the mean of the layers that travel whole into flat; return flat. Collective.
 
         flat: float32[bucket.size], the mean of the coded layers, identical on all ranks, and zeros
-        xs: the coded layers of each hosted rank; most: the bits of flat's largest magnitude
-        gradients, algorithm: of the layers that travel whole
+        most: the bits of its largest magnitude; xs: the coded layers of each hosted rank
         Raises NonFiniteGradient on all ranks, also if finite values have no finite sum.
         """
-        if most is None:
-            most = bits_of_largest([flat])
         if most >= NONFINITE_BITS:
             found = [bool(np.isfinite(flat[source]).all()) for source, _ in self._places]
             bad = [i for i, is_good in enumerate(found) if not is_good]
-            raise nonfinite(context.world, xs, self.coded, bad)
+            raise nonfinite(self.context.world, xs, self.coded, bad)
         if self.coded.segments != self.bucket.segments:
             whole = set(self.bucket.names) - set(self.coded.names)
-            mean_in_float32(gradients, self.bucket, whole, context, flat, algorithm)
+            gradients, algorithm = self.gradients, self.algorithm
+            mean_in_float32(gradients, self.bucket, whole, self.context, flat, algorithm)
         return flat
 
-    def shares(self, coded: Sequence[float] | Array) -> Array:
-        """Return the share of each layer that is sent, float64[layers]: 1 if it travels whole.
+    def shares(self, coded: Sequence[float] | Array) -> dict[str, Array]:
+        """Return "sent_share", float64[layers]: 1 for layers that travel whole.
 
         coded: shares of the coded layers
         """
         known = dict(zip(self.coded.names, coded, strict=True))
-        return np.array([known.get(name, 1.0) for name in self.bucket.names])
+        return {"sent_share": np.array([known.get(name, 1.0) for name in self.bucket.names])}
+
+    def finished(
+        self,
+        mean: Array,
+        most: int,
+        waiting: Sequence[Array],
+        shares: Sequence[float] | Array,
+        keeps: bool = True,
+    ) -> Mean:
+        """Return the mean of all layers, after waiting is kept as residuals. Collective.
+
+        mean, most, waiting: as for mean; shares: as for shares; keeps: False without residuals
+        """
+        flat = self.mean(mean, most, waiting)
+        if keeps:
+            self.keep(waiting)
+        return Mean.finite(flat, self.shares(shares))
+
+    def exchange(
+        self,
+        payloads: Sequence[Array],
+        decode: Callable[[Array], Pairs],
+        waiting: Sequence[Array],
+    ) -> Sent:
+        """Send payloads to all ranks, and subtract the values that were sent. Collective.
+
+        payloads: uint8[bytes] of each hosted rank; decode: returns their indices in the coded
+            layers, uint32[m], ascending, and values, float32[m]
+        waiting: float32[coded.size] of each hosted rank, from which its own values are subtracted
+        The values of all ranks are added in the order of ranks.
+        """
+        world, coded, kernels = self.context.world, self.coded, backend_of(waiting[0])
+        borders = np.array([*(start for _, start, _ in coded.segments), coded.size], np.int64)
+        counts, places, terms = np.zeros(len(coded.names), np.int64), list[Array](), list[Array]()
+        for rank, payload in enumerate(allgather(world, payloads) if coded.size else ()):
+            indices, values = decode(payload)
+            ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
+            own_counts = np.diff(to_host(ends))
+            counts += own_counts
+            terms.append(placed(values, waiting[0]))
+            places.append(placed(self.in_bucket(indices, own_counts), waiting[0]))
+            if world.hosts(rank):
+                own = waiting[rank - world.hosted.start]
+                negative = kernels.multiply(terms[-1], np.float32(-1))
+                kernels.scatter_add(own, placed(indices, own), negative)
+        if not terms:  # no layer is coded
+            mean = clear_mean(self.context, self.bucket, waiting[0])
+            return Sent(mean, 0, counts.astype(np.float64))
+        total, most = self.mean_of(places, terms, float(world.ranks))
+        return Sent(total, most, counts / (np.diff(borders) * world.ranks))
+
+
+class OfLayer(NamedTuple):
+    """A coded layer of a hosted rank.
+
+    layer: its number; row: the rank's place in lists of hosted ranks; start: its first in coded
+    gradient, kept, x: float32[n]: its gradient, its state and its part of an array of coded layers
+    """
+
+    layer: int
+    row: int
+    start: int
+    gradient: Array
+    kept: Array
+    x: Array
 
 
 class Waiting(NamedTuple):
@@ -455,37 +453,3 @@ class Sent(NamedTuple):
     mean: Array
     most: int
     shares: Array
-
-
-def exchange(
-    context: Context,
-    payloads: Sequence[Array],
-    decode: Callable[[Array], tuple[Array, Array]],
-    waiting: Sequence[Array],
-    layers: SparseLayers,
-) -> Sent:
-    """Send payloads to all ranks, and subtract the values that were sent. Collective.
-
-    payloads: uint8[bytes] of each hosted rank; decode: returns their indices in the coded layers,
-        uint32[m], ascending, and values, float32[m]
-    waiting: float32[coded.size] of each hosted rank, from which its own values are subtracted
-    The values of all ranks are added in the order of ranks.
-    """
-    world, coded, kernels = context.world, layers.coded, backend_of(waiting[0])
-    borders = np.array([*(start for _, start, _ in coded.segments), coded.size], np.int64)
-    counts, places, terms = np.zeros(len(coded.names), np.int64), list[Array](), list[Array]()
-    for rank, payload in enumerate(allgather(world, payloads) if coded.size else ()):
-        indices, values = decode(payload)
-        ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
-        own_counts = np.diff(to_host(ends))
-        counts += own_counts
-        terms.append(placed(values, waiting[0]))
-        places.append(placed(layers.in_bucket(indices, own_counts), waiting[0]))
-        if world.hosts(rank):
-            own = waiting[rank - world.hosted.start]
-            negative = kernels.multiply(terms[-1], np.float32(-1))
-            kernels.scatter_add(own, placed(indices, own), negative)
-    if not terms:  # no layer is coded
-        return Sent(clear_mean(context, layers.bucket, waiting[0]), 0, counts.astype(np.float64))
-    total, most = layers.mean_of(places, terms, float(world.ranks), context)
-    return Sent(total, most, counts / (np.diff(borders) * world.ranks))

@@ -15,7 +15,7 @@ from ..options import Allowed
 from .base import Array, Context, Mean, as_float, shared_largest
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
-from .sparse import SparseLayers, SparseMessages, exchange
+from .sparse import SparseLayers, SparseMessages
 
 SIGN = "ternary"  # the wire of -1 and 1
 ONE = np.float32(1)
@@ -41,12 +41,11 @@ class Strom(SparseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers, follows = self._layers(bucket, context), self.tau is None
-        layers.check_place(self, gradients, context)
+        layers = self._layers(gradients, bucket, context)
         coded = layers.coded
-        squares = self._squares(layers, gradients, context) if follows else {}
+        squares = self._squares(layers, gradients, context) if self.tau is None else {}
         taus = self._taus(coded, squares, context)
-        waiting, chosen = layers.waiting_above(gradients, context, [taus] * len(gradients))
+        waiting, chosen = layers.waiting_above([taus] * len(gradients))
         payloads = [encode_sparse(i, np.copysign(ONE, x), coded.size, SIGN) for i, x in chosen]
         ends = np.array([stop for _, _, stop in coded.segments], np.uint32)
 
@@ -56,12 +55,11 @@ class Strom(SparseMessages):
             backend_of(signs).multiply_runs(signs, taus, borders, signs)
             return indices, signs
 
-        sent = exchange(context, payloads, decode, waiting, layers)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
-        layers.keep(waiting, context)
+        sent = layers.exchange(payloads, decode, waiting)
+        mean = layers.finished(sent.mean, sent.most, waiting, sent.shares)
         for name, square in squares.items():
             _kept(name, context)[:] = square
-        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
+        return mean
 
     def _squares(
         self, layers: SparseLayers, gradients: Sequence[Array], context: Context

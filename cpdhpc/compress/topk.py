@@ -29,16 +29,11 @@ class TopK(LargestValues):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers = self._layers(bucket, context)
-        layers.check_place(self, gradients, context)
-        density = self._density(context)
+        layers, density = self._layers(gradients, bucket, context), self._density(context)
         if self.error_feedback:
-            waiting, _, chosen = layers.largest_waiting(gradients, context, density, self.within)
+            waiting, _, chosen = layers.largest_waiting(density, self.within)
         else:
-            waiting = layers.joined(gradients)
+            waiting = layers.joined()
             chosen = [layers.largest(x, density, self.within) for x in waiting]
-        sent = self._send(waiting, chosen, layers, context)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.most)
-        if self.error_feedback:
-            layers.keep(waiting, context)
-        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
+        sent = self._send(waiting, chosen, layers)
+        return layers.finished(sent.mean, sent.most, waiting, sent.shares, self.error_feedback)

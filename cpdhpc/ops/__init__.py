@@ -26,7 +26,7 @@ def on_gpu(x: Any) -> bool:
 def to_host(x: Any) -> Any:
     """Return x as a NumPy array: x itself, or a copy of what the current stream makes of it.
 
-    Raises TimeoutError where the GPU is not done with it in time, as gpu_runtime.wait.
+    Raises TimeoutError if the GPU does not finish it in time, as gpu_runtime.wait.
     """
     if not on_gpu(x):
         return x
@@ -36,28 +36,28 @@ def to_host(x: Any) -> Any:
 
 
 def is_of_gpu(error: Exception) -> bool:
-    """Whether an error is CUDA's, or of a wait for it: the call that raises it is not its cause."""
+    """Whether an error is CUDA's, or of a wait for it: an earlier call may have caused it."""
     module = type(error).__module__.partition(".")[0]
     return isinstance(error, TimeoutError) or module in ("cupy", "cupy_backends")
 
 
 def placed(x: Any, like: Any) -> Any:
-    """Return array x where like lies: x itself, or a copy, to or from the GPU."""
+    """Return array x on the device of like: x itself, or a copy to or from the GPU."""
     if on_gpu(x) == on_gpu(like):
         return x
     return backend_of(like).asarray(x) if on_gpu(like) else to_host(x)
 
 
-MISREAD: dict[type[Any], str] = {  # arrays whose memory is not all that they mean -> what to do
+MISREAD: dict[type[Any], str] = {  # arrays that mean more than their memory -> advice
     np.ma.MaskedArray: "its mask would be ignored: give x.filled(0), or x.data",
     np.matrix: "it stays of two dimensions: give np.asarray(x)",
 }
 
 
 def misread(x: Any) -> str:
-    """Return what to do about an array whose memory is not all that it means, "" for others.
+    """Return advice about an array that means more than its memory, "" for others.
 
-    Other subclasses of numpy.ndarray, as memmap and recarray, are taken as what they hold.
+    Other subclasses of numpy.ndarray, as memmap and recarray, are used as plain arrays.
     """
     if type(x) is np.ndarray:
         return ""

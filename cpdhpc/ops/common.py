@@ -1,4 +1,4 @@
-"""What the implementations have in common: threads of the CPU, layouts, selection by magnitude."""
+"""Code that the implementations share: threads of the CPU, layouts, selection by magnitude."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..formats import SHIFT_BIAS, SHIFT_NONFINITE, TILE, Format, tiles
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MAGNITUDE = np.uint32(0x7FFFFFFF)  # float32 bits without the sign
-Term = Literal["magnitude", "square"]  # what is added of a value, besides itself
+Term = Literal["magnitude", "square"]  # terms of a sum, besides the value itself
 NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
 
-_chosen: list[int] = []  # what set_kernel_threads was given, or what OMP_NUM_THREADS said
+_chosen: list[int] = []  # of set_kernel_threads or OMP_NUM_THREADS; empty at first
 
 
 def kernel_threads() -> int:
-    """Return how many threads share the work on an array of 1 MiB of float32 or more.
+    """Return the number of threads that work on an array of 1 MiB of float32 or more.
 
-    What set_kernel_threads was given last; else OMP_NUM_THREADS as it is at the first call, 1
-    where it is not set. Raises UserError, a ValueError, where that is no number from 1 on.
+    It is the count of the last set_kernel_threads; else OMP_NUM_THREADS at the first call, 1 if it
+    is not set. Raises UserError, a ValueError, if that is not a number from 1 on.
     """
     if not _chosen:
         _chosen.append(omp_num_threads() or 1)
@@ -33,10 +33,10 @@ def kernel_threads() -> int:
 
 
 def set_kernel_threads(count: int) -> None:
-    """Have the CPU's operations run on so many threads from now on; no bit of a result changes.
+    """Run the CPU's operations on count threads from now on; no bit of a result changes.
 
     Threads start when they are first needed, on the cores that the process may use then, and
-    sleep while there is nothing to do. Raises ValueError for anything but an int from 1 on.
+    sleep while there is no work. Raises ValueError for anything but an int from 1 on.
     """
     if not isinstance(count, int) or count < 1:
         raise ArgumentError("set_kernel_threads", "count", count, "must be an int, 1 or more")
@@ -44,9 +44,9 @@ def set_kernel_threads(count: int) -> None:
 
 
 def omp_num_threads() -> int | None:
-    """Return OMP_NUM_THREADS, of a list for nested levels the first; None where it is not set.
+    """Return OMP_NUM_THREADS, of a list for nested levels the first; None if it is not set.
 
-    Raises UserError, a ValueError, where it is not a number from 1 on.
+    Raises UserError, a ValueError, if it is not a number from 1 on.
     Source: OpenMP 5.2, section 21.1.2.
     """
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
@@ -58,14 +58,14 @@ def omp_num_threads() -> int | None:
     return int(first)
 
 
-SLICE_NS = 100_000  # the shortest that Linux has
+SLICE_NS = 100_000  # the shortest that Linux allows
 
 
 def take_short_slices() -> bool:
-    """Let the calling thread run soon after it wakes, beside another that computes on its core.
+    """Let the calling thread run soon after it wakes, even if another computes on its core.
 
-    Linux lets a thread end its slice first, of some ms where its clock ticks every 10 ms, unless
-    the slices of the one that wakes are shorter. Returns whether it has taken that: from 6.12 on.
+    Linux lets the running thread end its slice first, of several ms if the clock ticks every 10
+    ms, unless the waking thread has shorter slices. Returns whether Linux supports it: from 6.12 on.
     Source: Documentation/scheduler/sched-eevdf.rst of Linux.
     """
     return _cpu.set_time_slice(SLICE_NS)
@@ -86,7 +86,7 @@ def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
 
 
 def stream_words(widths: Array, n: int) -> int:
-    """Words of n codes that pack_stream packs at the widths of their tiles."""
+    """Return the number of words of n codes that pack_stream packs at the widths of their tiles."""
     return 32 * int(widths[:-1].sum(dtype=np.int64)) + _tail_words(widths, n) if n else 0
 
 
@@ -97,7 +97,7 @@ def _tail_words(widths: Array, n: int) -> int:
 def threshold_bits(threshold: float) -> int:
     """Return the bits of the largest float32 that is not above threshold.
 
-    A float32 is above threshold where its bits are larger. Raises ValueError for NaN and negative
+    A float32 is above threshold if its bits are larger. Raises ValueError for NaN and negative
     numbers.
     """
     if not threshold >= 0:
@@ -128,7 +128,7 @@ def check_size(name: str, n: int) -> None:
 
 
 def radix_select(count: Count, x: Any, k: int) -> int:
-    """Return the k-th largest magnitude of x, by a histogram of some bits of it after the other.
+    """Return the k-th largest magnitude of x, by histograms of its bits, the highest first.
 
     k: 1..n. Three passes over x, no sort.
     Source: radix selection, most significant digit first, as Alabi et al.: Fast k-selection
@@ -144,9 +144,9 @@ def radix_select(count: Count, x: Any, k: int) -> int:
 
 
 def without_last_ties(magnitudes: Array, kth: int, k: int) -> Array:
-    """Return where magnitudes, all of them kth or above, are the k largest: int64[k], ascending.
+    """Return the indices of the k largest of magnitudes that are all kth or more, int64[k].
 
-    Of those equal to kth the last ones are left out.
+    They ascend. Of magnitudes equal to kth the last ones are left out.
     """
     ties = np.flatnonzero(magnitudes == kth)
     return np.delete(np.arange(magnitudes.size), ties[k - magnitudes.size + ties.size :])

@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from .steps import Layer
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# What the GPU needs kernels for
+# Operations for which the GPU has kernels
 add, subtract, multiply, divide = np.add, np.subtract, np.multiply, np.divide
 copy = np.copyto
 ROUNDINGS = {word: code for code, word in enumerate(get_args(Rounding))}  # as in cast.h
-CAST_NUMBERS = 18  # before what owns a table
+CAST_NUMBERS = 18  # of cast_numbers, before the owner of the table
 Numbers = tuple[Any, ...]
-# What a run of a call list may come to besides 0, as in cpu_call_list_calls.h
+# Results of a run of a call list besides 0, as in cpu_call_list_calls.h
 WAITING, OVERLAPS, UNLIKE, ABSENT, STRANGE = -1, -2, -3, -4, -5
-LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
+LOOKS, FEW_LOOKS = 20_000, 100  # failed looks before the world waits, and each time that it looks
 
 
 @lru_cache(maxsize=64)
 def cast_numbers(cast: Cast) -> Numbers:
-    """Return the kernels' struct Cast: 17 numbers, its table's address or 0, what owns it."""
+    """Return the kernels' struct Cast: 17 numbers, its table's address or 0, and the table."""
     fmt = cast.fmt
     overflow, overflow_below = cast.overflow_codes
     limits = (fmt.shift_min, fmt.shift_max, fmt.emax, fmt.max_significand)
     rest: Numbers = (overflow_below, cast.random_mask, fmt.near_min, fmt.near_max)
     rounding = ROUNDINGS[cast.rounding]
-    if isinstance(fmt, TableFormat):  # exp and man say no more than the width
+    if isinstance(fmt, TableFormat):  # exp and man give only the width
         from .tables import search_table
 
         table = search_table(cast, fmt)
@@ -74,12 +74,12 @@ def _check(name: str, array: Array, dtype: type[np.generic]) -> None:
 
 
 def clone() -> str:
-    """Return for which generation of processors the loops in use were compiled."""
+    """Return the generation of processors that the loops in use were compiled for."""
     return str(_cpu.clone())
 
 
 def clones() -> list[str]:
-    """Return for which generations this processor runs loops, the slowest first."""
+    """Return the generations whose loops this processor can run, the slowest first."""
     return list(_cpu.clones())
 
 
@@ -249,9 +249,9 @@ def unpack_trits(trits: Array, words: Array) -> None:
 
 
 def read_memory(process: int, address: int, out: Array) -> None:
-    """Overwrite out, uint8[n], by what another process has at an address of its memory.
+    """Read n bytes at an address of another process's memory into out, uint8[n].
 
-    Raises OSError where the system does not allow it, or there is nothing.
+    Raises OSError if the system does not allow it, or the address is not mapped.
     """
     _cpu.read_memory(process, address, out)
 
@@ -260,7 +260,7 @@ _INF, _NAN = NONFINITE_BITS, 0x7FC00000
 FLOAT32 = NAMED["fp32"]
 # Ways of rounding, as products_how.h has them.
 TO_NEAREST, TO_FLOOR, AT_RANDOM, TO_ODD = range(1, 5)
-# The way of each rounding, and of what: of |x| or x, of -x or x.
+# The way of each rounding, and its operand: whether |x| instead of x, whether -x instead of x.
 WAYS = {
     "nearest": (TO_NEAREST, 0, 0),
     "zero": (TO_FLOOR, 1, 0),
@@ -321,7 +321,7 @@ def matmul(
     """Return the products of the rows of a and the columns of b, rounded as how says.
 
     a: float32[batch, m, k]; b: float32[batch, k, n]; returns float32[batch, m, n]
-    inputs: formats that hold all values of a and of b: less precise arithmetic may be enough then
+    inputs: formats that hold all values of a and of b, so that less precise arithmetic may do
     """
     batch, m, k = a.shape
     out = np.empty((batch, m, b.shape[2]), np.float32)
@@ -331,8 +331,8 @@ def matmul(
     return out
 
 
-# Sums and products whose order of additions is NumPy's, as the GPU's are. Sums are in float64 and
-# add in pairs: halves of halves, down to 128 values, of which eight are summed side by side.
+# Sums and products in NumPy's order of additions, as the GPU's. Sums are in float64 and pairwise:
+# halves of halves, down to 128 values, for which eight partial sums run side by side.
 TERMS = ("value", *get_args(Term))  # as kernels/passes.h numbers them
 
 
@@ -359,7 +359,7 @@ def square_sum(x: Array, center: float = 0.0) -> float:
 
 
 def run_maxima(x: Array, ends: Array) -> Array:
-    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is."""
+    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN if one is."""
     _check("x", x, np.float32)
     _check("ends", ends, np.int64)
     found = np.empty(ends.size, np.uint32)
@@ -475,7 +475,7 @@ def mean_places(
 
 
 def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> tuple[Array, Array]:
-    """Return where the sum of sparse arrays is not 0, and the sums; see ops.reference."""
+    """Return the indices and values of the sum of sparse arrays; see ops.reference."""
     _check_places(indices, values)
     places, sums = _cpu.merge_places(n, tuple(indices), tuple(values))
     return np.frombuffer(places, np.uint32), np.frombuffer(sums, np.float32)
@@ -496,7 +496,7 @@ def _accumulated(
     total: Array | None,
     above: int,
 ) -> tuple[int, Array, Array]:
-    """Return what is largest, and what lies above some bits: the bits, uint32[m], float32[m]."""
+    """Return the largest bits, and indices and values of magnitudes above some bits."""
     for name, array in (("x", x), ("kept", kept), ("out", out), ("more", more), ("total", total)):
         if array is not None:
             _check(name, array, np.float32)
@@ -507,7 +507,7 @@ def _accumulated(
 def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
 ) -> tuple[Array, Array, Array]:
-    """Write x + kept into out; return its bins' largest values, and what about reaches them."""
+    """Write x + kept into out; return its bins' largest values and leaders; see ops.reference."""
     for name, array in (("x", x), ("kept", kept), ("out", out)):
         _check(name, array, np.float32)
     highest = np.empty(-(-x.size // bin_values), np.uint32)
@@ -536,7 +536,7 @@ def unpack_bins(bin_values: int, codes: Array, scale: float, first: int) -> tupl
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> Array:
-    """Return where in each chunk its largest magnitude is first: float32[n] to int64[chunks]."""
+    """Return the position of the largest magnitude in each chunk: float32[n] to int64[chunks]."""
     _check("x", x, np.float32)
     found = np.empty(-(-x.size // chunk_values), np.int64)
     _cpu.chunk_leaders(x, chunk_values, found)
@@ -579,7 +579,7 @@ def encode_signs(
 
 
 def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, divisor: float) -> int:
-    """Write the sum of what signs and pairs stand for, over divisor; see ops.reference."""
+    """Write the sum of the values of signs and pairs, over divisor; see ops.reference."""
     _check("out", out, np.float32)
     return int(_cpu.decode_signs(tuple(signs), tuple(pairs), len(out), divisor, out))
 
@@ -647,14 +647,14 @@ def mean_runs(
     return int(_cpu.mean_runs(*how, numbers, ends, divisor, out))
 
 
-# The k largest of n values are found in little more than one pass over them. A sample says above
-# which magnitude about k values lie; one pass collects those that do, and a radix selection finds
-# the k-th among them. That is exact whatever the sample: if fewer than k lie above its magnitude,
+# The k largest of n values are found in little more than one pass over them. A sample gives a
+# magnitude that about k values exceed; one pass collects these, and a radix selection finds the
+# k-th among them. The result is exact for any sample: if fewer than k values exceed the magnitude,
 # all values but zeros are collected.
-SAMPLED = 4096  # of so many values a line is looked at
-LINE = 16  # float32 in what memory delivers at once
-FEW = 8192  # values up to here are left to NumPy: it takes less time than three calls
-SPARE = 6  # standard deviations that a sample may be wrong by
+SAMPLED = 4096  # the sample has one line of each block of so many values
+LINE = 16  # float32 in a cache line
+FEW = 8192  # NumPy selects among fewer values: it takes less time than three calls
+SPARE = 6  # standard deviations by which a sample may be wrong
 
 
 def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
@@ -668,8 +668,8 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
 def step_layers(
     rule: str, layers: Sequence[Layer], numbers: Array, threads: int | None = None
 ) -> None:
-    """Take a step of each layer of an optimiser, on so many threads. See ops.steps."""
-    from .steps import RULES, check_layers  # of optimisers alone: an all-reduce does not load it
+    """Take a step of each layer of an optimiser; threads: None for kernel_threads. See ops.steps."""
+    from .steps import RULES, check_layers  # only for optimisers: an all-reduce does not load it
 
     check_layers(rule, layers, numbers)
     arrays = [x for layer in layers for x in layer[:4]]
@@ -678,7 +678,7 @@ def step_layers(
 
 
 def mark_above(x: Array, bits: int) -> Array:
-    """Return a bit for each value, set where its magnitude is above bits: uint32[ceil(n / 32)]."""
+    """Return a bit for each value, set if its magnitude is above bits: uint32[ceil(n / 32)]."""
     _check("x", x, np.float32)
     words = np.empty(-(-x.size // 32), np.uint32)
     _cpu.mark_above(kernel_threads(), bits, x, words)
@@ -694,7 +694,7 @@ def count_bits(words: Array) -> Array:
 
 
 def unpack_bitmap(words: Array) -> Array:
-    """Return where bits are set, ascending: uint32[w] to uint32[m]."""
+    """Return the places of set bits, ascending: uint32[w] to uint32[m]."""
     counts = count_bits(words)
     ends = np.cumsum(counts, dtype=np.uint32)
     found = np.empty(int(ends[-1]) if ends.size else 0, np.uint32)
@@ -792,7 +792,7 @@ def _kth(x: Array, k: int) -> int:
 
 
 def _first_largest(x: Array, kth: int, k: int) -> Array:
-    """Return where the k largest are, the k-th of which is known, ascending."""
+    """Return the indices of the k largest, the k-th of which is known, ascending."""
     if x.size <= FEW:
         found = np.flatnonzero(_magnitudes(x) >= kth)
     else:
@@ -801,7 +801,7 @@ def _first_largest(x: Array, kth: int, k: int) -> Array:
 
 
 def _largest(x: Array, k: int) -> tuple[Array, Array, int]:
-    """Return values among which the k largest are, but for zeros: indices, values, the k-th."""
+    """Return indices and values that include the k largest, except zeros, and the k-th largest."""
     for low in (_low(x, k), 1):
         parts = _cpu.collect_above(kernel_threads(), low - 1, x)
         found, values = np.frombuffer(parts[0], np.uint32), np.frombuffer(parts[1], np.float32)
@@ -811,7 +811,7 @@ def _largest(x: Array, k: int) -> tuple[Array, Array, int]:
 
 
 def _low(x: Array, k: int) -> int:
-    """Return a magnitude, 1 or more, that about k values reach: rather more of them than less."""
+    """Return a magnitude, 1 or more, that k values or a few more reach, by a sample."""
     return _low_of(_lines(x), k, x.size)
 
 

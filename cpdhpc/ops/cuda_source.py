@@ -1,4 +1,4 @@
-"""The CUDA kernels as one string, the same for CuPy and for tests without a GPU."""
+"""The source of the CUDA kernels as one string, for CuPy and for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KERNELS = (
     "matmul",
 )
 
-# What NumPy has already; CuPy has it too, but flushes subnormal numbers, or adds in another order.
+# Operations of NumPy. CuPy's flush subnormal numbers, or add in another order.
 ARITHMETIC = (
     "add_floats",
     "subtract_floats",
@@ -69,16 +69,16 @@ ARITHMETIC = (
 
 
 class Fixed(NamedTuple):
-    """What kernels of the codec are compiled for: a cast, and how they are called."""
+    """The constants that kernels of the codec are compiled for."""
 
     cast: Cast
-    blocks: int  # of a lane's column, 0 where a tile has one shift
+    blocks: int  # of a lane's column; 0: a tile has one shift
     fit: bool | None = None  # whether shifts are chosen; None for the kernels that decode only
     counted: bool = False
 
 
 def codec_source(fixed: Fixed) -> str:
-    """Return the kernels of the codec that decode, or where fit is given encode, for one cast."""
+    """Return the kernels of the codec for one cast: those that decode, or encode if fit is given."""
     *numbers, table = cast_numbers(fixed.cast)[:CAST_NUMBERS]
     constants = {
         "CAST": ", ".join(map(str, numbers)),
@@ -93,10 +93,10 @@ def codec_source(fixed: Fixed) -> str:
 
 
 def cuda_source(root: str = "cuda_loops.cu") -> str:
-    """Return a file of kernels/ with our own headers put in place of their #include lines.
+    """Return a file of kernels/ with our own headers in place of their #include lines.
 
-    CuPy's cache of compiled kernels looks at the source alone: a header that is changed but
-    only included would go unnoticed. #line keeps the compiler's messages right.
+    CuPy's cache of compiled kernels compares only the source, not headers that it includes. #line
+    keeps file names and line numbers of the compiler's messages right.
     """
     kernels = folder("kernels")
     seen: set[str] = set()

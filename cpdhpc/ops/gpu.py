@@ -1,4 +1,4 @@
-"""The operations of ops.reference on CuPy arrays: the CPU kernels' bodies, compiled by NVRTC."""
+"""The operations of ops.reference on CuPy arrays, by kernels that NVRTC compiles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Array = Any  # cupy.ndarray
 HostArray = np.ndarray[Any, np.dtype[Any]]
 
 _ROWS, _COLUMNS = 8, 16  # of a block's outputs of a matrix product
-_COUNTING_BLOCKS = 512  # each of their warps adds a table at the end: rather few, and long at work
+_COUNTING_BLOCKS = 512  # at most: each warp adds its table of counts to the result at its end
 
 
 def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int = 0) -> Array:
@@ -261,7 +261,7 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Any:
 
 
 def mark_above(x: Array, bits: int) -> Array:
-    """Return a bit for each value, set where its magnitude is above bits: uint32[ceil(n / 32)]."""
+    """Return a bit for each value, set if its magnitude is above bits: uint32[ceil(n / 32)]."""
     check("x", x, np.float32)
     words = cupy.empty(-(-x.size // 32), np.uint32)
     launch("mark_above", tile_blocks(x.size), np.uint32(bits), x, np.int64(x.size), words)
@@ -277,7 +277,7 @@ def count_bits(words: Array) -> Array:
 
 
 def unpack_bitmap(words: Array) -> Array:
-    """Return where bits are set, ascending: uint32[w] to uint32[m]. Waits for their number."""
+    """Return the places of set bits, ascending: uint32[w] to uint32[m]. Waits for their number."""
     counts = count_bits(words)
     ends = cupy.cumsum(counts, dtype=np.uint32)
     places = cupy.empty(int(to_host(ends[-1:])[0]) if ends.size else 0, np.uint32)
@@ -313,7 +313,7 @@ def unpack_stream(words: Array, widths: HostArray, n: int) -> Array:
 
 
 def _stream(widths: HostArray, n: int) -> tuple[Array, Array]:
-    """Return the widths of the tiles of n codes, and where each begins in the words."""
+    """Return the widths of the tiles of n codes, and the first word of each."""
     if widths.dtype != np.uint8 or widths.size != tiles(n) or widths.max(initial=0) > 32:
         raise ValueError(f"widths: {widths.dtype}[{widths.size}]: must be uint8[{tiles(n)}], 0..32")
     starts = 32 * (np.cumsum(widths, dtype=np.int64) - widths)
@@ -431,8 +431,8 @@ def move_boxes(
 ) -> None:
     """Copy and add boxes of cells; see kernels/cuda_moves.h.
 
-    kind: what a unit is; table: int64[n], which darray/device.py makes; boxes, units: of it
-    x, out: addresses of arrays on CuPy's current GPU, which their units fit; memory: uint8[m]
+    kind: of units; table: int64[n], which darray/device.py makes; boxes, units: their numbers in it
+    x, out: addresses of arrays on CuPy's current GPU, aligned for units; memory: uint8[m]
     """
     check("table", table, np.int64)
     check("memory", memory, np.uint8)
@@ -449,17 +449,17 @@ def move_boxes(
 
 
 # Sums and products in NumPy's order of additions: a thread sums up to 128 values, a leaf of NumPy's
-# tree, a block the lowest 7 levels, and one block of each part what is above.
+# tree, a block the lowest 7 levels, and one block of each part the levels above.
 SUMMED = (*TERMS, "above", "below")  # as kernels/cuda_sums.h numbers them
 LEAF = 128  # values that NumPy sums without halving them
 INNER = 7  # levels of a tree that a block sums
-BUFFER = 8192  # values that NumPy makes float64 at once; it adds those sums one after another
+BUFFER = 8192  # values that NumPy converts to float64 at once; it adds their sums in order
 
 
 def _pairwise(x: Array, starts: HostArray, stops: HostArray, of: str, center: float) -> HostArray:
     """Return the sum of each part of float32[n]: int64[parts] to NumPy's float64[parts].
 
-    of: one of SUMMED, what is added of each value
+    of: one of SUMMED, the terms
     """
     parts, sizes = np.int64(starts.size), stops - starts
     totals = cupy.empty(starts.size, np.float64)
@@ -477,7 +477,7 @@ def _pairwise(x: Array, starts: HostArray, stops: HostArray, of: str, center: fl
 
 
 def _blocks_of(sizes: HostArray) -> HostArray:
-    """Return how many blocks sum each of some parts, int64, by the depth of its tree."""
+    """Return the number of blocks that sum each part, int64, by the depth of its tree."""
     longest, depths = sizes.copy(), np.zeros_like(sizes)
     while (is_long := longest > LEAF).any():
         longest -= np.where(is_long, longest // 2 // 8 * 8, 0)
@@ -508,7 +508,7 @@ def _row_sums(x: Array, of: str) -> HostArray:
 def run_sums(x: Array, starts: HostArray, of: Term) -> HostArray:
     """Return the sum of magnitudes or squares of each run: float32[n], int64[runs] to float64.
 
-    NumPy's reduceat adds to the first term the sum of the others.
+    NumPy's reduceat adds the sum of the other terms to the first one.
     """
     check("x", x, np.float32)
     first = to_host(x[cupy.asarray(starts)]).astype(np.float64)
@@ -643,7 +643,7 @@ def mean_places(
 def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
 ) -> tuple[HostArray, HostArray, HostArray]:
-    """Write x + kept into out; return its bins' largest values, and what about reaches them."""
+    """Write x + kept into out; return its bins' largest values and leaders; see ops.reference."""
     for name, array in (("x", x), ("kept", kept), ("out", out)):
         check(name, array, np.float32, x.size)
     bins = -(-x.size // bin_values)
@@ -656,7 +656,7 @@ def accumulate_leaders(
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
-    """Return where in each chunk its largest magnitude is first: float32[n] to int64[chunks]."""
+    """Return the position of the largest magnitude in each chunk: float32[n] to int64[chunks]."""
     check("x", x, np.float32)
     check_size("chunk_leaders", chunk_values)
     chunks = -(-x.size // chunk_values)
@@ -688,7 +688,7 @@ def encode_signs(
 def decode_signs(
     signs: Sequence[HostArray], pairs: Sequence[HostArray], out: Array, divisor: float
 ) -> int:
-    """Write the sum of what signs and pairs stand for, over divisor; see ops.reference."""
+    """Write the sum of the values of signs and pairs, over divisor; see ops.reference."""
     check("out", out, np.float32)
     out[...] = 0
     for sign, pair in zip(signs, pairs, strict=True):

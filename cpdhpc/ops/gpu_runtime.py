@@ -1,4 +1,4 @@
-"""What CUDA kernels need to run: their source as one string, checked launches, streams, graphs."""
+"""Compiling, checking and launching CUDA kernels; streams, events, graphs and waits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Result = TypeVar("Result")
 _BLOCK = 128  # threads: CPD_WARPS warps of 32
 _WARPS = 4  # of a block
 _MAX_BLOCKS = 65535
-FIXED_CASTS = 256  # of a process; each takes NVRTC a second the first time, and memory of the GPU
+FIXED_CASTS = 256  # of a process; each costs a second of NVRTC at first, and memory of the GPU
 LEAST_OF_CUDA_13 = 75  # compute capability; NVIDIA's release notes of CUDA 13.0
-DEFAULT_WAIT_S = 600.0  # as a World's
+DEFAULT_WAIT_S = 600.0  # as the time-out of a World
 _most_wait = [DEFAULT_WAIT_S]
-SPIN_S, MOST_PAUSE_S = 1e-4, 1e-3  # whoever waits for longer sleeps between two looks
-NULL = np.uint64(0)  # a pointer to nothing
+SPIN_S, MOST_PAUSE_S = 1e-4, 1e-3  # a longer wait sleeps between two looks
+NULL = np.uint64(0)  # a null pointer
 
 
 def current_device() -> int:
@@ -46,9 +46,9 @@ def current_device() -> int:
 def use_device(place: int, chosen: int = 0) -> tuple[int, str]:
     """Make a GPU CuPy's current one, by the place of this process on its node.
 
-    One that was chosen already, which shows where it is not the first, stays.
-    chosen: the current one of another library, which comes before CuPy's own
-    Returns its number and its address on the node's bus; -1 and "" where there is none.
+    A current GPU other than number 0 was chosen by the program, and stays.
+    chosen: the current GPU of another library, which comes before CuPy's
+    Returns its number and its address on the node's bus; -1 and "" if there is none.
     """
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
@@ -60,7 +60,7 @@ def use_device(place: int, chosen: int = 0) -> tuple[int, str]:
 
 
 def unsupported() -> str:
-    """Return why kernels cannot be compiled for CuPy's current GPU, "" where they can."""
+    """Return why kernels cannot be compiled for CuPy's current GPU, "" if they can."""
     if cupy.cuda.runtime.is_hip:
         return "has CuPy for ROCm: the kernels are CUDA's, for NVIDIA's GPUs alone"
     capability, (version, _) = int(compute_capability()), cupy.cuda.nvrtc.getVersion()
@@ -74,7 +74,7 @@ def unsupported() -> str:
 
 
 def can_be_shared(address: int) -> bool:
-    """Whether other processes can be given memory of the GPU, as MPI does by CUDA IPC."""
+    """Whether other processes can open memory of the GPU, as MPI does by CUDA IPC."""
     try:
         cupy.cuda.runtime.ipcGetMemHandle(address)
     except cupy.cuda.runtime.CUDARuntimeError:
@@ -93,7 +93,7 @@ def _module(device: int) -> Any:
 
 
 def kept_by_cupy() -> Path:
-    """Return the folder where CuPy keeps what it has compiled, as its documentation says."""
+    """Return the folder of CuPy's cache of compiled kernels, by its documentation."""
     return Path(os.environ.get("CUPY_CACHE_DIR", Path.home() / ".cupy" / "kernel_cache"))
 
 
@@ -110,10 +110,10 @@ def _announce(capability: str, folder: Path) -> None:
 def _compiled(source: str) -> Any:
     """Return a module of kernels for CuPy's current GPU, which one process compiles for all.
 
-    It takes NVRTC a minute at worst, and then CuPy has it in its folder. So a process that finds
-    another at it waits, on a lock in that folder, and loads what that one has made. Whoever dies
-    lets go of the lock. Where the folder has no locks, each compiles for itself.
-    Raises UserError where kernels cannot be compiled for this GPU.
+    NVRTC takes up to a minute; then CuPy keeps the result in its folder. A process that finds
+    another compiling waits on a lock in that folder, and loads the result. A process that dies
+    releases the lock. If the folder has no locks, each process compiles for itself.
+    Raises UserError if kernels cannot be compiled for this GPU.
     """
     if why := unsupported():
         raise UserError(f"cpdhpc: this process {why}")
@@ -173,7 +173,7 @@ def cast_on_device(cast: Cast) -> Array:
 
 
 def launch(name: str, blocks: int, *args: Any) -> None:
-    """Launch a kernel on CuPy's current stream; nothing for no work."""
+    """Launch a kernel on CuPy's current stream, unless blocks is 0."""
     if blocks:
         _run(_kernel(name, current_device()), blocks, args)
 
@@ -189,7 +189,7 @@ def _run(kernel: Any, blocks: int, args: tuple[Any, ...]) -> None:
     kernel((min(blocks, _MAX_BLOCKS),), (_BLOCK,), args)
 
 
-WORD_BYTES = 4  # packed codes are read by words: at another address that would end the context
+WORD_BYTES = 4  # alignment of packed codes; reading words elsewhere would destroy the context
 
 
 def check(
@@ -229,7 +229,7 @@ def check_words(name: str, array: Array, size_bytes: int) -> None:
 
 
 def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> int:
-    """Return the blocks of a lane's column by the number of shifts, 0 where a tile has one.
+    """Return the blocks of a lane's column by the number of shifts; 0: a tile has one shift.
 
     Raises TypeError or ValueError unless words and shifts hold n values of a format.
     """
@@ -241,22 +241,22 @@ def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> int:
 
 
 def element_blocks(n: int) -> int:
-    """Return the blocks of a kernel that takes an element a thread."""
+    """Return the number of blocks for one element per thread."""
     return -(-n // _BLOCK)
 
 
 def tile_blocks(n: int) -> int:
-    """Return the blocks of a kernel that takes a tile a warp."""
+    """Return the number of blocks for one tile of n values per warp."""
     return warp_blocks(tiles(n))
 
 
 def warp_blocks(n: int) -> int:
-    """Return the blocks of a kernel that takes an element a warp."""
+    """Return the number of blocks for one element per warp."""
     return -(-n // _WARPS)
 
 
 def key_numbers(key: Key, offset: int) -> tuple[Any, ...]:
-    """Return a random stream and a place in it as kernels take them."""
+    """Return the key of a random stream, and an offset in it, as arguments of kernels."""
     return np.uint32(key[0]), np.uint32(key[1]), np.uint64(offset)
 
 
@@ -291,21 +291,21 @@ __all__ = [
 
 Host = np.ndarray[Any, np.dtype[Any]]
 
-DONE, NOT_READY = 0, 600  # what cudaEventQuery returns; anything else is an error
+DONE, NOT_READY = 0, 600  # results of cudaEventQuery; anything else is an error
 
 
 class Event:
-    """The work that a stream has been given until now."""
+    """The work that has been submitted to a stream until now."""
 
     def __init__(self, stream: Any) -> None:
         self._event = cupy.cuda.Event(disable_timing=True)
         self._event.record(stream)
 
     def Test(self) -> bool:
-        """Whether the work is done; raises CUDARuntimeError where it has failed.
+        """Whether the work is done; raises CUDARuntimeError if it has failed.
 
-        The name is that of MPI's requests, which are waited for in the same way. CuPy's own
-        Event.done takes an error for work that goes on.
+        It has the name of the method of MPI's requests, which are waited for in the same way.
+        CuPy's own Event.done mistakes an error for unfinished work.
         """
         status = cupy.cuda.runtime.eventQuery(self._event.ptr)
         if status not in (DONE, NOT_READY):
@@ -313,16 +313,16 @@ class Event:
         return bool(status == DONE)
 
     def before(self, stream: Any) -> None:
-        """Let all that a stream is given from now on wait, on the GPU, for the work."""
+        """Let all later work of a stream wait, on the GPU, for this work."""
         stream.wait_event(self._event)
 
 
 class Streams:
-    """The caller's stream and two for copies, down to the host and up again, of one GPU.
+    """The caller's stream and two for copies, to the host and back, of one GPU.
 
-    Copies are ordered by events alone: these streams wait for no other, nor for the null stream.
-    The caller's is kept, and one that was left until its work is done: a later stream with the same
-    address would get the memory that was freed in it, which it may still read.
+    Copies are ordered by events only: these streams wait for no other, nor for the null stream.
+    The caller's stream is kept, and a former one until its work is done: a new stream with the same
+    address would get the memory that was freed in it, which its work may still read.
     """
 
     def __init__(self) -> None:
@@ -344,21 +344,21 @@ class Streams:
         return True
 
     def mark(self) -> Event:
-        """Return the event that all work given to the caller's stream so far is done."""
+        """Return the event of all work submitted to the caller's stream so far."""
         return Event(self._caller)
 
     def follow(self, event: Event) -> None:
-        """Let the caller's stream go on, on the GPU, when an event has come."""
+        """Let later work of the caller's stream wait, on the GPU, for an event."""
         event.before(self._caller)
 
     @staticmethod
     def pinned(size_bytes: int) -> Host:
-        """Return page-locked memory, uint8[size_bytes]; CuPy keeps it when it is let go."""
+        """Return page-locked memory, uint8[size_bytes]; CuPy reuses it after it is freed."""
         host: Host = cupyx.empty_pinned(size_bytes, np.uint8)
         return host
 
     def to_host(self, array: Array, after: Event) -> tuple[Host, Event]:
-        """Start to copy array, uint8[n], after an event; return pinned uint8[n], and when."""
+        """Start to copy array, uint8[n], after an event; return pinned uint8[n] and the event."""
         host = self.pinned(array.size)
         after.before(self._down)
         kind = cupy.cuda.runtime.memcpyDeviceToHost
@@ -366,7 +366,7 @@ class Streams:
         return host, Event(self._down)
 
     def to_device(self, host: Host, array: Array, after: Event) -> Event:
-        """Start to copy pinned host, uint8[n], into array after an event; return when."""
+        """Start to copy pinned host, uint8[n], into array after an event; return the event."""
         after.before(self._up)
         kind = cupy.cuda.runtime.memcpyHostToDevice
         _copy(array.data.ptr, host.ctypes.data, array.size, kind, self._up)
@@ -378,14 +378,14 @@ def _copy(to: int, source: int, size_bytes: int, kind: int, stream: Any) -> None
 
 
 class Graphs:
-    """Captures launches as CUDA graphs, and keeps the memory that those read and write.
+    """Captures launches as CUDA graphs, and keeps the memory that they read and write.
 
-    A graph has the addresses and numbers of its kernels and copies from when it was captured. So
-    whatever is taken in the meantime, on the GPU or pinned, is kept for as long as this object: in
-    CuPy's pool others would get it. Capturing has a stream of its own, as the null stream cannot
-    be captured; a graph goes to the stream that is current when it is launched. What waits for the
-    GPU, or copies pageable memory, cannot be captured, and is an error. What is captured must have
-    run before: drivers for CUDA before 12.3 cannot load kernels meanwhile.
+    A graph has fixed addresses and arguments of kernels and copies. So memory that is allocated
+    during the capture, on the GPU or pinned, is kept for as long as this object; CuPy's pool would
+    reuse it. Capturing has a stream of its own, as the null stream cannot be captured; a graph goes
+    to the stream that is current when it is launched. Waiting for the GPU, or copying pageable
+    memory, cannot be captured and is an error. The launches must have run once before: drivers for
+    CUDA before 12.3 cannot load kernels during a capture.
     """
 
     def __init__(self) -> None:
@@ -393,9 +393,9 @@ class Graphs:
         self._kept: list[Any] = []
 
     def rehearse(self, launches: Callable[[], Result]) -> Result:
-        """Return what launches returns; wait until the GPU has done them. Raises as wait.
+        """Call launches, wait until the GPU has done them, and return its result. Raises as wait.
 
-        They read what CuPy's current stream was given before, and no array half written.
+        They begin after the work of CuPy's current stream, so that they read complete arrays.
         """
         given = Event(cupy.cuda.get_current_stream())
         with self._stream:
@@ -405,16 +405,16 @@ class Graphs:
         return found
 
     def capture(self, launches: Callable[[], Result]) -> tuple[Any, Result]:
-        """Return the graph of what launches gives CuPy's current stream, and what it returns.
+        """Return the graph of the work that launches submits, and the result of launches.
 
-        The graph's launch() gives all that to CuPy's current stream in one call.
+        The graph's launch() submits all of it to CuPy's current stream in one call.
         """
         with self._stream, cupy.cuda.using_allocator(self._keep(cupy.cuda.get_allocator())):
             self._stream.begin_capture()  # relaxed, as CuPy does it: memory may be taken
             try:
                 found = launches()
             except BaseException:
-                with suppress(cupy.cuda.runtime.CUDARuntimeError):  # that it cannot be a graph
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture has failed
                     self._stream.end_capture()
                 raise
             return self._stream.end_capture(), found
@@ -445,12 +445,12 @@ def copy_up(host: Host, array: Array) -> None:
 
 
 def compute_capability() -> str:
-    """Return that of CuPy's current GPU without its point, as "90"."""
+    """Return the compute capability of CuPy's current GPU without its point, as "90"."""
     return str(cupy.cuda.Device().compute_capability)
 
 
 def device_name() -> str:
-    """Return the name of CuPy's current GPU, "" where it finds none."""
+    """Return the name of CuPy's current GPU, "" if there is none."""
     try:
         return cupy.cuda.runtime.getDeviceProperties(current_device())["name"].decode()
     except cupy.cuda.runtime.CUDARuntimeError:
@@ -460,7 +460,7 @@ def device_name() -> str:
 def to_device(x: Any) -> Array:
     """Return a NumPy array's copy on the GPU, ready for any stream.
 
-    It is made in a stream of its own: the caller's may be at work for long.
+    The copy has a stream of its own, as the caller's may be busy for long.
     """
     with cupy.cuda.Stream(non_blocking=True) as stream:
         copy = cupy.asarray(x)
@@ -474,17 +474,17 @@ def zeros(size_bytes: int) -> Array:
 
 
 def wait_at_most(timeout_s: float) -> None:
-    """Let wait wait for as long as a World does that is about to use the GPU."""
+    """Set the time-out of wait, to that of a World which is about to use the GPU."""
     _most_wait[0] = timeout_s
 
 
 def wait(event: Event) -> None:
-    """Wait until the GPU has come to an event; whoever waits for a GPU does it here.
+    """Wait until the GPU has reached an event; all waits for a GPU are here.
 
-    It looks all the time at first, and then sleeps in between for a twentieth of what it has
-    waited, so that the core is free and the wait a twentieth longer at most.
-    Raises TimeoutError after the time-out of the last World that used the GPU: CUDA itself waits
-    for ever for one that hangs.
+    It polls at first, and then sleeps between two looks for a twentieth of the time so far, so that
+    the core is free and the wait at most a twentieth longer.
+    Raises TimeoutError after the time-out of the last World that used the GPU: CUDA itself would
+    wait forever for a GPU that hangs.
     """
     start, most_s = time.monotonic(), _most_wait[0]
     while not event.Test():
@@ -496,7 +496,7 @@ def wait(event: Event) -> None:
 
 
 def wait_for_stream() -> None:
-    """Wait for all that CuPy's current stream was given. Raises as wait."""
+    """Wait for all work of CuPy's current stream. Raises as wait."""
     wait(Event(cupy.cuda.get_current_stream()))
 
 
@@ -511,7 +511,7 @@ def to_host(array: Array) -> Host:
 
 
 def finished(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what calls run, and waits until CuPy's current stream is done. Raises as wait."""
+    """Return a function that calls run and waits for CuPy's current stream. Raises as wait."""
 
     def call() -> Any:
         found = run()
