@@ -64,8 +64,8 @@ SLICE_NS = 100_000  # the shortest that Linux allows
 def take_short_slices() -> bool:
     """Let the calling thread run soon after it wakes, even if another computes on its core.
 
-    Linux lets the running thread end its slice first, of several ms if the clock ticks every 10
-    ms, unless the waking thread has shorter slices. Returns whether Linux supports it: from 6.12 on.
+    Linux lets the running thread end its slice first, of several ms if the clock ticks every 10 ms,
+    unless the waking thread has shorter slices. Returns whether Linux supports it, from 6.12 on.
     Source: Documentation/scheduler/sched-eevdf.rst of Linux.
     """
     return _cpu.set_time_slice(SLICE_NS)

@@ -668,7 +668,7 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
 def step_layers(
     rule: str, layers: Sequence[Layer], numbers: Array, threads: int | None = None
 ) -> None:
-    """Take a step of each layer of an optimiser; threads: None for kernel_threads. See ops.steps."""
+    """Take a step of each layer of an optimiser; threads: default kernel_threads. See ops.steps."""
     from .steps import RULES, check_layers  # only for optimisers: an all-reduce does not load it
 
     check_layers(rule, layers, numbers)

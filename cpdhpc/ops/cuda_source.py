@@ -78,7 +78,7 @@ class Fixed(NamedTuple):
 
 
 def codec_source(fixed: Fixed) -> str:
-    """Return the kernels of the codec for one cast: those that decode, or encode if fit is given."""
+    """Return the kernels of the codec for one cast: to encode if fit is given, else to decode."""
     *numbers, table = cast_numbers(fixed.cast)[:CAST_NUMBERS]
     constants = {
         "CAST": ", ".join(map(str, numbers)),

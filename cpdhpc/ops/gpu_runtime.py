@@ -268,27 +268,6 @@ def counts_or_null(counts: Array | None, n: int) -> Any:
     return counts
 
 
-__all__ = [
-    "Event",
-    "Graphs",
-    "Streams",
-    "compute_capability",
-    "copy_down",
-    "copy_up",
-    "current_device",
-    "device_name",
-    "finished",
-    "from_dlpack",
-    "in_stream",
-    "to_device",
-    "to_host",
-    "wait",
-    "wait_at_most",
-    "wait_for_stream",
-    "zeros",
-]
-
-
 Host = np.ndarray[Any, np.dtype[Any]]
 
 DONE, NOT_READY = 0, 600  # results of cudaEventQuery; anything else is an error

@@ -1,7 +1,7 @@
-"""Programs of moves: copies and sums of strided boxes, and words between two processes.
+"""Programs of moves: copies and sums of strided boxes, and words shared by two processes.
 
 A program is a table of rows, made once for arrays of one shape and run in one call without the
-interpreter. Source and target of a row are X, OUT or memory of the program's own.
+interpreter. Source and target of a row are X, OUT or memory of the program.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = [
 
 X, OUT, MEMORY = 0, 1, 2  # bases: the two arrays of a run, and the first of the program's memory
 COPY, ADD, FILL, POST, AWAIT, LEND, TAKE, SETTLE, RECALL = range(9)  # as moves.h numbers them
-NOWHERE = -(1 << 62)  # instead of the bytes behind out where x may lie
+NOWHERE = -(1 << 62)  # as the distance of x from the start of out: they must not overlap
 LOOPS = 4  # of a row, around its runs
-ADDED = {  # dtype -> how its elements are added
+ADDED = {  # dtype -> kind of addition
     **{
         f"{sign}int{8 * size}": kind for kind, size in enumerate((1, 2, 4, 8)) for sign in ("", "u")
     },
@@ -44,7 +44,7 @@ ADDED = {  # dtype -> how its elements are added
 class Row(NamedTuple):
     """One move: run bytes or elements from source to target, within up to LOOPS loops.
 
-    op: COPY to RECALL; kind, value: what it needs, see the functions below
+    op: COPY to RECALL; kind, value: its parameters, see the functions below
     source, target: bases, as X; their offsets are in bytes
     counts, source_strides, target_strides: of the loops, the outermost first; strides in bytes
     """
@@ -68,7 +68,7 @@ ROW = np.dtype(
 
 
 class Side(NamedTuple):
-    """Where a box lies: its base, the offset of its first cell and the strides, in bytes."""
+    """The place of a box: its base, the offset of its first cell and the strides, in bytes."""
 
     base: int
     offset: int
@@ -76,7 +76,7 @@ class Side(NamedTuple):
 
 
 def rows(listed: Sequence[Row]) -> npt.NDArray[Any]:
-    """Return rows as make_moves takes them."""
+    """Return the table of rows for make_moves."""
     return np.array(listed, ROW)
 
 
@@ -94,7 +94,7 @@ def add(shape: Sequence[int], itemsize: int, source: Side, target: Side, dtype: 
 
 
 def fill(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Row]:
-    """Return the rows that write one element, at the source, all over the target."""
+    """Return the rows that write one element, at the source, into all cells of the target."""
     return _box(FILL, 0, itemsize, shape, itemsize, Side(*source[:2], target.strides), target)
 
 
@@ -106,39 +106,39 @@ def post(base: int, offset: int, value: int = 0) -> Row:
 def await_(base: int, offset: int, value: int, is_message: bool) -> Row:
     """Return the row that waits until a word is serial + value or more.
 
-    is_message: whether the word behind it must be the number of the run
+    is_message: whether the word after it must be the number of the run
     """
     return Row(AWAIT, int(is_message), base, base, offset, offset, 1, value)
 
 
 def is_run(packed: Sequence[Row]) -> bool:
-    """Whether rows that copy are one, of one run."""
+    """Whether rows that copy are a single row of one run."""
     return len(packed) == 1 and packed[0].counts == (1,) * LOOPS
 
 
 def lend(base: int, offset: int, run: Row) -> Row:
-    """Return the row that posts a message which lies where a run is copied from; see loans.h."""
+    """Return the row that posts a message in place, at the source of run; see loans.h."""
     return Row(LEND, 0, run.source, base, run.source_offset, offset, run.run, 0)
 
 
 def take(process: int, base: int, offset: int, to: Row, skipped: int) -> Row:
-    """Return the row that reads a message, if it was lent, to where a row copies it.
+    """Return the row that reads a message, if it was not copied, to the target of a row.
 
-    skipped: rows behind it that are not done then
+    skipped: number of following rows that are then skipped
     """
     return to._replace(op=TAKE, kind=process, source=base, source_offset=offset, value=skipped)
 
 
 def settle(base: int, offset: int, read: int, skipped: int) -> Row:
-    """Return the row that waits a while for a loan to be read, and skips rows if it was.
+    """Return the row that waits a while until a message is read in place, and then skips rows.
 
-    offset: of the message; read: of the word that tells up to which serial it was read
+    offset: of the message; read: of the word with the serial of the last message that was read
     """
     return Row(SETTLE, 0, base, base, read, offset, 1, skipped)
 
 
 def recall(base: int, offset: int) -> Row:
-    """Return the row that makes a loan a packed message, and skips the next if it could."""
+    """Return the row that replaces a message in place by its copy, and then skips the next row."""
     return Row(RECALL, 0, base, base, offset, offset, 1, 1)
 
 
@@ -151,7 +151,7 @@ def _box(
     source: Side,
     target: Side,
 ) -> list[Row]:
-    """Return rows of at most LOOPS loops; axes beyond are unrolled."""
+    """Return rows of at most LOOPS loops; further axes are unrolled."""
     if 0 in shape:
         return []
     run, loops = _collapse(shape, itemsize, source.strides, target.strides)

@@ -1,8 +1,8 @@
-"""Wires: what a chunk of float32 values becomes while it travels, and how bytes are added to it.
+"""Wires: the encoding of a chunk of float32 values in messages, and its sums.
 
-float32 as it is, packed codes of any format, and exact sums, whose contributions are codes on a
-shared grid and whose sums are integers. A wire's kernels are those of the array's backend, or of
-an object with the same functions: one that writes the calls down, one that takes their time.
+They are float32 itself, packed codes of any format, and exact sums, whose contributions are codes
+on a common grid and whose sums are integers. The kernels of a wire are those of the array's
+backend, or of an object with the same functions that records the calls or measures their times.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from . import backend_of
 Array = npt.NDArray[Any]
 
 FLOAT32 = np.dtype(np.float32)
-FLOAT32_MAN = 23  # mantissa bits, beyond which no format goes
+FLOAT32_MAN = 23  # mantissa bits, the most of any format
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Sums of so many contributions as integers, multiples of the format's smallest number.
+    """Sums of contributions (terms) as integers, multiples of the format's smallest number.
 
-    A single contribution travels as codes of the format; sums are wider by just the bits that
+    A single contribution travels as codes of the format; sums are wider by only the bits that
     they can need, formats.sum_bits. All methods take shifts, uint8[tiles], the same on all ranks.
     trits: whether contributions, which are ternary, travel five in a byte
     """
@@ -62,16 +62,16 @@ class Exact:
     kernels: Any = field(default=None, repr=False, compare=False)
 
     def of(self, terms: int) -> Exact:
-        """Return the wire of sums of so many contributions."""
+        """Return the wire of sums of this number of contributions."""
         return replace(self, terms=terms)
 
     @property
     def bits(self) -> int:
-        """Width of the integers; 0 where there is one term, and codes travel."""
+        """Width of the integers; 0 for a single term, whose codes travel."""
         return 0 if self.terms == 1 else sum_bits(self.cast.fmt, self.terms)
 
     def size_bytes(self, n: int, terms: int | None = None) -> int:
-        """Bytes of n values, sums of so many contributions: whole tiles."""
+        """Bytes of n values that are sums of terms contributions: whole tiles."""
         if terms is not None and terms != self.terms:
             return self.of(terms).size_bytes(n)
         if self.trits and self.terms == 1:
@@ -108,7 +108,7 @@ class Exact:
         return kernels.decode_integers_tiles(words, self.bits, shifts, self.cast.fmt, out=out)
 
     def add(self, a: Array, terms: int, b: Array, payload: Array) -> None:
-        """Write the sums of payloads a, of so many terms, and b, of the others, into payload."""
+        """Write the sums of payloads a, of terms terms, and b, of the others, into payload."""
         one, other = self.of(terms), self.of(self.terms - terms)
         words = (one._words(a), one.bits, other._words(b), other.bits)
         kernels = self.kernels or backend_of(a)
@@ -119,7 +119,7 @@ class Exact:
     ) -> None:
         """Write the sums of came, of one term less, and of the contribution x into payload.
 
-        The same as encode and then add, in one pass over x.
+        Equals encode and then add, in one pass over x.
         """
         before = self.of(self.terms - 1)
         words = (before._words(came), before.bits)
@@ -130,16 +130,16 @@ class Exact:
 
 @dataclass(frozen=True)
 class Raw:
-    """Values as they are: nothing is rounded, and shifts and keys have no meaning.
+    """Values without encoding: nothing is rounded, and shifts and keys are ignored.
 
-    dtype: of the values; float32 is added by kernels, others by NumPy or CuPy themselves
+    dtype: of the values; float32 is added by kernels, others by NumPy or CuPy
     """
 
     dtype: Any = FLOAT32
     kernels: Any = field(default=None, repr=False, compare=False)
 
     def of(self, terms: int) -> Raw:
-        """Return the wire of sums of so many contributions: itself."""
+        """Return the wire of sums: itself."""
         return self
 
     def size_bytes(self, n: int, terms: int | None = None) -> int:
@@ -151,7 +151,7 @@ class Raw:
         (self.kernels or backend_of(x)).copy(payload.view(self.dtype), x)
 
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
-        """Write the values into out; return 0, as nothing is checked."""
+        """Write the values into out; return 0, as values are not checked."""
         (self.kernels or backend_of(out)).copy(out, payload.view(self.dtype))
         return 0
 
@@ -178,11 +178,11 @@ class Raw:
 
 
 class Growth(NamedTuple):
-    """By how many bits the partial sums of an all-reduce grow.
+    """The number of bits that partial sums of an all-reduce have more than contributions.
 
-    ranks: whose contributions make the whole sum
-    hops: 0, or roundings of a partial sum on its way round a ring of all ranks
-    free: up to how many contributions there are none, where hops is 0
+    ranks: number of contributions of the whole sum
+    hops: 0, or number of roundings of a partial sum on its way round a ring of all ranks
+    free: if hops is 0, sums of up to so many contributions have no more bits
     """
 
     ranks: int
@@ -190,17 +190,17 @@ class Growth(NamedTuple):
     free: int = 1
 
     def bits(self, terms: int) -> int:
-        """Return the mantissa bits that the partial sum of so many contributions has more.
+        """Return the additional mantissa bits of the partial sum of terms contributions.
 
-        They are the fewest, g, with terms <= free * 4**g, as by this rule a byte more saves as
-        much of the squared error wherever it is spent, if contributions are noise, and with
-        contributions that agree the error is less still; docs/measurements/accuracy.md derives it.
-        Round one ring of all ranks that would be too many bits: there they are the fewest with
-        (terms / ranks)**2 * hops <= 3 * 4**g, the same for contributions that agree. If the format
-        rounds to nearest with a relative error e, by chance with e * sqrt(2), then a partial sum is
-        rounded with e * sqrt(2) / 2**g. Of the whole sum it is terms / ranks. So all hops add
-        6 e**2 at most to the squared error, however many there are, and about half of that as g is
-        whole: with the last rounding the error is about 2 e.
+        They are the fewest, g, with terms <= free * 4**g. By this rule another byte saves the same
+        squared error in any partial sum if contributions are noise, and if they agree the error is
+        smaller; docs/measurements/accuracy.md derives it.
+        Round a ring of all ranks these would be too many bits; there they are the fewest with
+        (terms / ranks)**2 * hops <= 3 * 4**g, by the error for contributions that agree. If the
+        format rounds to nearest with a relative error e, and stochastically with e * sqrt(2), a
+        partial sum is rounded with e * sqrt(2) / 2**g. It is terms / ranks of the whole sum. So all
+        hops, for any number of them, add at most 6 e**2 to the squared error, and about half of
+        that as g is an integer: with the last rounding the error is about 2 e.
         """
         if terms >= self.ranks:  # the result
             return 0
@@ -216,9 +216,9 @@ class Growth(NamedTuple):
 
 @lru_cache(maxsize=256)
 def grown(cast: Cast, bits: int) -> Cast:
-    """Return how a partial sum is rounded that has so many bits more than the format.
+    """Return the cast of a partial sum with some bits more than the format.
 
-    Not to nearest but by chance: else small contributions to a large sum would all be lost.
+    Nearest becomes stochastic: otherwise small contributions to a large sum would all be lost.
     """
     fmt = cast.float_format
     man = min(fmt.man + bits, FLOAT32_MAN)
@@ -231,8 +231,8 @@ class Packed:
     """Codes of a small format, packed in tiles.
 
     fit: shifts are chosen while values are encoded, and follow the words of the payload; else all
-        methods take shifts, uint8[tiles], that do not travel.
-    shared: how many values share a shift that is chosen; from formats.SHARED
+        methods take shifts, uint8[tiles], that do not travel
+    shared: number of values with a common shift if fit; from formats.SHARED
     growth: of partial sums; None: they have the bits of contributions
     """
 
@@ -243,7 +243,7 @@ class Packed:
     kernels: Any = field(default=None, repr=False, compare=False)
 
     def of(self, terms: int) -> Packed:
-        """Return the wire of sums of so many contributions."""
+        """Return the wire of sums of this number of contributions."""
         if self.growth is None:
             return self
         if terms not in self._grown:
@@ -254,11 +254,11 @@ class Packed:
 
     @cached_property
     def _grown(self) -> dict[int, Packed | None]:
-        """The wires of partial sums by their terms; None for this one, so as to make no circle."""
+        """The wires of partial sums by their terms; None for this one, to avoid a circle."""
         return {}
 
     def size_bytes(self, n: int, terms: int | None = None) -> int:
-        """Bytes of n values, sums of so many contributions: whole tiles."""
+        """Bytes of n values that are sums of terms contributions: whole tiles."""
         if terms is not None and self.growth is not None:
             return self.of(terms).size_bytes(n)
         shifts = shift_count(n, self.shared) if self.fit else 0
@@ -316,16 +316,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class TwoScaled:
-    """NVFP4: payloads of formats.TwoScales, which have all scales in them.
+    """NVFP4: payloads of formats.TwoScales, which include all scales.
 
-    A sum on its way is encoded anew, with scales of its own: what a chunk of it needs.
+    A partial sum is encoded with new scales, those that its chunk needs.
     """
 
     cast: Cast
     kernels: Any = field(default=None, repr=False, compare=False)
 
     def of(self, terms: int) -> TwoScaled:
-        """Return the wire of sums of so many contributions: itself."""
+        """Return the wire of sums: itself."""
         return self
 
     def size_bytes(self, n: int, terms: int | None = None) -> int:
@@ -335,7 +335,7 @@ class TwoScaled:
 
     @staticmethod
     def _split(payload: Array, n: int) -> tuple[Array, Array, Array]:
-        """Return the elements, the scales of blocks, and that of all, float32[1]."""
+        """Return the elements, the scales of blocks, and the scale of all, float32[1]."""
         blocks = nvfp4_blocks(n)
         border = blocks * NVFP4_BLOCK // 2
         return payload[:border], payload[border : border + blocks], payload[-4:].view(FLOAT32)
@@ -391,9 +391,9 @@ Wire = Raw | Packed | Exact | TwoScaled
 
 
 def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
-    """Return the format of a wire that a user names; None for "raw".
+    """Return the format of a wire, given by name or as a format; None for "raw".
 
-    name: of the function that is called, for errors
+    name: of the called function, for errors
     Raises ValueError for unknown names, TypeError for anything but a name or a format.
     """
     if isinstance(wire, FloatFormat | TableFormat):
@@ -403,16 +403,16 @@ def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
     try:
         return wire_format(wire)
     except ValueError as error:
-        said = suggest(wire, ("raw", *NAMED_WIRES, *NAMED))
-        if said.startswith("did") and not wire.startswith("int"):
-            raise ArgumentError(name, "wire", wire, said) from None
-        said = re.sub(r"^\w+: ", "", str(error)).removeprefix(f"{wire!r}: ")
-        also = "" if said.endswith("?") else f"; wires are also raw, {', '.join(NAMED_WIRES)}"
-        raise ArgumentError(name, "wire", wire, said + also) from None
+        advice = suggest(wire, ("raw", *NAMED_WIRES, *NAMED))
+        if advice.startswith("did") and not wire.startswith("int"):
+            raise ArgumentError(name, "wire", wire, advice) from None
+        reason = re.sub(r"^\w+: ", "", str(error)).removeprefix(f"{wire!r}: ")
+        also = "" if reason.endswith("?") else f"; wires are also raw, {', '.join(NAMED_WIRES)}"
+        raise ArgumentError(name, "wire", wire, reason + also) from None
 
 
 def packed_wire(wire: str | Format, name: str) -> Packed | None:
-    """Return how a wire packs values, with the shifts that fit them; None for "raw".
+    """Return the packed wire of a format, with shifts that fit the values; None for "raw".
 
     Raises as parse_wire.
     """

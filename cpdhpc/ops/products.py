@@ -1,4 +1,4 @@
-"""How a sum of products is rounded: the formats, the order, and the specification of both."""
+"""Rounding of sums of products: formats, order of additions, and the specification of both."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ..methods import check_integer, suggest
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Order = Literal["ascending", "pairwise"]
-# odd: float64, sums rounded to odd; odd32: float32, where a CPU's registers hold twice as many
+# odd: float64, sums rounded to odd; odd32: the same in float32, twice as many in a CPU's registers
 Arithmetic = Literal["float32", "float64", "odd", "odd32"]
 Inputs = tuple[Format, Format]  # of a and of b
 FLOAT32 = FloatFormat(8, 23)
-# Roundings of a step, by which their random bits are numbered
+# Roundings of a step; they number the random bits
 SUM, TERM, GAINED, REST, PRODUCT = range(5)
 DRAWS = 8
 
 
 @dataclass(frozen=True)
 class Products:
-    """How the products of a row and a column become their sum.
+    """How the products of a row and a column are summed.
 
-    products: each product is rounded so; None: it is exact, and rounded once with the sum
-    accumulate: each partial sum is rounded so
-    order: "ascending": one after the other; "pairwise": the first 2**j and the rest, where 2**j is
-        the largest power of two below their number, and each of the two so again
-    chunk: so many are summed in ascending order, then the sums of chunks are; 0: all in one
-    between: the sums of chunks are added so; None: as accumulate
-    kahan: what rounding takes from a sum is taken off the next term, in accumulate and in between
-    Raises TypeError where chunk or kahan is no integer; ValueError for another order,
-    chunk < 0, and chunks or kahan where it is pairwise.
+    products: rounding of each product; None: it is exact, and rounded once with the sum
+    accumulate: rounding of each partial sum
+    order: "ascending": one after the other; "pairwise": the sum of the first 2**j and the rest, for
+        the largest power of two below their number, and recursively in each of the two
+    chunk: so many terms are summed in ascending order, then the sums of chunks; 0: all in one
+    between: rounding of the sums of chunks; None: as accumulate
+    kahan: the rounding error of a sum is subtracted from the next term, in accumulate and between
+    Raises TypeError if chunk or kahan is no integer; ValueError for another order, chunk < 0, and
+    chunks or kahan with "pairwise".
     Source: of chunks Wang et al., NeurIPS 2018, arXiv 1812.08011, section 3.2.1; of kahan
     W. Kahan, CACM 8 (1965) 40.
     """
@@ -69,12 +69,12 @@ class Products:
         return self.products, self.accumulate, self.between or self.accumulate
 
     def arithmetic(self, a: Format, b: Format) -> Arithmetic:
-        """What gives the bits of the specification, for numbers of two formats.
+        """Return the fastest arithmetic with the bits of the specification, for two formats.
 
-        An exact product of float32 is a float64. Rounding a sum that was rounded already is as good
-        as rounding the sum where that was exact, or rounds to what it is rounded to first itself,
-        or is of numbers of p bits that p stay of, with 2 p + 2 bits between (Figueroa, "When is
-        double rounding innocuous?", SIGNUM Newsletter 30 (1995) 21), or was rounded to odd.
+        An exact product of float32 is a float64. Rounding a sum twice gives the bits of rounding it
+        once if the first rounding is exact, or is to the same format, or if terms and result have p
+        bits and the first rounding keeps 2 p + 2 (Figueroa, "When is double rounding innocuous?",
+        SIGNUM Newsletter 30 (1995) 21), or if the first rounding is to odd.
         """
         products, *sums = self.casts
         exact = _exact_product(_grid(a), _grid(b))
@@ -90,11 +90,11 @@ class Products:
         return "float64" if all(_sum_fits(terms, each, 53) for each in sums) else "odd"
 
     def _by_odd32(self, exact: _Grid, terms: _Grid) -> bool:
-        """Whether sums in float32 that are rounded to odd are enough, where not all is to nearest.
+        """Whether sums in float32 rounded to odd are enough, if not all roundings are to nearest.
 
-        Rounding such a sum again is as good as rounding the exact one where two bits or more are
-        cut off (Boldo, Melquiond, as in add_exactly), and so many random bits as lie
-        before the last of them.
+        Rounding such a sum again gives the bits of rounding the exact sum if two bits or more are
+        cut off (Boldo, Melquiond, as in add_exactly), and no more random bits are used than lie
+        before the last of these.
         """
         products, accumulate, between = self.casts
         used = [each for each in (products, accumulate, between) if each is not None]
@@ -112,7 +112,7 @@ class Products:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Numbers that are multiples of 2**low, below 2**high, with so many bits at most."""
+    """Numbers that are multiples of 2**low, below 2**high, with at most this number of bits."""
 
     low: int
     high: int
@@ -124,7 +124,7 @@ def _grid(fmt: Format) -> _Grid:
     if isinstance(fmt, TableFormat):
         significand, exponent = np.frexp(fmt.numbers[fmt.numbers != 0])
         whole = np.abs(significand * 2.0**24).astype(np.int64)
-        bits = 25 - np.frexp((whole & -whole).astype(np.float64))[1]  # without zeros at the end
+        bits = 25 - np.frexp((whole & -whole).astype(np.float64))[1]  # without trailing zeros
         return _Grid(int((exponent - bits).min()), int(exponent.max()), int(bits.max()))
     return _Grid(fmt.emin - fmt.man, fmt.emax + 1, fmt.man + 1)
 
@@ -134,15 +134,14 @@ def _exact_product(a: _Grid, b: _Grid) -> _Grid:
 
 
 def _sum(cast: Cast, term: _Grid) -> _Grid:
-    """Return what sums of a number of its format and a term lie on."""
+    """Return the grid of sums of a number of its format and a term."""
     own = _grid(cast.float_format)
     low, high = min(own.low, term.low), max(own.high, term.high) + 1
     return _Grid(low, high, high - low)
 
 
 def _rounds_in_float32(cast: Cast, term: _Grid, rounded: _Grid) -> bool:
-    """Whether the kernels round float32 to it; rounded: the numbers that they round, exact or to
-    odd."""
+    """Whether the kernels can round float32 to it; rounded: their operands, exact or to odd."""
     fmt = cast.float_format
     if fmt.exp == 8 or fmt.man >= 22 or term.low < -149:
         return False
@@ -156,8 +155,10 @@ def _is_float32(cast: Cast) -> bool:
 
 
 def _fits(cast: Cast) -> bool:
-    """Whether the kernels round float32 to it: the power of two that they add must be finite, and
-    the sum stay below the next one."""
+    """Whether the kernels can round float32 to it.
+
+    The power of two that they add must be finite, and the sum below the next one.
+    """
     return cast.rounding == "nearest" and cast.float_format.exp < 8 and cast.float_format.man < 22
 
 
@@ -172,7 +173,7 @@ def _sum_in_float32(term: _Grid, cast: Cast) -> bool:
 
 
 def _sum_fits(term: _Grid, cast: Cast, bits: int) -> bool:
-    """Whether sums need no more than so many bits to be rounded to it."""
+    """Whether sums need at most this number of bits to be rounded to it."""
     own = _grid(cast.float_format)
     if max(term.high, own.high) + 1 - min(term.low, own.low) <= bits:
         return True  # they are exact
@@ -183,16 +184,16 @@ Round = Callable[[Array, Cast, int], Array]  # (exact values, how, number of the
 
 
 def add_exactly(a: Array, b: Array) -> Array:
-    """Return a + b rounded to odd: float64 that rounds to fewer than 52 bits as the sum would.
+    """Return a + b rounded to odd: float64 that rounds to fewer than 52 bits as the sum does.
 
     Source: Boldo, Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
-    rounding to odd", IEEE Trans. Computers 57 (2008) 462; what is left of the sum is Knuth's.
+    rounding to odd", IEEE Trans. Computers 57 (2008) 462; the error of the sum is by Knuth.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         total = a + b
         part = total - a
         rest = (a - (total - part)) + (b - part)
-        inexact = (rest > 0) | (rest < 0)  # not where it is NaN, beside infinity
+        inexact = (rest > 0) | (rest < 0)  # False for NaN, the rest of an infinite sum
     even = total.view(np.int64) & 1 == 0
     away = (rest > 0) == (total > 0)
     step = np.where(away, 1, -1)
@@ -200,9 +201,9 @@ def add_exactly(a: Array, b: Array) -> Array:
 
 
 def add_for(cast: Cast, a: Array, b: Array) -> Array:
-    """Return a + b as a rounding needs it: add_exactly, and a zero with the sign of that rounding.
+    """Return add_exactly of a and b, a zero with the sign that a rounding gives it.
 
-    Rounded down, a sum that is exactly zero is -0 unless both are +0.
+    Rounded down, a sum that is exactly zero is -0 unless both terms are +0.
     Source: IEEE 754-2019, section 6.3.
     """
     total = add_exactly(a, b)
@@ -213,7 +214,7 @@ def add_for(cast: Cast, a: Array, b: Array) -> Array:
 def matmul(a: Array, b: Array, how: Products, round_to: Round) -> Array:
     """Return the products of the rows of a and the columns of b, as ops.reference.matmul.
 
-    round_to: gives the numbers that exact values round to
+    round_to: returns exact values rounded
     """
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     products, accumulate, between = how.casts

@@ -1,8 +1,8 @@
-"""The specification of every array operation: NumPy, float64 and integers, slow and plain.
+"""The specification of every array operation: NumPy, float64 and integers, slow and simple.
 
-Codes (a number to its code, codes to packed bits and back), the operations on tiles, exact sums of
-integers, and sparse operations. ops.cpu and ops.gpu have the same functions and must give the same
-bits.
+It has codes (a number to its code, codes to packed bits and back), operations on tiles, exact sums
+of integers, and sparse operations. ops.cpu and ops.gpu have the same functions and must give the
+same bits.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def random31(key: Key, index: Array) -> Array:
 def encode_with_events(
     x: Array, cast: Cast, shift: Array, key: Key, index: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    """Encode x * 2**shift; also return which values saturated, underflowed, are not finite."""
+    """Encode x * 2**shift; also return whether values saturate, underflow, or are not finite."""
     fmt = cast.fmt
     chance = cast.rounding == "stochastic"
     draws = random31(key, index) if chance else np.zeros(x.shape, np.uint32)
     random = draws & np.uint32(cast.random_mask)
     if isinstance(fmt, TableFormat):
         return tables.encode(x, cast, fmt, shift, random)
-    finite, sign = np.isfinite(x), np.signbit(x) & ~np.isnan(x)  # hardware differs in NaN's
+    finite, sign = np.isfinite(x), np.signbit(x) & ~np.isnan(x)  # NaN's depends on the hardware
     scaled = np.ldexp(np.abs(np.where(finite, x, 0).astype(np.float64)), shift)  # exact
     exponent = np.maximum(np.where(scaled > 0, np.frexp(scaled)[1] - 1, fmt.emin), fmt.emin)
     multiple = np.ldexp(scaled, fmt.man - exponent)  # of the spacing of numbers there; exact
@@ -83,7 +83,7 @@ def encode_with_events(
         no = np.zeros(x.shape, bool)
         up = {"zero": no, "up": ~sign, "down": sign, "odd": code % 2 == 0}[cast.rounding]
         up = up & (rest > 0)
-    code = code + up  # a carry out of the mantissa moves into the exponent by itself
+    code = code + up  # a carry out of the mantissa increments the exponent
     over = finite & (code > fmt.max_code)
     above, below = cast.overflow_codes
     code = np.where(over, np.where(sign, below, above), code)
@@ -174,7 +174,7 @@ def add_integers_tiles(
 ) -> None:
     """Write the sums of the integers of a and b into words.
 
-    a, b: uint8[128 * bits_a * tiles], uint8[128 * bits_b * tiles], of fmt.bits where bits are 0
+    a, b: uint8[128 * bits_a * tiles], uint8[128 * bits_b * tiles]; bits 0: codes of fmt
     words: uint8[128 * bits * tiles], written; bits: 1..32
     """
     n = words.size // (TILE // 8 * bits) * TILE
@@ -197,7 +197,7 @@ def add_encode_integers_tiles(
 ) -> None:
     """Write the sums of the integers of words_in and of x * 2**k, rounded by cast, into words.
 
-    words_in: uint8[packed_bytes(n, bits_in)], of cast.fmt.bits where bits_in is 0
+    words_in: uint8[packed_bytes(n, bits_in)]; bits_in 0: codes of cast.fmt
     x: float32[n], finite; shifts: uint8[tiles(n)], the k + 127 of each tile
     words: uint8[packed_bytes(n, bits)], written; bits: 1..32
     key, offset, counts: as encode_tiles
@@ -221,7 +221,7 @@ def decode_integers_tiles(
 ) -> int:
     """Write integer * fmt.smallest * 2**-k into out; return how many values are not finite.
 
-    words: uint8[packed_bytes(n, bits)], of fmt.bits where bits is 0; shifts: uint8[tiles(n)]
+    words: uint8[packed_bytes(n, bits)]; bits 0: codes of fmt; shifts: uint8[tiles(n)]
     out: float32[n], written: rounded once, to nearest with ties to even; zero is never negative
     """
     k = np.repeat(shifts.astype(np.int64) - SHIFT_BIAS, TILE)[: out.size]
@@ -234,8 +234,8 @@ def decode_integers_tiles(
 def pack_trits(words: Array, trits: Array) -> None:
     """Write ternary codes, five in a byte, into trits.
 
-    words: uint8[256 * tiles], codes of the format of INTEGERS["ternary"]: 0, 1 for 1, 3 for -1,
-    2 for -0, which becomes 0; trits: uint8[205 * tiles], written
+    words: uint8[256 * tiles], codes of INTEGERS["ternary"]: 0, 1 for 1, 3 for -1, and 2 for -0,
+    which becomes 0; trits: uint8[205 * tiles], written
     A byte is the sum of digit i * 3**i, i = 0..4; the digits are 0, 1 for 1 and 2 for -1. Bytes
     32 g + l, g = 0..5, hold rows 5 g .. 5 g + 4 of lane l; byte 192 + j digits 5 j .. 5 j + 4 of
     the 64 values of rows 30 and 31 in order.
@@ -267,10 +267,10 @@ def matmul(a: Array, b: Array, how: Products, key: Key = (0, 0)) -> Array:
     """Return the products of the rows of a and the columns of b, rounded as how says.
 
     a: float32[batch, m, k]; b: float32[batch, k, n]; returns float32[batch, m, n]
-    A sum begins with +0. Rounding 8 s + j belongs to step s: the number of the term; of the sum of
-    chunks, or of the additions of a pairwise sum, k and their number. j is 0 for the sum, with
-    kahan 1 for the term, 2 for what the sum gained and 3 for the rest, and 4 for the product.
-    Rounding r of output o, of all batches in order, draws random31(key, r * outputs + o).
+    A sum begins with +0. Rounding 8 s + j belongs to step s: the number of the term; for the sum of
+    chunks, or the additions of a pairwise sum, k plus their number. j is 0 for the sum and 4 for
+    the product; with kahan 1 for the term, 2 for the gain of the sum and 3 for the rest.
+    Rounding r of output o, counted over all batches, draws random31(key, r * outputs + o).
     """
 
     def round_to(exact: Array, cast: Cast, number: int) -> Array:
@@ -286,7 +286,7 @@ SATURATED, UNDERFLOWED, NONFINITE = range(3)  # columns of counts
 
 
 def amax_tiles(x: Array) -> Array:
-    """Return per tile the float32 bits of max|x|; NONFINITE_BITS or more says NaN or infinity.
+    """Return per tile the float32 bits of max|x|; NONFINITE_BITS or more is NaN or infinity.
 
     x: float32[n]; returns uint32[ceil(n / 1024)]
     """
@@ -296,16 +296,16 @@ def amax_tiles(x: Array) -> Array:
 
 
 def _blocks(values: Array, shifts: int) -> Array:
-    """Return whole tiles with what shares a shift along axes 2 and 4, the shifts along 1 and 3.
+    """Return whole tiles with the values of a shift along axes 2 and 4, the shifts along 1 and 3.
 
-    values: [tiles * 1024]; shifts: how many a tile has: 1, or 32 for each of its blocks of rows
+    values: [tiles * 1024]; shifts: number in a tile: 1, or 32 for each of its blocks of rows
     """
     blocks, lanes = max(1, shifts // LANES), min(shifts, LANES)
     return values.reshape(-1, blocks, TILE // LANES // blocks, lanes, LANES // lanes)
 
 
 def _per_value(shifts: Array, count: int) -> Array:
-    """Return the shift byte of each value of so many tiles, int64[count * 1024]."""
+    """Return the shift byte of each value of count tiles, int64[count * 1024]."""
     each = max(1, shifts.size // max(1, count))
     spread = np.zeros(count * TILE, np.int64)
     blocks = _blocks(spread, each)
@@ -314,9 +314,9 @@ def _per_value(shifts: Array, count: int) -> Array:
 
 
 def _turned(values: Array, fmt: Format) -> Array:
-    """Return whole tiles with neighbours in a lane's column, and so back: of OCP's blocks only.
+    """Return tiles of OCP's blocks with neighbours in a lane's column, or the reverse.
 
-    A value's row and lane change places, and with them its random bits.
+    Row and lane of a value are exchanged, and with them its random bits. Other formats: unchanged.
     """
     if not isinstance(fmt, Microscaling):
         return values
@@ -324,9 +324,9 @@ def _turned(values: Array, fmt: Format) -> Array:
 
 
 def _bytes_of(packed: Array, fmt: Format, bits: int, lanes: int) -> Array:
-    """Return words with those of a lane side by side, or so back: of OCP's blocks only.
+    """Return words of OCP's blocks with those of a lane side by side, or the reverse.
 
-    bits, lanes: the shape of a tile's words as they come, [w][l], or [l][w]
+    bits, lanes: the shape of a tile's words, [w][l] or [l][w]. Other formats: unchanged.
     """
     if not isinstance(fmt, Microscaling):
         return packed
@@ -335,7 +335,7 @@ def _bytes_of(packed: Array, fmt: Format, bits: int, lanes: int) -> Array:
 
 
 def _flipped(shifts: Array, fmt: Format) -> Array:
-    """Return shift bytes as E8M0 or so back: of OCP's blocks only. 255 is NaN in both."""
+    """Return shift bytes of OCP's blocks as E8M0, or the reverse. 255 is NaN in both."""
     if not isinstance(fmt, Microscaling):
         return shifts
     flipped = 2 * SHIFT_BIAS - shifts.astype(np.int64)
@@ -357,10 +357,10 @@ def encode_tiles(
 
     x: float32[n]; words: uint8[packed_bytes(n, bits)], written
     shifts: uint8[tiles(n)], or with blocks of b = 32 or 16 rows of a lane's column, uint8[tiles(n)
-        * 1024 / b], in the order [tile][block][lane]; how many there are says which
-    With formats.Microscaling words and shifts have OCP's layout, as it says: x in blocks of 32
+        * 1024 / b], in the order [tile][block][lane]; their number decides
+    With formats.Microscaling words and shifts have OCP's layout, with x in blocks of 32
         neighbours. Element 32 b + r of a tile draws the random bits of element 32 r + b.
-    fit: choose the shifts by fitting_shift and write them, rather than read them. A tile or block
+    fit: choose the shifts by fitting_shift and write them, instead of reading them. A tile or block
         with NaN or infinity is then encoded with k = 0 and marked SHIFT_NONFINITE.
     counts: uint32[tiles(n), 3] or None: how many values of each tile saturated, underflowed
         (became zero) or were not finite, written
@@ -448,7 +448,7 @@ def accumulate(
 ) -> int:
     """Write x + factor * kept into out, and out + more into total, if they are given.
 
-    all: float32[n]. Returns the float32 bits of the largest magnitude of what is written last; NaN
+    All are float32[n]. Returns the float32 bits of the largest magnitude of total, else of out; NaN
     is larger than infinity.
     """
     np.add(x, kept if factor == 1 else np.float32(factor) * kept, out=out)
@@ -467,7 +467,7 @@ def accumulate_largest(
     more: Array | None = None,
     total: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return the k largest of what accumulate writes last, as select_magnitude: where, and what.
+    """Return indices and values of the k largest of accumulate's last result, see select_magnitude.
 
     Returns uint32[k], ascending, and float32[k].
     """
@@ -480,9 +480,9 @@ def accumulate_largest(
 def accumulate_above(
     x: Array, kept: Array, out: Array, threshold: float
 ) -> tuple[int, Array, Array]:
-    """Return what accumulate returns, and select_above of what it writes: where, and the values.
+    """Return the bits of accumulate, and indices and values of its result above a threshold.
 
-    Returns the bits, uint32[m], ascending, and float32[m].
+    Returns the bits, uint32[m], ascending, and float32[m]. See select_above.
     """
     most = accumulate(x, kept, out)
     found = select_above(out, threshold)
@@ -490,7 +490,7 @@ def accumulate_above(
 
 
 def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
-    """Return what accumulate returns, and what it writes at the indices, which become 0 in out.
+    """Return the bits of accumulate, and its results at the indices, which become 0 in out.
 
     indices: uint32[m], ascending; returns the bits and float32[m]
     """
@@ -501,11 +501,12 @@ def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tupl
 def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
 ) -> tuple[Array, Array, Array]:
-    """Write x + kept into out; return its bins' largest magnitudes, and what about reaches them.
+    """Write x + kept into out; return its bins' largest magnitudes and leaders.
 
-    x, kept, out: float32[n], of bins of so many values, the last one of what is left
-    Returns float32[bins], and the ascending indices, uint32[m], of values but zeros whose
-    magnitude, rate * x added, is no less than the largest of their bin, and what out has there.
+    x, kept, out: float32[n], in bins of bin_values values; the last bin may be shorter
+    Returns float32[bins], and of the leaders the ascending indices, uint32[m], and values. Leaders
+    are the values but zeros whose magnitude, with rate * x added, is no less than the largest of
+    their bin.
     """
     accumulate(x, kept, out)
     short = np.zeros(-x.size % bin_values, np.float32)
@@ -518,9 +519,9 @@ def accumulate_leaders(
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> Array:
-    """Return where in each chunk of so many values its largest magnitude is first: int64[chunks].
+    """Return the position of the largest magnitude in each chunk, the first of equal ones.
 
-    x: float32[n]; the last chunk has what is left
+    x: float32[n], in chunks of chunk_values; the last may be shorter; returns int64[chunks]
     """
     parts = [x[i : i + chunk_values] for i in range(0, x.size, chunk_values)]
     found = [int((part.view(np.uint32) & MAGNITUDE).argmax()) for part in parts]
@@ -535,7 +536,7 @@ def row_sums(x: Array) -> Array:
 def run_sums(x: Array, starts: Array, of: Term) -> Array:
     """Return the sum of magnitudes or squares of each run: float32[n], int64[runs] to float64.
 
-    starts: where the runs begin, ascending; the last one ends with x
+    starts: the first of each run, ascending; the last run ends with x
     """
     wide = x.astype(np.float64)
     return np.add.reduceat(np.abs(wide) if of == "magnitude" else np.square(wide), starts)
@@ -547,9 +548,9 @@ def square_sum(x: Array, center: float = 0.0) -> float:
 
 
 def run_maxima(x: Array, ends: Array) -> Array:
-    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is.
+    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN if one is.
 
-    ends: int64[runs], where the runs end
+    ends: int64[runs], the ends of the runs
     """
     bits = x.view(np.uint32) & MAGNITUDE
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
@@ -598,11 +599,11 @@ def encode_signs(
 ) -> tuple[Array, Array, int]:
     """Return the signs of x + kept as bits, the two means of each row, and its largest bits.
 
-    x, kept: float32[rows, columns], kept 0 if not given; rest: what x + kept is more than the
-        means, written if given
-    Returns uint8[bytes], a bit for each value, set where it is not below 0, as NaN is not, the
-    first one the highest of its byte; float32[rows, 2]: the means of the values below 0 and of the
-    others; and the float32 bits of the largest magnitude of x + kept.
+    x, kept: float32[rows, columns], kept 0 if not given; rest: x + kept minus the means, written if
+        given
+    Returns uint8[bytes], a bit for each value, the first one the highest of its byte, set unless
+    the value is below 0, so also for NaN; float32[rows, 2]: the means of the values below 0 and of
+    the others; and the float32 bits of the largest magnitude of x + kept.
     """
     total = x if kept is None else x + kept
     positive = ~(total < 0)
@@ -617,7 +618,7 @@ def encode_signs(
 
 
 def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, divisor: float) -> int:
-    """Write the sum of what signs and pairs of encode_signs stand for, over divisor, into out.
+    """Write the sum of the values of signs and pairs of encode_signs, over divisor, into out.
 
     signs, pairs: one of each rank, added in their order; out: float32[rows, columns]
     Returns the bits of the largest magnitude.
@@ -633,8 +634,8 @@ def decode_signs(signs: Sequence[Array], pairs: Sequence[Array], out: Array, div
 def row_products(m: Array, rows: Array) -> Array:
     """Return the product of m with each of some rows: float32[n, k], [r, k] to [r, n].
 
-    A sum over columns has four sums side by side: of 16 columns the last four come first. What is
-    missing of the last four is zeros. These are the additions of np.einsum on x86-64.
+    A sum over columns has four sums side by side: of 16 columns the last four come first. The last
+    four are padded with zeros. These are the additions of np.einsum on x86-64.
     """
     columns = m.shape[1]
     padded, others = (np.zeros((len(x), -(-columns // 4) * 4), np.float32) for x in (m, rows))
@@ -686,7 +687,7 @@ def encode_runs(
     """Encode x over its runs' numbers, times factor, into payload; see divide_runs.
 
     shift: the byte of each tile, as encode_tiles reads it
-    payload: uint8, written: words of encode_tiles, or what pack_trits makes of them
+    payload: uint8, written: words of encode_tiles, for trits packed by pack_trits
     """
     scaled = np.empty_like(x)
     divide_runs(x, each, ends, scaled)
@@ -712,8 +713,8 @@ def mean_runs(
 ) -> int:
     """Write the mean of integers times their runs' numbers into out.
 
-    payloads: of encode_runs, uint8, one of each rank, in whose order terms are added to 0; codes of
-        so many bits are a sign and a magnitude; each: float32[runs] of each rank; out: float32[n]
+    payloads: of encode_runs, uint8, one of each rank, in whose order terms are added to 0; bits: of
+        a code, a sign and a magnitude; each: float32[runs] of each rank; out: float32[n]
     Returns the bits of the largest magnitude.
     """
     out[:] = 0
@@ -764,9 +765,9 @@ def select_above(x: Array, threshold: float) -> Array:
 
 
 def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
-    """Return how many magnitudes lie in each bucket, 2**shift wide, from low on.
+    """Return the number of magnitudes in each bucket, 2**shift wide, from low on.
 
-    x: float32[n]; returns uint32[buckets]; others than in the buckets are not counted
+    x: float32[n]; returns uint32[buckets]; magnitudes outside the buckets are not counted
     """
     bucket = ((x.view(np.uint32) & MAGNITUDE).astype(np.int64) - low) >> shift
     inside = bucket[(bucket >= 0) & (bucket < buckets)]
@@ -774,7 +775,7 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
 
 
 def mark_above(x: Array, bits: int) -> Array:
-    """Return a bit for each value, set where its magnitude is above bits, as pack_bitmap has them.
+    """Return a bit for each value, set if its magnitude is above bits, as pack_bitmap.
 
     x: float32[n]; returns uint32[ceil(n / 32)]
     """
@@ -783,7 +784,7 @@ def mark_above(x: Array, bits: int) -> Array:
 
 
 def count_bits(words: Array) -> Array:
-    """Return how many bits are set in each 32 words, of 1,024 places.
+    """Return the number of set bits in each 32 words, of 1,024 places.
 
     words: uint32[w]; returns uint32[ceil(w / 32)]
     """
@@ -841,7 +842,7 @@ def mean_places(
 
 
 def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> tuple[Array, Array]:
-    """Return where the sum of sparse arrays of n values is not 0, and the sums, as mean_places.
+    """Return indices and values of the sum of sparse arrays of n values, without zeros.
 
     Returns uint32[m], ascending, and float32[m].
     """
@@ -853,7 +854,7 @@ def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> t
 
 
 def mark_drawn(draws: Array, n: int, words: Array) -> int:
-    """Set bit draw % n of words for each of some draws; return how many were not set.
+    """Set bit draw % n of words for each draw; return the number of bits that were not set.
 
     draws: uint64[m]; words: uint32[ceil(n / 32)], as pack_bitmap has them
     """
@@ -864,10 +865,10 @@ def mark_drawn(draws: Array, n: int, words: Array) -> int:
 
 
 def pack_bins(bin_values: int, indices: Array, values: Array) -> Array:
-    """Return codes of places of a layer in bins of so many values, and of their values' signs.
+    """Return codes of indices in bins of bin_values, and of the signs of their values.
 
-    indices: uint32[m], ascending; values: float32[m]; returns uint8[bytes], of codes of 8 bits
-    where bins have less than 64 values, else of 16. compress/adacomp.py has their layout.
+    indices: uint32[m], ascending; values: float32[m]; returns uint8[bytes], codes of 8 bits if
+    bins have less than 64 values, else of 16. compress/adacomp.py has their layout.
     """
     kind, index_bits = _bin_codes(bin_values)
     passing, last = (1 << index_bits) - 1, 2 << index_bits
@@ -886,9 +887,9 @@ def pack_bins(bin_values: int, indices: Array, values: Array) -> Array:
 
 
 def unpack_bins(bin_values: int, codes: Array, scale: float, first: int) -> tuple[Array, Array]:
-    """Return the places of codes of pack_bins, uint32[m], and scale or -scale, float32[m].
+    """Return the indices of codes of pack_bins, uint32[m], and scale or -scale, float32[m].
 
-    first: what is added to the places
+    first: added to the indices
     """
     kind, index_bits = _bin_codes(bin_values)
     indices, values, start = list[int](), list[float](), first
@@ -904,7 +905,7 @@ def unpack_bins(bin_values: int, codes: Array, scale: float, first: int) -> tupl
 
 
 def _bin_codes(bin_values: int) -> tuple[type[np.unsignedinteger], int]:
-    """Return the dtype of codes, and how many of their bits are an index."""
+    """Return the dtype of codes, and the number of bits of their index."""
     return (np.uint8, 6) if bin_values < 1 << 6 else (np.uint16, 14)
 
 
@@ -930,7 +931,7 @@ def pack_bitmap(indices: Array, size: int) -> Array:
 
 
 def unpack_bitmap(words: Array) -> Array:
-    """Return where bits are set, ascending: uint32[w] to uint32[m]."""
+    """Return the places of set bits, ascending: uint32[w] to uint32[m]."""
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).astype(np.uint32)
 
@@ -955,7 +956,7 @@ def pack_stream(codes: Array, widths: Array) -> Array:
 def unpack_stream(words: Array, widths: Array, n: int) -> Array:
     """Return the n codes that pack_stream packed: uint32[stream_words], uint8[tiles] to uint32[n].
 
-    Raises ValueError where the words are not as many as n codes of these widths take.
+    Raises ValueError for another number of words than n codes of these widths need.
     """
     if words.size != stream_words(widths, n):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Steps of optimisers that adapt to layers: the specification, in NumPy, of what the kernels do.
+"""Steps of optimisers that adapt to layers: the specification of the kernels, in NumPy.
 
 Each operation on values is one of float32 and is rounded once; sums of products of values are
-float64, in an order that depends on the layer's size alone. So all processors and all numbers of
-threads give the same bits.
+float64, in an order that depends only on the layer's size. So all processes, with any number of
+threads, give the same bits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class Numbers(NamedTuple):
-    """What a rule knows of a layer, besides its arrays; float64, in the order of steps.h.
+    """The numbers of a layer that a rule needs besides arrays; float64, in the order of steps.h.
 
     rate, decay: the learning rate and the weight decay; beta1: of the momentum or first moment
-    beta2: of the second moment, or of NovoGrad's norm; eps: added to what is divided by
-    adapts: 1 where the layer's step follows its sums, AdamP: may be free of its weights; else 0
-    trust: Lars, Larc: times |w| / |g|; first, second: what Adam's m and sqrt(v) are multiplied by
-    scale: what gradients are multiplied by first; most: Lamb: the largest |w| / |step|
+    beta2: of the second moment, or of NovoGrad's norm; eps: added to divisors
+    adapts: 1 if the layer's step depends on its sums (AdamP: may be projected), else 0
+    trust: Lars, Larc: factor of |w| / |g|; first, second: factors of Adam's m and sqrt(v)
+    scale: factor of gradients; most: Lamb: the largest |w| / |step|
     delta, share: AdamP: see cpdhpc.torch.AdamP
-    norm: NovoGrad: of the step before, below 0 for none; the new one is written there
+    norm: NovoGrad: of the last step, below 0 for none; the new one is written there
     """
 
     rate: float = 0.0
@@ -52,9 +52,8 @@ class Numbers(NamedTuple):
 class Layer(NamedTuple):
     """A layer's weights, gradients, first and second moments, float32 of any shape, C-contiguous.
 
-    Those that a rule does not need: None
-
-    rows: output units, into which AdamP looks; 0: there are none, as of a bias
+    m, v: None for rules that do not need them
+    rows: number of output units, which AdamP needs; 0: there are none, as of a bias
     """
 
     w: Array
@@ -125,7 +124,7 @@ def _over(a: float, b: float) -> float:
 
 
 def _adapting(layer: Layer, of: Numbers) -> tuple[float, float]:
-    """Return trust |w| and |g| + decay |w|, or |g| where that is not above 0."""
+    """Return trust |w|, and |g| + decay |w|, or |g| if that is not above 0."""
     weights, gradients = (math.sqrt(dot(x, x)) for x in (layer.w, layer.g))
     return of.trust * weights, gradients + of.decay * weights if gradients > 0 else gradients
 
@@ -162,7 +161,7 @@ def _novograd(layer: Layer, of: Numbers) -> float:
 
 
 def _moments(layer: Layer, of: Numbers) -> Array:
-    """Take in a gradient, and return Adam's step; 0 where it would be divided by 0."""
+    """Update the moments by a gradient, and return Adam's step; 0 instead of a division by 0."""
     m, v = layer.m, layer.v
     assert m is not None and v is not None
     beta1, gain1, beta2, gain2 = _singles(of.beta1, 1 - of.beta1, of.beta2, 1 - of.beta2)
@@ -199,7 +198,7 @@ class _Row(NamedTuple):
 
     @property
     def along(self) -> float:
-        """How much of the weights is in the step."""
+        """The share of the weights in the step."""
         share = _over(self.steps, self.weights) if self.weights else 0.0
         return max(-LARGEST, min(share, LARGEST)) if not math.isnan(share) else share
 

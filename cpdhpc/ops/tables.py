@@ -1,4 +1,4 @@
-"""Formats given by tables: the specification of their casts, and what kernels search in."""
+"""Formats given by tables: the specification of their casts, and the table that kernels search."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def encode(
     x: Array, cast: Cast, fmt: TableFormat, shift: Array, random: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    """Encode x * 2**shift; also return which values saturated, underflowed, are not finite.
+    """Encode x * 2**shift; also return whether values saturate, underflow, or are not finite.
 
-    random: of stochastic rounding, 31 bits each. x lies by d above the number below it, whose next
-    is by gap above it, and is rounded up where d >= gap * ((2**31 - random) / 2**31) in float64.
+    random: of stochastic rounding, 31 bits each. With d the distance of x from the number below,
+    and gap that of the two numbers around x, x is rounded up if
+    d >= gap * ((2**31 - random) / 2**31), in float64.
     """
     finite = np.isfinite(x)
     scaled = np.ldexp(np.where(finite, x, 0).astype(np.float64), shift)  # exact
@@ -43,9 +44,9 @@ def encode(
 
 
 def passing(cast: Cast, fmt: TableFormat) -> Array:
-    """Return from where on values between two neighbours round to the upper one, float64[m - 1].
+    """Return the limits from which values between two neighbours round to the upper one.
 
-    Where rises_on_middle says so from there on, else from the next larger one on.
+    float64[m - 1]. A value at a limit rounds up only if rises_on_middle.
     """
     below, above = fmt.numbers[:-1], fmt.numbers[1:]
     if cast.rounding == "zero":
@@ -58,16 +59,16 @@ def passing(cast: Cast, fmt: TableFormat) -> Array:
 
 
 def rises_on_middle(cast: Cast, fmt: TableFormat) -> Array:
-    """Return whether a value that is where passing says rounds to the upper one, bool[m - 1]."""
+    """Return whether a value at the limit of passing rounds to the upper one, bool[m - 1]."""
     middle, below, above = passing(cast, fmt), fmt.numbers[:-1], fmt.numbers[1:]
     return (middle != below) & ((middle == above) | _prefers_upper(fmt, 0))
 
 
 def _prefers_upper(fmt: TableFormat, parity: int) -> Array:
-    """Return whether of two neighbours the upper one's code has a parity, else is the lower."""
+    """Whether the upper of two neighbours has a code of this parity or, if both have, the lower."""
     lower, upper = fmt.codes[:-1], fmt.codes[1:]
-    alike = lower % 2 == upper % 2
-    return np.where(alike, upper < lower, upper % 2 == parity)
+    is_tie = lower % 2 == upper % 2
+    return np.where(is_tie, upper < lower, upper % 2 == parity)
 
 
 def decode(codes: Array, fmt: TableFormat, shift: Array) -> Array:
@@ -78,19 +79,19 @@ def decode(codes: Array, fmt: TableFormat, shift: Array) -> Array:
 
 _HEADER = 15  # integers in front, in the order of struct Search of table_format.h
 _SHIFT = 17  # of a bucket's entry: above the count of limits, which are fewer than 2**16
-_MOST_BUCKETS = 1 << 14  # of a sign: what a processor's second cache holds beside the rest
+_MOST_BUCKETS = 1 << 14  # of a sign: they fit in a processor's second cache with the rest
 _NEVER = 0x7FFFFFFF  # above every key
 
 
 def search_table(cast: Cast, fmt: TableFormat) -> Array:
-    """Return what struct Search of table_format.h reads: int32[n].
+    """Return the table that struct Search of table_format.h reads: int32[n].
 
-    A key is a float32's bits without sign, negated where the number is negative. A value's place
-    among the numbers in order is the count of limits that its key has reached. The bucket of the
-    key's upper bits knows how many come before it. Where more than one lies in a bucket, it also
-    knows the shift by which the lower bits become how many more are reached at least: of limits
-    that are equally far apart, as in an octave of a posit, one at most is left then. The steps of a
-    search among what is left are those of the worst bucket.
+    A key is a float32's bits without sign, negated for a negative number. A value's place among
+    the sorted numbers is the count of limits that its key has reached. The bucket of the key's
+    upper bits has the count of limits before it. If a bucket has several limits, it also has a
+    shift: the lower bits, shifted, are the least number of further limits that are reached. If
+    limits are equally spaced, as in an octave of a posit, one at most is then left. The number of
+    steps to search the remaining limits is that of the worst bucket.
     """
     limits = _limits(cast, fmt)
     sign_free = np.abs(limits)
@@ -127,7 +128,7 @@ def _keys(values: Array) -> Array:
 
 def _limits(cast: Cast, fmt: TableFormat) -> Array:
     """Return the least key of each number but the first: int64[m - 1], in order."""
-    if cast.rounding == "stochastic":  # which of the two is found later
+    if cast.rounding == "stochastic":  # the kernel then chooses one of the two
         return _keys(fmt.numbers[1:])
     middle = passing(cast, fmt)
     below = middle.astype(np.float32)
@@ -136,10 +137,10 @@ def _limits(cast: Cast, fmt: TableFormat) -> Array:
 
 
 def _buckets(limits: Array, least: int, most: int, shifted: bool) -> tuple[int, int, Array, int]:
-    """Return the bits below a bucket's, the first bucket, all entries, and the steps that remain.
+    """Return the number of low bits, the first bucket, all entries, and the remaining steps.
 
-    The buckets of magnitudes are those of values above zero, then those below. shifted: entries
-    have shifts
+    The buckets of values above zero come first, then those of values below. shifted: whether
+    entries have shifts
     """
     best: tuple[int, int, Array, int] | None = None
     for low_bits in range(30, -1, -1):
@@ -148,7 +149,7 @@ def _buckets(limits: Array, least: int, most: int, shifted: bool) -> tuple[int, 
             break
         edges = (first + np.arange(count + 1, dtype=np.int64)) << low_bits
         begin = np.concatenate([edges[:-1], 1 - edges[1:]])
-        outer = begin.copy()  # keys of the first and the last bucket may lie beyond it
+        outer = begin.copy()  # the first and last bucket also have the keys beyond them
         outer[0], outer[-1] = 0, 1 - _NEVER
         starts = np.searchsorted(limits, outer, "right")
         shifts, left = _shifts(limits, begin, starts, low_bits, first, (2, 1, 0) if shifted else ())
@@ -167,20 +168,20 @@ def _shifts(
     first: int,
     tries: tuple[int, ...],
 ) -> tuple[Array, int]:
-    """Return the shift of each bucket, and how many limits it leaves to a search at most.
+    """Return the shift of each bucket, and the largest number of limits that is left to search.
 
-    (key - begin) >> shift is never above the number of the bucket's limits that the key has
-    reached. tries: beyond the least shift that may be so; without one it is low_bits
+    (key - begin) >> shift never exceeds the number of the bucket's limits that the key has
+    reached. tries: distances from the least possible shift; without any it is low_bits
     """
     bucket = (np.abs(limits) >> low_bits) - first
     bucket = np.where(limits < 0, bucket + begin.size // 2, bucket)
     rank = np.arange(1, limits.size + 1) - starts[bucket]  # 0: reached by the bucket's first key
-    behind = limits - begin[bucket]
+    offset = limits - begin[bucket]
     count = np.bincount(bucket[rank > 0], minlength=begin.size)
     least = low_bits - (np.frexp(count + 1.0)[1] - 1)
     shifts = np.full(begin.size, low_bits)
     for more in tries:
         tried = np.minimum(least + more, low_bits)
-        early = np.bincount(bucket[behind > rank << tried[bucket]], minlength=begin.size)
+        early = np.bincount(bucket[offset > rank << tried[bucket]], minlength=begin.size)
         shifts = np.where(early == 0, tried, shifts)
-    return shifts, max(0, int((rank - (behind >> shifts[bucket])).max()))
+    return shifts, max(0, int((rank - (offset >> shifts[bucket])).max()))

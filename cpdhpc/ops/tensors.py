@@ -1,4 +1,4 @@
-"""Tensors of torch as arrays in the same memory, worked on in the same stream of a GPU."""
+"""Tensors of torch as arrays in the same memory, used in the same stream of a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = npt.NDArray[Any]
 
 CPU = torch.device("cpu")
-PLACES = ("cpu", "cuda")  # types of devices whose memory arrays can share
+PLACES = ("cpu", "cuda")  # device types with memory that arrays can share
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """Return the memory of a dense tensor as an array: NumPy's, or CuPy's where it is on a GPU."""
+    """Return the memory of a dense tensor as an array: NumPy's, or CuPy's if it is on a GPU."""
     plain = tensor.detach()
     if plain.is_cpu:
         return plain.numpy()
@@ -36,9 +36,9 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 
 def values_of(tensor: torch.Tensor) -> HostArray:
-    """Return a tensor's values as a NumPy array: its memory, or a copy where it is on a GPU.
+    """Return a tensor's values as a NumPy array: its memory, or a copy if it is on a GPU.
 
-    Raises TimeoutError as gpu_runtime.wait: torch itself waits for ever for a GPU that hangs.
+    Raises TimeoutError as gpu_runtime.wait: torch itself waits forever for a GPU that hangs.
     """
     await_device(tensor.device)
     values: HostArray = tensor.detach().cpu().numpy()
@@ -62,7 +62,7 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def of_bytes(data: HostArray, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the dtypes and shapes of others, of the bytes of such; on the CPU."""
+    """Return tensors on the CPU from their bytes, with the dtypes and shapes of others."""
     parts = torch.split(torch.from_numpy(data), [x.nbytes for x in like])
     return [  # views must be aligned, and NumPy's empty arrays have strides of 0
         part.clone(memory_format=torch.contiguous_format).view(x.dtype).reshape(x.shape)
@@ -71,7 +71,7 @@ def of_bytes(data: HostArray, like: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 def _differentiates(x: torch.Tensor) -> bool:
-    """Whether torch follows a tensor, in either mode; an autograd.Function costs many microseconds.
+    """Whether torch differentiates by a tensor, in either mode; else no Function is needed.
 
     Within torch.func.grad a tensor requires a gradient, within jvp it has a tangent.
     """
@@ -80,7 +80,7 @@ def _differentiates(x: torch.Tensor) -> bool:
 
 
 class _Straight(torch.autograd.Function):
-    """What a rounding makes of values; derivatives go through as if it were none."""
+    """A rounding of values whose derivative is taken as 1."""
 
     @staticmethod
     def forward(x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -103,7 +103,7 @@ class _Straight(torch.autograd.Function):
 def straight_through(
     x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return what a rounding makes of x, as a new tensor; derivatives go through unchanged."""
+    """Return x rounded, a new tensor; derivatives pass unchanged (straight-through estimator)."""
     if not _differentiates(x):
         return rounded(x)
     found: torch.Tensor = _Straight.apply(x, rounded)  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, Held, int], torch.Tensor]
 class _Product(torch.autograd.Function):
     """A product of matrices; both of its gradients are products by the same arithmetic.
 
-    number: 0; of the gradients of product n 2n + 1 and 2n + 2, for those who draw random bits
+    number: 0; for the gradients of product n 2n + 1 and 2n + 2, as keys of random bits
     """
 
     @staticmethod
@@ -148,9 +148,9 @@ def product(
 ) -> torch.Tensor:
     """Return float32[batch, m, n] of float32[batch, m, k] and float32[batch, k, n].
 
-    multiply: gets the factors, formats that hold their values, and the number of the product: 0;
-        of the gradients of product n 2n + 1, of x, and 2n + 2, of y
-    held: those of x and y; of_any: the one that holds gradients
+    multiply: takes the factors, formats that hold their values, and the number of the product: 0;
+        2n + 1 for the gradient of x of product n, 2n + 2 for that of y
+    held: formats of x and y; of_any: format of gradients
     """
     if not (_differentiates(x) or _differentiates(y)):
         return multiply(x, y, held, 0)
@@ -159,7 +159,7 @@ def product(
 
 
 def await_device(device: torch.device) -> None:
-    """Wait until a device has done what torch's current stream was given. Raises as values_of."""
+    """Wait until a device has done the work of torch's current stream. Raises as values_of."""
     if device.type == "cuda":
         from . import gpu_runtime
 
@@ -168,7 +168,7 @@ def await_device(device: torch.device) -> None:
 
 
 def check_device(what: str, device: torch.device) -> None:
-    """Raise ValueError, which begins with what, where no arrays share a device's memory."""
+    """Raise ValueError unless arrays can share a device's memory; what: start of the message."""
     if device.type not in PLACES:
         raise ValueError(f"{what} is on {device}: should be on cpu or cuda")
     if device.type == "cuda" and find_spec("cupy") is None:
@@ -176,8 +176,8 @@ def check_device(what: str, device: torch.device) -> None:
 
 
 def seed(number: int, device: torch.device) -> None:
-    """Let torch draw by a seed, on the CPU and on a device."""
-    # torch.manual_seed would also write down the stack for three devices.
+    """Seed torch's random numbers on the CPU and on a device."""
+    # torch.manual_seed would also record the stack, for three devices.
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -185,7 +185,7 @@ def seed(number: int, device: torch.device) -> None:
 
 
 def current_gpu() -> int:
-    """Return the number of torch's current GPU, 0 where it sees none."""
+    """Return the number of torch's current GPU, 0 if it sees none."""
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
@@ -196,7 +196,7 @@ def use_gpu(number: int) -> None:
 
 
 def in_stream(device: torch.device) -> AbstractContextManager[None]:
-    """Let CuPy work as torch does in the block: on a device, in torch's current stream of it."""
+    """Let CuPy use a device and torch's current stream of it in the block."""
     if device.type == "cpu":
         return nullcontext()
     from . import gpu_runtime
@@ -207,9 +207,9 @@ def in_stream(device: torch.device) -> AbstractContextManager[None]:
 
 
 class OwnStream:
-    """A stream of a thread's own on a device, beside the one that backward is in.
+    """A stream of one thread on a device, beside that of backward.
 
-    On the CPU it is nothing: what was called has been done.
+    On the CPU it does nothing, as calls return after their work is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -219,14 +219,14 @@ class OwnStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Any:
-        """Return the event that all work of torch's current stream until now is done."""
+        """Return the event of all work of torch's current stream until now."""
         if self._stream is None:
             return None
         return torch.cuda.current_stream(self.device).record_event()
 
     @contextmanager
     def after(self, event: Any) -> Iterator[None]:
-        """Let torch and CuPy work in this stream in the block, after an event of mark."""
+        """Let torch and CuPy use this stream in the block, after an event of mark."""
         if self._stream is None:
             yield
             return
@@ -236,6 +236,6 @@ class OwnStream:
                 yield
 
     def join(self) -> None:
-        """Let torch's current stream wait for all that this one was given."""
+        """Let torch's current stream wait for all work of this one."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)

@@ -6,20 +6,20 @@ ops.cpu with the same bits.
 
 With amax the largest finite magnitude of all and b that of a block:
 
-    spread = min(448 * 6 / amax, the largest float32); 1 where amax is 0
+    spread = min(448 * 6 / amax, the largest float32); 1 if amax is 0
     scale  = 1 / spread                              the float32 of all
     s      = e4m3fn(min(b / 6 * spread, 448))        the block's
     code   = e2m1fn(x * min(1 / (s * scale), the largest float32)), which saturates
     number = e2m1 * (s * scale)
 
-Where s is rounded down, the largest of a block is more than 6 once scaled, at most 6.375 if s is a
+If s is rounded down, the largest of a block is more than 6 once scaled, at most 6.375 if s is a
 normal e4m3, and becomes 6. A block whose s is 0 becomes 0.
 Source: NVIDIA, Pretraining Large Language Models with NVFP4, arXiv 2509.25149, appendix B, whose
 s_enc is spread, s_dec scale and s_dec,b,e4m3 s, rounded to nearest even. The limits, and an amax of
 0, are as in Transformer Engine (common/cast/nvfp4/core_nvfp4.cuh, custom_recipes/
 quantization_ref_nvfp4.py). Its newer versions multiply b by spread * (1 / 6): s is then a neighbour
-where float32 rounds across a tie, in 2 of 10,000 blocks of normal bfloat16 values. Neither source
-says what becomes of NaN and infinity: here a block that holds one has the scale NaN and elements 0.
+if float32 rounds across a tie, in 2 of 10,000 blocks of normal bfloat16 values. Neither source
+defines the result for NaN and infinity: here a block with one has the scale NaN and elements 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGEST, LARGEST_SCALE = np.float32(6), np.float32(448)
 
 
 def spread_of(amax: np.float32) -> np.float32:
-    """Return what brings the largest magnitude of all to the largest that NVFP4 has, 2,688."""
+    """Return the factor that scales the largest magnitude of all to NVFP4's largest, 2,688."""
     if amax == 0:
         return np.float32(1)
     with np.errstate(over="ignore"):
@@ -59,7 +59,7 @@ def encode(
     key: Key = (0, 0),
     offset: int = 0,
 ) -> None:
-    """Write x, float32[n], as elements, two in a byte and the first in its lower half, and scales.
+    """Write x, float32[n], as scales and elements, two in a byte, the first in its lower half.
 
     cast: of the elements, to e2m1fn; element i draws the random bits of offset + i
     words: uint8[8 b], scales: uint8[b], codes of e4m3fn, b blocks; scale: float32[1]; all written.
