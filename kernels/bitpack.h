@@ -1,6 +1,6 @@
-// Codes of b bits to and from the words of a lane: 32 rows make b words, lowest bits first, and
-// word w of lane l lies at [w][l], so no lane touches another's words. With OCP's blocks it lies at
-// [l][w], on a GPU: first and step say so.
+// Codes of b bits to and from the words of a lane: 32 rows make b words, lowest bits first. Word w
+// of lane l is at [w][l], so no lane touches another's words; with OCP's blocks on a GPU, it is at
+// [l][w]. Arguments first and step give the place of a lane's words.
 // Layout: FastLanes (Afroozeh, Boncz; VLDB 2023).
 #ifndef CPD_BITPACK_H
 #define CPD_BITPACK_H
@@ -60,8 +60,8 @@ CPD_FN U take(Unpacker& p, int bits) {
     return code;
 }
 
-// Rows of a column: value i = row * CPD_LANES + lane, first <= i < stop. There are 16 at least, so
-// that the codes of all fill whole words.
+// Rows of a column: value i = row * CPD_LANES + lane, first <= i < stop. There are at least 16, so
+// that their codes fill whole words.
 struct Rows {
     int first, stop;
 };
@@ -74,8 +74,8 @@ CPD_FN Rows rows_of(int lane, int blocks, int b) {
     return Rows{lane + b * size, (b + 1) * size};
 }
 
-// A word of the codes that code(i) gives of rows, each BITS wide, a divisor of 32; and back. The
-// compiler then knows where each code lies.
+// A word of the codes code(i) of rows, each BITS wide, a divisor of 32; and the reverse. The
+// compiler then knows the place of each code.
 template <int BITS, int AT = 0, class Code>
 CPD_FN U word_of(int i, Code code) {
     U word = code(i) << AT;

@@ -18,12 +18,12 @@ typedef int64_t i64;
 #define CPD_TILE 1024            // values in a tile
 #define CPD_LANES 32             // lanes of a tile; value row * CPD_LANES + lane belongs to lane
 #define CPD_SHIFT_BIAS 127       // a shift k is stored as k + 127
-#define CPD_SHIFT_NONFINITE 255  // stored instead: the tile holds NaN or infinity
+#define CPD_SHIFT_NONFINITE 255  // instead of a shift: the tile has NaN or infinity
 #define CPD_TRIT_BYTES 205       // of a tile of ternary values, five in a byte
 #define CPD_BUCKETS 2048         // of one pass of a radix selection, at most
 
-// A lane's column of a tile may be cut into blocks, equal parts with a shift each. 0 blocks stand
-// for one shift of the whole tile.
+// A lane's column of a tile may be cut into blocks, equal parts with a shift each. 0 blocks: one
+// shift for the whole tile.
 #define CPD_MOST_BLOCKS 2
 
 #define CPD_SHIFTS_OF_TILE(blocks) ((blocks) ? CPD_LANES * (blocks) : 1)
@@ -37,17 +37,17 @@ enum Way { CPD_BY_NEAREST, CPD_BY_ADDING, CPD_BY_DIRECTION, CPD_BY_TABLE };
 struct Cast {
     int exp, man, rounding;
     u32 max_code;       // of the largest finite number
-    u32 inf_code;       // what infinity becomes
-    u32 nan_code;       // what NaN becomes
-    u32 overflow_code;  // what a finite number too large becomes, above zero
+    u32 inf_code;       // of infinity
+    u32 nan_code;       // of NaN
+    u32 overflow_code;  // of positive numbers that are too large
     u32 first_nan;  // codes from here on decode to NaN, those between max_code and it to infinity
     int shift_min, shift_max, emax;
     u32 max_significand;     // fraction bits of the largest number as float32
-    u32 overflow_below;      // as overflow_code, below zero
-    u32 random_mask;         // the bits of a draw of 31 that count
-    int near_min, near_max;  // shifts beyond these are far: values are moved first
+    u32 overflow_below;      // as overflow_code, of negative numbers
+    u32 random_mask;         // of the 31 bits of a draw that are used
+    int near_min, near_max;  // shifts beyond these are far: values are scaled first
     int ocp;           // whether blocks are 32 neighbours, and bytes those of OCP's Microscaling
-    const int* table;  // as table_format.h reads it; null where exp and man say all
+    const int* table;  // as table_format.h reads it; null for formats of exp and man
 };
 
 // A stream of random bits.

@@ -1,5 +1,5 @@
-// The vocabulary of the kernels: one lane on the GPU, those of a register on the CPU, under the
-// same names. The only file, with cast.h, that asks which of the two it is compiled for.
+// Types and functions of the kernels: one lane on the GPU, the lanes of a register on the CPU, with
+// the same names. Only this file and cast.h depend on which of the two they are compiled for.
 #ifndef CPD_H
 #define CPD_H
 
@@ -20,8 +20,8 @@ typedef u32 U;
 typedef int I;
 typedef double D;
 
-// Moves that the compiler does not see through: for compute_100 and later NVRTC would make abs.ftz
-// and neg.ftz of masks between them, which flush subnormal numbers.
+// Moves that are opaque to the compiler: for compute_100 and later NVRTC would turn masks between
+// them into abs.ftz and neg.ftz, which flush subnormal numbers.
 CPD_FN U bits_of(F x) {
     U u;
     asm("mov.b32 %0, %1;" : "=r"(u) : "f"(x));

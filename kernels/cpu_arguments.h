@@ -1,4 +1,4 @@
-// Arguments of the module's functions: buffers, casts and keys, and what is checked of them.
+// Arguments of the module's functions: buffers, casts and keys, and their checks.
 #ifndef CPD_CPU_ARGUMENTS_H
 #define CPD_CPU_ARGUMENTS_H
 
@@ -11,22 +11,22 @@
 
 namespace {
 
-// What recorded calls need for as long as they are kept. X and OUT are two arrays that may lie
-// elsewhere in every run; all others stay where they are.
+// The objects that recorded calls keep. X and OUT are two arrays that may have another address in
+// every run; all others stay in place.
 struct Held {
     u8 *low[2] = {}, *high[2] = {}, *now[2] = {};  // of X and OUT: when recorded, and in this run
     std::vector<Py_buffer> views;
     std::vector<PyObject*> objects;
 };
 
-// Where calls of this thread are written down instead of being done, see cpu_call_list.h; or null.
+// If not null, calls of this thread are recorded in it instead of executed, see cpu_call_list.h.
 thread_local Held* recording = nullptr;
 
-// A buffer argument, released at the end of the scope; a recorded call keeps it. A copy, as a call
-// that is recorded has one, only knows where the array lies.
+// A buffer argument, released at the end of the scope; a recorded call keeps it. A copy, as in a
+// recorded call, only has the address of the array.
 struct Buffer {
     Py_buffer view = {};
-    u8* const* base = nullptr;  // of X or OUT: where it begins, and how far into it the array does
+    u8* const* base = nullptr;  // of X or OUT: its address, and the array's offset in it
     i64 into = 0;
     bool is_copy = false;
 
@@ -46,7 +46,7 @@ struct Buffer {
         else
             PyBuffer_Release(&view);
     }
-    // Where element index lies; null where the argument was left out.
+    // The address of element index; null if the argument was left out.
     template <class T>
     T* at(i64 index) const {
         u8* start = base ? *base + into : static_cast<u8*>(view.buf);
@@ -54,13 +54,13 @@ struct Buffer {
     }
 };
 
-// A buffer that is read, or none if None is given.
+// A buffer that is read; none for None.
 int to_optional(PyObject* object, void* target) {
     Py_buffer* view = &static_cast<Buffer*>(target)->view;
     return object == Py_None || PyObject_GetBuffer(object, view, PyBUF_SIMPLE) == 0;
 }
 
-// The same of a buffer that is written.
+// The same for a buffer that is written.
 int to_optional_out(PyObject* object, void* target) {
     Py_buffer* view = &static_cast<Buffer*>(target)->view;
     return object == Py_None || PyObject_GetBuffer(object, view, PyBUF_WRITABLE) == 0;
@@ -80,8 +80,8 @@ bool has_length(const Buffer& buffer, const char* name, i64 bytes) {
     return false;
 }
 
-// A Cast travels as a tuple of its 17 numbers, in the order of the struct, the address of its
-// table or 0, and what keeps the table alive.
+// A Cast is a tuple of its 17 numbers, in the order of the struct, the address of its table or 0,
+// and the object that owns the table.
 int to_cast(PyObject* object, void* target) {
     Cast* c = static_cast<Cast*>(target);
     unsigned long long address;
@@ -105,7 +105,7 @@ int to_key(PyObject* object, void* target) {
     return PyArg_ParseTuple(object, "II;key: 2 numbers", &k->low, &k->high);
 }
 
-// A key that is given as a tuple, or lies in an array, where it may be another in every run.
+// A key, given as a tuple or in an array, which may have another key in every run.
 struct KeyArgument {
     Key own = {};
     Buffer words;
@@ -132,7 +132,7 @@ bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, i64 bits) {
            has_length(shifts, "shifts", tiles_of(n));
 }
 
-// The same where there may be more shifts; blocks is set to those of a column, by their number.
+// The same if there may be more shifts; their number gives the blocks of a column, written.
 bool has_blocks(const Cast& cast, const Buffer& words, const Buffer& shifts, i64 n, i64 bits,
                 int* blocks) {
     const i64 tiles = tiles_of(n);

@@ -1,11 +1,12 @@
-// The module's functions for boards; a part of cpu_module.cpp, which includes it.
+// The module's functions for boards: barriers in shared memory that compare a number.
+// A part of cpu_module.cpp, which includes it.
 #include "cpu_call_list_calls.h"
 
 namespace {
 
-// Boards: where the processes of a node find out whether all give the same number, as a digest of
-// what they are about to do. Each has two lines of its own, used by turns: who is a meeting ahead
-// does not disturb who still reads.
+// A barrier of the processes of a node that compares a number, as the digest of the next call. Each
+// process has a board, shared memory of two lines that it uses in turns: a process that is one
+// meeting ahead does not overwrite the line that others still read.
 struct Board {
     std::vector<Py_buffer> views;
     std::vector<i64*> boards;  // this process's first
@@ -44,7 +45,7 @@ Board* board_of(PyObject* capsule) {
 
 void drop_board(PyObject* capsule) { delete board_of(capsule); }
 
-// make_board(boards): of 128 bytes each, zero at first, this process's in front.
+// make_board(boards): of 128 bytes each, zero at first, that of this process first.
 PyObject* make_board(PyObject*, PyObject* boards) {
     if (!PyTuple_Check(boards) || PyTuple_Size(boards) < 1) {
         PyErr_SetString(PyExc_TypeError, "make_board: boards must be a tuple");
@@ -77,8 +78,8 @@ PyObject* met(const Board* board, i64 looks) {
     return PyLong_FromLong(all ? board->is_same() : (long)WAITING);
 }
 
-// meet(board, number, looks): comes to the next meeting; returns whether all have given the same
-// number, which is not 0, or WAITING where some did not come in so many looks.
+// meet(board, number, looks): enters the next meeting; returns whether all numbers are the same and
+// not 0, or WAITING if some processes have not entered after this number of looks.
 PyObject* meet(PyObject*, PyObject* args) {
     PyObject* capsule;
     long long number, looks;
@@ -89,7 +90,7 @@ PyObject* meet(PyObject*, PyObject* args) {
     return met(board, looks);
 }
 
-// meet_again(board, looks): the same, of the meeting that this process has come to.
+// meet_again(board, looks): the same, for the meeting that this process has entered.
 PyObject* meet_again(PyObject*, PyObject* args) {
     PyObject* capsule;
     long long looks;
@@ -98,8 +99,8 @@ PyObject* meet_again(PyObject*, PyObject* args) {
     return board ? met(board, looks) : nullptr;
 }
 
-// Two processes write numbers by turns, each once it sees the other's: the shortest time from one
-// write to the next, ns; or 0 where the other one does not come.
+// Two processes write numbers in turns, each after it sees the other's: the shortest time from one
+// write to the next, ns; or 0 if the other process does not answer.
 i64 shortest_trip_ns(i64* mine, const i64* other, bool leads, i64 first, i64 trips) {
     i64 shortest = INT64_MAX;
     for (i64 trip = first; trip < first + trips; ++trip) {
@@ -114,9 +115,9 @@ i64 shortest_trip_ns(i64* mine, const i64* other, bool leads, i64 first, i64 tri
     return shortest;
 }
 
-// round_trip(mine, other, leads, call): how long it takes from what this process of a node writes
-// to what another one writes when it sees it, ns: the shortest of many; 0 where it does not come.
-// mine, other: their boards; leads: true in one of the two; call: 1, 2, ... Both call it at once.
+// round_trip(mine, other, leads, call): the time from a write of this process to the answer of
+// another process of the node, ns: the shortest of many; 0 if there is no answer. mine, other:
+// their boards; leads: true in one of the two; call: 1, 2, ... Both processes call it.
 PyObject* round_trip(PyObject*, PyObject* args) {
     Buffer boards[2];
     int leads;
@@ -128,7 +129,7 @@ PyObject* round_trip(PyObject*, PyObject* args) {
         if (!has_length(boards[i], "board", 2 * Board::LINE * (i64)sizeof(i64))) return nullptr;
         words[i] = boards[i].at<i64>(0) + Board::LINE / 2;  // which no meeting uses
     }
-    const i64 trips = 100;  // their numbers go on, so what is left of an earlier call is no matter
+    const i64 trips = 100;  // numbers continue, so those of an earlier call do no harm
     i64 found;
     {
         Unlocked unlocked;
@@ -137,8 +138,8 @@ PyObject* round_trip(PyObject*, PyObject* args) {
     return PyLong_FromLongLong(found);
 }
 
-// The one array of a list or tuple, of exactly this type, whose float32 values lie one after
-// another; its memory is then the buffer's.
+// Whether a list or tuple has a single array, of exactly this type, with contiguous float32 values;
+// buffer then has its memory.
 bool holds_array(PyObject* arrays, PyTypeObject* kind, int flags, Buffer& buffer) {
     PyObject* array = nullptr;
     if (PyList_CheckExact(arrays) && PyList_Size(arrays) == 1) array = PyList_GetItem(arrays, 0);
@@ -157,11 +158,11 @@ bool have_one_shape(const Py_buffer& a, const Py_buffer& b) {
     return true;
 }
 
-// run_agreed(board, number, list, threads, looks, xs, outs): meet, and run_list where all have
-// given the same number. Returns what run_list does, or: STRANGE, with nothing done, where xs and
-// outs are not lists or tuples of an array each, of the type that was recorded, float32, of one
-// shape and of the list's size, C-contiguous, outs' writable; ABSENT where some did not come in so
-// many looks, after which meet_again and run_list go on; UNLIKE.
+// run_agreed(board, number, list, threads, looks, xs, outs): meet, and run_list if all numbers are
+// the same. Returns the result of run_list, or: STRANGE, with nothing done, unless xs and outs are
+// lists or tuples of one array each, of the recorded type, float32, of the same shape and of the
+// list's size, C-contiguous, that of outs writable; ABSENT if some processes have not entered after
+// this number of looks: call meet_again, then run_list; UNLIKE if the numbers differ.
 PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 7) {
         PyErr_SetString(PyExc_TypeError, "run_agreed: 7 arguments are needed");
@@ -182,7 +183,7 @@ PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (overlap(arrays)) return PyLong_FromLongLong(OVERLAPS);
     const i64 came = traced();
     board->come(number);
-    if (!board->meet(board->spins)) {  // most come in less: the GIL stays where it is
+    if (!board->meet(board->spins)) {  // most meetings take less: the GIL is kept
         Unlocked unlocked;
         if (!board->meet(looks)) count = 0;
     }
@@ -192,7 +193,7 @@ PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return start_list(list, arrays, threads, looks);
 }
 
-// absent_from(board): the places of those that have not come.
+// absent_from(board): the places of the processes that have not entered.
 PyObject* absent_from(PyObject*, PyObject* capsule) {
     Board* board = board_of(capsule);
     PyObject* places = board ? PyList_New(0) : nullptr;

@@ -1,11 +1,11 @@
-// Call lists: calls of kernels and messages that were written down once, and are run time after
-// time without the interpreter. A part of cpu_module.cpp; collectives/recorded.py writes them.
+// Call lists: calls of kernels and messages that are recorded once, and run many times without the
+// interpreter. A part of cpu_module.cpp; collectives/recorded.py records them.
 //
-// A list has segments, parts of the data that are worked on by themselves. Of those that are under
-// way each goes on as far as what it waits for is there, the oldest first. A segment has a slot,
-// whose memory it shares with others: it begins when all processes of the node have ended the one
-// before in that slot. Its serial number is the same in all of them, and is what they tell each
-// other through words of shared memory: "this message lies there", "this slot is ended".
+// A list has segments, parts of the data that are processed independently. Each segment in progress
+// advances until it has to wait, the oldest first. A segment has a slot, whose memory it shares
+// with others: it begins when all processes of the node have ended the last segment of that slot.
+// Its serial number is the same in all processes. They write it to words of shared memory, for
+// "this message is there" and "this slot is ended".
 #ifndef CPD_CPU_CALL_LIST_H
 #define CPD_CPU_CALL_LIST_H
 
@@ -34,10 +34,10 @@ enum StepKind { KERNEL, TELL, HEAR, START, TEST };
 
 struct Step {
     StepKind kind;
-    bool counts;   // whether what the call returns is values of the result that are not finite
+    bool counts;   // whether the call returns the number of results that are not finite
     i64 n, label;  // of values; of a wait, for the caller
     void* target;  // a word that is shared, or a request
-    i64 doing;     // of a timeline
+    i64 doing;     // kind, for a timeline
     std::function<i64(const Block&)> body;
 };
 
@@ -49,12 +49,13 @@ struct Segment {
 
 i64 word_of(const i64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-// Looks before the core is given up: none where so many processes of a node outnumber its cores,
-// as who spins there keeps another from what it waits for.
+// Looks before the core is yielded: none if a node has more processes than cores, as a spinning
+// process would keep the one that it waits for from running.
 i64 spins_of(size_t processes) { return (long)processes > sysconf(_SC_NPROCESSORS_ONLN) ? 0 : 200; }
 
-// Looks in vain at what others do: the core is kept at first, then given up between them. They end
-// after so many, or after 10 ms, as others may have the core for long: who waits sees to the time.
+// Looks that find no progress: the core is kept at first, then yielded between looks. They end
+// after a number of looks, or after 10 ms, as others may keep the core for long; the caller checks
+// time.
 struct Looks {
     typedef std::chrono::steady_clock Clock;
     i64 spins, most, spent = 0;
@@ -76,21 +77,21 @@ struct CallList : Held {
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
     std::vector<i64> used;                     // the serial of the last segment, by slot
     i64 serial = 0, threads = 1, spins = 0;
-    bool counts = false;  // of the calls that are written down now
+    bool counts = false;  // of the calls that are recorded now
     i64 doing = COMPUTES;
-    bool lends = false;  // whether others read x or out where they lie: a run ends when they have
+    bool lends = false;  // whether others read x or out in place: a run ends after they have
     PyTypeObject* kind = nullptr;  // of X
-    size_t turns = 1, turn = 0;    // a run does one of so many equal parts of the segments
+    size_t turns = 1, turn = 0;    // the segments are cut into equal parts; a run executes one
     struct {
         i64 *counter, amount;
-    } sent[2] = {};  // bytes and messages of a run, and where they are counted
+    } sent[2] = {};  // bytes and messages of a run, and their counters
 
-    // The run under way.
+    // The run in progress.
     std::vector<Segment*> under_way;
     size_t opened = 0, last = 0;
     i64 bad = 0;
     int error = 0;                     // of MPI
-    i64 idle_since = 0, last_end = 0;  // for a timeline: since when it waits; the end of a step
+    i64 idle_since = 0, last_end = 0;  // for a timeline: the start of a wait; the end of a step
     Helpers* helping = nullptr;
 
     ~CallList() {
@@ -120,7 +121,7 @@ struct CallList : Held {
     void idles() {
         if (!idle_since && timeline.on()) idle_since = ticks();
     }
-    // Does a step, or returns false where it waits.
+    // Executes a step, or returns false if it has to wait.
     bool done(const Step& step, i64 number) {
         i64* word = static_cast<i64*>(step.target);
         alignas(16) char status[64];
@@ -151,7 +152,7 @@ struct CallList : Held {
         }
         return true;
     }
-    // Goes as far as it can now; whether anything was done.
+    // Executes all steps that need not wait; returns whether there were any.
     bool advance() {
         bool moved = false;
         for (; opened < last && is_free(segments[opened].slot); ++opened, moved = true) {
@@ -174,8 +175,8 @@ struct CallList : Held {
         }
         return moved;
     }
-    // Lets MPI move messages while all segments wait for words: it does so only when it is called.
-    // One request that is not complete is enough; one that is not active counts as complete.
+    // Lets MPI move messages while all segments wait for words: it does so only during its calls.
+    // One incomplete request is enough; an inactive one counts as complete.
     void poke() {
         for (const Segment* segment : under_way)
             if (segment->steps[segment->next].kind == TEST) return;  // it was called just now
@@ -200,7 +201,7 @@ struct CallList : Held {
         for (auto& each : sent)
             if (each.counter) *each.counter += each.amount;
     }
-    // Goes on up to the end, an error, or so many looks in vain after one another.
+    // Continues up to the end, an error, or a number of consecutive looks without progress.
     void run(i64 most) {
         Looks looks{spins, most};
         last_end = idle_since = 0;
@@ -219,8 +220,8 @@ struct CallList : Held {
 
 CallList* recording_list() { return static_cast<CallList*>(recording); }
 
-// memcpy past the caches: the lines that are overwritten are not read. Others may be told after
-// end_stream.
+// memcpy that bypasses the caches: overwritten lines are not read. Others may be notified only
+// after end_stream.
 void stream_on(u8* out, const u8* x, i64 size) {
 #ifdef __SSE2__
     const i64 head = (i64)(-(uintptr_t)out % 64);
@@ -250,7 +251,7 @@ void stream(u8* out, const u8* x, i64 size) {
     end_stream();
 }
 
-// As in_blocks and count_in_blocks; or the call is written down. The body must hold copies.
+// As in_blocks and count_in_blocks, or the call is recorded. The body must hold copies.
 template <class Work>
 PyObject* write_down(int threads, i64 n, const Work& body) {
     CallList& list = *recording_list();

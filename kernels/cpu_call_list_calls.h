@@ -14,8 +14,8 @@ CPD_CLONES void add_values(const float* a, const float* b, i64 n, float* out) {
 }
 
 // copy(threads, x, out) and copy_past_caches, of any bytes; add(threads, a, b, out) and
-// divide(threads, x, divisor, out), of float32: that returns 0 if all quotients are finite, else in
-// how many parts of the work some are not.
+// divide(threads, x, divisor, out), of float32. divide returns 0 if all quotients are finite, else
+// the number of parts of the work with others.
 PyObject* copied(PyObject* args, bool past_caches) {
     int threads;
     Buffer x, out;
@@ -77,7 +77,7 @@ bool keep_word(CallList& list, PyObject* object, i64** word) {
 }
 
 // make_list(x, out, slots): an empty list for arrays like x and out; slots: for each a tuple of
-// the words that tell up to where the processes of the node are, this process's first.
+// words with the last serial that each process of the node has ended, this process's first.
 PyObject* make_list(PyObject*, PyObject* args) {
     Buffer x, out;
     PyObject* slots;
@@ -114,7 +114,7 @@ PyObject* make_list(PyObject*, PyObject* args) {
     return capsule;
 }
 
-// begin_segment(list, slot): what is written down from here on belongs to a new segment.
+// begin_segment(list, slot): calls that are recorded from here on belong to a new segment.
 PyObject* begin_segment(PyObject*, PyObject* args) {
     PyObject* capsule;
     long long slot;
@@ -128,9 +128,9 @@ PyObject* begin_segment(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// record(list, counts, doing): kernels that this thread calls from here on are written down;
-// counts: whether what they find not finite is in the result; doing: their kind for a timeline.
-// record(None, False): they are done again.
+// record(list, counts, doing): kernels that this thread calls from here on are recorded; counts:
+// whether they count values of the result that are not finite; doing: their kind for a timeline.
+// record(None, False): they are executed again.
 PyObject* record(PyObject*, PyObject* args) {
     PyObject* capsule;
     int counts;
@@ -153,8 +153,8 @@ PyObject* add_step(CallList* list, Step step) {
     Py_RETURN_NONE;
 }
 
-// add_word(list, word, label): tells others by a word that a message is there, where label is
-// negative; else waits for it.
+// add_word(list, word, label): if label is negative, a step that notifies others of a message by a
+// word; else one that waits for it.
 PyObject* add_word(PyObject*, PyObject* args) {
     PyObject *capsule, *object;
     long long label;
@@ -193,12 +193,12 @@ PyObject* use_library(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// What a run may come to besides a number of values, see run_list and run_agreed.
+// Results of a run besides a number of values, see run_list and run_agreed.
 const i64 WAITING = -1, OVERLAPS = -2, UNLIKE = -3, ABSENT = -4, STRANGE = -5;
 
-const i64 SMALL_BYTES = 1 << 15;  // of a result, that takes some microseconds
+const i64 SMALL_BYTES = 1 << 15;  // of a result that takes some microseconds
 
-// What a run has come to: how many values are not finite, or WAITING.
+// The result of a run: the number of values that are not finite, or WAITING.
 PyObject* go_on(CallList* list, i64 threads, i64 looks) {
     if (threads > 1) {
         list->helping = &helpers();
@@ -210,7 +210,7 @@ PyObject* go_on(CallList* list, i64 threads, i64 looks) {
         }
     }
     list->threads = threads;
-    // To let others have the GIL, and to get it again, takes some percent of the smallest runs.
+    // Releasing the GIL and taking it again takes some percent of the smallest runs.
     if (list->high[1] - list->low[1] <= SMALL_BYTES) list->run(list->spins);
     if (!list->is_over() && !list->error) {
         Unlocked unlocked;
@@ -221,9 +221,9 @@ PyObject* go_on(CallList* list, i64 threads, i64 looks) {
     return PyLong_FromLongLong(list->is_over() ? list->bad : WAITING);
 }
 
-// end_list(list, turns, lends, bytes_sent, bytes, messages_sent, messages): nothing is written down
-// any more; a run does one of so many equal parts by turns, and adds what it sends to two counters;
-// lends: it waits for those who read x or out.
+// end_list(list, turns, lends, bytes_sent, bytes, messages_sent, messages): ends the recording.
+// Runs execute one of turns equal parts each, in turns, and add the bytes and messages that they
+// send to two counters; lends: a run waits for the processes that read x or out.
 PyObject* end_list(PyObject*, PyObject* args) {
     PyObject *capsule, *counters[2];
     long long turns, amounts[2];
@@ -243,7 +243,7 @@ PyObject* end_list(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// Has a run begin, unless out has memory of x. arrays: x and out, of the length that was recorded.
+// Begins a run, unless x and out overlap. arrays: x and out, of the recorded length.
 PyObject* start_list(CallList* list, const Buffer* arrays, i64 threads, i64 looks) {
     list->begin(arrays[0].at<u8>(0), arrays[1].at<u8>(0));
     return go_on(list, threads, looks);
@@ -255,9 +255,9 @@ bool overlap(const Buffer* arrays) {
            out < x + arrays[0].view.len;
 }
 
-// run_list(list, threads, looks, x, out): does what is written on x and out; returns how many
-// values of the result are not finite, WAITING where what it waits for did not come in so many
-// looks, or OVERLAPS, with nothing done, where out has memory of x.
+// run_list(list, threads, looks, x, out): executes the list on x and out; returns the number of
+// values of the result that are not finite, WAITING if there was no progress for this number of
+// looks, or OVERLAPS, with nothing done, if x and out overlap.
 // Raises RuntimeError for an error of MPI, ValueError for arrays of another size.
 PyObject* run_list(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 5) {
@@ -280,7 +280,7 @@ PyObject* run_list(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return start_list(list, arrays, threads, looks);
 }
 
-// resume_list(list, looks): goes on with the run under way.
+// resume_list(list, looks): continues the run in progress.
 PyObject* resume_list(PyObject*, PyObject* args) {
     PyObject* capsule;
     long long looks;
@@ -289,7 +289,7 @@ PyObject* resume_list(PyObject*, PyObject* args) {
     return list ? go_on(list, list->threads, looks) : nullptr;
 }
 
-// waits_of(list): the labels of what the run under way waits for; none where it waits for a slot.
+// waits_of(list): the labels of the waits of the run in progress; none if it waits for a slot.
 PyObject* waits_of(PyObject*, PyObject* capsule) {
     CallList* list = list_of(capsule);
     PyObject* labels = list ? PyList_New(0) : nullptr;

@@ -1,5 +1,5 @@
-// The end of a process whose MPI_Finalize may never return: a timer of the system ends it, which
-// needs neither Python's lock, held in that call, nor a thread.
+// Ends a process if MPI_Finalize never returns: by a timer of the system, which needs neither
+// Python's lock, held during that call, nor a thread.
 #ifndef CPD_CPU_ENDING_CALLS_H
 #define CPD_CPU_ENDING_CALLS_H
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-char last_words[256];  // what is said then, set before the timer starts
+char last_words[256];  // written then, set before the timer starts
 size_t last_words_size = 0;
 itimerval last_limit = {};
 bool ends_in_time = false;
@@ -25,7 +25,7 @@ void end_now(int) {
     _exit(0);
 }
 
-// Python's last act but for what was registered before this, as MPI_Finalize by mpi4py.
+// Python calls this last, except functions that were registered before, as MPI_Finalize by mpi4py.
 void start_last_limit() {
     fflush(nullptr);
     struct sigaction action = {};
@@ -38,8 +38,8 @@ void start_last_limit() {
     setitimer(ITIMER_REAL, &last_limit, nullptr);
 }
 
-// Let what Python does last, behind its own exit functions, take that long; else say words and end
-// with status 0. The last call counts.
+// Limits the time of Python's last steps, after its own exit functions; then words are written and
+// the process ends with status 0. The last call counts.
 PyObject* end_in_time(PyObject*, PyObject* args) {
     double limit_s;
     const char* words;

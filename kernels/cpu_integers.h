@@ -1,10 +1,10 @@
-// Loops of exact sums for the CPU; the rest of cpu_loops.h, which includes it.
+// Loops of exact sums for the CPU; a part of cpu_loops.h, which includes it.
 #include "integers.h"
 #include "trits.h"
 
 namespace {
 
-// Words of a tile of integers of bits bits, or of codes where bits is 0.
+// Words of a tile of integers of bits bits, or of codes if bits is 0.
 CPD_FN i64 words_of_tile(const Cast& cast, int bits) {
     return CPD_LANES * (bits ? bits : width(cast));
 }

@@ -1,16 +1,15 @@
 // Thin loops over tiles for the CPU; the work is in items.h. Included once by each of
-// cpu_portable.cpp, cpu_v3.cpp and cpu_v4.cpp, which say for which processor and name the table.
+// cpu_portable.cpp, cpu_v3.cpp and cpu_v4.cpp, which choose the processor and name the table.
 #include "cpu_table.h"
 #include "items.h"
 
-// Tiles from the one that is encoded to what is fetched: with all else that is in use, less than
-// L1.
+// Number of tiles by which data is prefetched: with all other data they fit in L1.
 #define CPD_AHEAD 4
 #define CPD_HOP_AHEAD 2
 
 namespace {
 
-// A tile's worth of values: the caller's where the tile is whole, else a zero-padded copy.
+// The values of a tile: the caller's if the tile is whole, else a zero-padded copy.
 template <class T>
 struct Padded {
     alignas(64) T values[CPD_TILE];
@@ -47,7 +46,7 @@ CPD_FN void write_counts(const Counts& c, u32* counts) {
     counts[2] = sum_lanes(c.nonfinite);
 }
 
-// How many of n values are not finite: where a tile is padded, the padding does not count.
+// The number of values of n that are not finite, without the padding of a tile.
 inline u32 nonfinite_in(const float* x, i64 n) {
     u32 found = 0;
     for (i64 i = 0; i < n; ++i) {
@@ -68,7 +67,7 @@ CPD_FN u32 amax_tile(const float* x) {
 // Whether there are loops for values that are known to stay inside the format.
 constexpr bool knows_inside(int way) { return way == CPD_BY_NEAREST || way == CPD_BY_ADDING; }
 
-// A loop by its template arguments: the way to find codes, and whether counts are kept.
+// Calls a loop with template arguments: the way to find codes, and whether counts are kept.
 #define CPD_PICK_WAY(loop, cast, COUNT)                                 \
     (way_of(cast) == CPD_BY_NEAREST     ? loop<CPD_BY_NEAREST, COUNT>   \
      : way_of(cast) == CPD_BY_ADDING    ? loop<CPD_BY_ADDING, COUNT>    \
@@ -77,7 +76,7 @@ constexpr bool knows_inside(int way) { return way == CPD_BY_NEAREST || way == CP
 #define CPD_PICK(loop, cast, counts) \
     (counts ? CPD_PICK_WAY(loop, cast, true) : CPD_PICK_WAY(loop, cast, false))
 
-// Shifts of a tile that are far, see float_format.h: it is moved to shifts that are near.
+// A tile with far shifts, see float_format.h: it is scaled first, so that its shifts are near.
 struct Near {
     alignas(64) float values[CPD_TILE];
     alignas(64) u8 shifts[CPD_LANES * CPD_MOST_BLOCKS];
@@ -87,7 +86,7 @@ CPD_FN bool is_far(const Cast& cast, u8 shift) {
     return shift != CPD_SHIFT_NONFINITE && far_of(cast, shift - CPD_SHIFT_BIAS);
 }
 
-// Whether a shift of a tile is far; one that marks NaN may count as one.
+// Whether a shift of a tile is far; it may be true for a mark of NaN.
 CPD_FN bool any_far(const Cast& cast, int blocks, const u8* shifts) {
     if (!blocks) return is_far(cast, *shifts);
     const u8 least = (u8)(cast.near_min + CPD_SHIFT_BIAS);
@@ -123,7 +122,7 @@ CPD_FN F from_float(float x) {  // adding to zeros would lose the sign of zero
     return from_bits(lanes(bits));
 }
 
-// Moves a whole tile to near shifts.
+// Scales a whole tile to near shifts.
 __attribute__((noinline, cold)) void move_near(const Cast& cast, int blocks, const u8* shifts,
                                                const float* x, Near& near) {
     each_shift(cast, blocks, shifts, near.shifts, [&](int first, int stride, int stop, int far) {
@@ -132,7 +131,7 @@ __attribute__((noinline, cold)) void move_near(const Cast& cast, int blocks, con
     });
 }
 
-// Moves a tile decoded with near shifts back.
+// Scales a tile that was decoded with near shifts back.
 __attribute__((noinline, cold)) void move_back(const Cast& cast, int blocks, const u8* shifts,
                                                float* x) {
     u8 near[CPD_LANES * CPD_MOST_BLOCKS];
@@ -180,8 +179,8 @@ CPD_FN void encode_fitting(const Cast& cast, bool fit, u32 amax, Key key, u64 in
         encode_tile<WAY, COUNT, false>(cast, shift, key, index, x, words, counts, ahead);
 }
 
-// The largest magnitude is found one tile ahead: its latency, and that of memory, passes while
-// another tile is encoded.
+// The largest magnitude is found one tile ahead: another tile is encoded during its latency and
+// that of memory.
 template <int WAY, bool COUNT>
 void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* x, i64 n,
                  u32* words, u8* shifts, u32* counts) {
@@ -234,8 +233,8 @@ __attribute__((noinline, cold)) void sum_far(const Cast& cast, int blocks, const
     for (int i = 0; i < CPD_TILE; ++i) sum[i] = x[i] + decoded[i];
 }
 
-// The largest magnitudes of the blocks of a tile's columns as float32 bits; the first of each where
-// the tile has one shift.
+// The largest magnitudes of the blocks of a tile's columns as float32 bits; only the first of each
+// if the tile has one shift.
 struct Most {
     U of[CPD_LANES / CPD_GROUP][CPD_MOST_BLOCKS];
 };
@@ -259,13 +258,13 @@ CPD_TILE_FN void sum_tile(const Cast& given, int blocks, const u8* shifts, const
     }
 }
 
-// The same of n values, with zeros behind them, and one shift; returns max|sum| as float32 bits.
+// The same for n values, zero-padded, and one shift; returns max|sum| as float32 bits.
 template <bool TABLE>
 u32 sum_padded(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n, float* sum) {
     Padded<float> pad;
     Most most;
     sum_tile<TABLE>(cast, 0, &shift, words, pad.read(x, n), sum, most);
-    if (n < CPD_TILE) {  // what the padding of the words decodes to does not count
+    if (n < CPD_TILE) {  // without the decoded padding of the words
         memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
         return amax_tile(sum);
     }
@@ -274,7 +273,7 @@ u32 sum_padded(const Cast& cast, u8 shift, const u32* words, const float* x, i64
     return largest_lane(all);
 }
 
-// Fetches a tile's words into the cache; they may lie beyond the array.
+// Prefetches a tile's words into the cache; they may lie beyond the array.
 CPD_FN void expect_words(const u32* words, i64 count) {
     for (i64 i = 0; i < count; i += 16) expect((const float*)(words + i));
 }
@@ -312,8 +311,8 @@ CPD_TILE_FN void encode_tile_of_blocks(const Cast& given, int blocks, const u8* 
     if (COUNT) write_counts(c, counts);
 }
 
-// Encodes x, or where words_in are not null its sum with what they decode to, where the blocks of
-// each lane have shifts of their own. No lane waits for another's, so no tile is looked at ahead.
+// Encodes x, or if words_in is not null its sum with their values, for blocks of each lane with
+// shifts of their own. Lanes are independent, so the largest magnitude is not found a tile ahead.
 template <int WAY, bool COUNT>
 void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, const u32* words_in,
                  const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
@@ -332,7 +331,7 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
             expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
             sum_tile<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride,
                                           tile, sum, most);
-            // What the padding of the words decodes to does not count.
+            // Without the decoded padding of the words.
             if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
             tile = sum;
         }
@@ -490,7 +489,7 @@ void decode_add_tiles(const Cast& cast, int blocks, const u32* words, const u8* 
 }
 
 // Decodes while the words are in the cache, but not tile by tile: stores that wait for memory would
-// hold up those of the words.
+// delay those of the words.
 i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
                             const u32* words_in, const u8* shifts_in, const float* x, i64 n,
                             u32* words, u8* shifts, float* out, u32* counts) {

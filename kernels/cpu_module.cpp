@@ -1,5 +1,5 @@
-// The Python module cpdhpc._cpu: checks lengths, releases the GIL, calls the loops, on as many
-// threads as the first argument says.
+// The Python module cpdhpc._cpu: checks lengths, releases the GIL, and calls the loops; the first
+// argument is the number of threads.
 // ops/cpu.py checks dtypes and shapes; here a wrong length is an error, never a crash.
 #include <string.h>
 
@@ -168,7 +168,7 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     });
 }
 
-// An int64 that other processes see: what was written before is visible to who reads it.
+// An int64 that other processes see: earlier writes are visible to a process that reads it.
 PyObject* store_release(PyObject*, PyObject* args) {
     Buffer target;
     long long value;

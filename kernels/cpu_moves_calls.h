@@ -7,7 +7,7 @@
 
 namespace {
 
-// How an array lies in memory: run compares it, so that rows never reach out of an array.
+// The memory layout of an array: a run compares it, so that rows never go beyond an array.
 struct Shape {
     i64 itemsize = 0, low = 0, high = 0;  // bytes from the first element: low <= 0 < high
     std::vector<i64> extents;             // counts, then strides
@@ -39,7 +39,7 @@ struct Program {
     std::vector<Py_buffer> memory;
     std::vector<u8*> bases;  // null for x and out
     Shape x, out;
-    i64 inside;  // x may lie so many bytes behind out; NOWHERE: it must lie apart
+    i64 inside;  // offset from out at which x may be a part of it; NOWHERE: they must not overlap
 
     ~Program() {
         for (Py_buffer& each : memory) PyBuffer_Release(&each);
@@ -56,7 +56,7 @@ struct Program {
         return base >= MEMORY && base < (i64)bases.size() && low >= 0 &&
                high <= memory[base - MEMORY].len;
     }
-    bool is_word(i64 base, i64 offset) const {  // three of them
+    bool is_word(i64 base, i64 offset) const {  // whether there is room for three words
         return base >= MEMORY && base < (i64)bases.size() && offset >= 0 && offset % 8 == 0 &&
                offset + 24 <= memory[base - MEMORY].len;
     }
@@ -140,9 +140,9 @@ bool apart(const Program& program, const u8* x, const u8* out) {
            out + program.out.high <= x + program.x.low;
 }
 
-// read_loan(pid, message, out): reads a message that was lent, the words at message, into out;
-// whether there was one. read_memory(pid, address, out): reads memory of another process. Both
-// raise OSError where that is not allowed.
+// read_loan(pid, message, out): reads a message in place (loans.h), with its words at message, into
+// out; returns whether there was one. read_memory(pid, address, out): reads memory of another
+// process. Both raise OSError if that is not allowed.
 PyObject* read_failed() { return PyErr_SetFromErrno(PyExc_OSError); }
 
 PyObject* read_loan(PyObject*, PyObject* args) {
@@ -167,8 +167,8 @@ PyObject* read_memory(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// Writes what rows do into a timeline: those of a kind that follow one another are one, words that
-// are told take no time, and a word that is there already is no wait.
+// Writes rows into a timeline: consecutive rows of a kind are one entry, writing a word takes no
+// time, and a word that is already there is no wait.
 struct MoveTimes {
     i64 serial, doing = -1, since = ticks();
 
@@ -194,9 +194,9 @@ struct MoveTimes {
     ~MoveTimes() { end(); }
 };
 
-// run_moves(program, first, last, serial, number, looks, x, out): does rows first..last and
-// returns last; or the row that waits; or -1 - row where the number differs there; or None where
-// x or out lies otherwise than those that the program was made for.
+// run_moves(program, first, last, serial, number, looks, x, out): executes rows first..last and
+// returns last; or the row that waits; or -1 - row if the number differs there; or None if x or out
+// has another memory layout than the arrays that the program was made for.
 PyObject* run_moves(PyObject*, PyObject* const* args, Py_ssize_t count) {
     i64 numbers[5];
     if (count != 8) {

@@ -1,6 +1,5 @@
-// Loops of OCP's Microscaling for the CPU; the rest of cpu_loops.h, which includes it. A block is
-// 32 neighbours, a few registers that share a shift. In here the codes of a tile are bytes in
-// order.
+// Loops of OCP's Microscaling for the CPU; a part of cpu_loops.h, which includes it. A block is
+// 32 neighbours, a few registers with one shift. Here the codes of a tile are bytes in order.
 
 namespace {
 
@@ -8,7 +7,7 @@ typedef u64 Eights CPD_VECTOR(CPD_REGISTER);  // each number is eight codes
 
 const u64 EVEN_BYTES = 0x00ff00ff00ff00ff, EVEN_PAIRS = 0x0000ffff0000ffff, LOW_HALF = 0xffffffff;
 
-// Eight codes of bits bits, a byte each, side by side: pairs, fours, then all; and so back.
+// Eight codes of bits bits, a byte each, packed: pairs, fours, then all; and the reverse.
 CPD_FN Eights together(Eights v, int bits) {
     const int gap = 8 - bits;
     v = (v & EVEN_BYTES) | (v & ~EVEN_BYTES) >> gap;
@@ -25,9 +24,9 @@ CPD_FN Eights apart(Eights v, int bits) {
     return (v & bytes) | (v << gap & bytes << 8);
 }
 
-// The codes of a tile that lie close together elsewhere; codes of a byte each may stay there. Eight
-// bytes are moved of which so many count as a code has bits, from 4 on; of the last ones only
-// those, as a tile of another thread may begin beyond.
+// The codes of a tile, unpacked from memory; codes of 8 bits may stay there. Eight codes of 4 to 8
+// bits are 4 to 8 bytes; eight bytes are moved for them, except at the end of the tile, as that of
+// another thread may follow.
 struct Codes {
     alignas(64) u8 bytes[CPD_TILE + 8];
 
@@ -70,8 +69,8 @@ struct Codes {
     }
 };
 
-// The shift that a scale stands for: whether it marks NaN, by how much values are moved first, and
-// the rest, which is near.
+// The shift of a scale: whether it marks NaN, by how much values are scaled first, and the rest,
+// which is near.
 struct Shift {
     bool marked;
     int far;
@@ -149,7 +148,7 @@ CPD_TILE_FN void encode_ocp_tile(const Cast& given, const u8* scales, Key key, u
     if (COUNT) write_counts(c, counts);
 }
 
-// As blocks_loop, of OCP's blocks.
+// As blocks_loop, for OCP's blocks.
 template <int WAY, bool COUNT>
 void ocp_loop(const Cast& given, int, bool fit, Key key, u64 offset, const u32* words_in,
               const u8* scales_in, const float* x, i64 n, u32* words, u8* scales, u32* counts) {
@@ -164,7 +163,7 @@ void ocp_loop(const Cast& given, int, bool fit, Key key, u64 offset, const u32* 
         if (words_in) {
             const u8* came = codes.read(bits, words_in + block * bits);
             add_ocp_tile(cast, scales_in + block, came, tile, sum);
-            // What the padding of the words decodes to does not count.
+            // Without the decoded padding of the words.
             if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
             tile = sum;
         }
@@ -183,7 +182,7 @@ void ocp_loop(const Cast& given, int, bool fit, Key key, u64 offset, const u32* 
     }
 }
 
-// out = the decoded blocks, or where x is given x plus them; returns how many are not finite.
+// out = the decoded blocks, plus x if given; returns the number that is not finite.
 i64 decode_ocp(const Cast& given, const u32* words, const u8* scales, const float* x, float* out,
                i64 n) {
     const Cast cast = given;  // a copy, which no store can change

@@ -1,6 +1,6 @@
-// What compression methods do to all values of a gradient, in one pass each; the rest of
-// cpu_loops.h, which includes it. ops/reference.py specifies each. The loops have no order but that
-// of the sums, so the compiler may take as many values at once as the processor can.
+// Passes of compression methods over all values of a gradient; a part of cpu_loops.h, which
+// includes it. ops/reference.py specifies each. Only sums have an order, so the compiler may
+// vectorize the loops for any processor.
 
 namespace {
 
@@ -10,7 +10,7 @@ CPD_FN int magnitude_of(float x) {
     return bits & CPD_MAGNITUDE;
 }
 
-// Values from those that are read to what is fetched: the time of some additions.
+// Number of values by which data is prefetched: the time of some additions.
 const i64 SOON = 256;
 
 template <bool SCALED, bool TWICE>
@@ -50,7 +50,7 @@ u32 accumulate(const float* x, const float* kept, float factor, const float* mor
                         : accumulate_as<false, false>)(x, kept, factor, more, n, sum, total);
 }
 
-// x cut to +-limit and divided, or multiplied by by; returns the largest magnitude that comes out.
+// x cut to +-limit and divided, or multiplied by by; returns the largest magnitude of the results.
 template <bool DIVIDE, bool CUT>
 u32 scale_as(const float* x, float by, float limit, i64 n, float* out) {
     const F number = from_float(by), high = from_float(limit), low = -high;
@@ -183,7 +183,7 @@ Parts parts_of(const float* x, i64 n) {
     return sum;
 }
 
-// rest = x less what stands for its sign.
+// rest = x minus the mean for its sign.
 void take_signs(const float* x, float below, float above, i64 n, float* rest) {
 #pragma GCC ivdep
     for (i64 i = 0; i < n; ++i) rest[i] = x[i] - (x[i] < 0 ? below : above);
@@ -202,7 +202,7 @@ CPD_FN u64 not_below(const float* x, i64 n) {
 }
 
 // Writes a bit for each value from bit first of out on, the highest of a byte first, and returns
-// how many are set. The bits behind the last one, to the end of its byte, become 0.
+// the number of set bits. The bits after the last one, to the end of its byte, become 0.
 i64 pack_signs(const float* x, i64 n, i64 first, u8* out) {
     out += first / 8;
     const int shift = (int)(first % 8);
@@ -227,7 +227,7 @@ i64 pack_signs(const float* x, i64 n, i64 first, u8* out) {
     return count;
 }
 
-// x += what the bits from bit first of packed on stand for.
+// x += the means for the bits from bit first of packed on.
 void add_signs(const u8* packed, i64 first, float below, float above, i64 n, float* x) {
     i64 i = 0;
     for (; i < n && (first + i) % 8; ++i)
@@ -256,9 +256,9 @@ void add_signs(const u8* packed, i64 first, float below, float above, i64 n, flo
     for (; i < n; ++i) x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
 }
 
-// Where x + more * rate reaches the largest x of a bin of n values, highest, but for zeros: from
-// first on, into places, and x there into values. Both have room for a group more than n. Returns
-// how many there are.
+// Writes the places, counted from first, at which x + more * rate reaches highest, the largest x of
+// a bin of n values, and the values of x there, without zeros. Both arrays have room for a group
+// more than n. Returns their number.
 i64 leaders_of(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
                u32* places, float* values) {
     const int most = (int)highest;
@@ -319,7 +319,8 @@ void levels_of(int bits, const u32* words, i64 tiles, float* out) {
         }
 }
 
-// Products as NumPy's einsum adds them: four sums side by side, of 16 products the last four first.
+// Products in the order of NumPy's einsum: four sums side by side, of 16 products the last four
+// first.
 typedef float Four CPD_VECTOR(16);
 
 CPD_FN Four four_of(const float* x, i64 n) {

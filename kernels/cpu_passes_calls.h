@@ -15,9 +15,8 @@ bool as_long(const Buffer& x, const Buffer& other, const char* name) {
     return !other.view.buf || has_length(other, name, x.view.len);
 }
 
-// Where loops write values: into an array; or, if that is more than a core's cache holds, into
-// memory of their own first, from where the values go past the caches: lines that are overwritten
-// as a whole need not be read.
+// The target of a loop: an array; or, if it is larger than a core's cache, a buffer whose values
+// are then stored past the caches: whole lines that are overwritten need not be read.
 struct Written {
     static const i64 LARGE = 1 << 19;
     const bool streams;
@@ -63,9 +62,9 @@ int to_views(PyObject* given, void* target) {
     return 1;
 }
 
-// accumulate(threads, x, kept, factor, more, sum, total, above): sum = x + factor * kept, and where
+// accumulate(threads, x, kept, factor, more, sum, total, above): sum = x + factor * kept, and if
 // more and total are given total = sum + more. Returns the bits of the largest magnitude of the
-// last, and the indices and the values of it whose magnitude is above these bits, as bytearrays.
+// last one, and its indices and values with a magnitude above these bits, as bytearrays.
 PyObject* accumulate(PyObject*, PyObject* args) {
     int threads;
     float factor;
@@ -122,7 +121,7 @@ PyObject* accumulate(PyObject*, PyObject* args) {
 struct Runs {
     Buffer each, ends;
     i64 count() const { return ends.view.len / (i64)sizeof(i64); }
-    // Whether the runs have all values before last, and there are as many numbers for each.
+    // Whether the runs cover all values before last, and there are numbers for all, times over.
     bool are_sound(i64 last, const Buffer& numbers, i64 times = 1) const {
         const i64* end = ends.at<i64>(0);
         bool wrong = count() ? end[count() - 1] < last : last > 0;
@@ -145,9 +144,9 @@ void each_run(const Runs& runs, i64 first, i64 n, const Work& body) {
     }
 }
 
-// scale_runs(threads, divide, x, each, ends, limits, out): out = x over, or times, the number of
-// its run, and before cut to the limit of its run if limits are given. Returns the bits of the
-// largest magnitude of out.
+// scale_runs(threads, divide, x, each, ends, limits, out): out = x, cut to the limit of its run if
+// limits are given, over, or times, the number of its run. Returns the bits of the largest
+// magnitude of out.
 PyObject* scale_runs(PyObject*, PyObject* args) {
     int threads, divide;
     Buffer x, limits, out;
@@ -201,7 +200,7 @@ PyObject* run_maxima(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// What NumPy makes float64 at once, of a row; it adds those sums one after another.
+// Values of a row that NumPy converts to float64 at once; it adds their sums in order.
 const i64 AT_ONCE = 8192;
 
 double sum_of_row(const float* x, i64 n) {
@@ -234,7 +233,8 @@ PyObject* row_sums(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// run_sums(of, x, starts, out): the first term of each run plus the sum of the others, as reduceat.
+// run_sums(of, x, starts, out): the first term of each run plus the sum of the others, as NumPy's
+// reduceat.
 PyObject* run_sums(PyObject*, PyObject* args) {
     int of;
     Buffer x, starts, out;
@@ -271,9 +271,9 @@ PyObject* square_sum(PyObject*, PyObject* args) {
     return PyFloat_FromDouble(sum);
 }
 
-// encode_signs(x, kept, rest, signs, pairs): of x + kept, or x alone, in rows of one pair each, the
-// signs, a bit a value, and the means of the values below 0 and of the others; rest, if given, is
-// what is lost. Returns the bits of the largest magnitude of the sum.
+// encode_signs(x, kept, rest, signs, pairs): for x + kept, or x alone, in rows of one pair each,
+// the signs, a bit a value, and the means of the values below 0 and of the others; rest, if given,
+// is the error. Returns the bits of the largest magnitude of the sum.
 PyObject* encode_signs(PyObject*, PyObject* args) {
     Buffer x, kept, rest, signs, pairs;
     if (!PyArg_ParseTuple(args, "y*O&O&w*w*", &x.view, to_optional, &kept, to_optional_out, &rest,
@@ -318,8 +318,8 @@ PyObject* encode_signs(PyObject*, PyObject* args) {
     return PyLong_FromUnsignedLong(most);
 }
 
-// decode_signs(signs, pairs, rows, divisor, out): out is the sum over ranks of what their signs and
-// pairs, a tuple of each, stand for, over divisor. Returns the bits of the largest magnitude.
+// decode_signs(signs, pairs, rows, divisor, out): out is the sum over ranks of the values of their
+// signs and pairs, a tuple of each, over divisor. Returns the bits of the largest magnitude.
 PyObject* decode_signs(PyObject*, PyObject* args) {
     float divisor;
     long long rows;
@@ -372,9 +372,9 @@ PyObject* both_bytes_of(const std::vector<u32>& places, const std::vector<float>
 
 const i64 GROUP_VALUES = 16;  // of the widest register
 
-// accumulate_leaders(x, kept, more, bin, sum, highest): sum = x + kept, and the places where sum +
-// more * x reaches the largest of its bin of so many values, as a bytearray; highest: the bits of
-// each bin's largest, of which they are written.
+// accumulate_leaders(x, kept, more, bin, sum, highest): sum = x + kept; returns the places at which
+// sum + more * x reaches the largest of its bin of bin values, and the values, as bytearrays;
+// highest: the bits of each bin's largest, written.
 PyObject* accumulate_leaders(PyObject*, PyObject* args) {
     float more;
     long long bin;
@@ -420,7 +420,7 @@ PyObject* accumulate_leaders(PyObject*, PyObject* args) {
     return both_bytes_of(places, numbers);
 }
 
-// How AdaComp's codes are laid out, of 8 bits or 16: see compress/adacomp.py.
+// The layout of AdaComp's codes, of 8 bits or 16: see compress/adacomp.py.
 struct BinCodes {
     int index_bits;
     i64 bin;
@@ -444,7 +444,7 @@ struct BinCodes {
         if (n) codes.back() |= (Code)last();
     }
 
-    // Writes indices and scale or -scale; returns how many there are. Both have room for n.
+    // Writes indices and scale or -scale; returns their number. Both arrays have room for n.
     template <class Code>
     i64 unpack(const Code* codes, i64 n, float scale, u32 first, u32* indices,
                float* values) const {
@@ -493,7 +493,7 @@ PyObject* pack_bins(PyObject*, PyObject* args) {
     return how.index_bits == 6 ? bytes_of(bytes) : bytes_of(pairs);
 }
 
-// unpack_bins(bin, codes, scale, first, indices, values): the other way round; returns how many.
+// unpack_bins(bin, codes, scale, first, indices, values): the reverse; returns their number.
 PyObject* unpack_bins(PyObject*, PyObject* args) {
     long long bin;
     float scale;
@@ -545,8 +545,8 @@ PyObject* put(PyObject*, PyObject* args) {
     });
 }
 
-// mark_drawn(draws, n, words): sets bit draw % n of words for each 64-bit draw; returns how many
-// were not set.
+// mark_drawn(draws, n, words): sets bit draw % n of words for each 64-bit draw; returns the number
+// of bits that were not set.
 PyObject* mark_drawn(PyObject*, PyObject* args) {
     Buffer draws, words;
     unsigned long long n;
@@ -567,7 +567,7 @@ PyObject* mark_drawn(PyObject*, PyObject* args) {
     return PyLong_FromLongLong(count);
 }
 
-// chunk_leaders(x, chunk, out): where in each chunk of so many values the first of its largest is.
+// chunk_leaders(x, chunk, out): the position of the first of the largest magnitudes of each chunk.
 PyObject* chunk_leaders(PyObject*, PyObject* args) {
     long long chunk;
     Buffer x, out;
@@ -584,14 +584,14 @@ PyObject* chunk_leaders(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// A matrix of n rows and as many columns as its size says, and count rows to multiply it by.
+// A matrix of n rows, with columns by its size, and count rows to multiply it by.
 struct Matrix {
     i64 n, columns, count;
     bool read(const Buffer& m, long long rows) {
         n = rows, columns = rows > 0 ? floats_in(m) / rows : 0;
         return has_length(m, "m", n * columns * (i64)sizeof(float));
     }
-    // firsts: of so many values each; seconds: as many, of the other number of values each
+    // firsts: rows of a values; seconds: as many rows of b values
     bool goes_with(const Buffer& firsts, i64 a, const Buffer& seconds, i64 b) {
         count = a ? floats_in(firsts) / a : 0;
         return has_length(firsts, "rows", count * a * (i64)sizeof(float)) &&
@@ -652,7 +652,7 @@ PyObject* outer(PyObject*, PyObject* args) {
     return PyLong_FromUnsignedLong(most);
 }
 
-// How integers of runs travel: codes of a cast in tiles, or five in a byte.
+// The encoding of integers of runs: codes of a cast in tiles, or five in a byte.
 struct Codes {
     int bits, trits;
     i64 tile_bytes() const { return trits ? CPD_TRIT_BYTES : CPD_TILE / 8 * bits; }
@@ -707,8 +707,8 @@ PyObject* encode_runs(PyObject*, PyObject* args) {
 }
 
 // mean_runs(threads, bits, trits, payloads, each, ends, divisor, out): out is the sum over
-// payloads, one after another, of their codes times the numbers of their runs, of each, which has
-// those of all payloads, over divisor. Returns the bits of the largest magnitude.
+// payloads, in order, of their codes times the numbers of their runs, over divisor; each has the
+// numbers of all payloads. Returns the bits of the largest magnitude.
 PyObject* mean_runs(PyObject*, PyObject* args) {
     Codes codes;
     int threads;

@@ -1,11 +1,11 @@
-// The module's functions for passes with something to do at some places alone; a part of
-// cpu_module.cpp, which includes it.
+// The module's functions for passes with sparse arrays; a part of cpu_module.cpp, which includes
+// it.
 
 namespace {
 
-const i64 DENSE = 8;  // if one of so many values is summed, to divide all takes no more time
+const i64 DENSE = 8;  // if one of so many values is summed, dividing all takes no more time
 
-// Some of n values and where they are, of several sources. Places ascend, are distinct and below n.
+// Sparse arrays of n values, of several sources. Their places ascend, are distinct and below n.
 struct Sources {
     Views places, values;
     i64 count(size_t source) const { return places.all[source].len / (i64)sizeof(u32); }
@@ -24,7 +24,7 @@ struct Sources {
     }
 };
 
-// What sources have in consecutive places, one part of them after another.
+// The values of sources in consecutive places, part after part.
 class PartialSums {
   public:
     PartialSums(const Sources& of, i64 first) : sources(of), next(of.places.all.size()) {
@@ -33,7 +33,7 @@ class PartialSums {
             next[s] = std::lower_bound(begin, begin + sources.count(s), first) - begin;
         }
     }
-    // The first place that is left, or of no source.
+    // The first remaining place, or one beyond all sources.
     i64 place() const {
         i64 least = (i64)1 << 32;
         for (size_t s = 0; s < next.size(); ++s)
@@ -42,7 +42,7 @@ class PartialSums {
         return least;
     }
     // Writes the sums at places first .. first + n - 1, in the order of sources from 0 on, into
-    // sum, and notes where they are for each if it NOTES. n: STEP at most
+    // sum, and with NOTES records their places for each. n: STEP at most
     template <bool NOTES>
     void add(i64 first, i64 n, float* sum) {
         memset(sum, 0, (size_t)n * sizeof(float));
@@ -59,7 +59,7 @@ class PartialSums {
             next[s] = i;
         }
     }
-    // How many values sources have before a place, that are left.
+    // The number of remaining values of sources before a place.
     i64 left_before(i64 end) const {
         i64 count = 0;
         for (size_t s = 0; s < next.size(); ++s) {
@@ -80,7 +80,7 @@ class PartialSums {
 
   private:
     const Sources& sources;
-    std::vector<i64> next;  // of each source: how many places are done
+    std::vector<i64> next;  // of each source: number of places that are done
     u64 marks[STEP / 64] = {};
 };
 
@@ -90,9 +90,10 @@ u32 magnitude_bits(float x) {
     return bits & CPD_MAGNITUDE;
 }
 
-// mean_places(threads, places, values, divisor, out): out is the sum of what sources, a tuple of
-// each, have at a place, in their order from 0 on, over divisor. Returns the bits of the largest
-// magnitude. Of a power of two the quotient is the product with its inverse, which takes less time.
+// mean_places(threads, places, values, divisor, out): out is the sum of the sources' values at a
+// place, in their order from 0 on, over divisor; places and values: tuples of each. Returns the
+// bits of the largest magnitude. A power of two is multiplied by its inverse, which takes less
+// time.
 PyObject* mean_places(PyObject*, PyObject* args) {
     int threads;
     float divisor;
@@ -141,8 +142,8 @@ PyObject* mean_places(PyObject*, PyObject* args) {
     return full ? PyErr_NoMemory() : PyLong_FromUnsignedLong(most);
 }
 
-// merge_places(n, places, values): where the sums of sources, as above, are not 0, and the sums, as
-// bytearrays.
+// merge_places(n, places, values): the places of the sums of sources, as above, that are not 0, and
+// these sums, as bytearrays.
 PyObject* merge_places(PyObject*, PyObject* args) {
     long long n;
     Sources sources;

@@ -1,9 +1,9 @@
-// Loops of matrix products for the CPU; the rest of cpu_loops.h, which includes it.
+// Loops of matrix products for the CPU; a part of cpu_loops.h, which includes it.
 #include "products.h"
 
 namespace {
 
-// Rows of a that go through a panel together: their sums do not wait for one another.
+// Rows of a that go through a panel together: their sums are independent.
 #if CPD_REGISTER == 64
 const int ROWS = 8;
 #else
@@ -21,12 +21,12 @@ CPD_FN void store_row(N x, i64 columns, float* out) {
     memcpy(out, &bits, (size_t)columns * sizeof(float));
 }
 
-// Rows of a and so many columns of a panel of b, which has k rows of CPD_PANEL columns.
+// Rows of a and some columns of a panel of b, which has k rows of CPD_PANEL columns.
 struct Part {
     const float *rows[ROWS], *panel;
     i64 k;
     Key key;
-    u64 index[ROWS], outputs;  // of the first column; by which random bits are numbered
+    u64 index[ROWS], outputs;  // of the first column; they number random bits
 };
 
 // Random bits for one step: for each row those of the roundings CPD_SUM to CPD_PRODUCT.
@@ -70,7 +70,7 @@ struct Draws {
             }
         }
     }
-    // Those of a row, by rounding.
+    // The bits of a row, by rounding.
     struct Row {
         Bits of[CPD_PRODUCT + 1];
     };
@@ -181,8 +181,8 @@ struct Loop {
     SumOf<N> ascending[2], kahan[2], pairwise[2];
 };
 
-// Compensated and pairwise sums have loops of their own only where all is rounded to nearest. What
-// asks for its way checks always.
+// Compensated and pairwise sums have loops of their own only if all roundings are to nearest. Loops
+// that choose the way at run time always check.
 template <class N, int PRODUCT, int SUM, int ARITHMETIC>
 constexpr Loop<N> loops_for() {
     constexpr bool odd = ARITHMETIC >= CPD_FLOAT64_ODD, any = SUM == CPD_ANY;
@@ -200,7 +200,7 @@ constexpr Loop<N> loops_for() {
              sum_pairwise<N, WAY, WAY, to_odd, false, true>}};
 }
 
-// The first that fits is taken: CPD_ANY fits all, and sums to odd what is exact without.
+// The first that fits is used: CPD_ANY fits all, and also rounds exact sums to odd.
 constexpr Loop<S> LOOPS_S[] = {
     loops_for<S, CPD_AS_IS, CPD_AS_IS, CPD_FLOAT32>(),
     loops_for<S, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
@@ -245,8 +245,8 @@ CPD_FN bool is_below(N top, const Rounding& r) {
     return true;
 }
 
-// Rows go through a panel unchecked first. Where one was too large they go again, checked, and so
-// do all that follow.
+// Rows go through a panel unchecked first. If a number was too large they go again, checked, as do
+// all that follow.
 template <class N>
 void multiply_panel(const Products& how, const Loop<N>* loops, const float* a, i64 m, i64 k,
                     const float* panel, i64 columns, i64 n, float* out, u64 index, u64 outputs) {
@@ -256,7 +256,7 @@ void multiply_panel(const Products& how, const Loop<N>* loops, const float* a, i
     for (i64 row = 0; row < m; row += ROWS) {
         Part part;
         part.panel = panel, part.k = k, part.key = how.key, part.outputs = outputs;
-        for (int r = 0; r < ROWS; ++r) {  // below the last row there is the last row again
+        for (int r = 0; r < ROWS; ++r) {  // beyond the last row, the last row is repeated
             i64 i = row + r < m ? row + r : m - 1;
             part.rows[r] = a + i * k, part.index[r] = index + (u64)(i * n);
         }

@@ -3,7 +3,7 @@
 
 namespace {
 
-const i64 MOST_ROWS = 256;  // of a that go through a panel before another is made
+const i64 MOST_ROWS = 256;  // of a that go through a panel before the next is made
 
 int to_rounding(PyObject* object, void* target) {
     Rounding* r = static_cast<Rounding*>(target);
@@ -37,7 +37,7 @@ PyObject* matmul(PyObject*, PyObject* args) {
     if (!has_length(a, "a", batch * m * k * size) || !has_length(b, "b", batch * k * n * size) ||
         !has_length(out, "out", batch * m * n * size))
         return nullptr;
-    // A task counts as a block of values, by which threads share out a call.
+    // A task counts as a block of values, the unit that threads share.
     const i64 task = BLOCK_TILES * CPD_TILE;
     return in_blocks(threads, p.count() * task, [&](const Block& block) {
         std::vector<float> panel((size_t)(p.k * CPD_PANEL));

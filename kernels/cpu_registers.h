@@ -1,5 +1,5 @@
-// cpd.h's vocabulary on the CPU: the lanes of a register. The one place that knows how wide it is,
-// and which instructions g++ 12 does not find by itself.
+// The types and functions of cpd.h on the CPU: the lanes of a register. Only this file knows its
+// width, and the instructions that g++ 12 does not find itself.
 #ifndef CPD_CPU_REGISTERS_H
 #define CPD_CPU_REGISTERS_H
 
@@ -10,12 +10,11 @@
 // Inlined by force: a call would pass these vectors through memory.
 #define CPD_INLINE __attribute__((always_inline))
 #define CPD_FN static inline CPD_INLINE
-// What is done tile by tile is a function of its own: loops that share it are compiled faster.
+// Work on a tile is a function of its own: loops that share it are compiled faster.
 #define CPD_TILE_FN static __attribute__((noinline))
 
-// Bytes of a register of the processor that is compiled for. cpu_v3.cpp and cpu_v4.cpp say 32,
-// which is AVX2, and 64, AVX-512; all processors have 16. g++ lowers comparisons of wider vectors
-// lane by lane.
+// Bytes of a register of the target processor. cpu_v3.cpp and cpu_v4.cpp define 32 (AVX2) and 64
+// (AVX-512); all processors have 16. g++ lowers comparisons of wider vectors lane by lane.
 #ifndef CPD_REGISTER
 #define CPD_REGISTER 16
 #endif
@@ -34,7 +33,7 @@ typedef i64 DBits CPD_VECTOR(CPD_REGISTER);
 typedef float HalfF CPD_VECTOR(CPD_REGISTER / 2);  // as many as there are in D
 typedef u32 HalfU CPD_VECTOR(CPD_REGISTER / 2);
 
-// 0, 1, ... of the lanes as template arguments: what g++ shuffles by it must know from the start.
+// The lanes 0, 1, ... as template arguments: g++ shuffles by constants only.
 template <int... LANE>
 using Numbers = std::integer_sequence<int, LANE...>;
 typedef std::make_integer_sequence<int, CPD_GROUP> EachLane;
@@ -72,9 +71,9 @@ CPD_FN U crossed(U v, Numbers<LANE...>) {
     return __builtin_shufflevector(v, v, (LANE ^ STEP)...);
 }
 
-// Fetches the line of x into the cache while other work goes on; x may lie beyond the array.
+// Prefetches the cache line of x; x may lie beyond the array.
 CPD_FN void expect(const float* x) { __builtin_prefetch(x); }
-// The loops pad incomplete tiles themselves, so n needs no look.
+// The loops pad incomplete tiles, so n is ignored.
 CPD_FN I inside(i64, i64) { return ~I{}; }
 CPD_FN F load(const float* x, i64 i, i64) {
     F value;
@@ -82,11 +81,11 @@ CPD_FN F load(const float* x, i64 i, i64) {
     return value;
 }
 #if CPD_REGISTER == 64
-// Of n values, 1 or more, those from x on, and zeros behind them.
+// The n values, 1 or more, from x on, followed by zeros.
 CPD_FN F load_some(const float* x, i64 n) {
     return _mm512_maskz_loadu_ps((__mmask16)(n < CPD_GROUP ? (1u << n) - 1 : 0xffff), x);
 }
-// Writes the lanes of mask, and something behind them, and returns how many these are.
+// Writes the lanes of mask, followed by arbitrary values, and returns the number of these lanes.
 CPD_FN i64 store_lanes(u32 mask, U places, F values, u32* to, float* out) {
     const __m512i packed = _mm512_maskz_compress_epi32((__mmask16)mask, (__m512i)places);
     const F numbers = _mm512_maskz_compress_ps((__mmask16)mask, values);
@@ -119,7 +118,7 @@ CPD_FN U load_bytes(const u8* x) {
     return value;
 #endif
 }
-// value: of no more than a byte
+// value: below 256
 CPD_FN void store_bytes(u8* x, U value) {
 #if CPD_REGISTER == 64
     _mm_storeu_si128((__m128i*)x, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)value));
@@ -177,7 +176,7 @@ CPD_FN u32 signs(I v) {
 #endif
 }
 CPD_FN bool any(I mask) { return signs(mask) != 0; }
-// Of what is rare: whether any lane is set, which the GPU does not ask.
+// For rare cases: whether any lane is set, which the GPU does not check.
 CPD_FN bool perhaps(I mask) { return __builtin_expect(any(mask), 0); }
 
 #if CPD_REGISTER == 64  // g++ 12 does these by halves
@@ -198,7 +197,7 @@ CPD_FN W wide(F x, Numbers<LANE...>) {
             widened(__builtin_shufflevector(x, x, (LANE + CPD_GROUP / 2)...))};
 }
 CPD_FN W wide(F x) { return wide(x, EachOfHalf{}); }
-// As the last bits of 2^52, which is then taken off.
+// As the last bits of 2^52, which is then subtracted.
 CPD_FN D number_of(HalfU x) { return (D)(widened(x) | (i64)0x433 << 52) - (double)((i64)1 << 52); }
 template <int... LANE>
 CPD_FN W wide(U x, Numbers<LANE...>) {

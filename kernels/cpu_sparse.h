@@ -1,4 +1,4 @@
-// Loops of selection for the CPU; the rest of cpu_loops.h, which includes it.
+// Loops of selection for the CPU; a part of cpu_loops.h, which includes it.
 #include "sparse.h"
 
 namespace {
@@ -8,7 +8,7 @@ const i64 AHEAD = 8 * CPD_TILE;  // of the values that are looked at, what is fe
 
 void mark_above(u32 bits, const float* x, i64 n, u32* words) {
     const U limit = lanes(bits);
-    float rest[32] = {};  // of which no bit is set
+    float rest[32] = {};  // zeros, whose bits are not set
     for (i64 i = 0; i < n; i += 32) {
         const float* part = x + i;
         expect(part + AHEAD), expect(part + AHEAD + 16);
@@ -20,8 +20,8 @@ void mark_above(u32 bits, const float* x, i64 n, u32* words) {
     }
 }
 
-// Neighbours count in tables of their own: the next one need not wait for the sum of the last. What
-// lies in no bucket is counted too, in one more: a branch would often be mispredicted.
+// Neighbours are counted in separate tables, so that counts do not depend on the last one. Values
+// in no bucket are counted in one more: a branch would often be mispredicted.
 void count_digits(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts) {
     u32 tables[4][CPD_BUCKETS + 1] = {};
     for (i64 i = 0; i < n; ++i) {
@@ -42,9 +42,9 @@ void count_bits(const u32* words, i64 n, u32* counts) {
     }
 }
 
-// Writes where bits of a tile's n words are set, from first on, and returns how many are. Each two
-// words give two places, be they there or not, which costs less than asking; what is not there is
-// overwritten, so that places has room for two more than there are.
+// Writes the places of set bits of a tile's n words, counted from first, and returns their number.
+// For each two words, two places are always written, which costs less than a branch; if they have
+// fewer bits the next words overwrite them, so places must have room for two more.
 CPD_FN i64 places_of_tile(const u32* words, i64 n, u32 first, u32* places) {
     i64 count = 0;
     for (i64 i = 0; i < n; i += 2) {

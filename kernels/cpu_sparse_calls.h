@@ -17,7 +17,7 @@ PyObject* mark_above(PyObject*, PyObject* args) {
     });
 }
 
-// What a block of values has above a limit.
+// The values of a block above a limit.
 struct Above {
     std::vector<u32> places;
     std::vector<float> values;
@@ -36,7 +36,7 @@ PyObject* joined(const std::vector<Above>& parts, std::vector<T> Above::* which)
     return bytes;
 }
 
-// collect_above(threads, bits, x): the indices of what is above bits, ascending, and the values,
+// collect_above(threads, bits, x): the ascending indices and the values of magnitudes above bits,
 // as two bytearrays.
 PyObject* collect_above(PyObject*, PyObject* args) {
     int threads;
@@ -186,7 +186,7 @@ PyObject* clear(PyObject*, PyObject* args) {
     });
 }
 
-// A stream's tile: its codes, how wide they are, and its words.
+// A tile of a stream: its codes, their width, and its words.
 struct Stream {
     u32* codes;
     i64 n;
@@ -206,8 +206,8 @@ void unpack_tile(const Stream& s) {
         unpack_run(s.words + i / CPD_RUN * s.width, run_at(s, i), s.width, s.codes + i);
 }
 
-// Does what is to be done for each tile. Returns null with an error set where codes, widths and
-// words do not go together.
+// Calls a function for each tile. Returns null with an error set if codes, widths and words do not
+// fit together.
 PyObject* each_stream(const Buffer& codes, const Buffer& widths, const Buffer& words,
                       void (*body)(const Stream&)) {
     std::vector<Stream> streams;

@@ -1,20 +1,20 @@
-// Loops of optimisers' steps for the CPU; the rest of cpu_loops.h, which includes it.
+// Loops of optimisers' steps for the CPU; a part of cpu_loops.h, which includes it.
 #include "steps.h"
 
 namespace {
 
 const int SUM_LANES = 16;    // value i of a row's part is added to sum i % SUM_LANES
-const int STEP_CHUNK = 64;   // values between two looks at the same memory: fetched in small bites
-const int STEP_AHEAD = 512;  // from what is worked on to what is fetched
+const int STEP_CHUNK = 64;   // values of an array that are prefetched at once
+const int STEP_AHEAD = 512;  // values by which data is prefetched
 
 CPD_FN i64 chunk_of(i64 left) { return left < STEP_CHUNK ? left : STEP_CHUNK; }
 
-// Fetches a chunk's worth of values that are needed soon: the processor itself stops at each page.
+// Prefetches a chunk of values: the processor's own prefetching stops at each page.
 CPD_FN void expect_chunk(const float* x) {
     for (int i = 0; i < STEP_CHUNK; i += 16) expect(x + STEP_AHEAD + i);
 }
 
-// Of products of two float32, which are exact in float64.
+// Sums of products of two float32, which are exact in float64.
 struct ProductSum {
     enum { lanes = CPD_REGISTER / 8, registers = SUM_LANES / lanes };
     D parts[registers] = {};
@@ -37,7 +37,7 @@ struct ProductSum {
     }
 };
 
-// What is left of n values after whole groups, and zeros.
+// The values after whole groups of n, padded with zeros.
 struct LastGroup {
     float values[SUM_LANES] = {};
     CPD_INLINE LastGroup(const float* x, i64 n) {
@@ -45,7 +45,7 @@ struct LastGroup {
     }
 };
 
-// Add sums over n values: CPD_ADAMP's all four, of others of w and w, and of g and g.
+// Adds sums over n values: for CPD_ADAMP all four, for others those of w and w, and of g and g.
 template <bool ALL>
 struct RowSums {
     ProductSum weights, gradients, both, steps;
@@ -79,8 +79,8 @@ void square_sums(const float* w, const float* g, i64 n, LayerSums* sums) {
     *sums = found.totals();
 }
 
-// Calls body(arrays) with arrays that begin at each group of n values; what is left is copied, and
-// the first WRITTEN arrays are copied back.
+// Calls body(arrays) with the arrays at each group of n values; the remainder is copied, and the
+// first WRITTEN arrays are copied back.
 template <int WRITTEN, int COUNT, class Body>
 CPD_FN void each_group(const float* const (&arrays)[COUNT], i64 n, const Body& body) {
     float* at[COUNT];
@@ -133,7 +133,7 @@ struct Adam {
         F below = square_root(v) * second + eps, found = m * first / below;
         return from_bits(bits_of(found) & (U)(below != F{}));
     }
-    // Writes the next moments, and returns the step.
+    // Writes the new moments, and returns the step.
     CPD_INLINE F next(float* m, float* v, F g) const {
         g = scale * g;
         F first_moment = beta1 * read(m) + gain1 * g;

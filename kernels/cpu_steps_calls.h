@@ -1,5 +1,5 @@
 // The module's function for optimisers' steps; a part of cpu_module.cpp, which includes it.
-// Layers go in groups that a cache holds: sums over a group's values, then its steps.
+// Layers are processed in groups that fit in a cache: sums over a group's values, then its steps.
 #include "steps.h"
 
 namespace {
@@ -16,11 +16,11 @@ struct Piece {
 struct StepLayer {
     float *w, *m, *v;
     const float* g;
-    i64 rows, row;  // how many, and values of each
+    i64 rows, row;  // number of rows, and of values of each
     bool has_units;
     LayerNumbers* numbers;
     size_t sums;
-    Momentum momentum;  // found by its sums
+    Momentum momentum;  // computed from its sums
     Moments moments;
     std::vector<LayerMove> moves;  // one for all rows, or each
 
@@ -84,7 +84,7 @@ class LayerSteps {
             }
     }
 
-    // A piece counts as a block of values, by which threads share out a call.
+    // A piece counts as a block of values, the unit that threads share.
     template <class Work>
     void each_piece(int threads, Helpers* all, const Work& work) {
         const i64 task = BLOCK_TILES * CPD_TILE, n = (i64)pieces.size() * task;
@@ -126,7 +126,7 @@ class LayerSteps {
             if (l.has_sums(rule))
                 for (i64 part = 0; part < l.parts(); ++part)
                     add(total, of_rows[row * l.parts() + part]);
-            of_rows[row] = total;  // no part of this row, or of a later one, is lost
+            of_rows[row] = total;  // overwrites only parts that have been added
             add(all, total);
         }
         if (rule == CPD_LARS) l.momentum = lars_of(*l.numbers, all);

@@ -1,6 +1,6 @@
 // The loops over tiles that the Python module calls, compiled once for each generation of
 // processors. x and out: n floats; words: 32-bit words of whole tiles; shifts: one byte a tile, or
-// where blocks is not 0 one for each of the blocks of each lane's column, [tile][block][lane].
+// if blocks is not 0 one for each of the blocks of each lane's column, [tile][block][lane].
 // ops/reference.py specifies each.
 #ifndef CPD_CPU_TABLE_H
 #define CPD_CPU_TABLE_H
@@ -24,11 +24,11 @@ struct Loops {
                         float* out, i64 n);
     void (*decode_add_tiles)(const Cast& cast, int blocks, const u32* words, const u8* shifts,
                              const float* x, float* out, i64 n);
-    // out: n floats for what words decode to, or null; returns how many of it are not finite.
+    // out: n floats, the decoded words, or null; returns the number of them that is not finite.
     i64 (*decode_add_encode_tiles)(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
                                    const u32* words_in, const u8* shifts_in, const float* x, i64 n,
                                    u32* words, u8* shifts, float* out, u32* counts);
-    // Exact sums: integers of bits bits, or codes of the cast where bits is 0; whole tiles.
+    // Exact sums: integers of bits bits, or codes of the cast if bits is 0; whole tiles.
     void (*add_integers_tiles)(const Cast& cast, const u32* a, int bits_a, const u32* b, int bits_b,
                                i64 tiles, u32* words, int bits);
     void (*add_encode_integers_tiles)(const Cast& cast, Key key, u64 offset, const u32* words_in,
@@ -43,9 +43,9 @@ struct Loops {
     void (*count_digits)(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts);
     void (*count_bits)(const u32* words, i64 n, u32* counts);
     void (*unpack_bitmap)(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end);
-    // Of a tile of n values; places has room for CPD_TILE + 2. Returns how many are above bits.
+    // Of a tile of n values; places has room for CPD_TILE + 2. Returns the number above bits.
     i64 (*collect_tile)(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values);
-    // Passes of compression methods. sum = x + factor * kept, and where more is given total = sum +
+    // Passes of compression methods. sum = x + factor * kept, and if more is given total = sum +
     // more; return the bits of the largest magnitude of the last.
     u32 (*accumulate)(const float* x, const float* kept, float factor, const float* more, i64 n,
                       float* sum, float* total);
@@ -66,8 +66,8 @@ struct Loops {
                             float* out);
     u32 (*outer_row)(const float* firsts, i64 stride, const float* seconds, i64 count, i64 columns,
                      float* out);
-    // memcpy, but never by the processor's own string moves, which take 10 times as long on an AMD
-    // Zen 4 where the target lies up to 16 bytes behind the source, but for whole pages.
+    // memcpy without the processor's string instructions, which take 10 times as long on an AMD
+    // Zen 4 if the target's offset in a page is up to 16 bytes after that of the source.
     void (*copy)(u8* out, const u8* x, i64 size);
     // CPD_PANEL columns from column on of out[m][n], by a[m][k] and b[k][n]; panel: room for k *
     // CPD_PANEL floats; index: of out[0][0], of so many outputs.
@@ -85,7 +85,7 @@ struct Loops {
                          const float* v, i64 n);
 };
 
-// Compilers other than gcc, other processors and sanitisers get the portable loops alone.
+// Compilers other than gcc, other processors and sanitisers get only the portable loops.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(CPD_PORTABLE)
 #define CPD_HAS_X86_CLONES
 extern const Loops cpd_loops_v3, cpd_loops_v4;

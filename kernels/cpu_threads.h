@@ -1,4 +1,4 @@
-// The tiles of one call, dealt in blocks to a few threads: the bits are those of one thread.
+// The tiles of a call, shared in blocks by a few threads: the bits are those of one thread.
 #ifndef CPD_CPU_THREADS_H
 #define CPD_CPU_THREADS_H
 
@@ -19,11 +19,11 @@
 
 namespace {
 
-const i64 BLOCK_TILES = 32;    // 128 KiB of float32: a few microseconds, so nobody waits long
-const i64 SHARED_TILES = 256;  // 1 MiB: a helper takes about as long to wake up as to do less
+const i64 BLOCK_TILES = 32;    // 128 KiB of float32: a few microseconds, so that waits are short
+const i64 SHARED_TILES = 256;  // 1 MiB: less work takes no longer than waking a helper
 const int LOOKS = 200;         // of an idle helper for the next call before it sleeps
 
-// Tiles that one thread works on: the first one, its first value, and how many values they hold.
+// Tiles that one thread works on: the first one, its first value, and the number of values.
 struct Block {
     i64 tile, first, n;
 };
@@ -34,14 +34,14 @@ class Helpers {
   public:
     const pid_t process = getpid();
 
-    // Have so many helpers. Throws std::system_error where the system gives no more threads.
+    // Starts helpers up to count. Throws std::system_error if the system starts no more threads.
     void start(int count) {
         std::lock_guard<std::mutex> lock(mutex);
-        if ((int)threads.size() < count) cores = {};  // new ones are told where they may run
+        if ((int)threads.size() < count) cores = {};  // also set the cores of new ones
         while ((int)threads.size() < count) threads.emplace_back(&Helpers::help, this);
     }
 
-    // Run body over the blocks of n values on so many threads, this one included.
+    // Runs body over the blocks of n values on this number of threads, this one included.
     void run(int count, i64 n, const Body& body) {
         std::unique_lock<std::mutex> lock(mutex);
         if (current) {  // they work for another thread of the program
@@ -67,15 +67,15 @@ class Helpers {
     std::mutex mutex;
     std::condition_variable wake;
     std::atomic<u64> calls{0};
-    const Body* current = nullptr;  // what is run now, for values next..end
+    const Body* current = nullptr;  // runs now, for values next..end
     i64 next = 0, end = 0;
     int seats = 0;    // for helpers that may still join
     int working = 0;  // threads inside a block
     std::vector<std::thread> threads;
-    cpu_set_t cores = {};  // where the helpers may run
+    cpu_set_t cores = {};  // that the helpers may use
 
-    // Linux wakes a thread on the core of its waker where all others look busy, as those of a
-    // virtual machine do while they are halted; there it would wait for what it should help with.
+    // Linux wakes a thread on the core of its waker if all others look busy, as those of a virtual
+    // machine do while they are halted; there it would wait for the work that it should share.
     void keep_off_this_core() {
         cpu_set_t others;
         if (sched_getaffinity(0, sizeof others, &others)) return;
@@ -102,7 +102,7 @@ class Helpers {
         }
     }
 
-    // Take blocks until there are none; locked on entry and return.
+    // Takes blocks until there are none; locked on entry and return.
     void work(std::unique_lock<std::mutex>& lock) {
         ++working;
         while (next < end) {
@@ -118,15 +118,15 @@ class Helpers {
     }
 };
 
-// The helpers of this process: a child of a fork has none of its parent's. Needs the GIL.
+// The helpers of this process; after a fork the child starts its own. Needs the GIL.
 Helpers& helpers() {
     static Helpers* all = nullptr;
     if (!all || all->process != getpid()) all = new Helpers;  // never freed: threads may be asleep
     return *all;
 }
 
-// Have body done over n values without the GIL, on so many threads at most. Returns None, or null
-// with an error set where the system starts no threads.
+// Runs body over n values without the GIL, on at most this number of threads. Returns None, or null
+// with an error set if the system starts no threads.
 template <class Work>
 PyObject* in_blocks(int threads, i64 n, const Work& body) {
     if (recording) {
@@ -160,8 +160,8 @@ PyObject* count_in_blocks(int threads, i64 n, const Work& body) {
     return PyLong_FromLongLong(count);
 }
 
-// set_time_slice(ns): of the calling thread, from 100,000 to 100,000,000; returns whether Linux has
-// taken it, which it does from 6.12 on. Before, and elsewhere, nothing is done.
+// set_time_slice(ns): of the calling thread, from 100,000 to 100,000,000; returns whether Linux
+// supports it, from 6.12 on. Earlier versions and other systems do nothing.
 PyObject* set_time_slice(PyObject*, PyObject* args) {
     unsigned long long ns;
     if (!PyArg_ParseTuple(args, "K", &ns)) return nullptr;
@@ -176,7 +176,7 @@ PyObject* set_time_slice(PyObject*, PyObject* args) {
         uint64_t runtime, deadline, period;
     } attributes = {};
     if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) == 0 &&
-        attributes.policy == 0) {  // as the user has set it: nice stays
+        attributes.policy == 0) {  // other attributes, as nice, stay
         attributes.runtime = ns;
         failed = syscall(SYS_sched_setattr, 0, &attributes, 0);
     }

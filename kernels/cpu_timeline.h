@@ -1,8 +1,7 @@
-// What this process does when, written into memory that Python gives: rows of five words, which are
-// kind, thread, begin and end, and how many values or bytes. Times are ticks of a counter of the
-// processor where that has one of constant rate, as to read it takes a third of the time that the
-// monotonic clock takes; else nanoseconds of that. If there is no such memory, all of it is one
-// look at a pointer.
+// Timeline of this process, written into memory of Python's: rows of five words, which are kind,
+// thread, begin and end, and number of values or bytes. Times are ticks of the processor's counter
+// if its rate is constant, as reading it takes a third of the time of the monotonic clock; else
+// nanoseconds of that clock. Without memory, the only cost is to test a pointer.
 #ifndef CPD_CPU_TIMELINE_H
 #define CPD_CPU_TIMELINE_H
 
@@ -22,9 +21,9 @@ enum Doing { COMPUTES, ENCODES, COPIES, SENDS, WAITING_FOR };  // KINDS of world
 struct Timeline {
     std::atomic<i64*> rows{nullptr};
     i64 room = 0;                      // rows
-    std::atomic<i64> used{0};          // may be more than there is room for
-    std::atomic<i64> threads{0};       // that have written something
-    Py_buffer view = {}, before = {};  // before: of the last one, which a thread may yet write to
+    std::atomic<i64> used{0};          // may exceed room
+    std::atomic<i64> threads{0};       // that have written a row
+    Py_buffer view = {}, before = {};  // before: the last memory, as a thread may still write to it
 
     i64 thread() {
         static thread_local i64 number = -1;
@@ -65,11 +64,11 @@ i64 ticks() {
     return clock_ns();
 }
 
-// The time in ticks, or 0 where nothing is written.
+// The time in ticks, or 0 if nothing is written.
 i64 traced() { return timeline.on() ? ticks() : 0; }
 
-// set_timeline(rows): write into rows, int64[n, 5], from now on; into none for None. Returns how
-// many rows were wanted since the last call, the time in ticks, and in ns of the monotonic clock.
+// set_timeline(rows): write into rows, int64[n, 5], from now on; None ends it. Returns the number
+// of rows since the last call, the time in ticks, and in ns of the monotonic clock.
 PyObject* set_timeline(PyObject*, PyObject* rows) {
     Py_buffer view = {};
     if (rows != Py_None && PyObject_GetBuffer(rows, &view, PyBUF_WRITABLE)) return nullptr;
@@ -85,7 +84,7 @@ PyObject* set_timeline(PyObject*, PyObject* rows) {
 // timeline_now(): the time in ticks if something is written, else 0.
 PyObject* timeline_now(PyObject*, PyObject*) { return PyLong_FromLongLong(traced()); }
 
-// timeline_add(kind, begin, amount): write that this thread did something from then to now.
+// timeline_add(kind, begin, amount): writes a row of this thread, from begin until now.
 PyObject* timeline_add(PyObject*, PyObject* args) {
     long long kind, begin, amount;
     if (!PyArg_ParseTuple(args, "LLL", &kind, &begin, &amount)) return nullptr;

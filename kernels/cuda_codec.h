@@ -1,8 +1,8 @@
 // The codec of tiles for the GPU, a warp a tile and a thread a lane, whose 32 values stay in
 // registers. Same names and meaning as in cpu_table.h; ops/gpu.py launches these kernels.
 //
-// It is compiled once for casts that come at run time, and for a cast of its own where
-// ops/cuda_source.py says so by CPD_FIXED_*: then the compiler knows all of a How but the table.
+// It is compiled once for casts that are arguments, and again for a constant cast if
+// ops/cuda_source.py defines CPD_FIXED_*: then the compiler knows all of a How except the table.
 #ifndef CPD_CUDA_CODEC_H
 #define CPD_CUDA_CODEC_H
 
@@ -15,7 +15,7 @@
 #ifdef CPD_FIXED_CAST
 #define CPD_UNROLL 32
 #else
-#define CPD_UNROLL 1  // a column lies in local memory: unrolled code would be long
+#define CPD_UNROLL 1  // a column is in local memory: unrolled code would be long
 #endif
 
 namespace {
@@ -31,7 +31,7 @@ __device__ Cast load_cast(const int* numbers) {
                 numbers[15],      numbers[16],      numbers[17] ? numbers + 18 : nullptr};
 }
 
-// Calls a function of a Way, or of whether the format is given by a table, as a constant.
+// Calls a function with a constant: the Way of a cast, or whether its format is given by a table.
 template <int N>
 struct Constant {
     static constexpr int value = N;
@@ -56,7 +56,7 @@ __device__ void by_table(const Cast& cast, Body body) {
 
 __device__ int lane_of_thread() { return threadIdx.x % CPD_LANES; }
 
-// The first tile of this warp, and how far to the next.
+// The first tile of this warp, and the distance to its next.
 __device__ i64 first_tile() { return (i64)blockIdx.x * CPD_WARPS + threadIdx.x / CPD_LANES; }
 __device__ i64 tile_stride() { return (i64)gridDim.x * CPD_WARPS; }
 
@@ -107,8 +107,8 @@ __device__ u32 warp_sum(u32 value) {
     return value;
 }
 
-// Adds what the lanes of a warp have counted to a total: one lane's write of them all, as many
-// writes to one address wait for one another.
+// Adds the counts of the lanes of a warp to a total, by one write: writes to one address are
+// serialised.
 __device__ void add_count(I count, u64* total) {
     const u32 all = warp_sum((u32)count);
     if (all && lane_of_thread() == 0) atomicAdd(total, (u64)all);
@@ -125,7 +125,7 @@ __device__ void write_counts(const Counts& c, u32* counts) {
     }
 }
 
-// What a launch does: parts of a column have shifts of their own where blocks is not 0.
+// The parameters of a launch. If blocks is not 0, each part of a column has a shift of its own.
 struct How {
     Cast cast;
     int blocks;
@@ -135,7 +135,7 @@ struct How {
     __device__ int rows_of_part() const { return CPD_COLUMN / parts(); }
     __device__ i64 words_of_tile() const { return CPD_LANES * width(cast); }
     __device__ i64 shifts_of_tile() const { return CPD_SHIFTS_OF_TILE(blocks); }
-    // Where a lane's values and words begin, and how far to the next: of OCP's blocks side by side.
+    // A lane's first value and word, and the step to the next: 1 for OCP's blocks.
     __device__ int first_value() const { return lane_of_thread() * (cast.ocp ? CPD_COLUMN : 1); }
     __device__ int value_step() const { return cast.ocp ? 1 : CPD_LANES; }
     __device__ int first_word() const { return lane_of_thread() * (cast.ocp ? width(cast) : 1); }
@@ -159,7 +159,7 @@ struct Column {
     u32 shifts[CPD_MOST_BLOCKS];
 };
 
-// Calls a function of 0 .. count - 1.
+// Calls a function with 0 .. count - 1.
 template <class Body>
 __device__ __forceinline__ void each(int count, Body body) {
 #pragma unroll CPD_UNROLL
@@ -171,7 +171,7 @@ __device__ bool has_row(const How& how, int r, int n) {
     return r * how.value_step() < n - how.first_value();
 }
 
-// Values from n on, where the last tile ends, read as zero and are not written.
+// Values from n on, beyond the end of the last tile, read as zero and are not written.
 __device__ void load_column(const How& how, Column& c, const float* x, int n) {
     x += how.first_value();
     const int step = how.value_step();
@@ -209,7 +209,7 @@ __device__ void load_shifts(const How& how, Column& c, const u8* shifts) {
     });
 }
 
-// The bits of the largest magnitude of part b of a lane; of NaN any that are above infinity's.
+// The bits of the largest magnitude of part b of a lane; for NaN any above those of infinity.
 __device__ u32 largest_of_part(const How& how, const Column& c, int b) {
     const int rows = how.rows_of_part();
 #if CPD_HAS_FLOAT8
@@ -219,13 +219,13 @@ __device__ u32 largest_of_part(const How& how, const Column& c, int b) {
         return bits_of(most);
     }
 #endif
-    u32 most = 0;  // twice the magnitude: masked ones would be kept, in 32 registers more
+    u32 most = 0;  // twice the magnitude: masked values would be kept in 32 more registers
     each(rows, [&](int r) { most = max(most, bits_of(c.rows[b * rows + r]) << 1); });
     most >>= 1;
     return most;
 }
 
-// Whether it is so for all lanes of the warp.
+// Whether lane is true in all lanes of the warp.
 __device__ bool all_lanes(bool lane) { return __ballot_sync(ALL_LANES, lane) == ALL_LANES; }
 
 // Chooses the shifts and writes them; returns whether no value of the warp will overflow.
@@ -241,11 +241,11 @@ __device__ bool fit_column(const How& how, Column& c, u8* shifts) {
             shifts[b * CPD_LANES + lane] = how.cast.ocp ? flipped_shift(stored) : stored;
         all = larger(all, most);
     });
-    const bool inside = all <= largest_inside(how.cast) && !how.cast.ocp;  // whose values saturate
+    const bool inside = all <= largest_inside(how.cast) && !how.cast.ocp;  // OCP's saturate
     return all_lanes(inside);
 }
 
-// The shift of a part: first values are moved by 2^far, then the rest is near, see float_format.h.
+// The shift of a part: values are first scaled by 2^far, and the rest is near, see float_format.h.
 struct Shift {
     bool marked;
     int far;
@@ -289,7 +289,7 @@ __device__ bool all_near(const How& how, const Column& c) {
     return all_lanes(near);
 }
 
-// Whether no value of the warp overflows by shifts that were given.
+// Whether no value of the warp overflows with given shifts.
 __device__ bool stays_inside(const How& how, const Column& c) {
     bool inside = true;
     each(how.parts(), [&](int b) {
@@ -315,8 +315,8 @@ __device__ void pack_float8(const How& how, const Column& c, u32* words) {
     });
 }
 
-// Calls a function of each row's number, its value without the shift and what that is to be
-// multiplied by, exactly; returns false, before any call, where other code has to do it.
+// Calls a function with each row's number, its value without the shift, and the exact factor of the
+// shift; returns false, before any call, if other code must decode the tile.
 template <class Body>
 __device__ bool float8_rows(const How& how, const Column& c, const u32* words, Body body) {
     const int rows = how.rows_of_part();
@@ -372,7 +372,7 @@ __device__ void encode_column(const How& how, Column& c, u8* shifts, u32* words,
     if (how.counted) write_counts(found, counts);
 }
 
-// Calls a function of each row's number and value.
+// Calls a function with each row's number and value.
 template <class Body>
 __device__ void decode_rows(const How& how, const Column& c, const u32* words, Body body) {
     const int rows = how.rows_of_part();
@@ -394,7 +394,7 @@ __device__ void decode_rows(const How& how, const Column& c, const u32* words, B
     });
 }
 
-// Decodes a tile into out; nonfinite counts its values that are not finite.
+// Decodes a tile into out; adds the number of its values that are not finite to nonfinite.
 __device__ void decode_column(const How& how, Column& c, const u32* words, float* out, int n,
                               I& nonfinite) {
 #if CPD_HAS_FLOAT8
@@ -430,7 +430,7 @@ __device__ void sum_column(const How& how, Column& c, const u8* shifts, const u3
 
 }  // namespace
 
-// 64 registers a thread, so that an SM holds half the threads that it could.
+// At most 64 registers a thread, so that an SM can hold half of its threads.
 #define CPD_BOUNDED __launch_bounds__(CPD_WARPS* CPD_LANES, 8)
 
 extern "C" {

@@ -1,6 +1,6 @@
-// e4m3, e4m3fn and e5m2 by the GPU's own conversions, two values an instruction, where these give
-// the bits of float_format.h: for values that are finite and stay inside the format, by a near
-// shift. Instructions: NVIDIA's PTX ISA, cvt (sm_90 or later).
+// e4m3, e4m3fn and e5m2 by the GPU's conversions, two values an instruction. They give the bits of
+// float_format.h for finite values inside the format and near shifts.
+// Instructions: NVIDIA's PTX ISA, cvt (sm_90 or later).
 #ifndef CPD_CUDA_FLOAT8_H
 #define CPD_CUDA_FLOAT8_H
 
@@ -9,11 +9,11 @@
 #if defined(CPD_FIXED_CAST) && __CUDA_ARCH__ >= 900
 #define CPD_HAS_FLOAT8 1
 #else
-#define CPD_HAS_FLOAT8 0  // kernels for all casts have no room for one more way
+#define CPD_HAS_FLOAT8 0  // kernels for all casts have no registers for one more way
 #endif
 
-// Whether the GPU's codes are those of a format up to its largest number. 0x77 is 240: of an e4m3
-// that has infinity; 0x7e is 448, where it has none.
+// Whether the GPU's codes are those of a format up to its largest number. For an e4m3 with infinity
+// that is 0x77, 240; for one without 0x7e, 448.
 CPD_FN bool is_e4m3(const Cast& cast) {
     return cast.exp == 4 && cast.man == 3 && (cast.max_code == 0x77 || cast.max_code == 0x7e);
 }
@@ -26,7 +26,7 @@ CPD_FN bool is_float8(const Cast& cast) {
 
 #if CPD_HAS_FLOAT8
 
-// The larger of a magnitude so far and |x|; NaN where x is.
+// The larger of a magnitude and |x|; NaN if x is.
 CPD_FN F larger_magnitude(F most, F x) {
     F magnitude, larger;
     asm("abs.f32 %0, %1;" : "=f"(magnitude) : "f"(x));
@@ -61,7 +61,7 @@ CPD_FN F widened_half(u32 half) {
     return x;
 }
 
-// a b + c, rounded once: as add of multiply where the product is exact.
+// a b + c, rounded once: equals add of multiply if the product is exact.
 CPD_FN F fused(F a, F b, F c) {
     F sum;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));

@@ -1,13 +1,13 @@
-// All kernels for the GPU: the codec's, and here thin loops, a warp a tile and a thread a lane or a
-// thread a value; the work is in items.h, integers.h and trits.h.
-// Same names and meaning as in cpu_table.h; ops/gpu.py launches them.
+// All kernels for the GPU: those of the codec, and here thin loops, a warp a tile and a thread a
+// lane, or a thread a value; the work is in items.h, integers.h and trits.h. Same names and meaning
+// as in cpu_table.h; ops/gpu.py launches them.
 #include "cuda_codec.h"
 #include "integers.h"
 #include "trits.h"
 
 namespace {
 
-// Words of a tile of integers of bits bits, or of codes where bits is 0.
+// Words of a tile of integers of bits bits, or of codes if bits is 0.
 __device__ i64 words_of_tile(const Cast& cast, int bits) {
     return CPD_LANES * (bits ? bits : width(cast));
 }

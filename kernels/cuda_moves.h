@@ -1,11 +1,11 @@
-// Boxes of cells copied and added in one launch; the rest of cuda_loops.cu, which includes it. Each
-// unit of a target is written once, by one thread, as the sum of its box's terms in their order: so
-// there is nothing to wait for between them. darray/device.py makes the tables.
+// Boxes of cells copied and added in one launch; a part of cuda_loops.cu, which includes it. Each
+// unit of a target is written once, by one thread, as the sum of its box's terms in order, so that
+// threads are independent. darray/device.py makes the tables.
 #include "cuda_sums.h"
 
 namespace {
 
-// What a unit is: bytes that are copied, or a number that is added. ops/gpu.py has the same order.
+// Kinds of units: bytes that are copied, or a number that is added. ops/gpu.py has the same order.
 enum {
     CPD_MOVES_COPY_1,
     CPD_MOVES_COPY_2,
@@ -21,10 +21,10 @@ enum {
     CPD_MOVES_FLOAT16,
     CPD_MOVES_BFLOAT16
 };
-enum { CPD_MOVED_AXES = 6, CPD_BEGINS = 4 };  // BEGINS: what is added to the base of a term
+enum { CPD_MOVED_AXES = 6, CPD_BEGINS = 4 };  // BEGINS: added to the base of a term
 
-// first: the number of the box's first unit among all; terms: of its first term, up to the next
-// box's. Behind the last box is one with the numbers of both.
+// first: the number of the box's first unit among all; terms: that of its first term, up to the
+// next box's. An extra box after the last has the totals of both.
 struct MovedBox {
     i64 first, terms, base, offset, counts[CPD_MOVED_AXES], strides[CPD_MOVED_AXES];
 };
@@ -35,8 +35,8 @@ struct alignas(16) Wide {
     u64 low, high;
 };
 
-// How numbers are added. Integers have no sign, so that sums that
-// are too large wrap around, as NumPy's do; short floats are rounded after every addition.
+// Addition of numbers. Integers are unsigned, so that sums that are too large wrap around, as
+// NumPy's; short floats are rounded after every addition.
 template <class T>
 struct Plain {
     typedef T Type;
@@ -79,7 +79,7 @@ struct MovedArrays {
     __device__ char* to(i64 base) const { return base == 1 ? out : memory; }
 };
 
-// Which of some boxes has unit i.
+// The number of the box that has unit i.
 __device__ const MovedBox& box_of(const MovedBox* boxes, i64 count, i64 i) {
     i64 low = 0, high = count - 1;
     while (low < high) {
@@ -92,7 +92,8 @@ __device__ const MovedBox& box_of(const MovedBox* boxes, i64 count, i64 i) {
     return boxes[low];
 }
 
-// Where a unit lies on each axis of its box, the last one fastest. Short divisions where they do.
+// The index of a unit on each axis of its box, the last one fastest. By 32-bit divisions if
+// possible.
 __device__ void place_of(const MovedBox& box, i64 unit, i64* place) {
     for (int axis = CPD_MOVED_AXES - 1; axis >= 0; --axis) {
         const i64 n = box.counts[axis];

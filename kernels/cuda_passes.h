@@ -1,4 +1,4 @@
-// Passes over gradients for the GPU, a warp a tile; the rest of cuda_loops.cu, which includes it.
+// Passes over gradients for the GPU, a warp a tile; a part of cuda_loops.cu, which includes it.
 
 namespace {
 
@@ -10,7 +10,7 @@ struct Terms {
 
 extern "C" {
 
-// sum = x + factor * kept, and where more is given total = sum + more; amax: of the last, per tile
+// sum = x + factor * kept, and if more is given total = sum + more; amax: of the last, per tile
 __global__ void accumulate(const float* x, const float* kept, float factor, const float* more,
                            i64 n, float* sum, float* total, u32* amax) {
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
@@ -38,7 +38,8 @@ __global__ void cut_runs(const float* x, i64 n, const u32* limits, const i64* en
     });
 }
 
-// Where in each chunk its largest magnitude is first, a warp a chunk; chunk_values below 2^32.
+// The position of the first of the largest magnitudes of each chunk, a warp a chunk; chunk_values
+// is below 2^32.
 __global__ void chunk_leaders(const float* x, i64 n, i64 chunk_values, i64 chunks, i64* places) {
     for (i64 c = first_tile(); c < chunks; c += tile_stride()) {
         const float* v = x + c * chunk_values;
@@ -75,8 +76,8 @@ __global__ void bin_leaders(const float* x, const float* kept, float rate, i64 n
     }
 }
 
-// Adds to each value of rows what a row's pair, below and above, has for its sign, of which a bit,
-// from the highest of a byte, says whether it is above.
+// Adds to each value the mean of its row's pair (below, above) for its sign: a bit, from the
+// highest of a byte, tells whether the sign is above.
 __global__ void add_signs(const u8* signs, const float* pairs, i64 columns, i64 n, float* out) {
     for (i64 i = first_thread(); i < n; i += thread_stride()) {
         const i64 row = row_of(i, columns, n);
@@ -84,7 +85,7 @@ __global__ void add_signs(const u8* signs, const float* pairs, i64 columns, i64 
     }
 }
 
-// out = x less what its row's pair, below and above, has for its sign.
+// out = x minus the mean of its row's pair (below, above) for its sign.
 __global__ void subtract_signs(const float* x, const float* pairs, i64 columns, i64 n, float* out) {
     for (i64 i = first_thread(); i < n; i += thread_stride()) {
         const i64 row = row_of(i, columns, n);

@@ -1,4 +1,4 @@
-// Matrix products for the GPU, a thread an output; the rest of cuda_loops.cu, which includes it.
+// Matrix products for the GPU, a thread an output; a part of cuda_loops.cu, which includes it.
 #include "products.h"
 
 #define CPD_SIDE 16  // columns of a block's outputs, and terms that are in shared memory at once
@@ -32,7 +32,7 @@ __device__ float as_float(float x) {
 }
 __device__ float as_float(double x) { return as_float(narrowed(x)); }
 
-// The sum of one output while its terms come one after the other.
+// The sum of one output, to which terms are added in order.
 template <class N, int HOW>
 struct Running {
     Sum<N> all, chunk;  // all: the sums of chunks

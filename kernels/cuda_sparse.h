@@ -1,4 +1,4 @@
-// Selection for the GPU, a warp a tile of values or 32 words of bits; the rest of cuda_loops.cu,
+// Selection for the GPU, a warp a tile of values or 32 words of bits; a part of cuda_loops.cu,
 // which includes it.
 #include "sparse.h"
 

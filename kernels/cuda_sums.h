@@ -1,10 +1,10 @@
-// Sums and products in NumPy's order of additions, a thread a sum; the rest of cuda_loops.cu, which
+// Sums and products in NumPy's order of additions, a thread a sum; a part of cuda_loops.cu, which
 // includes it. ops/reference.py specifies them.
 #include "passes.h"
 
 namespace {
 
-// What is added besides: values that are not below 0, with zeros for the others, and the reverse.
+// More terms of sums: values that are not below 0, with zeros for the others, and the reverse.
 enum { CPD_ABOVE = CPD_SQUARES + 1, CPD_BELOW };  // ops/gpu.py has the same order
 
 // Whether x < 0, for subnormal numbers too.
@@ -13,8 +13,8 @@ __device__ bool is_below(float x) {
     return bits > 0x80000000u && bits <= 0xff800000u;
 }
 
-// What is added of a value, exact but for the square of a difference. -ftz=true would flush
-// subnormal numbers in a conversion of C++.
+// The term of a value, exact except for the square of a difference. -ftz=true would flush subnormal
+// numbers in a conversion of C++.
 __device__ double term(int of, double center, float x) {
     double wide;
     asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
@@ -32,7 +32,7 @@ struct alignas(16) Four {
     float of[4];
 };
 
-// The sum of up to LEAF values: eight side by side, then these in pairs, then what is left over.
+// The sum of up to LEAF values: eight sums side by side, then these in pairs, then the remainder.
 // ALIGNED: whether v is at a multiple of 16 bytes
 template <bool ALIGNED>
 __device__ double sum_leaf(int of, double center, const float* v, i64 n) {
@@ -72,15 +72,15 @@ struct Node {
 
 __device__ i64 half_of(i64 size) { return size / 2 / 8 * 8; }
 
-// How many halvings the longest leads through: of parts that differ in size the second is larger.
+// The number of halvings on the longest path: if halves differ in size, the second is larger.
 __device__ int depth_of(i64 size) {
     int depth = 0;
     for (; size > LEAF; ++depth) size -= half_of(size);
     return depth;
 }
 
-// The node where a path of some levels ends: its bits, from the highest, choose a half. Where the
-// path ends early, only that of zeros from there on is there.
+// The node at the end of a path of some levels: its bits, from the highest, choose a half. If the
+// tree ends before the path, only the path with zeros from there on has the node.
 __device__ Node walk(Node node, i64 path, int levels) {
     for (int level = levels - 1; level >= 0; --level) {
         const bool second = path >> level & 1;
@@ -99,12 +99,12 @@ __device__ Node walk(Node node, i64 path, int levels) {
 __device__ i64 first_thread() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ i64 thread_stride() { return (i64)gridDim.x * blockDim.x; }
 
-// The row of value i of n in rows of that many columns: a division of 64 bits takes long.
+// The row of value i of n in rows of columns values: a division of 64 bits takes long.
 __device__ i64 row_of(i64 i, i64 columns, i64 n) {
     return n < (i64)1 << 32 ? (u32)i / (u32)columns : i / columns;
 }
 
-// Which of some runs, which end at ends, has value i.
+// The number of the run, by their ends, that has value i.
 __device__ i64 run_of(const i64* ends, i64 runs, i64 i) {
     i64 low = 0, high = runs - 1;
     while (low < high) {
@@ -117,8 +117,8 @@ __device__ i64 run_of(const i64* ends, i64 runs, i64 i) {
     return low;
 }
 
-// Calls a function of what of each run is in each tile of this warp: from where to where, and the
-// run's number.
+// Calls a function with the parts of runs in each tile of this warp: start, stop and the run's
+// number.
 template <class Body>
 __device__ void each_part_of_run(i64 n, const i64* ends, i64 runs, Body body) {
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
@@ -131,7 +131,7 @@ __device__ void each_part_of_run(i64 n, const i64* ends, i64 runs, Body body) {
     }
 }
 
-// Writes what a function makes of each value and its run's number to out, which may be x.
+// Writes a function of each value and its run's number to out, which may be x.
 template <class Number, class Body>
 __device__ void by_run(const float* x, i64 n, const i64* ends, i64 runs, const Number* each,
                        float* out, Body body) {
@@ -153,8 +153,8 @@ __global__ void leaf_sums(int of, double center, const float* x, const i64* star
         sums[leaf] = leaf_of(of, center, x + starts[leaf], stops[leaf] - starts[leaf]);
 }
 
-// Sums of the lowest INNER levels of parts' trees, a block each: those of a part follow each other,
-// and end at its number of ends.
+// Sums of the lowest INNER levels of parts' trees, a block each: the blocks of a part are
+// consecutive, up to its number in ends.
 __global__ void tree_sums(int of, double center, const float* x, const i64* starts,
                           const i64* stops, const i64* ends, i64 parts, i64 count, double* sums) {
     __shared__ double side[1 << INNER];
@@ -180,7 +180,7 @@ __global__ void tree_sums(int of, double center, const float* x, const i64* star
     }
 }
 
-// Sums of the levels above, a block a part, which overwrite those of tree_sums.
+// Sums of the levels above, a block a part; they overwrite those of tree_sums.
 __global__ void join_sums(const i64* starts, const i64* stops, const i64* ends, i64 parts,
                           double* sums, double* totals) {
     for (i64 part = blockIdx.x; part < parts; part += gridDim.x) {
@@ -226,7 +226,7 @@ __global__ void run_maxima(const float* x, i64 n, const i64* ends, i64 runs, u32
 }
 
 // out[r][i] = sum over j of m[i][j] * rows[r][j], four sums side by side, a thread each: of 16
-// products the last four come first, and what is missing at the end is zeros.
+// products the last four come first, and the last four are padded with zeros.
 __global__ void row_products(const float* m, i64 n, i64 columns, const float* rows, i64 count,
                              float* out) {
     const int s = threadIdx.x % 4;
@@ -254,7 +254,7 @@ __global__ void column_products(const float* m, i64 n, i64 columns, const float*
         const float *a = m + at % columns, *b = rows + at / columns * n;
         float sum = 0.0f, next[64];
         i64 i = 0;
-        for (; i + 64 <= n; i += 64) {  // all loads first: additions wait for one another
+        for (; i + 64 <= n; i += 64) {  // all loads first: each addition depends on the last
 #pragma unroll
             for (int k = 0; k < 64; ++k) next[k] = a[(i + k) * columns];
 #pragma unroll

@@ -1,5 +1,5 @@
-// NVFP4 for the GPU: a thread a block of 16, or a value; the rest of cuda_loops.cu, which includes
-// it. ops/two_scales.py says what each does.
+// NVFP4 for the GPU: a thread a block of 16, or a value; a part of cuda_loops.cu, which includes
+// it. ops/two_scales.py specifies each.
 #define CPD_BLOCK 16        // values of a block
 #define CPD_SPREAD 2688.0f  // the largest element times the largest scale
 #define CPD_FLOAT_MAX 0x7f7fffffu
@@ -20,7 +20,7 @@ CPD_FN F spread_of(u32 amax) {
     return amax ? at_most(divide(CPD_SPREAD, from_bits(amax)), CPD_FLOAT_MAX) : 1.0f;
 }
 
-// The bits of the largest magnitude of a block; above those of infinity where it holds a NaN.
+// The bits of the largest magnitude of a block; above those of infinity if it has a NaN.
 __device__ u32 amax_of_block(const float* x, i64 n) {
     u32 most = 0;
     for (int i = 0; i < CPD_BLOCK && i < n; ++i) most = larger(most, bits_of(x[i]) & 0x7fffffffu);

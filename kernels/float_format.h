@@ -1,6 +1,7 @@
 // float32 to codes of a small format and back, for values scaled by 2^k, without multiplying:
-// the shift k moves the constants. All code is exact for shifts in FloatFormat.near_min..near_max;
-// farther ones are of values that are next to what float32 holds. These are moved first.
+// the shift k changes the constants. All code is exact for shifts in
+// FloatFormat.near_min..near_max; farther shifts belong to values near the limits of float32. These
+// values are scaled first.
 #ifndef CPD_FLOAT_FORMAT_H
 #define CPD_FLOAT_FORMAT_H
 
@@ -15,10 +16,10 @@ CPD_FN Way way_of(const Cast& cast) {
                                         : CPD_BY_ADDING;
 }
 
-// Exponent of the smallest normal number of the format, seen from before the scaling by 2^k.
+// Exponent of the smallest normal number of the format, before the scaling by 2^k.
 CPD_FN int scaled_emin(const Cast& cast, int k) { return 2 - ((1 << cast.exp) >> 1) - k; }
 
-// Constants that a shift moves are V: u32, one for all lanes, or U, one for each.
+// Constants that depend on the shift are V: u32, one for all lanes, or U, one for each.
 template <class V>
 CPD_FN V scaled_emin_of(const Cast& cast, V k) {
     return (u32)scaled_emin(cast, 0) - k;
@@ -34,8 +35,8 @@ CPD_FN u8 fitting_shift(const Cast& cast, u32 amax) {
     return (u8)(k + CPD_SHIFT_BIAS);
 }
 
-// Whether no number up to amax, once scaled by a shift that was fitted to it, is above the largest
-// of the format: so only where the smallest shift allowed was too large, or amax is not finite.
+// Whether no number up to amax, scaled by the shift that fits it, is above the largest of the
+// format. False only if the smallest allowed shift is too large, or amax is not finite.
 CPD_FN bool stays_inside(const Cast& cast, u32 amax, u8 shift) {
     int exponent = (int)(amax >> 23) - 127;
     int k = cast.emax - exponent - ((amax & 0x7fffff) > cast.max_significand ? 1 : 0);
@@ -44,22 +45,22 @@ CPD_FN bool stays_inside(const Cast& cast, u32 amax, u8 shift) {
 
 // The largest k of each lane with amax * 2^k <= max, as stored.
 CPD_FN U fitting_shifts(const Cast& cast, U amax) {
-    U above = (U)less(lanes(cast.max_significand), amax & 0x7fffffu);  // -1 where it is
+    U above = (U)less(lanes(cast.max_significand), amax & 0x7fffffu);  // -1 if it is
     U k = lanes((u32)(cast.emax + 127)) - (amax >> 23) + above;
     k = larger(smaller(k, lanes((u32)cast.shift_max)), lanes((u32)cast.shift_min));
     k = less(lanes(0), amax) ? k : lanes(0);
     return less(amax, lanes(CPD_INF)) ? k + CPD_SHIFT_BIAS : lanes(CPD_SHIFT_NONFINITE);
 }
 
-// The largest amax that stays inside with the shift that fits it: above, the smallest is too large.
+// The largest amax that stays inside with the shift that fits it: for more, the least is too large.
 CPD_FN u32 largest_inside(const Cast& cast) {
     return ((u32)(cast.emax - cast.shift_min + 127) << 23) | cast.max_significand;
 }
 
-#define CPD_FAR 64  // by so many powers of two values are moved whose shifts are far
+#define CPD_FAR 64  // values with far shifts are scaled by 2^CPD_FAR or its inverse
 
-// By how many powers of two values with the shift k are moved towards 1 before they are encoded:
-// the rest of the shift is near. 0 where it is so already.
+// The exponent by which values with the shift k are scaled towards 1 before they are encoded, so
+// that the rest of the shift is near; 0 if k is near.
 CPD_FN int far_of(const Cast& cast, int k) {
     return k > cast.near_max ? CPD_FAR : k < cast.near_min ? -CPD_FAR : 0;
 }
@@ -67,8 +68,9 @@ CPD_FN int far_of(const Cast& cast, int k) {
 // 2^exponent of the lanes, a normal number.
 CPD_FN F normal_power(U exponent) { return from_bits((exponent + 127u) << 23); }
 
-// x times 2^CPD_FAR, its inverse or 1, which rounds to what x rounds to: what leaves float32 is
-// still too large, and what vanishes is still not zero. NaN and infinity stay.
+// x times 2^CPD_FAR, its inverse or 1, rounded so that its code is that of the exact product: a
+// result beyond float32 stays too large, and one that would vanish is not zero. NaN and infinity
+// stay.
 CPD_FN F moved(F x, F factor) {
     U u = bits_of(x), a = u & CPD_MAGNITUDE;
     U there = smaller(bits_of(multiply(from_bits(a), factor)), lanes(CPD_INF - 1));
@@ -76,7 +78,7 @@ CPD_FN F moved(F x, F factor) {
     return from_bits((less(a, lanes(CPD_INF)) ? there : a) | (u & 0x80000000u));
 }
 
-// The inverse, of what was decoded: rounded once, where it is subnormal.
+// The inverse, for decoded values: rounded once, if it is subnormal.
 CPD_FN F moved_back(F x, F factor) {
     U u = bits_of(x);
     I finite = less(u & CPD_MAGNITUDE, lanes(CPD_INF));
@@ -89,18 +91,18 @@ struct EncoderOf {
     int drop;       // mantissa bits that are cut off a normal number
     u32 half;       // added before cutting: half a unit less one bit, and ...
     u32 odd;        // ... the lowest bit kept, so that ties go to even
-    V rebias;       // what the code has too much after cutting
+    V rebias;       // subtracted after cutting
     V normal_from;  // float32 bits of the smallest value that becomes a normal number
-    F spacing;      // plus it, a smaller value is rounded to a multiple of the smallest number
+    F spacing;      // adding it rounds a smaller value to a multiple of the smallest number
     V emin_field;   // exponent field of float32 at the format's smallest normal number
     V to_fixed;     // added to float32 bits: times 2^(31 - emin)
-    V least_fixed;  // float32 bits that this makes 1/2
-    bool is_tiny;   // whether to_fixed and least_fixed are of no use, in a lane at least
+    V least_fixed;  // float32 bits that become 1/2 by to_fixed
+    bool is_tiny;   // whether to_fixed and least_fixed cannot be used, in a lane at least
 };
 
 typedef EncoderOf<u32> Encoder;
 
-#define CPD_FIXED_FROM 33  // emin_field from which to_fixed and least_fixed are right
+#define CPD_FIXED_FROM 33  // to_fixed and least_fixed are valid for this emin_field and larger ones
 
 template <class V>
 CPD_FN EncoderOf<V> make_encoder(const Cast& cast, V k) {
@@ -111,8 +113,8 @@ CPD_FN EncoderOf<V> make_encoder(const Cast& cast, V k) {
     e.half = cast.man == 23 ? 0 : (1u << (e.drop - 1)) - (cast.man > 0);
     e.odd = cast.man > 0 && cast.man < 23;
     e.rebias = (emin + 126u) << cast.man;
-    // At float32's own smallest exponent cutting bits is right for subnormal numbers too,
-    // but with no mantissa bit the tie below the smallest number must go down, to zero.
+    // At float32's smallest exponent cutting bits is correct for subnormal numbers too, but with
+    // no mantissa bit the tie below the smallest number must go down, to zero.
     e.normal_from = (emin + 127u) << 23;
     if (cast.man > 0) e.normal_from = emin == (u32)-126 ? V{} : e.normal_from;
     e.spacing = from_bits(lanes((emin + (u32)(23 + 127 - cast.man)) << 23));
@@ -131,7 +133,7 @@ CPD_FN U round_nearest(const Cast& cast, const EncoderOf<V>& e, U a) {
     return less(a, lanes(e.normal_from)) ? small : normal;
 }
 
-// Bits u to a code, up, down or to odd: what is cut off may be anywhere.
+// Bits u to a code, rounded up, down or to odd: the bits that are cut off may be anywhere.
 template <class V>
 CPD_FN U round_directed(const Cast& cast, const EncoderOf<V>& e, U u) {
     U a = u & CPD_MAGNITUDE, exponent = a >> 23, zero = lanes(0), emin = lanes(e.emin_field);
@@ -147,7 +149,7 @@ CPD_FN U round_directed(const Cast& cast, const EncoderOf<V>& e, U u) {
     return code - (U)(away & ~equal(kept << cut, significand));
 }
 
-// round_random where the fixed point below would leave float32: shifts each lane by its own count.
+// round_random if the fixed point below exceeds float32: shifts each lane by its own count.
 template <class V>
 CPD_FN U round_random_tiny(const Cast& cast, const EncoderOf<V>& e, U a, U random) {
     U exponent = a >> 23;
@@ -161,8 +163,8 @@ CPD_FN U round_random_tiny(const Cast& cast, const EncoderOf<V>& e, U a, U rando
     return rounded + ((larger(field, emin) - emin) << cast.man);
 }
 
-// Magnitude bits a to a code, up where the part cut off plus random reaches one unit; random has
-// 31 - man bits, and so many of the part cut off count.
+// Magnitude bits a to a code, rounded up if the part cut off plus random reaches one unit; random
+// has 31 - man bits, and the part cut off has as many significant ones.
 template <class V>
 CPD_FN U round_random(const Cast& cast, const EncoderOf<V>& e, U a, U random) {
     if (e.is_tiny) return round_random_tiny(cast, e, a, random);
@@ -174,17 +176,17 @@ CPD_FN U round_random(const Cast& cast, const EncoderOf<V>& e, U a, U random) {
     return less(a, lanes(e.normal_from)) ? small : normal;
 }
 
-// Which lanes saturated, became zero, or were not finite: -1 for each.
+// Masks of lanes that saturated, became zero, or were not finite: -1 if so.
 struct Events {
     I saturated, underflowed, nonfinite;
 };
 
-// What is known of all values: that they are finite and none overflows, or that they are finite and
-// what overflows becomes the largest number.
+// Known properties of all values: finite and none overflows, or finite and those that overflow
+// become the largest number.
 enum Known { CPD_ANYTHING = 0, CPD_INSIDE = 1, CPD_SATURATES = 2 };
 
 // The code with its sign, special values and overflow settled.
-// overflow: what x becomes where it overflows.
+// overflow: the code of x if it overflows.
 template <int KNOWN>
 CPD_FN U finish_code(const Cast& cast, U x_bits, U code, U overflow, Events& events) {
     U a = x_bits & CPD_MAGNITUDE;
@@ -232,7 +234,7 @@ template <class V>
 CPD_FN F decode_code(const Cast& cast, const DecoderOf<V>& d, U code) {
     U m = code & d.magnitude;
     U bits = (m << d.drop) + d.rebias;
-    // Read as a number with a leading 1; taking that 1 off leaves the subnormal.
+    // Read as a number with a leading 1; subtracting that 1 gives the subnormal number.
     F small = subtract(from_bits(bits + 0x800000u), d.smallest_normal);
     bits = less(m, lanes(d.normal_from)) ? bits_of(small) : bits;
     U special = less(m, lanes(cast.first_nan)) ? lanes(CPD_INF) : lanes(CPD_NAN);

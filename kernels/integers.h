@@ -1,13 +1,13 @@
 // Exact sums: the numbers of a format as integers, multiples of its smallest number, in two's
-// complement of as many bits as a sum can need. Columns as in items.h.
+// complement with as many bits as a sum can need. Columns as in items.h.
 #ifndef CPD_INTEGERS_H
 #define CPD_INTEGERS_H
 
 #include "items.h"
 
-// The integers of a column: of so many bits, or where bits is 0 those of the format's codes.
+// The integers of a column: of bits bits, or if bits is 0 those of the format's codes.
 struct IntegerReader {
-    Decoder decoder;  // gives multiples of the smallest number, below 2^31 and so exact
+    Decoder decoder;  // returns multiples of the smallest number, below 2^31 and so exact
     Unpacker unpacker;
     int bits;
 };

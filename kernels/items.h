@@ -7,7 +7,7 @@
 #include "random.h"
 #include "table_format.h"
 
-// Per lane, how many values saturated, became zero or were not finite.
+// Per lane, the number of values that saturated, became zero or were not finite.
 struct Counts {
     I saturated, underflowed, nonfinite;
 };
@@ -21,8 +21,8 @@ CPD_FN auto make_encoder_of(const Cast& cast, V k) {
         return make_encoder(cast, k);
 }
 
-// WAY: of enum Way. COUNT: whether counts are kept. KNOWN: of the values; of no use by direction or
-// table. step: from a lane's place in the random stream to the next one's.
+// WAY: of enum Way. COUNT: whether counts are kept. KNOWN: properties of the values, not used by
+// direction or table. step: from a lane's place in the random stream to that of the next lane.
 template <int WAY, bool COUNT, int KNOWN, class E>
 CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Counts& counts,
                       u32 step = 1) {
@@ -55,7 +55,7 @@ CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Cou
 }
 
 // x: the tile's values, the first n of them real; index: of the tile's first value.
-// ahead: values that will be read soon.
+// ahead: values to be prefetched.
 template <int WAY, bool COUNT, bool INSIDE, class E>
 CPD_FN void encode_rows(const Cast& cast, const E& e, Packer& packer, Rows rows, const float* x,
                         i64 n, Key key, u64 index, Counts& counts, const float* ahead) {
@@ -65,7 +65,7 @@ CPD_FN void encode_rows(const Cast& cast, const E& e, Packer& packer, Rows rows,
     };
     if constexpr (WAY == CPD_BY_NEAREST && !COUNT)
         put_each(packer, width(cast), rows, code);
-    else  // where more is done, the compiler's knowing the width saves little
+    else  // other ways do more work, so that a constant width saves little
         put_each_of(packer, width(cast), rows, code);
 }
 
@@ -92,8 +92,8 @@ CPD_FN void encode_blocks(const Cast& cast, int blocks, const u8* shifts, const 
     }
 }
 
-// How rows that share a shift are decoded; marked ones are NaN throughout.
-// M: bool, or I where each lane has its own shift.
+// Parameters to decode rows with one shift; marked ones are all NaN.
+// M: bool, or I if each lane has its own shift.
 template <class D, class M>
 struct Scale {
     D decoder;
@@ -210,7 +210,7 @@ CPD_FN void amax_blocks(int blocks, const float* x, i64 n, int lane, U* most) {
 
 CPD_FN U amax_column(const float* x, i64 n, int lane) { return amax_rows(x, n, all_rows(lane)); }
 
-// A shift as it is stored to OCP's E8M0 and back: 2^(e - 127) is 2^-k, and 255 marks NaN in both.
+// A stored shift to OCP's E8M0 and back: 2^(e - 127) is 2^-k, and 255 marks NaN in both.
 CPD_FN u8 flipped_shift(u8 shift) {
     return shift == CPD_SHIFT_NONFINITE ? shift : (u8)(2 * CPD_SHIFT_BIAS - shift);
 }

@@ -1,10 +1,10 @@
-// Loans: a long message that lies together where its sender has it is read from there by the other
-// process, with the kernel's help (process_vm_readv), instead of being copied twice.
+// Messages in place ("loans"): a long message that is contiguous in its sender's memory is read
+// from there by the other process, by the kernel's process_vm_readv, instead of being copied twice.
 //
-// The word behind a message's number is 0 for a packed one, else where a lent one lies, and READING
-// while it is read. Who first changes it from the address decides: the reader to READING, or the
-// sender, which has packed the message since, to 0. So a sender that waits long for its reader gets
-// away as from a packed message.
+// The word after a message's number is 0 for a packed message, else the address of the message, and
+// READING while it is read. The first change of the address decides: to READING by the reader, or
+// to 0 by the sender, after it has packed the message. So a sender that waits long for its reader
+// can continue as after a packed message.
 #ifndef CPD_LOANS_H
 #define CPD_LOANS_H
 
@@ -13,11 +13,11 @@
 
 #include "cpd.h"
 
-enum Outcome { DONE, WAITS, DIFFERS, SKIPS };  // SKIPS: so many rows as the row says
+enum Outcome { DONE, WAITS, DIFFERS, SKIPS };  // SKIPS: the row has the number of rows to skip
 
-const i64 READING = 1, LOAN = 2;  // words from a message's first
-const i64 LENT_LOOKS = 1000;      // at a loan that nobody reads yet, before it is recalled
-const i64 READ_LOOKS = 1000000;   // at one that is read: the reader may have died
+const i64 READING = 1, LOAN = 2;  // LOAN: the place of the word, from a message's first
+const i64 LENT_LOOKS = 1000;      // at a message that is not being read, before it is packed
+const i64 READ_LOOKS = 1000000;   // at one that is being read, as the reader may have died
 const int PIECES = 256;           // of memory, in one call
 
 inline void pause_core() {
@@ -26,8 +26,8 @@ inline void pause_core() {
 #endif
 }
 
-// Reads run * counts bytes that lie together in another process into a strided box; false where
-// the kernel does not allow it.
+// Reads run * counts contiguous bytes of another process into a strided box; false if the kernel
+// does not allow it.
 inline bool read_process(i64 pid, i64 address, u8* out, i64 run, const i64* n, const i64* strides) {
     struct iovec to[PIECES], from;
     const i64 runs = n[0] * n[1] * n[2] * n[3];
@@ -49,7 +49,7 @@ inline bool read_process(i64 pid, i64 address, u8* out, i64 run, const i64* n, c
     return true;
 }
 
-// Reads a message that was lent; DONE, having done nothing, where it was packed.
+// Reads a message in place; DONE, with nothing done, if it is packed.
 inline Outcome take_loan(i64 pid, i64* message, u8* out, i64 run, const i64* counts,
                          const i64* strides) {
     i64 address = __atomic_load_n(message + LOAN, __ATOMIC_ACQUIRE);
@@ -59,7 +59,7 @@ inline Outcome take_loan(i64 pid, i64* message, u8* out, i64 run, const i64* cou
     return read_process(pid, address, out, run, counts, strides) ? SKIPS : DIFFERS;
 }
 
-// Waits until a loan has been read; DONE where it should be recalled.
+// Waits until a message in place has been read; DONE if it should be packed instead.
 inline Outcome settle_loan(const i64* read, const i64* message, i64 serial) {
     for (i64 lent = 0, looks = 0; lent < LENT_LOOKS && looks < READ_LOOKS; ++looks) {
         if (__atomic_load_n(read, __ATOMIC_ACQUIRE) >= serial) return SKIPS;
@@ -69,7 +69,7 @@ inline Outcome settle_loan(const i64* read, const i64* message, i64 serial) {
     return DONE;
 }
 
-// Makes a loan whose message has been packed a packed one; DONE where it is read just now.
+// Marks a message in place, which has been packed since, as packed; DONE if it is being read.
 inline Outcome recall_loan(i64* message) {
     i64 address = __atomic_load_n(message + LOAN, __ATOMIC_ACQUIRE);
     while (address != READING)

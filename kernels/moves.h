@@ -1,5 +1,5 @@
-// Moves: copies and sums of strided boxes of bytes, and words through which two processes tell
-// each other that a message lies in memory that both can see. darray/moves.py makes the rows.
+// Moves: copies and sums of strided boxes of bytes, and words by which two processes notify each
+// other of messages in shared memory. darray/moves.py makes the rows.
 #ifndef CPD_MOVES_H
 #define CPD_MOVES_H
 
@@ -11,21 +11,21 @@
 enum Op { COPY, ADD, FILL, POST, AWAIT, LEND, TAKE, SETTLE, RECALL };
 enum Kind { INT8, INT16, INT32, INT64, FLOAT32, FLOAT64 };
 
-// A box of counts[0] x .. x counts[3] runs. Offsets and strides are in bytes, run too; source and
-// target are numbers of bases. POST and AWAIT: a word in target, and value that is added to the
-// serial number. A message's number lies 8 bytes behind the word, and then the address that it is
-// lent from. LEND: POST with source as that address. TAKE: a message in target, value rows of which
-// are done if it was lent; kind is the process. SETTLE, RECALL: see settle_loan and recall_loan;
-// target is the message, source the word that tells that it has been read, value the rows to skip.
+// A box of counts[0] x .. x counts[3] runs. Offsets, strides and run are in bytes; source and
+// target are numbers of bases. POST and AWAIT: a word in target, and a value that is added to the
+// serial number. 8 bytes after the word is the message's number, and then its address if it is in
+// place. LEND: POST with source as that address. TAKE: a message to target from process kind; if it
+// is in place, value rows are skipped. SETTLE, RECALL: see settle_loan and recall_loan; target is
+// the message, source the word that is written when it has been read, value the rows to skip.
 struct Row {
     i64 op, kind, source, target, source_offset, target_offset, run, value;
     i64 counts[4], source_strides[4], target_strides[4];
 };
 
-// Four elements at a time. Where they are far apart, as at the border of the innermost axis, and
-// more than a core's second cache has lines for, they are fetched 64 ahead: 230 KB of float32 at a
+// Four elements at a time. If they are far apart, as at the border of the innermost axis, and more
+// than a core's second cache has lines for, they are prefetched 64 ahead: 230 KB of float32 at a
 // stride of 404 bytes then take 36 us instead of 38 each way. Fewer come from the cache, and
-// fetching costs more than it saves: 16 KB at a stride of 260 bytes took 2.3 us instead of 2.0.
+// prefetching costs more than it saves: 16 KB at a stride of 260 bytes took 2.3 us instead of 2.0.
 const i64 FETCHED = 8192;  // elements
 
 template <int SIZE>
@@ -46,9 +46,9 @@ void copy_fixed(u8* out, const u8* in, i64 n, i64 out_stride, i64 in_stride) {
     for (; i < n; ++i, in += in_stride, out += out_stride) memcpy(out, in, SIZE);
 }
 
-// Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more. Fetched
-// 16 ahead where they are apart: 38,400 runs of 20 bytes at a stride of 420 take 37 us instead
-// of 40.
+// Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more. They are
+// prefetched 16 ahead if they are apart: 38,400 runs of 20 bytes at a stride of 420 take 37 us
+// instead of 40.
 template <int HALF>
 void copy_halves(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride) {
     for (i64 i = 0; i < n; ++i, in += in_stride, out += out_stride) {
@@ -93,11 +93,11 @@ void add_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stri
 
 typedef void (*Runs)(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride);
 
-// Integers are added without a sign, so that sums that are too large wrap around, as NumPy's do.
+// Integers are added as unsigned, so that sums that are too large wrap around, as NumPy's.
 const Runs add_by_kind[] = {add_runs<u8>,  add_runs<unsigned short>, add_runs<u32>,
                             add_runs<u64>, add_runs<float>,          add_runs<double>};
 
-// Every run becomes repeats of the element at in, which has size bytes.
+// Fills every run with the element at in, of size bytes.
 inline void fill_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 size) {
     for (i64 i = 0; i < n; ++i) {
         u8* start = out + i * out_stride;
@@ -138,9 +138,9 @@ inline void post_word(u8* word, i64 value, i64 number, i64 address) {
 
 const i64 X = 0, OUT = 1, MEMORY = 2;  // numbers of bases: two arrays, then memory
 
-// Does the rows first..last; stops at an AWAIT whose word does not come, or belongs to another
-// number. kind of an AWAIT: whether it is for a message. before: called with each row that comes,
-// and its target.
+// Executes the rows first..last; stops at an AWAIT whose word is not there, or has another number.
+// kind of an AWAIT: whether it is for a message. before: called with each row before it is
+// executed, and its target.
 template <class Before>
 Outcome do_rows(const Row* rows, i64& first, i64 last, u8* const* memory, u8* const* arrays,
                 i64 serial, i64 number, i64 looks, const Before& before) {
@@ -171,7 +171,7 @@ Outcome do_rows(const Row* rows, i64& first, i64 last, u8* const* memory, u8* co
                 break;
             default:
                 if (row.op != COPY || in != out) move_box(row, in, out);
-                // else: x is where it belongs in out already
+                // else: x is already in its place in out
         }
         if (found == SKIPS)
             first += row.value;

@@ -1,5 +1,5 @@
-// float and double under the same names, for code that is compiled for both: one number on the
-// GPU, on the CPU the lanes of one register, which stay in it.
+// float and double with the same names, for code that is compiled for both: one number on the GPU,
+// the lanes of one register on the CPU.
 #ifndef CPD_NUMBERS_H
 #define CPD_NUMBERS_H
 
@@ -100,7 +100,7 @@ CPD_FN N read(const float* x, N) {
 template <class N>
 CPD_FN N each(const float* x, N) {  // the same in all lanes
     u32 bits;
-    memcpy(&bits, x, sizeof bits);  // added to zero as a float it would go through a register
+    memcpy(&bits, x, sizeof bits);  // a float would need another register to be added to zero
     return widened((typename Number<N>::Floats)(typename Number<N>::Draws{} + bits), N{});
 }
 template <class N>
@@ -127,12 +127,12 @@ CPD_FN N with_sign(N x, N of) {
     typename Number<N>::Bits sign = sign_bit<N>();
     return number((raw(x) & ~sign) | (raw(of) & sign));
 }
-// Whether no lane is set, where that is quickly said, else false.
+// Whether no lane is set, if that is known quickly, else false.
 template <class B>
 CPD_FN bool is_none(B) {
     return false;
 }
-// a + b * c and a - b * c where the product is exact, as in its powers of two.
+// a + b * c and a - b * c for exact products, as with powers of two.
 template <class N>
 CPD_FN N add_exact(N a, N b, N c) {
     return add(a, multiply(b, c));
@@ -149,7 +149,7 @@ CPD_FN N add_below(N a, N b, N c) {
     return number(raw(total) + above(subtract_exact(total, b, c), a));
 }
 
-// a + b rounded to odd: rounding it again gives what rounding the exact sum would.
+// a + b rounded to odd: rounding it again equals rounding the exact sum.
 template <class N>
 CPD_FN N odd_sum(N a, N b) {
     typedef typename Number<N>::Bits Bits;
@@ -157,7 +157,7 @@ CPD_FN N odd_sum(N a, N b) {
     N part = subtract(total, a);
     N rest = add(subtract(a, subtract(total, part)), subtract(b, part));
     Bits bits = raw(total);
-    Bits inexact = above(rest, N{}) | above(N{}, rest);  // none where it is NaN, beside infinity
+    Bits inexact = above(rest, N{}) | above(N{}, rest);  // false for NaN, the rest of infinity
     const int sign = 8 * (int)sizeof(typename Number<N>::Int) - 1;
     Bits step = ((raw(rest) ^ bits) >> sign) | 1;  // -1 towards zero, 1 away from it
     return number(bits + (inexact & ((bits & 1) - 1) & step));

@@ -1,5 +1,4 @@
-// What is added of each value, as TERMS of ops/cpu.py numbers it, and what sums of the two signs
-// give.
+// The terms of sums, as TERMS of ops/cpu.py numbers them, and the result of sums by sign.
 #ifndef CPD_PASSES_H
 #define CPD_PASSES_H
 

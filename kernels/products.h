@@ -1,24 +1,24 @@
-// Sums of products whose roundings are chosen: one lane an output, in float32 where that gives the
-// bits of the specification, else in float64 (arithmetic of ops/products.py).
+// Sums of products with chosen roundings: one lane an output, in float32 if that gives the bits of
+// the specification, else in float64 (arithmetic of ops/products.py).
 #ifndef CPD_PRODUCTS_H
 #define CPD_PRODUCTS_H
 
 #include "numbers.h"
 #include "products_how.h"
 
-enum { CPD_ANY = -1 };  // a way of rounding that is known when the loop runs
+enum { CPD_ANY = -1 };  // a way of rounding that is chosen at run time
 
-// A Rounding in the numbers that it is done in.
+// A Rounding as constants of the type that it is computed in.
 template <class N>
 struct Rounder {
     typedef typename Number<N>::Bits Bits;
-    N least, scale;      // the smallest normal number; times a power of two: what is added
-    Bits kept, flipped;  // of x: which bits, and then which are turned over
-    Bits parity;         // 1 where the last bit of a code is that of its exponent
-    Bits cut;            // bits that stay when random ones have been added to those behind them
+    N least, scale;      // the smallest normal number; factor of a power of two that is added
+    Bits kept, flipped;  // masks of x: bits that are kept, and bits that are then inverted
+    Bits parity;         // 1 if the last bit of a code is that of its exponent
+    Bits cut;            // bits that are kept after random ones have been added to those below
     Bits max, over, under, inf, nan;
-    Bits minus;      // of a sum that is exactly zero: the sign that it may have
-    int drop, lift;  // bits of a draw that do not count; and where the others are added
+    Bits minus;      // the sign bit that a sum of exactly zero may have
+    int drop, lift;  // bits of a draw that are not used; shift of the others
     int way;
 };
 
@@ -27,7 +27,7 @@ CPD_FN N power_of_two(int exponent) {
     typedef Number<N> K;
     return number(fill<N>((typename K::Int)(exponent + K::bias) << K::mantissa));
 }
-// Bits of a number of float32 that is no subnormal of it.
+// The bits of a number of float32 that is not subnormal.
 template <class N>
 CPD_FN typename Number<N>::Bits bits_from(u32 bits) {
     typedef Number<N> K;
@@ -66,13 +66,13 @@ CPD_FN Rounder<N> make_rounder(const Rounding& r) {
     return to;
 }
 
-// The largest power of two up to |x|; 0 of a subnormal number, infinity of what is not finite.
+// The largest power of two up to |x|; 0 for a subnormal number, infinity if x is not finite.
 template <class N>
 CPD_FN N power_under(N x) {
     return number(raw(x) & infinity<N>());
 }
 
-// value, x rounded, with x's sign, and with what becomes of it where it is too large, or x is not
+// value, x rounded, with the sign of x, and the results for numbers that are too large or not
 // finite.
 template <class N>
 CPD_FN N settled(const Rounder<N>& to, N x, N value) {
@@ -87,13 +87,13 @@ CPD_FN N settled(const Rounder<N>& to, N x, N value) {
     return number(pick(over, special, v | sign));
 }
 
-// x rounded by a draw of 32 random bits, which are added to the bits of |x| that are cut off. Below
-// the smallest normal number that is added first, so that these bits lie at one place.
+// x rounded by a draw of 32 random bits, which are added to the bits of |x| that are cut off. To
+// smaller values the smallest normal number is added first, so that these bits have one place.
 template <bool CHECK, class N>
 CPD_FN N rounded_at_random(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws draw) {
     typedef typename Number<N>::Bits Bits;
     Bits a = raw(x) & ~sign_bit<N>();
-    if (!CHECK) top = larger(top, power_under(x));  // of NaN infinity, which the largest stays
+    if (!CHECK) top = larger(top, power_under(x));  // infinity for NaN, and stays the largest
     N least = number(more(raw(to.least), a) & raw(to.least));
     Bits added = widened(draw >> to.drop, N{}) << to.lift;
     Bits whole = (raw(sum_below(number(a), least)) + added) & to.cut;
@@ -101,9 +101,9 @@ CPD_FN N rounded_at_random(const Rounder<N>& to, N x, N& top, typename Number<N>
     return CHECK ? settled(to, x, value) : with_sign(value, x);
 }
 
-// x rounded. CHECK: else x is finite and below the power of two of the largest number. top: becomes
-// the largest power of two under any x. A number is added whose last bit is worth what the
-// last bit of the result is: it rounds to nearest, or down.
+// x rounded. Without CHECK, x must be finite and below the power of two of the largest number. top:
+// becomes the largest power of two under any x. A number is added whose last bit has the value of
+// the result's last bit: the sum rounds to nearest, or down.
 template <int WAY, bool CHECK, class N>
 CPD_FN N rounded(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws draw) {
     typedef typename Number<N>::Bits Bits;
@@ -134,7 +134,7 @@ CPD_FN N rounded(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws dr
     return with_sign(value, x);
 }
 
-// Everything that the sums of one matrix are made with.
+// All parameters of the sums of one matrix.
 template <class N>
 struct Steps {
     Rounder<N> product, sum, between;
@@ -145,13 +145,13 @@ CPD_FN Steps<N> make_steps(const Products& how) {
     return {make_rounder<N>(how.product), make_rounder<N>(how.sum), make_rounder<N>(how.between)};
 }
 
-// A sum so far, and with kahan what it has too much.
+// A partial sum, and with kahan its excess.
 template <class N>
 struct Sum {
     N total, rest;
 };
 
-// What was largest before rounding: of products and of sums.
+// The largest values before rounding: of products and of sums.
 template <class N>
 struct Tops {
     N product, sum;

@@ -4,13 +4,13 @@
 
 #include "cpd.h"
 
-// The part of the key and of the index's high word that enters first, and after a round.
+// The parts of the key and of the index's high word that enter first, and after a round.
 CPD_FN u32 first_key(Key key, u32 high) { return key.low + high * 0x85ebca6bu; }
 CPD_FN u32 second_key(Key key, u32 high) { return key.high ^ high * 0x9e3779b9u; }
 
 // x: the index's low word + first_key. C. Wellons' triple32 ("Prospecting for hash functions",
-// 2018) with the second key after the first round. x joins once more at the end, as in the
-// construction of Davies and Meyer: without that no draw of 32 bits would come twice.
+// 2018) with the second key after the first round. x joins again at the end, as in the
+// construction of Davies and Meyer: otherwise no draw of 32 bits would occur twice.
 template <class V>
 CPD_FN V hashed(V x, V second) {
     V h = (x ^ (x >> 17)) * 0xed5ad4bbu;

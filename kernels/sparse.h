@@ -8,12 +8,12 @@
 // Negative where a magnitude is above bits.
 CPD_FN I is_above(F x, U bits) { return (I)(bits - (bits_of(x) & CPD_MAGNITUDE)); }
 
-// The bucket, 2^shift wide, of a magnitude from low on; those below low give a large number.
+// The bucket, 2^shift wide, of a magnitude from low on; a large number for those below low.
 CPD_FN u32 bucket_of(u32 bits, u32 low, int shift) {
     return ((bits & CPD_MAGNITUDE) - low) >> shift;
 }
 
-// Streams of bits go by runs of 32 codes, which fill whole words, as many as a code has bits.
+// Streams of bits are packed in runs of 32 codes, which fill as many words as a code has bits.
 #define CPD_RUN 32
 
 // Writes up to CPD_RUN codes of width bits, one after the other, into words.

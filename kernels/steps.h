@@ -1,5 +1,5 @@
-// Steps of optimisers that adapt to layers, beside their loops over values: what a layer's sums
-// make of its numbers. ops/steps.py specifies it.
+// Steps of optimisers that adapt to layers, except their loops over values: the parameters of a
+// step from a layer's sums and numbers. ops/steps.py specifies them.
 #ifndef CPD_STEPS_H
 #define CPD_STEPS_H
 
@@ -24,7 +24,7 @@ struct Momentum {
 };
 
 // m = beta1 * m + gain1 * g, v = beta2 * v + (gain2 * g) * g, for g times scale; the step is
-// (m * first) / (sqrt(v) * second + eps), and 0 where it would be divided by 0.
+// (m * first) / (sqrt(v) * second + eps), and 0 instead of a division by 0.
 struct Moments {
     float beta1, gain1, beta2, gain2, first, second, eps, scale;
 };
@@ -34,7 +34,8 @@ struct LayerMove {
     float keep, rate, along;
 };
 
-// Of a row: of weights and weights, gradients and gradients, and so on. Not all rules need all.
+// Sums over a row: of weights and weights, gradients and gradients, and so on, as a rule needs
+// them.
 struct LayerSums {
     double weights, gradients, both, steps;
 };

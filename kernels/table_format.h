@@ -1,5 +1,5 @@
-// Codes of formats that are given by a table of numbers, by a search among the limits between them.
-// ops/tables.py makes the table; ops/tables.py says what the codes are.
+// Codes of formats given by a table of numbers, by a search among the limits between them.
+// ops/tables.py makes the table and specifies the codes.
 #ifndef CPD_TABLE_FORMAT_H
 #define CPD_TABLE_FORMAT_H
 
@@ -12,17 +12,17 @@
 
 // Keys are float32 bits without sign, negative for negative numbers.
 struct Search {
-    int steps;            // of the search in a bucket
-    int low_bits;         // of a key below its bucket's
-    u32 first, buckets;   // the number of the first bucket, and how many a sign has
-    const int* entries;   // of each bucket: the limits before it, and a shift; see place_of
-    const int* limits;    // in order; a number's place is how many of them its key has reached
-    const int* codes;     // by place
-    const int* values;    // float32 bits by code
-    const int* numbers;   // float32 bits by place, and infinity
-    u32 least, most;      // keys of the first and of the last number
-    u32 zero, inf_below;  // codes of zero, ~0 where there is none, and of -infinity
-    u32 code, mask;       // the first number's code where those of the others follow, else ~0
+    int steps;           // of the search in a bucket
+    int low_bits;        // of a key below its bucket's
+    u32 first, buckets;  // the number of the first bucket, and how many a sign has
+    const int* entries;  // of each bucket: the limits before it, and a shift; see place_of
+    const int* limits;   // sorted; a number's place is the count of limits that its key has reached
+    const int* codes;    // by place
+    const int* values;   // float32 bits by code
+    const int* numbers;  // float32 bits by place, and infinity
+    u32 least, most;     // keys of the first and of the last number
+    u32 zero, inf_below;  // codes of zero, ~0 if there is none, and of -infinity
+    u32 code, mask;       // the first number's code if those of the others follow, else ~0
     int shifted;          // whether entries have shifts
 };
 
@@ -47,7 +47,7 @@ struct TableDecoderOf {
     F scale;  // 2^-k
 };
 
-// 2^k, k from -127 on, where it is subnormal.
+// 2^k, k from -127 on, for which it is subnormal.
 CPD_FN F power_of(U k) {
     U field = k + 127u;
     return from_bits(less(lanes(0), field) ? field << 23 : lanes(0x400000u));
@@ -69,8 +69,8 @@ CPD_FN F decode_code(const Cast&, const TableDecoderOf<V>& d, U code) {
     return multiply(from_bits(gather(d.values, code & d.mask)), d.scale);
 }
 
-// The bits of a magnitude times 2^k, as if float32 had no least exponent, kept from 1 to the
-// largest number's; 0 for 0.
+// The bits of a magnitude times 2^k, as if float32 had no least exponent, limited to 1 .. those of
+// the largest number; 0 for 0.
 CPD_FN U scaled_magnitude(U a, U k) {
     I zero = equal(a, lanes(0)), subnormal = less(a, lanes(0x800000u)) & ~zero;
     if (any(subnormal)) a = subnormal ? bits_of(to_float(a)) - (149u << 23) : a;
@@ -80,8 +80,8 @@ CPD_FN U scaled_magnitude(U a, U k) {
     return zero ? lanes(0) : scaled;  // 2^-127 is 0 by now, too
 }
 
-// How many limits a key has reached: those before its bucket, then as many as its lower bits say
-// by the bucket's shift, then what a search finds behind these.
+// The number of limits that a key has reached: those before its bucket, then the number that its
+// lower bits give by the bucket's shift, then those that a search finds after them.
 CPD_FN U place_of(const Search& s, U magnitude, U key) {
     U least = lanes(s.first << s.low_bits), most = lanes(((s.first + s.buckets) << s.low_bits) - 1);
     U inside = larger(smaller(magnitude, most), least);
@@ -97,7 +97,7 @@ CPD_FN U place_of(const Search& s, U magnitude, U key) {
     return place;
 }
 
-// Whether x * 2^k goes from the number at its place to the next one, with this random number.
+// Whether x * 2^k is rounded up from the number at its place, with this random number.
 CPD_FN I rises(const Search& s, F x, U k, U place, U random) {
     W below = wide(from_bits(gather(s.numbers, place)));
     W gap = subtract(wide(from_bits(gather(s.numbers, place + 1u))), below);

@@ -7,10 +7,10 @@
 
 #include "cpd.h"
 
-#define CPD_TRIT_ROWS 30   // rows of which each byte holds digits of one lane
+#define CPD_TRIT_ROWS 30   // rows with bytes that each hold digits of one lane
 #define CPD_TRIT_TAIL 192  // where the bytes of the other two rows begin
 
-// Where the code of digit t of the last two rows lies in its word.
+// The place in its word of the code of digit t of the last two rows.
 CPD_FN int tail_shift(int t) { return t < CPD_LANES ? 28 : 30; }
 
 template <class T>
@@ -23,7 +23,7 @@ CPD_FN T code_of(T digit) {
     return digit + (digit >> 1);
 }
 
-// Digit by digit where lanes share a byte: words of rows 16..31.
+// Digit by digit, as lanes share a byte: words of rows 16..31.
 CPD_FN u32 tail_byte(const u32* words, int j) {
     u32 byte = 0;
     for (int t = 5 * j + 4; t >= 5 * j; --t) {
