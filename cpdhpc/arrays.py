@@ -131,7 +131,7 @@ def unpack(packed: Any, bits: int, n: int) -> Any:
     """
     _check_bits("unpack", bits)
     flat, restore = _flat("unpack", "packed", packed, ("uint8",))
-    check_integer("unpack: n", n)
+    check_integer("unpack", "n", n)
     if n < 0:
         raise ArgumentError("unpack", "n", n, "a number of codes, 0 or more, is allowed")
     if flat.size != packed_bytes(n, bits):
@@ -173,7 +173,7 @@ def pack_blocks(x: Any, fmt: str, rounding: Rounding = "nearest", *, seed: int =
     if not shape or shape[-1] % block:
         allowed = f"the last axis must be a multiple of {block}"
         raise ArgumentError("pack_blocks", "x.shape", shape, allowed)
-    check_key("pack_blocks: seed", seed)
+    check_key("pack_blocks", "seed", seed)
     ops, scale, key = backend_of(flat), None, random_key(seed)
 
     def room(size: int, dtype: type[np.generic] = np.uint8) -> Any:
@@ -249,7 +249,7 @@ def _cast(
         cast = Cast(parse_format(fmt), rounding, overflow, random_bits)
     except (TypeError, ValueError) as error:
         raise said_by(function, error) from None
-    check_integer(f"{function}: shift", shift)
+    check_integer(function, "shift", shift)
     low, high = cast.fmt.shift_min, cast.fmt.shift_max
     if not low <= shift <= high:
         allowed = f"{named(fmt)} allows {low}..{high}, where it is exact"
@@ -260,7 +260,7 @@ def _cast(
 def _encode(function: str, x: Any, cast: Cast, shift: int, seed: int) -> Any:
     """Encode a flat array, unless it holds values that the format would turn into other numbers."""
     fmt = cast.fmt
-    check_key(f"{function}: seed", seed)
+    check_key(function, "seed", seed)
     if not fmt.has_nan and bool((x != x).any()):
         raise ValueError(f"{function}: x holds NaN, and {fmt.name} has no code for it")
     if not fmt.carries_nonfinite and bool((abs(x) == np.inf).any()):
@@ -273,7 +273,7 @@ def _code_dtype(bits: int) -> type[np.unsignedinteger[Any]]:
 
 
 def _check_bits(function: str, bits: int) -> None:
-    check_integer(f"{function}: bits", bits)
+    check_integer(function, "bits", bits)
     if not 1 <= bits <= 32:
         raise ArgumentError(function, "bits", bits, "1..32 is allowed")
 

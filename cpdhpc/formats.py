@@ -457,7 +457,7 @@ class Cast:
                 why = "saturates by OCP's rule"
             allowed = f"{self.fmt.name} {why}: must be 'saturate', or left out"
             raise ArgumentError("Cast", "overflow", "inf", allowed)
-        check_integer("Cast: random_bits", self.random_bits)
+        check_integer("Cast", "random_bits", self.random_bits)
         most = RANDOM_BITS - (self.fmt.man if isinstance(self.fmt, FloatFormat) else 0)
         if not 0 <= self.random_bits <= (most if self.rounding == "stochastic" else 0):
             allowed = (

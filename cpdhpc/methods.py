@@ -117,34 +117,27 @@ def reason(said: object, value: object) -> str:
     return re.sub(rf"^([\w.]+: )?(\w+=)?{re.escape(repr(value))}: ", "", str(said))
 
 
-def _named(what: str) -> tuple[str, str]:
-    """Return FUNCTION and ARGUMENT of "FUNCTION: ARGUMENT"."""
-    function, _, argument = what.partition(": ")
-    return function, argument
-
-
-def check_integer(what: str, value: object) -> None:
-    """Raise TypeError unless value is an integer; what: "FUNCTION: ARGUMENT"."""
+def check_integer(function: str, argument: str, value: object) -> None:
+    """Raise TypeError unless value, an argument of a function, is an integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ArgumentTypeError(*_named(what), value, "must be an integer")
+        raise ArgumentTypeError(function, argument, value, "must be an integer")
 
 
-def check_whole(what: str, value: object, least: int, below: int = 2**63) -> None:
-    """Raise TypeError unless value is an integer, ValueError unless it is least .. below - 1.
-
-    what: "FUNCTION: ARGUMENT", which messages begin with
-    """
-    check_integer(what, value)
+def check_whole(
+    function: str, argument: str, value: object, least: int, below: int = 2**63
+) -> None:
+    """Raise TypeError unless value is an integer, ValueError unless it is least .. below - 1."""
+    check_integer(function, argument, value)
     if value < least:  # type: ignore[operator]
-        raise ArgumentError(*_named(what), value, f"must be {least} or more", str(value))
+        raise ArgumentError(function, argument, value, f"must be {least} or more", str(value))
     if value >= below:  # type: ignore[operator]
-        raise ArgumentError(*_named(what), value, f"must be below {below}", str(value))
+        raise ArgumentError(function, argument, value, f"must be below {below}", str(value))
 
 
-def check_bool(what: str, value: object) -> None:
-    """Raise TypeError unless value is True or False; what: "FUNCTION: ARGUMENT"."""
+def check_bool(function: str, argument: str, value: object) -> None:
+    """Raise TypeError unless value, an argument of a function, is True or False."""
     if not isinstance(value, bool):
-        raise ArgumentTypeError(*_named(what), value, "must be True or False")
+        raise ArgumentTypeError(function, argument, value, "must be True or False")
 
 
 def said_by(function: str, error: Exception, words: str | None = None) -> Exception:

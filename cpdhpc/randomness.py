@@ -9,12 +9,9 @@ Key = tuple[int, int]
 _MASK = (1 << 64) - 1
 
 
-def check_key(what: str, value: object) -> None:
-    """Raise TypeError or ValueError unless value has 64 bits, signed or not, as keys require.
-
-    what: "FUNCTION: ARGUMENT"
-    """
-    check_whole(what, value, -(1 << 63), 1 << 64)
+def check_key(function: str, argument: str, value: object) -> None:
+    """Raise TypeError or ValueError unless value has 64 bits, signed or not, as keys require."""
+    check_whole(function, argument, value, -(1 << 63), 1 << 64)
 
 
 def random_key(seed: int, *path: int) -> Key:
@@ -26,7 +23,7 @@ def random_key(seed: int, *path: int) -> Key:
     """
     state = 0
     for part in (seed, *path):
-        check_integer("random_key: seed", part)
+        check_integer("random_key", "seed", part)
         state = (state + (int(part) & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK

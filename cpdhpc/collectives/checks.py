@@ -165,7 +165,7 @@ def check_shifts(shifts: object, segments: Sequence[Segment], fmt: Format | None
         if not isinstance(each, Sequence | np.ndarray) or len(each) != len(segments):
             raise ValueError(f"{what} two lists of {len(segments)} integers, one per segment")
         for k in each:
-            check_integer("allreduce: shifts: K", k)
+            check_integer("allreduce", "shifts: K", k)
             if not fmt.shift_min <= k <= fmt.shift_max:
                 raise ValueError(f"{what} from {fmt.shift_min} to {fmt.shift_max}")
 
@@ -210,7 +210,7 @@ def check_simulated(xs: object) -> None:
 
 def check_run(every: object, error: object) -> None:
     """Raise TypeError unless these are a bool and an error, or none."""
-    check_bool("allreduce: every", every)
+    check_bool("allreduce", "every", every)
     if not isinstance(error, Exception | None):
         raise TypeError(f"allreduce: error={error!r}: must be an Exception or None")
 
@@ -249,7 +249,7 @@ def check_world(method: Method, world: Ranks) -> None:
 def iteration_error(iteration: object, name: str = "allreduce") -> Exception | None:
     """Return the error of an iteration, or None; name: of the call."""
     try:
-        check_key(f"{name}: iteration", iteration)
+        check_key(name, "iteration", iteration)
     except (TypeError, ValueError) as error:
         return error
     return None

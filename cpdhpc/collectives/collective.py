@@ -125,7 +125,7 @@ class Collective(Method):
             raise said_by(self.collective, error) from None
 
     def _check_own(self) -> None:
-        check_whole("allreduce: root", self.root, 0)
+        check_whole("allreduce", "root", self.root, 0)
         object.__setattr__(self, "root", int(self.root))
         known = (*COLLECTIVES[self.collective], MPI_ALLREDUCE, USUAL)
         if self.algorithm not in known:
@@ -834,7 +834,7 @@ def checked_counts(name: str, counts: Any, ranks: int) -> tuple[int, ...]:
     if len(counts) != ranks:
         raise ValueError(f"allreduce: {name}={counts!r}: must be {ranks}, one per rank")
     for each in counts:
-        check_whole(f"allreduce: {name}", each, 0)
+        check_whole("allreduce", name, each, 0)
     return tuple(map(int, counts))
 
 

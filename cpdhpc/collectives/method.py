@@ -318,8 +318,8 @@ class Method:
             value = getattr(self, name)
             if not isinstance(value, str) and not (name in UNSAID and value is None):
                 raise TypeError(f"allreduce: {name}={value!r}: must be a string")
-        check_key("allreduce: seed", self.seed)
-        check_integer("allreduce: random_bits", self.random_bits)
+        check_key("allreduce", "seed", self.seed)
+        check_integer("allreduce", "random_bits", self.random_bits)
         object.__setattr__(self, "seed", int(self.seed))  # NumPy's integers compare equal
         if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
             object.__setattr__(self, "machine", as_machine(self.machine))

@@ -766,9 +766,9 @@ def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
     try:
         sides = list(shape) if isinstance(shape, Iterable) else [shape]
         for side in sides:
-            check_whole("empty_shared: shape", side, 0)
+            check_whole("empty_shared", "shape", side, 0)
         size_bytes = math.prod(map(int, sides), start=array.itemsize)
-        check_whole("empty_shared: bytes of the array", size_bytes, 0)
+        check_whole("empty_shared", "bytes of the array", size_bytes, 0)
         taken = np.empty(size_bytes, np.uint8) if shared is None else shared.take(size_bytes)
         found = taken if shared is None else shared.lent(lease, taken)
         array = found.view(np.float32).reshape(sides)

@@ -53,10 +53,10 @@ class Products:
             raise ArgumentError(
                 "Products", "order", self.order, suggest(self.order, get_args(Order))
             )
-        check_integer("Products: chunk", self.chunk)
+        check_integer("Products", "chunk", self.chunk)
         kahan: object = self.kahan
         if not isinstance(kahan, bool):
-            check_integer("Products: kahan", kahan)
+            check_integer("Products", "kahan", kahan)
         if self.chunk < 0:
             raise ArgumentError("Products", "chunk", self.chunk, "should be 0 or more")
         if self.order == "pairwise" and (self.chunk or self.kahan):

@@ -39,8 +39,8 @@ def check_options(name: str, model: object, seed: object, overlap: object) -> No
     """Raise TypeError or ValueError unless these are a module, an integer of 63 bits and a bool."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"{name}: model is {type(model).__name__}: must be a torch.nn.Module")
-    check_whole(f"{name}: seed", seed, 0)
-    check_bool(f"{name}: overlap", overlap)
+    check_whole(name, "seed", seed, 0)
+    check_bool(name, "overlap", overlap)
 
 
 def aggregator_of(function: str, given: str | Aggregator, options: dict[str, Any]) -> Aggregator:

@@ -36,15 +36,15 @@ def world_error(
 ) -> Exception | None:
     """Return the error in the arguments of a World, or None; most: the limit of virtual ranks."""
     try:
-        check_whole("World: virtual_ranks", virtual_ranks, 1)
+        check_whole("World", "virtual_ranks", virtual_ranks, 1)
         if virtual_ranks > most:
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         if not isinstance(timeout_s, int | float | np.number) or isinstance(timeout_s, bool):
             raise TypeError(f"World: timeout_s={timeout_s!r}: must be a number")
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
-        check_bool("World: gpu_direct", gpu_direct)
-        check_bool("World: share_memory", share_memory)
+        check_bool("World", "gpu_direct", gpu_direct)
+        check_bool("World", "share_memory", share_memory)
     except (TypeError, ValueError) as error:
         return error
     return None

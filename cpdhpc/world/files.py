@@ -118,7 +118,7 @@ def check_box(
     """Raise TypeError or ValueError unless these are valid arguments of Ranks.write_box."""
     if not isinstance(path, str | Path):
         raise TypeError(f"write_box: path={path!r}: must be a Path")
-    check_whole("write_box: offset", offset, 0)
+    check_whole("write_box", "offset", offset, 0)
     if not isinstance(box, np.ndarray) or not box.flags.c_contiguous:
         raise TypeError(f"write_box: box is {type(box).__name__}: must be a C-contiguous array")
     for first, size, whole in zip(start, box.shape, shape, strict=True):

@@ -39,7 +39,7 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     """
     if not isinstance(world, Ranks):
         raise TypeError(f"use_gpu: world is {type(world).__name__}: must be a World")
-    world.agreed(lambda: check_bool("use_gpu: oversubscribe", oversubscribe), told=TypeError)
+    world.agreed(lambda: check_bool("use_gpu", "oversubscribe", oversubscribe), told=TypeError)
     number, address = use_own_gpu(world, with_torch=True)
     lacks = "has no CuPy: pip install 'cpdhpc[gpu]'" if find_spec("cupy") is None else "sees no GPU"
     if address:

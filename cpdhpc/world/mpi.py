@@ -455,7 +455,9 @@ class World(Ranks):
 
         Raises ValueError on all processes for a negative group.
         """
-        self.agreed(lambda: check_whole("World.split: group", group, 0, 2**31), "split", Exception)
+        self.agreed(
+            lambda: check_whole("World.split", "group", group, 0, 2**31), "split", Exception
+        )
         part = self._comm.Split(group, self.process)
         world = self._like(part)
         world.shares_gpus = self.shares_gpus

@@ -168,7 +168,7 @@ class Ranks(ABC):
     board: Any = None
 
     def __init__(self, process: int, processes: int, virtual_ranks: int) -> None:
-        check_whole("World: virtual_ranks", virtual_ranks, 1)
+        check_whole("World", "virtual_ranks", virtual_ranks, 1)
         self.process, self.processes, self.virtual_ranks = process, processes, virtual_ranks
         self.ranks = self.size = processes * virtual_ranks
         self.nodes: tuple[int, ...] = (0,) * self.ranks
@@ -428,7 +428,7 @@ def check_process_list(processes: object, count: int) -> None:
     if not isinstance(processes, Sequence) or isinstance(processes, str):
         raise TypeError(f"World.part: processes={processes!r}: must be a list or range")
     for process in processes:
-        check_whole("World.part: process", process, 0, count)
+        check_whole("World.part", "process", process, 0, count)
     if not 0 < len(processes) == len(set(processes)):
         raise ValueError(f"World.part: processes={list(processes)}: must be some, each once")
 
@@ -461,7 +461,7 @@ class Loopback(Ranks):
 
     def split(self, group: int) -> Loopback:
         """Return a world of the same number of ranks in this process."""
-        check_whole("World.split: group", group, 0, 2**31)
+        check_whole("World.split", "group", group, 0, 2**31)
         return Loopback(self.virtual_ranks, nodes=self.nodes)
 
     def free(self) -> None:

@@ -150,7 +150,7 @@ def set_wires(
     error: Exception | None = None
     choices = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
     try:
-        check_whole("set_wires: from_bytes", from_bytes, 0)
+        check_whole("set_wires", "from_bytes", from_bytes, 0)
         methods = {n: method_of(n, choice) for n, choice in choices.items() if choice is not None}
     except (TypeError, ValueError) as wrong:
         error = wrong
