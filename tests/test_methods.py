@@ -13,6 +13,7 @@ import pytest
 import torch
 from every import every
 from pydantic import Field, TypeAdapter
+from training import small_job
 
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -471,46 +472,6 @@ def test_bits_of_a_value(method: Aggregator) -> None:
     assert (world.bytes_sent * 8 / copies / bucket.size).max() <= BITS[method]
 
 
-@every(
-    ("method", "options"),
-    [
-        ("lowbit", {"rounding": "stochastic", "error_feedback": True}),
-        ("flexpoint", {"wire": "e4m3"}),
-        ("flexpoint", {"history": 0}),
-        ("terngrad", {"clip": -1}),
-        ("terngrad", {"algorithm": "mpi"}),
-        ("qsgd", {"levels": 0}),
-        ("powersgd", {"rank": 0}),
-        ("powersgd", {"wire": "e4m9x"}),
-        ("onebit", {"wire": "raw"}),
-    ],
-)
-def test_wrong_options(method: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        TypeAdapter(COMPRESSORS[method]).validate_python(options)
-
-
-@every(
-    ("method", "options", "says"),
-    [
-        ("powersgd", {"rank": 0}, "powersgd: rank=0: should be greater"),
-        ("qsgd", {"levels": 10**6}, "qsgd: levels=1000000: should be less"),
-        ("gradientflow", {"density": 1.5}, "density=1.5: should be less"),
-        ("onebit", {"algorithm": "x"}, "algorithm='x'"),
-        ("powersgd", {"rank": True}, "powersgd: rank=true: should be a valid integer"),
-        ("topk", {"density": "0.1"}, "topk: density='0.1': should be a valid number"),
-        ("topk", {"density": math.nan}, "topk: density=nan: should be a finite number"),
-        ("qsgd", {"levels": "4"}, "qsgd: levels='4': should be a valid integer"),
-        ("powersgd", {"rnak": 2}, "unknown key rnak: did you mean rank"),
-    ],
-)
-def test_options_in_python_are_judged_as_those_of_job_files(
-    method: str, options: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        GradientReducer(torch.nn.Linear(3, 2), Loopback(), method, **options)
-
-
 @dataclass(frozen=True)
 class Yours(NoCompression):
     half: Annotated[float, Field(ge=0, le=0.5)] = 0.5
@@ -531,40 +492,72 @@ def test_objects_with_allowed_options_are_taken_as_they_are(method: Aggregator) 
     assert reducer.aggregator is method
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "says"),
-    [
-        (Qsgd, {"levels": 0}, "levels=0: should be greater than or equal to 1"),
-        (Qsgd, {"bucket_values": 0.5}, "bucket_values=0.5: should be a valid integer"),
-        (PowerSgd, {"rank": 0}, "rank=0: should be greater than or equal to 1"),
-        (Strom, {"tau": 0.0}, "tau=0.0: should be greater"),
-        (TernGrad, {"clip": -1.0}, "clip=-1.0: should be greater than or equal to 0"),
-        (OneBit, {"error_feedback": 1}, "error_feedback=1: should be a valid boolean"),
-        (AdaComp, {"scale": 0.5}, "scale=0.5: should be greater than or equal to 1"),
-        (ScaleCom, {"rates": {"w": 0}}, "rates.w=0: should be greater than or equal to 1"),
-        (TopK, {"density": -1.0}, "density=-1.0: should be greater than 0"),
-        (TopK, {"density": 2}, "density=2: should be less than or equal to 1"),
-        (TopK, {"density": math.nan}, "density=nan: should be a finite number"),
-        (TopK, {"within": "world"}, "within='world': should be 'layer' or 'bucket'"),
-        (Yours, {"half": 1.0}, "half=1.0: should be less than or equal to 0.5"),
-        (Yours, {"half": "0.1"}, "half='0.1': should be a valid number"),
-    ],
-    ids=str,
-)
-def test_objects_are_judged_as_names_with_options_are(
-    kind: type[Aggregator], options: dict[str, Any], says: str
-) -> None:
-    """When they are made, so that none averages anything; a copy with another value, too."""
-    ((key, value),) = options.items()
-    for make in (lambda: kind(**options), lambda: replace(kind(), **{key: value})):
+WRONG = [
+    (
+        "lowbit",
+        {"rounding": "stochastic", "error_feedback": True},
+        "rounding='stochastic': error_",
+    ),
+    ("flexpoint", {"wire": "e4m3"}, "wire='e4m3': known are int2 .. int16"),
+    ("flexpoint", {"history": 0}, "history=0: should be greater than or equal to 1"),
+    ("terngrad", {"clip": -1.0}, "clip=-1.0: should be greater than or equal to 0"),
+    ("terngrad", {"algorithm": "mpi"}, "algorithm='mpi': wire='ternary': must be 'raw'"),
+    ("qsgd", {"levels": 0}, "levels=0: should be greater than or equal to 1"),
+    ("qsgd", {"levels": 10**6}, "levels=1000000: should be less than 32768"),
+    ("qsgd", {"levels": "4"}, "levels='4': should be a valid integer"),
+    ("qsgd", {"bucket_values": 0.5}, "bucket_values=0.5: should be a valid integer"),
+    ("powersgd", {"rank": 0}, "rank=0: should be greater than or equal to 1"),
+    ("powersgd", {"rank": True}, "rank=true: should be a valid integer"),
+    ("powersgd", {"wire": "e4m9x"}, "wire='e4m9x': known are eXmY"),
+    ("powersgd", {"rnak": 2}, "unknown key rnak: did you mean rank"),
+    ("onebit", {"algorithm": "x"}, "algorithm='x': known are"),
+    ("onebit", {"error_feedback": 1}, "error_feedback=1: should be a valid boolean"),
+    ("onebit", {"wire": "raw"}, "unknown key wire: known are"),
+    ("gradientflow", {"density": 1.5}, "density=1.5: should be less than or equal to 1"),
+    ("strom", {"tau": 0.0}, "tau=0.0: should be greater"),
+    ("strom", {"tau": math.inf}, "tau=inf: should be a finite number"),
+    ("strom", {"wire": "raw"}, "unknown key wire: known are"),
+    ("adacomp", {"scale": 0.5}, "scale=0.5: should be greater than or equal to 1"),
+    ("scalecom", {"rates": {"w": 0}}, "rates.w=0: should be greater than or equal to 1"),
+    ("topk", {"density": 0.0}, "density=0.0: should be greater than 0"),
+    ("topk", {"density": 2}, "density=2: should be less than or equal to 1"),
+    ("topk", {"density": "0.1"}, "density='0.1': should be a valid number"),
+    ("topk", {"density": math.nan}, "density=nan: should be a finite number"),
+    ("topk", {"wire": "e9m1"}, "wire='e9m1': exp=9, man=1: exp is 1..8"),
+    ("topk", {"within": "world"}, "within='world': should be 'layer' or 'bucket'"),
+    ("dgc", {"warmup": [0.1, 2.0]}, "warmup.1=2.0: should be less than or equal to 1"),
+    ("dgc", {"clip_norm": -1.0}, "clip_norm=-1.0: should be greater than or equal to 0"),
+    ("randomk", {"algorithm": "rign"}, "algorithm='rign': did you mean ring"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "says"), WRONG, ids=str)
+def test_wrong_options(name: str, options: dict[str, Any], says: str) -> None:
+    """The same error from a reducer, a job file of one line, and an object when it is made."""
+    kind: Any = COMPRESSORS[name]
+    of_job = f"gradient.{says}" if "=" in says else says.replace("key ", "key gradient.")
+    ways = [
+        (lambda: GradientReducer(torch.nn.Linear(3, 2), Loopback(), name, **options),
+         f"GradientReducer: {name}: {says}"),
+        (lambda: small_job(gradient={"aggregator": name, **options}), f"test: {of_job}"),
+    ]  # fmt: skip
+    if "=" in says:  # else Python refuses the argument
+        start = f"{kind.__name__}: {says}"
+        ways += [(lambda: kind(**options), start), (lambda: replace(kind(), **options), start)]
+    for make, start in ways:
         with pytest.raises(ValueError) as caught:
             make()
-        assert str(caught.value).startswith(f"{kind.__name__}: {says}")
-    name = next((name for name, row in COMPRESSORS.items() if row is kind), None)
-    if name is not None:
-        with pytest.raises(ValueError) as caught:
-            GradientReducer(torch.nn.Linear(2, 2), Loopback(), name, **options)
-        assert str(caught.value).startswith(f"GradientReducer: {name}: {says}")
+        text = str(caught.value)
+        assert text.replace("allreduce", kind.__name__).startswith(start) and "\n" not in text
+    with pytest.raises(ValueError, match=next(iter(options))):
+        TypeAdapter(kind).validate_python(options)
+
+
+@every(("half", "says"), [(1.0, "1.0: should be less"), ("0.1", "'0.1': should be a valid number")])
+def test_objects_of_your_classes_are_judged(half: Any, says: str) -> None:
+    for make in (lambda: Yours(half=half), lambda: replace(Yours(), half=half)):
+        with pytest.raises(ValueError, match=f"^Yours: half={says}"):
+            make()
 
 
 def test_states_of_other_methods_and_models_are_refused() -> None:

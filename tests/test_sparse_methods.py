@@ -315,25 +315,6 @@ def test_what_is_not_finite_is_told_and_nothing_is_kept(name: str, case: str) ->
     assert memories(runs) == before
 
 
-@every(
-    ("options", "says"),
-    [
-        ({"aggregator": "topk", "density": 0.0}, "gradient.density=0.0: should be greater than 0"),
-        ({"aggregator": "dgc", "warmup": [0.1, 2.0]}, r"gradient.warmup.1=2.0: should be less"),
-        ({"aggregator": "topk", "wire": "e9m1"}, "exp=9, man=1: exp is 1..8"),
-        ({"aggregator": "topk", "within": "model"}, "gradient.within='model': should be 'layer'"),
-        ({"aggregator": "randomk", "algorithm": "rign"}, "algorithm='rign': did you mean ring"),
-        ({"aggregator": "strom", "tau": float("inf")}, "gradient.tau=inf: should be a finite"),
-        ({"aggregator": "strom", "wire": "raw"}, "unknown key gradient.wire"),
-        ({"aggregator": "dgc", "clip_norm": -1.0}, "gradient.clip_norm=-1.0: should be greater"),
-    ],
-)
-def test_wrong_options_are_one_line(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        small_job(gradient=options)
-    assert "\n" not in str(caught.value)
-
-
 MOMENTUM = [{"aggregator": "dgc"}, {"aggregator": "powersgd", "momentum": 0.5}]
 
 
