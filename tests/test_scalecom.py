@@ -28,11 +28,11 @@ def by_hand(x: Array, rate: int, per_chunk: int) -> list[int]:
 
 @pytest.mark.parametrize("per_chunk", [1, 3])
 def test_the_ranks_lead_by_turns_and_the_memory_is_filtered(per_chunk: int) -> None:
-    """Integers and halves, so that all is exact; many values are equal, last chunks are short."""
+    """Integers and quarters, so that all is exact; many values are equal, last chunks are short."""
     sizes, rates = {"a": 301, "b": 60, "c": 90, "d": 803}, {"a": 7, "b": 2, "c": 25, "d": 400}
     bucket = Bucket((*sizes, "bias"), (*((n, 1) for n in sizes.values()), (5,)))
     costs = {"c": 196.0, "d": 127.9}
-    method = ScaleCom(rate=7, per_chunk=per_chunk, rates={"b": 2}, costs=costs, beta=0.5)
+    method = ScaleCom(rate=7, per_chunk=per_chunk, rates={"b": 2}, costs=costs, beta=0.25)
     world, rng = Loopback(RANKS), np.random.default_rng(0)
     state, kept = State(world.hosted, RANKS), np.zeros((RANKS, bucket.size), np.float32)
     for iteration in range(6, 11):
@@ -47,7 +47,7 @@ def test_the_ranks_lead_by_turns_and_the_memory_is_filtered(per_chunk: int) -> N
                 expected[start:stop] = 0
                 expected[chosen] = waiting[:, chosen].mean(axis=0)
                 waiting[:, chosen] = 0  # now g - c, and what was in the memory
-                kept[:, start:stop] += (waiting - kept)[:, start:stop] / 2
+                kept[:, start:stop] += (waiting - kept)[:, start:stop] / 4
                 own = np.stack(state.own(name, "residual", (stop - start,)))
                 assert np.array_equal(own, kept[:, start:stop])
         assert np.array_equal(found.flat, expected)
