@@ -599,12 +599,7 @@ class Collective(Method):
             self._raise_nonfinite(world, xs)
 
     def _run_programs(
-        self,
-        world: Ranks,
-        arrays: Arrays,
-        blocks: Blocks,
-        shifts: Shifts,
-        iteration: int,
+        self, world: Ranks, arrays: Arrays, blocks: Blocks, shifts: Shifts, iteration: int
     ) -> int:
         """Run the programs of the hosted ranks; count non-finite values that they write."""
         xs, outs = arrays.xs, arrays.outs

@@ -350,10 +350,7 @@ Part = tuple[int | None, Sequence[int]]  # of a message: the other rank, and the
 
 
 def _hop(
-    kind: Kind,
-    following: Sequence[Part],
-    previous: Sequence[Part],
-    terms: Sequence[int],
+    kind: Kind, following: Sequence[Part], previous: Sequence[Part], terms: Sequence[int]
 ) -> Iterator[Step]:
     """Yield one hop: a message for each rank on either side, several if nodes differ in size.
 

@@ -59,7 +59,6 @@ class AdaComp(SparseMessages):
     scale: Annotated[float, Allowed(ge=1, le=1000)] = 2.0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = self._layers(gradients, bucket, context)
         bins = self._bins(layers.coded)
         waiting, leaders = self._leaders(layers, bins)

@@ -144,11 +144,7 @@ class Aggregator(metaclass=Checked):
     align: ClassVar[int] = 1  # layers start on multiples of this many values
     columns: ClassVar[Mapping[str, Column]] = {}  # figures of each layer in the record
     stateless: ClassVar[bool] = False  # keeps nothing by default, as stages of a network need
-    __pydantic_config__: ClassVar[Any] = {
-        "extra": "forbid",
-        "strict": True,
-        "allow_inf_nan": False,
-    }
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

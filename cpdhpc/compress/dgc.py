@@ -39,7 +39,6 @@ class Dgc(LargestValues):
 
     @property
     def has_momentum(self) -> bool:
-        """See Aggregator.has_momentum."""
         return self.momentum > 0
 
     @property
@@ -48,7 +47,6 @@ class Dgc(LargestValues):
         return 0.7
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = coded_layers(self, gradients, bucket, context, is_dense=False)
         layers = replace(layers, gradients=[self._clipped(x, bucket, context) for x in gradients])
         waiting, momenta, chosen = layers.largest_waiting(

@@ -67,7 +67,6 @@ class Flexpoint(Aggregator):
         return configured(Allreduce, wire=self.wire, algorithm=self.algorithm, op="mean")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
 
         def never() -> Array:
             return np.full(self.history, NEVER)

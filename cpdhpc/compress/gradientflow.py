@@ -12,15 +12,7 @@ from ..collectives.checks import is_finite
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, on_gpu, placed
 from ..options import Allowed
-from .base import (
-    RESIDUAL,
-    Array,
-    Column,
-    Context,
-    DenseMessages,
-    Mean,
-    checked_mean,
-)
+from .base import RESIDUAL, Array, Column, Context, DenseMessages, Mean, checked_mean
 from .bucket import Bucket
 from .memory import clear_mean, keep, with_residuals
 from .sparse import Epochs
@@ -53,11 +45,9 @@ class GradientFlow(DenseMessages):
 
     @property
     def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
         return self.density < 1
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, clear_mean(context, bucket, gradients[0])
         waiting = with_residuals(self, gradients, bucket, context)
         spans = self._chosen(waiting, context)

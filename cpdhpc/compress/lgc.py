@@ -17,15 +17,7 @@ from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
 from ..options import Allowed
 from ..world.ranks import Ranks
-from .base import (
-    Array,
-    Column,
-    Context,
-    DenseMessages,
-    Layers,
-    Mean,
-    check_known,
-)
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
 from .sparse import Density, SparseLayers, SparseMessages, coded_layers, count_of, largest
@@ -84,7 +76,6 @@ class Lgc(DenseMessages):
 
     @property
     def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
         return self.density < 1
 
     @property
@@ -93,12 +84,10 @@ class Lgc(DenseMessages):
         return 0.7
 
     def check_layers(self, names: Collection[str]) -> None:
-        """See Aggregator.check_layers."""
         check_known("Lgc.exclude", self.exclude, names)
         check_known("Lgc.plain", self.plain, names)
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         is_dense = context.iteration < self.dense_steps
         layers = coded_layers(self, gradients, bucket, context, is_dense)
         if not layers.coded.size:

@@ -172,12 +172,10 @@ class LowBit(Aggregator):
 
     @property
     def compares(self) -> bool:
-        """See Aggregator.compares."""
         own = type(self).aggregate is LowBit.aggregate
         return own and not self.layers and not self.error_feedback
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         groups = self._groups(bucket)
         if len(groups) == 1:
             return self._mean(next(iter(groups)), gradients, bucket, context, context.outs)

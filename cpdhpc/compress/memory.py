@@ -7,16 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ..ops import backend_of, on_gpu
-from .base import (
-    RESIDUAL,
-    Aggregator,
-    Array,
-    Context,
-    as_float,
-    check_place,
-    shared_largest,
-    zeros,
-)
+from .base import RESIDUAL, Aggregator, Array, Context, as_float, check_place, shared_largest, zeros
 from .bucket import Bucket
 
 

@@ -10,15 +10,7 @@ from typing import ClassVar, Literal
 from ..collectives.allreduce import Allreduce
 from ..collectives.method import Machine, configured
 from ..methods import USUAL
-from .base import (
-    LOSSES,
-    Aggregator,
-    Array,
-    Column,
-    Context,
-    Mean,
-    machine_of_auto,
-)
+from .base import LOSSES, Aggregator, Array, Column, Context, Mean, machine_of_auto
 from .bucket import Bucket
 
 
@@ -55,11 +47,9 @@ class NoCompression(Aggregator):
 
     @property
     def compares(self) -> bool:
-        """See Aggregator.compares."""
         return type(self).aggregate is NoCompression.aggregate
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         reduced = self._allreduce.run(
             context.world,
             gradients,

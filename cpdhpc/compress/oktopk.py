@@ -73,7 +73,6 @@ class OkTopk(SparseMessages):
         packed_wire(self.wire, "allreduce")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = self._layers(gradients, bucket, context)
         coded, size = layers.coded, layers.coded.size
         if not size:
@@ -91,12 +90,7 @@ class OkTopk(SparseMessages):
 
     @np.errstate(over="ignore", invalid="ignore")  # layers.mean checks the sums
     def _summed(
-        self,
-        waiting: list[Array],
-        chosen: list[Pairs],
-        k: int,
-        layer: str,
-        context: Context,
+        self, waiting: list[Array], chosen: list[Pairs], k: int, layer: str, context: Context
     ) -> Pairs:
         """Return about the k largest sums over ranks, and subtract them from waiting. Collective.
 

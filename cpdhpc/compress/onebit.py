@@ -54,11 +54,9 @@ class OneBit(Aggregator):
 
     @property
     def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
         return self.error_feedback
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, empty_mean(context, bucket, gradients[0])
         check_place(self, world, gradients)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]

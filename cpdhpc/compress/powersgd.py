@@ -57,11 +57,9 @@ class PowerSgd(DenseMessages):
 
     @property
     def has_momentum(self) -> bool:
-        """See Aggregator.has_momentum."""
         return self.momentum > 0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         check_place(self, context.world, gradients)
         layers = self._layers(bucket)
         summed = self._with_memory(layers, gradients, bucket, context)

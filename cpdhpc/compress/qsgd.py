@@ -15,15 +15,7 @@ from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import Exact
 from ..options import Allowed
 from ..world.ranks import Ranks
-from .base import (
-    Aggregator,
-    Array,
-    Context,
-    Mean,
-    check_place,
-    checked_mean,
-    shared_largest,
-)
+from .base import Aggregator, Array, Context, Mean, check_place, checked_mean, shared_largest
 from .bucket import Bucket
 from .memory import empty_mean
 
@@ -54,7 +46,6 @@ class Qsgd(Aggregator):
         )
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         world, n, wire = context.world, bucket.size, self._wire()
         starts = np.arange(0, n, self.bucket_values)
         check_place(self, world, gradients, starts.size)

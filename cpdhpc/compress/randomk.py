@@ -50,7 +50,6 @@ class RandomK(DenseMessages):
 
     @property
     def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
         return self.error_feedback and self.density < 1
 
     @property
@@ -59,11 +58,9 @@ class RandomK(DenseMessages):
         return 0.0
 
     def check_layers(self, names: Collection[str]) -> None:
-        """See Aggregator.check_layers."""
         check_known("RandomK.exclude", self.exclude, names)
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         is_dense = context.epoch < self.dense_epochs
         layers = coded_layers(self, gradients, bucket, context, is_dense)
         density, kernels = (

@@ -12,16 +12,7 @@ from ..collectives.sparse import broadcast
 from ..ops import backend_of, placed, to_host
 from ..ops.common import MAGNITUDE
 from ..options import Allowed
-from .base import (
-    Array,
-    Column,
-    Context,
-    DenseMessages,
-    Layers,
-    Mean,
-    blocks,
-    check_known,
-)
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known
 from .bucket import Bucket
 from .sparse import Epochs, SparseMessages, coded_layers
 
@@ -75,7 +66,6 @@ class ScaleCom(DenseMessages):
 
     @property
     def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
         return True
 
     @property
@@ -84,12 +74,10 @@ class ScaleCom(DenseMessages):
         return 0.0
 
     def check_layers(self, names: Collection[str]) -> None:
-        """See Aggregator.check_layers."""
         for option in ("exclude", "rates", "costs"):
             check_known(f"ScaleCom.{option}", getattr(self, option), names)
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         is_dense = context.epoch < self.dense_epochs
         layers = coded_layers(self, gradients, bucket, context, is_dense)
         coded, waiting = layers.coded, layers.with_residuals()

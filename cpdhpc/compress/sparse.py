@@ -64,7 +64,6 @@ class SparseMessages(Aggregator):
 
     @property
     def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
         return True
 
     def _layers(self, gradients: Sequence[Array], bucket: Bucket, context: Context) -> SparseLayers:
@@ -76,7 +75,6 @@ class SparseMessages(Aggregator):
         configured(Allreduce, wire="raw", algorithm=self.algorithm, op="mean")
 
     def check_layers(self, names: Collection[str]) -> None:
-        """See Aggregator.check_layers."""
         check_known(f"{type(self).__name__}.exclude", self.exclude, names)
 
 
@@ -382,10 +380,7 @@ class SparseLayers:
         return Mean.finite(flat, self.shares(shares))
 
     def exchange(
-        self,
-        payloads: Sequence[Array],
-        decode: Callable[[Array], Pairs],
-        waiting: Sequence[Array],
+        self, payloads: Sequence[Array], decode: Callable[[Array], Pairs], waiting: Sequence[Array]
     ) -> Sent:
         """Send payloads to all ranks, and subtract the values that were sent. Collective.
 

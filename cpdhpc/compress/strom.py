@@ -40,7 +40,6 @@ class Strom(SparseMessages):
     times_rms: Annotated[float, Allowed(gt=0, le=1e6)] = 4.0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = self._layers(gradients, bucket, context)
         coded = layers.coded
         squares = self._squares(layers, gradients, context) if self.tau is None else {}

@@ -77,11 +77,9 @@ class TernGrad(Aggregator):
         )
 
     def check_layers(self, names: Collection[str]) -> None:
-        """See Aggregator.check_layers."""
         check_known("TernGrad.exclude", self.exclude, names)
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         world, ends = context.world, self._ends(bucket)
         check_place(self, world, gradients, ends.size)
         limits = [self._limits(gradient, bucket) for gradient in gradients]
@@ -141,12 +139,7 @@ class TernGrad(Aggregator):
         return np.repeat(each, counts)
 
     def _scalers(
-        self,
-        gradients: list[Array],
-        limits: list[Array],
-        ends: Array,
-        bucket: Bucket,
-        world: Ranks,
+        self, gradients: list[Array], limits: list[Array], ends: Array, bucket: Bucket, world: Ranks
     ) -> list[Array]:
         """Return the largest values of each hosted rank, or of all ranks. Collective."""
         is_out = self._of_runs(np.array([n in self.exclude for n in bucket.names]), bucket)

@@ -24,11 +24,9 @@ class TopK(LargestValues):
 
     @property
     def holds_back(self) -> bool:
-        """See Aggregator.holds_back."""
         return self.error_feedback and self.density < 1
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
         layers, density = self._layers(gradients, bucket, context), self._density(context)
         if self.error_feedback:
             waiting, _, chosen = layers.largest_waiting(density, self.within)

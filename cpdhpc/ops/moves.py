@@ -143,13 +143,7 @@ def recall(base: int, offset: int) -> Row:
 
 
 def _box(
-    op: int,
-    kind: int,
-    value: int,
-    shape: Sequence[int],
-    itemsize: int,
-    source: Side,
-    target: Side,
+    op: int, kind: int, value: int, shape: Sequence[int], itemsize: int, source: Side, target: Side
 ) -> list[Row]:
     """Return rows of at most LOOPS loops; further axes are unrolled."""
     if 0 in shape:

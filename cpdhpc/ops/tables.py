@@ -161,12 +161,7 @@ def _buckets(limits: Array, least: int, most: int, shifted: bool) -> tuple[int, 
 
 
 def _shifts(
-    limits: Array,
-    begin: Array,
-    starts: Array,
-    low_bits: int,
-    first: int,
-    tries: tuple[int, ...],
+    limits: Array, begin: Array, starts: Array, low_bits: int, first: int, tries: tuple[int, ...]
 ) -> tuple[Array, int]:
     """Return the shift of each bucket, and the largest number of limits that is left to search.
 
