@@ -73,6 +73,12 @@ def _check(name: str, array: Array, dtype: type[np.generic]) -> None:
         raise TypeError(f"{name}: {array.dtype} given, {np.dtype(dtype)} needed")
 
 
+def _check_floats(**arrays: Array | None) -> None:
+    for name, array in arrays.items():
+        if array is not None:
+            _check(name, array, np.float32)
+
+
 def clone() -> str:
     """Return the generation of processors that the loops in use were compiled for."""
     return str(_cpu.clone())
@@ -158,8 +164,7 @@ def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> int:
 
 def decode_add_tiles(words: Array, shifts: Array, fmt: Format, x: Array, out: Array) -> None:
     """Write x + decoded, summed in float32, into out; out may be x."""
-    _check("x", x, np.float32)
-    _check("out", out, np.float32)
+    _check_floats(x=x, out=out)
     _cpu.decode_add_tiles(kernel_threads(), _format_numbers(fmt), words, shifts, x, out)
 
 
@@ -182,9 +187,7 @@ def decode_add_encode_tiles(
     out: float32[n] or None: what words decode to, written in the same pass
     Returns how many values of out are not finite; 0 without it.
     """
-    _check("x", x, np.float32)
-    if out is not None:
-        _check("out", out, np.float32)
+    _check_floats(x=x, out=out)
     numbers = kernel_threads(), cast_numbers(cast), fit, key, offset
     arrays = words_in, shifts_in, x, words, shifts, out, counts
     return int(_cpu.decode_add_encode_tiles(*numbers, *arrays))
@@ -387,9 +390,7 @@ def divide_all(x: Array, divisor: float, out: Array) -> int:
 def _scaled(
     divides: bool, x: Array, each: Array, ends: Array, out: Array, limits: Array | None
 ) -> int:
-    _check("x", x, np.float32)
-    _check("out", out, np.float32)
-    _check("each", each, np.float32)
+    _check_floats(x=x, out=out, each=each)
     _check("ends", ends, np.int64)
     arrays = x, each, ends, limits, out
     return int(_cpu.scale_runs(kernel_threads(), divides, *arrays))
@@ -447,8 +448,7 @@ def accumulate_above(
 
 def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
     """Return what accumulate returns, and what it writes at the indices, which become 0."""
-    for name, array in (("x", x), ("kept", kept), ("out", out)):
-        _check(name, array, np.float32)
+    _check_floats(x=x, kept=kept, out=out)
     _check("indices", indices, np.uint32)
     values = np.empty(indices.size, np.float32)
     most = _cpu.accumulate_taking(kernel_threads(), x, kept, out, indices, values)
@@ -497,9 +497,7 @@ def _accumulated(
     above: int,
 ) -> tuple[int, Array, Array]:
     """Return the largest bits, and indices and values of magnitudes above some bits."""
-    for name, array in (("x", x), ("kept", kept), ("out", out), ("more", more), ("total", total)):
-        if array is not None:
-            _check(name, array, np.float32)
+    _check_floats(x=x, kept=kept, out=out, more=more, total=total)
     found = _cpu.accumulate(kernel_threads(), x, kept, factor, more, out, total, above)
     return int(found[0]), np.frombuffer(found[1], np.uint32), np.frombuffer(found[2], np.float32)
 
@@ -508,8 +506,7 @@ def accumulate_leaders(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
 ) -> tuple[Array, Array, Array]:
     """Write x + kept into out; return its bins' largest values and leaders; see ops.reference."""
-    for name, array in (("x", x), ("kept", kept), ("out", out)):
-        _check(name, array, np.float32)
+    _check_floats(x=x, kept=kept, out=out)
     highest = np.empty(-(-x.size // bin_values), np.uint32)
     places, values = _cpu.accumulate_leaders(x, kept, rate, bin_values, out, highest)
     found = np.frombuffer(places, np.uint32), np.frombuffer(values, np.float32)
@@ -551,9 +548,8 @@ def clear_all(out: Array) -> None:
 
 def put(out: Array, indices: Array, values: Array) -> None:
     """Write values to out[indices]: float32[n], uint32[m], float32[m]."""
-    for name, array, kind in (("out", out, np.float32), ("indices", indices, np.uint32)):
-        _check(name, array, kind)
-    _check("values", values, np.float32)
+    _check_floats(out=out, values=values)
+    _check("indices", indices, np.uint32)
     _cpu.put(kernel_threads(), out, indices, values)
 
 
@@ -571,9 +567,7 @@ def encode_signs(
     x: Array, kept: Array | None = None, rest: Array | None = None
 ) -> tuple[Array, Array, int]:
     """Return the signs of x + kept, rows' two means, and its largest bits; see ops.reference."""
-    for name, array in (("x", x), ("kept", kept), ("rest", rest)):
-        if array is not None:
-            _check(name, array, np.float32)
+    _check_floats(x=x, kept=kept, rest=rest)
     signs, pairs = np.empty(-(-x.size // 8), np.uint8), np.empty((len(x), 2), np.float32)
     return signs, pairs, int(_cpu.encode_signs(x, kept, rest, signs, pairs))
 
@@ -595,8 +589,7 @@ def column_products(m: Array, rows: Array) -> Array:
 
 
 def _products(kernel: Callable[..., None], m: Array, rows: Array, size: int) -> Array:
-    _check("m", m, np.float32)
-    _check("rows", rows, np.float32)
+    _check_floats(m=m, rows=rows)
     out = np.empty((len(rows), size), np.float32)
     kernel(len(m), np.ascontiguousarray(m), np.ascontiguousarray(rows), out)
     return out
@@ -604,8 +597,7 @@ def _products(kernel: Callable[..., None], m: Array, rows: Array, size: int) -> 
 
 def outer(firsts: Array, seconds: Array, out: Array) -> int:
     """Write the sum of products of columns and rows; see ops.reference."""
-    for name, array in (("firsts", firsts), ("seconds", seconds), ("out", out)):
-        _check(name, array, np.float32)
+    _check_floats(firsts=firsts, seconds=seconds, out=out)
     return int(_cpu.outer(len(out), firsts, seconds, out))
 
 
@@ -622,8 +614,7 @@ def encode_runs(
     key: Key = (0, 0),
 ) -> None:
     """Encode x over its runs' numbers, times factor, into payload; see ops.reference."""
-    _check("x", x, np.float32)
-    _check("each", each, np.float32)
+    _check_floats(x=x, each=each)
     _check("ends", ends, np.int64)
     how = kernel_threads(), cast_numbers(cast), trits, key, shift
     _cpu.encode_runs(*how, x, each, ends, factor, payload)
@@ -639,10 +630,9 @@ def mean_runs(
     trits: bool = False,
 ) -> int:
     """Write the mean of integers times their runs' numbers into out; see ops.reference."""
-    _check("out", out, np.float32)
-    _check("ends", ends, np.int64)
     numbers = np.concatenate([*each, np.empty(0, np.float32)])
-    _check("each", numbers, np.float32)
+    _check_floats(out=out, each=numbers)
+    _check("ends", ends, np.int64)
     how, divisor = (kernel_threads(), bits, trits, tuple(payloads)), float(len(payloads))
     return int(_cpu.mean_runs(*how, numbers, ends, divisor, out))
 
@@ -739,9 +729,8 @@ def gather(x: Array, indices: Array) -> Array:
 
 def scatter_add(out: Array, indices: Array, values: Array) -> None:
     """Add values to out[indices]: float32[n], uint32[m], float32[m]."""
-    _check("out", out, np.float32)
+    _check_floats(out=out, values=values)
     _check("indices", indices, np.uint32)
-    _check("values", values, np.float32)
     _cpu.scatter_add(kernel_threads(), out, indices, values)
 
 

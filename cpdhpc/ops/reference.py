@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -975,22 +976,5 @@ def unpack_stream(words: Array, widths: Array, n: int) -> Array:
     return codes
 
 
-def encode_two_scales(
-    x: Array,
-    cast: Cast,
-    words: Array,
-    scales: Array,
-    scale: Array,
-    *,
-    key: Key = (0, 0),
-    offset: int = 0,
-) -> None:
-    """Write x as NVFP4; see ops.two_scales."""
-    two_scales.encode(sys.modules[__name__], x, cast, words, scales, scale, key, offset)
-
-
-def decode_two_scales(
-    words: Array, scales: Array, scale: Array, out: Array, more: Array | None = None
-) -> int:
-    """Write the numbers of NVFP4, plus more if given, into out; see ops.two_scales."""
-    return two_scales.decode(sys.modules[__name__], words, scales, scale, out, more)
+encode_two_scales = partial(two_scales.encode, sys.modules[__name__])
+decode_two_scales = partial(two_scales.decode, sys.modules[__name__])

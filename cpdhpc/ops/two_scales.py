@@ -83,7 +83,12 @@ def encode(
 
 
 def decode(
-    ops: ModuleType, words: Array, scales: Array, scale: Array, out: Array, more: Array | None
+    ops: ModuleType,
+    words: Array,
+    scales: Array,
+    scale: Array,
+    out: Array,
+    more: Array | None = None,
 ) -> int:
     """Write the numbers, plus more if given, into out, float32[n]; return how many are not finite.
 
