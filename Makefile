@@ -53,7 +53,7 @@ COUNTED = $(patsubst %,tests/mpi/test_mpi_%.py,allreduce darray exact methods sp
 # Of MPICH, whose ranks spin, only these: the rest of our code is that of the other MPI.
 THREE = $(if $(filter mpich,$(MPI)),$(SPLIT) $(COUNTED) tests/mpi/test_mpi_reducer.py, \
     tests/mpi $(patsubst %,--ignore=%,$(SPLIT)))
-SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited install_extras slurm/install slurm/up slurm/down) \
+SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited install_extras install_browser slurm/install slurm/up slurm/down) \
     $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 

@@ -37,9 +37,10 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "torch": ("compress/lgc.py", "ops/tensors.py", "torch/", "lab/"),
     "h5py": ("store.py",),
     "simpleeval": ("lab/study/spec.py",),
+    "bokeh": ("lab/report/interactive.py",),
     "scipy": ("lab/",),  # of the extra that brings it
 }
-NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
+NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib", "bokeh")
 LONGEST = 500  # lines of two modules that may as well be one
 ALONE = {  # module that only one of its room imports -> why it is one
     "torch/backend/registration": "torch calls it as it is imported: it loads nothing else",

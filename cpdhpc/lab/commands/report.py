@@ -16,14 +16,14 @@ from rich.table import Table as RichTable
 
 from ... import store
 from ...config import UserError
-from ..report import other_files, units
+from ..report import interactive, other_files, units
 from ..report.compare import compare, compare_report, load_reference, verdict
 from ..report.figures import Chart, image
 from ..report.history import history_report, latest, load_history, place
 from ..report.other_files import KIND as REPLAY
 from ..report.other_files import autoencoder_report, probe_report, replay_report
 from ..report.scaling import ALL, Choice
-from ..report.tables import Listed, Report, Section, Table, counted, slug
+from ..report.tables import Listed, Report, Section, counted, slug
 from ..report.trainings import Run, Task, load_run, overview, run_groups, runs_report, tasks_report
 from ..settings import options
 from ..study.folder import Folder
@@ -149,18 +149,28 @@ def page(reports: Sequence[Report]) -> str:
     )
     title = ", ".join(report.title for report in reports)
     return environment.get_template("page.html").render(
-        title=title, reports=reports, address=address, slug=slug, packed=packed, first=ROWS
+        title=title,
+        reports=reports,
+        address=address,
+        slug=slug,
+        packed=lambda table: packed(_json(table.rows[ROWS:])),
+        first=ROWS,
+        interactive=lambda chart: packed(_json(interactive.item(chart))),
+        library=lambda: packed(interactive.library()),
     )
 
 
-MOST_POINTS = 120  # of a figure as SVG, which then has some 150 KB
+MOST_POINTS = 30  # of a picture as SVG, which then has some 60 KB
 ROWS = 50  # of a table that the page holds as they are; the script unpacks the others
 
 
-def packed(table: Table) -> str:
-    """Return the rows after the first, as text for the page's script: gzip of JSON in base64."""
-    rows = json.dumps(table.rows[ROWS:], ensure_ascii=False, separators=(",", ":"))
-    return b64encode(compress(rows.encode(), mtime=0)).decode()
+def packed(text: str) -> str:
+    """Return text for the page's script: gzip in base64."""
+    return b64encode(compress(text.encode(), mtime=0)).decode()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def address(chart: Chart) -> str:

@@ -83,6 +83,7 @@ class Series:
         value up to the next place, "fit" is a model's
     low, high, x_low, x_high: ends of intervals of y and of x
     every: the first point that has a marker, and how far apart these are
+    aside: factor by which x is off, so that points of one place are drawn side by side
     """
 
     label: str
@@ -95,10 +96,20 @@ class Series:
     x_low: Values | None = None
     x_high: Values | None = None
     every: tuple[int, int] = (0, 1)
+    aside: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether its markers have no inside."""
+        return self.style.marker in ("", "x", "+", "1")
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """How its line is drawn, in matplotlib's words."""
+        return {"linestyle": self.style.dash} | JOINS[self.join]
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
-        plain = self.style.marker in ("", "x", "+", "1")
         above = 3 if self.style.marker else 2
         axes.plot(
             self.x,
@@ -107,11 +118,11 @@ class Series:
             color=self.style.color,
             marker=self.style.marker or "none",
             markersize=6,
-            markeredgecolor=self.style.color if plain else "black",
-            markeredgewidth=1.6 if plain else 0.6,
+            markeredgecolor=self.style.color if self.plain else "black",
+            markeredgewidth=1.6 if self.plain else 0.6,
             markevery=self.every,
             zorder=above,
-            **{"linestyle": self.style.dash} | JOINS[self.join],
+            **self.line,
         )
         axes.errorbar(
             self.x,
@@ -156,13 +167,38 @@ class Axis:
     ticks: Sequence[float] = ()
     names: Sequence[str] = ()
 
+    @property
+    def logarithmic(self) -> bool:
+        """Whether equal ratios are equally far apart."""
+        return self.scale.startswith(("log", "size"))
+
+    def ends(self, which: Literal["x", "y"]) -> tuple[float | None, float | None]:
+        """Return where the axis starts and ends, None for an end that comes from the data."""
+        if not self.names:
+            return self.limits
+        first, last = -0.6, len(self.names) - 0.4
+        return (first, last) if which == "x" else (last, first)
+
+    @property
+    def marks(self) -> dict[float, str]:
+        """What is marked on an axis of names, or of certain values, and how."""
+        if self.names:
+            return {float(i): name for i, name in enumerate(self.names)}
+        name = NAMES.get(self.scale)
+        return {t: name(t) for t in _thinned(sorted(self.ticks))} if name and self.ticks else {}
+
+    def text(self, value: float) -> str:
+        """Return a value for people."""
+        if self.names:
+            return self.names[round(value)]
+        return units.size(value) if self.scale == "size" else f"{value:,.6g}"
+
     def apply(self, axes: Any, which: Literal["x", "y"]) -> None:
         """Set up one of the two axes of matplotlib's axes."""
         axis, set_limits = getattr(axes, f"{which}axis"), getattr(axes, f"set_{which}lim")
         axis.set_label_text(self.label)
         if self.names:
-            ends = -0.6, len(self.names) - 0.4
-            set_limits(*(ends if which == "x" else ends[::-1]))
+            set_limits(*self.ends(which))
             slant: Any = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
             slant = slant if which == "x" else {}
             axis.set_ticks(range(len(self.names)), self.names, fontsize="small", **slant)
@@ -227,6 +263,9 @@ def _size(value: float) -> str:
     return units.size(value).replace(" ", "\n")
 
 
+NAMES: dict[Scale, Callable[[float], str]] = {"log2": _power, "size": _size}  # of ticks
+
+
 def _base_two(axis: Any, set_scale: Any, ticks: list[float], name: Callable[[float], str]) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -251,9 +290,47 @@ SCALES: dict[Scale, Callable[[Any, Any, list[float]], None]] = {
     "linear": _linear,
     "whole": _whole,
     "log": _log,
-    "log2": partial(_base_two, name=_power),
-    "size": partial(_base_two, name=_size),
+    **{scale: partial(_base_two, name=name) for scale, name in NAMES.items()},
 }
+
+
+NORMAL, SUBNORMAL = "#1f8a70", "#a9dbc9"
+LETTER = 0.03  # of a panel's width: a bold letter of 7.5 points, 0.09 inches of 3
+
+
+@dataclass(frozen=True)
+class Range:
+    """The range of a format: subnormal numbers from lowest on, normal ones up to highest."""
+
+    name: str
+    lowest: float
+    normal: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A range as it is drawn: from left to right at a height; the name is beside it or on it.
+
+    where, align: the place of the name, and which of its ends that is
+    """
+
+    of: Range
+    at: float
+    high: float
+    where: float
+    align: Literal["left", "center", "right"]
+
+    @property
+    def parts(self) -> list[tuple[float, float, str]]:
+        """The left, the right and the colour of each part."""
+        of = self.of
+        return [(of.lowest, of.normal, SUBNORMAL), (of.normal, of.highest, NORMAL)]
+
+    @property
+    def colour(self) -> str:
+        """The colour of the name."""
+        return "white" if self.align == "center" else NORMAL
 
 
 @dataclass(frozen=True)
@@ -261,6 +338,7 @@ class Panel:
     """Series over common axes.
 
     top: what an axis above shows: (its label, its value over that of the x axis, ticks)
+    ranges: of formats, drawn above the series, which begin at 0; the x axis has limits
     """
 
     title: str
@@ -268,6 +346,33 @@ class Panel:
     y: Axis
     series: Sequence[Series]
     top: tuple[str, float, Sequence[float]] | None = None
+    ranges: Sequence[Range] = ()
+
+    @property
+    def highest(self) -> float:
+        """The greatest value of all series, 1 if there is none above 0."""
+        return max((float(np.max(each.y, initial=0)) for each in self.series), default=0) or 1.0
+
+    @property
+    def bars(self) -> list[Bar]:
+        """The ranges, the first one at the top."""
+        start, stop = (end or 0.0 for end in self.x.limits)
+        step, gap, bars = 0.17 * self.highest, LETTER / 2 * (stop - start), list[Bar]()
+        for i, of in enumerate(reversed(self.ranges)):
+            wide = (len(of.name) + 1) * LETTER * (stop - start)
+            where, align = (of.normal + of.highest) / 2, "center"
+            if wide > of.highest - of.normal:  # beside the bar, on the side that has more room
+                is_right = stop - of.highest >= of.lowest - start
+                where, align = (
+                    (of.highest + gap, "left") if is_right else (of.lowest - gap, "right")
+                )
+            bars.append(Bar(of, self.highest * 1.12 + i * step, 0.55 * step, where, align))  # type: ignore[arg-type]
+        return bars
+
+    @property
+    def ceiling(self) -> float:
+        """The end of the y axis above the ranges."""
+        return self.highest * 1.06 + (len(self.ranges) + 0.2) * 0.17 * self.highest
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
@@ -282,6 +387,14 @@ class Panel:
             _add_top(axes, *self.top)
         axes.set_title(self.title, fontsize="medium")
         axes.grid(alpha=0.3, linewidth=0.6)
+        for bar in self.bars:
+            for left, right, colour in bar.parts:
+                axes.barh(bar.at, right - left, bar.high, left, color=colour, zorder=2)
+            style = {"ha": bar.align, "va": "center", "fontsize": 7.5, "color": bar.colour}
+            axes.text(bar.where, bar.at, bar.of.name, zorder=4, weight="bold", **style)
+        if self.ranges:
+            axes.set_ylim(0, self.ceiling)
+            axes.set_yticks([tick for tick in axes.get_yticks() if tick <= self.highest * 1.06])
 
 
 def panels_with(
@@ -320,7 +433,7 @@ class Map:
     def draw(self, axes: Any) -> Any:
         """Draw into matplotlib's axes, and return what a colour bar explains."""
         return axes.pcolormesh(
-            _edges(self.places),
+            edges(self.places),
             np.arange(len(self.rows) + 1) - 0.5,
             self.values,
             cmap="YlGnBu",
@@ -339,7 +452,7 @@ class Map:
         axes.set(xlabel=self.x.label, ylabel=self.y.label)
 
 
-def _edges(places: Values) -> Array:
+def edges(places: Values) -> Array:
     """Return where the cells of places end: half-way between them."""
     at = np.asarray(places, float)
     half = (at[1] - at[0]) / 2 if len(at) > 1 else 0.5
@@ -387,6 +500,13 @@ class Chart:
         return thinned(rows, max(self.most // columns, 1))
 
     @property
+    def heading(self) -> str:
+        """What is said above the panels, and how many of these are left out."""
+        drawn = sum(map(len, self.shown))
+        left = [f"{drawn} of {len(self.panels)} panels, evenly spread."]
+        return " ".join([*self.notes, *(left if drawn < len(self.panels) else [])])
+
+    @property
     def points(self) -> int:
         """Number of points that are drawn."""
         series = (each for row in self.shown for panel in row for each in panel.series)
@@ -405,10 +525,8 @@ def draw(chart: Chart) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows, notes = chart.shown, [*chart.notes]
+    rows = chart.shown
     columns, panels = len(rows[0]), [panel for row in rows for panel in row]
-    if len(panels) < len(chart.panels):
-        notes.append(f"{len(panels)} of {len(chart.panels)} panels, evenly spread.")
     wide = max(WIDTH * chart.scale[0] * columns + 0.6, 6.5)
     high = HEIGHT * chart.scale[1] * len(rows)
     figure = Figure(figsize=(wide, high))
@@ -417,7 +535,7 @@ def draw(chart: Chart) -> Figure:
     )
     _fill(figure, chart, panels, list(grid.flat), columns)
     high += _add_legend(figure, panels)
-    head = [(chart.title, {"weight": "bold", "size": 11}), (" ".join(notes), QUIET)]
+    head = [(chart.title, {"weight": "bold", "size": 11}), (chart.heading, QUIET)]
     top = _add_head(figure, high, [(text, style) for text, style in head if text])
     total = figure.get_figheight()
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - top / total)))
@@ -460,17 +578,22 @@ def _fill(
         figure.colorbar(maps[0], ax=used, label=chart.colours, shrink=0.6, aspect=30)
 
 
+def legend_of(panels: Iterable[Panel | Map]) -> list[str]:
+    """Return the labels of a legend, references last."""
+    named = [each for panel in panels for each in panel.series if each.label]
+    named.sort(key=lambda each: not each.style.marker)
+    return list(dict.fromkeys(each.label for each in named))
+
+
 def _add_legend(figure: Figure, panels: Sequence[Panel | Map]) -> float:
     """Add the legend below all axes, as wide as there is room, and return its height in inches."""
-    named = [each for panel in panels for each in panel.series if each.label]
-    named.sort(key=lambda each: not each.style.marker)  # references come last
-    if not named:
+    labels = legend_of(panels)
+    if not labels:
         return 0.0
     known: dict[str, Any] = {}
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
         known |= dict(zip(names, handles, strict=True))
-    labels = list(dict.fromkeys(each.label for each in named))
     columns, room = 1, (figure.get_figwidth() - 2 * EDGE) * figure.dpi
     while True:
         legend = figure.legend(
@@ -496,5 +619,6 @@ def image(chart: Chart, kind: str) -> bytes:
     buffer = BytesIO()
     with rc_context(SETTINGS):
         metadata: Any = {"Date": None} if kind == "svg" else None
-        draw(chart).savefig(buffer, format=kind, dpi=130, metadata=metadata)
+        dpi = 100 if kind == "webp" else 130  # WebP is for pages, which are to be small
+        draw(chart).savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
     return buffer.getvalue()

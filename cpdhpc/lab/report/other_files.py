@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..schedulers import SCHEDULERS
 from ..study_data import Array
 from ..study_data.study_file import check_arrays
 from . import units
-from .figures import Axis, Chart, Map, Panel, Series, Style, spread, styles, thinned
+from .figures import Axis, Chart, Map, Panel, Range, Series, Style, spread, styles, thinned
 from .tables import Column, Listed, Report, Section, tabulate
 
 KIND = "replay"  # attribute of its files
@@ -29,7 +28,6 @@ NEEDED = {
     "rounding": ("tensor", "format", "scaling", "underflowed", "saturated", "relative_error"),
 }
 SHADES = ("#9cc3e6", "#3d83bd", "#0b3c6f")  # of iterations, from the first to the last
-NORMAL, SUBNORMAL = "#1f8a70", "#a9dbc9"
 MAPPED = {  # share -> what a heat map shows of it
     "underflowed": "values that are not zero and become it",
     "saturated": "values beyond the largest number",
@@ -38,7 +36,6 @@ PERCENTILES = {"1 %\nbelow 2^": 0.01, "median\n2^": 0.5, "1 %\nabove 2^": 0.99}
 SEEN = 1e-3  # share of a tensor's values that sets how far the axis of exponents reaches
 ENDS = ("lowest", "normal", "highest")  # of the range of a format
 FAR = 40  # exponents beyond it are not drawn for the sake of a format
-LETTER = 0.03  # of a panel's width: a bold letter of 7.5 points, 0.09 inches of 3
 MOST_ROWS = 30  # of a map
 Place = tuple[int, ...]  # of a cell, by axis
 LEAST = 5e-3  # share of which a map is drawn
@@ -69,37 +66,6 @@ def replay_report(path: Path) -> Report:
     left_out = str(attributes.get("left_out", "")).splitlines()
     listed = [Listed("left out", left_out)] if left_out else []
     return Report("Precision of recorded tensors", facts, sections, listed, RULES)
-
-
-@dataclass(frozen=True)
-class Histogram(Panel):
-    """Shares of values by exponent, below the range of each format.
-
-    ranges: name, and where subnormal numbers begin, normal ones begin, and these end
-    """
-
-    ranges: Sequence[tuple[str, float, float, float]] = ()
-
-    def finish(self, axes: Any) -> None:
-        """Set up the axes, and draw the ranges above the values."""
-        super().finish(axes)
-        top = max((float(np.max(each.y, initial=0)) for each in self.series), default=0) or 1.0
-        step = 0.17 * top
-        start, stop = axes.get_xlim()
-        for i, (name, lowest, normal, highest) in enumerate(reversed(self.ranges)):
-            at = top * 1.12 + i * step
-            for left, right, colour in ((lowest, normal, SUBNORMAL), (normal, highest, NORMAL)):
-                axes.barh(at, right - left, 0.55 * step, left, color=colour, zorder=2)
-            wide = (len(name) + 1) * LETTER * (stop - start)
-            where, align, colour = (normal + highest) / 2, "center", "white"
-            if wide > highest - normal:  # beside the bar, on the side that has more room
-                colour, gap = NORMAL, LETTER / 2 * (stop - start)
-                is_right = stop - highest >= lowest - start
-                where, align = (highest + gap, "left") if is_right else (lowest - gap, "right")
-            style = {"ha": align, "va": "center", "fontsize": 7.5, "color": colour}
-            axes.text(where, at, name, zorder=4, weight="bold", **style)
-        axes.set_ylim(0, top * 1.06 + (len(self.ranges) + 0.2) * step)
-        axes.set_yticks([tick for tick in axes.get_yticks() if tick <= top * 1.06])
 
 
 def _exponents(groups: Mapping[str, Group]) -> Section:
@@ -160,13 +126,13 @@ def _histograms(of: Group, formats: Group, kind: str, rows: list[int]) -> Chart:
     reach = [end for _, low, _, high in ranges for end in (low, high) if abs(end) < FAR]
     start, stop = min(used.min(), *reach) - 1, max(used.max() + 1, *reach) + 1
     panels = [
-        Histogram(
+        Panel(
             _split(str(of["tensor"][row]))[1],
             Axis("exponent", "whole", (start, stop)),
             Axis("values / %"),
             list(_lines(of, row)),
             None,
-            [(name, *np.clip(ends, start, stop).tolist()) for name, *ends in ranges],
+            [Range(name, *np.clip(ends, start, stop).tolist()) for name, *ends in ranges],
         )
         for row in rows
     ]

@@ -471,6 +471,7 @@ def drawn(
         [each.low for each in values],
         [each.high for each in values],
         join,
+        aside=shift,
     )
 
 

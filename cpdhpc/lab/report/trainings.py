@@ -572,15 +572,10 @@ def _section(
     series = []
     for number, (name, style) in enumerate(styles(found).items()):
         line = sorted(found[name].items())
-        series.append(
-            Series(
-                name,
-                style,
-                [batch * (1 + APART * (number - (len(found) - 1) / 2)) for batch, _ in line],
-                [one.bits for _, one in line],
-            )
-        )
-        beyond = [x for x, (_, one) in zip(series[-1].x, line, strict=True) if not one.wire]
+        aside = 1 + APART * (number - (len(found) - 1) / 2)
+        places, bits = [batch * aside for batch, _ in line], [one.bits for _, one in line]
+        series.append(Series(name, style, places, bits, aside=aside))
+        beyond = [x for x, (_, one) in zip(places, line, strict=True) if not one.wire]
         if beyond:
             top = [most + 1.5] * len(beyond)
             series.append(Series("", replace(style, marker="+"), beyond, top, join="none"))
