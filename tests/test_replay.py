@@ -30,8 +30,8 @@ from cpdhpc.lab.precision.measures import (
     replay,
     rounded,
 )
-from cpdhpc.lab.report.figures import NO_VALUE, SETTINGS, Map, draw
-from cpdhpc.lab.report.other_files import NORMAL, replay_report
+from cpdhpc.lab.report.figures import NO_VALUE, NORMAL, SETTINGS, Map, draw
+from cpdhpc.lab.report.other_files import replay_report
 from cpdhpc.lab.report.tables import Report
 from cpdhpc.torch.precision.recorder import GEOMETRY, Recorder
 from cpdhpc.torch.precision.recording import load

@@ -89,10 +89,14 @@ class Page:
         elif method == "Runtime.consoleAPICalled" and of["type"] in ("error", "warning"):
             self.problems.append(json.dumps(of["args"]))
 
-    def open(self, path: Path, width: int = 1200, height: int = 900) -> None:
-        """Show a file, and wait until it is read."""
+    def resize(self, width: int, height: int) -> None:
+        """Make the window so large, in pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
                   deviceScaleFactor=1, mobile=False)  # fmt: skip
+
+    def open(self, path: Path, width: int = 1200, height: int = 900) -> None:
+        """Show a file, and wait until it is read."""
+        self.resize(width, height)
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait("location.protocol === 'file:' && document.readyState === 'complete'")
 

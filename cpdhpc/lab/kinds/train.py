@@ -297,7 +297,7 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
-    from ..report.fits import PADDED, critical, learning_charts, score_charts
+    from ..report.fits import PADDED, critical, finding, learning_charts, score_charts
     from ..report.tables import Section, tabulate
     from ..report.trainings import LAYER_SHARES, bits_by_batch, layer_charts
 
@@ -308,6 +308,9 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         *learning_charts(file.name, trained, measure),
     ]
     table = tabulate("Training", _columns(file, groups, layout, measure), groups, CAPTION + PADDED)
+    pairs = zip(trained, groups, strict=True)
+    float32 = {one.name for one, group in pairs if group.factors.get(AGGREGATOR) == "none"}
+    sentence = finding(trained, float32, measure)
     maps = [
         chart
         for name in LAYER_SHARES
@@ -316,7 +319,8 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
             file.name, name, [_observations(file, group, layout, name) for group in groups]
         )
     ]
-    found = [Section("Training", tables=[table], charts=charts), *critical(file, groups)]
+    training = Section("Training", tables=[table], charts=charts, found=sentence)
+    found = [training, *critical(file, groups)]
     found += bits_by_batch(file, groups, measure)
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 

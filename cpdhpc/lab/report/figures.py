@@ -189,8 +189,8 @@ class Axis:
 
     def text(self, value: float) -> str:
         """Return a value for people."""
-        if self.names:
-            return self.names[round(value)]
+        if self.names:  # none beyond the ends, to which references go
+            return dict(enumerate(self.names)).get(round(value), "")
         return units.size(value) if self.scale == "size" else f"{value:,.6g}"
 
     def apply(self, axes: Any, which: Literal["x", "y"]) -> None:
@@ -468,6 +468,7 @@ SETTINGS: Any = {
     "axes.spines.right": False,
     "legend.frameon": False,
     "svg.hashsalt": "cpdhpc",  # the same figure has the same bytes
+    "text.parse_math": False,  # names may have dollars
 }
 
 
@@ -548,9 +549,11 @@ QUIET = {"size": 8.5, "color": "#444444"}
 def _add_head(figure: Figure, high: float, texts: Sequence[tuple[str, dict[str, Any]]]) -> float:
     """Add texts above what is so high, wrapped, and return their height; all in inches."""
     wide = figure.get_figwidth()
-    added = [
-        figure.text(EDGE / wide, 0.5, text, va="top", wrap=True, **style) for text, style in texts
-    ]
+    added = [  # matplotlib's wrapping looks for formulas in any case, so dollars are escaped
+        figure.text(EDGE / wide, 0.5, text.replace("$", r"\$"), va="top", wrap=True,
+                    parse_math=True, **style)
+        for text, style in texts
+    ]  # fmt: skip
     heights = [text.get_window_extent().height / figure.dpi + EDGE for text in added]
     total = high + sum(heights) + EDGE
     figure.set_size_inches(wide, total)

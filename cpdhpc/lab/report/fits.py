@@ -7,7 +7,7 @@ Source of the critical batch: McCandlish et al., arXiv 1812.06162: (S / S_min - 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -710,6 +710,49 @@ def score_charts(title: str, trained: Sequence[Trained], measure: Score) -> list
         for shown, draw, name, what, said in rows
         if shown
     ]
+
+
+def finding(trained: Sequence[Trained], float32: Collection[str], measure: Score) -> str:
+    """Return in a sentence which training sends least with a score near float32's, or the best.
+
+    float32: names of trainings whose gradients are not compressed. Of several panels the last.
+    """
+    known = [each for each in trained if len(each.scores) and np.isfinite(each.scores).all()]
+    if not known:
+        return ""
+    last = known[-1].panel
+    known = [each for each in known if each.panel == last]
+    place = f"With {last}: " if len({each.panel for each in trained}) > 1 and last else ""
+
+    def score(one: Trained) -> str:
+        return f"{measure.told(one.scores)} {measure.unit}".strip()
+
+    def gain(one: Trained) -> float:
+        return measure.gains([float(one.scores.mean())])[0]
+
+    best = max(known, key=gain)
+    base = next((each for each in known if each.name in float32 and each.sent_bytes > 0), None)
+    if base is None or len(known) == 1:
+        among = f", the best of {units.count(len(known), 'training')}" if len(known) > 1 else ""
+        name = f"{best.name} reaches" if best.name else "it reaches"
+        return f"{place}{name} a test {measure.label} of {score(best)}{among}."
+    allowed = measure.near(float(base.scores.mean())) / 2
+    within = f"{allowed:.3g} {measure.points}".strip()
+    others = [each for each in known if each.name not in float32]
+    near = [each for each in others if gain(each) >= gain(base) - allowed]
+    if not near:
+        best = max(others, key=gain)
+        return (
+            f"{place}none of {units.count(len(others), 'method')} is within {within} of float32's "
+            f"test {measure.label}, {score(base)}; the nearest is {best.name} with {score(best)}."
+        )
+    least = min(near, key=lambda each: (each.sent_bytes, -gain(each)))
+    share = units.digits(100 * least.sent_bytes / base.sent_bytes)
+    return (
+        f"{place}{least.name} sends {share} % of float32's bytes and reaches a test "
+        f"{measure.label} of {score(least)}, float32 {score(base)}: of "
+        f"{units.count(len(others), 'method')} the fewest bytes within {within}."
+    )
 
 
 def _covered(trained: Sequence[Trained]) -> list[str]:

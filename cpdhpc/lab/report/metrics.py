@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from ..study_data import SHAPE
 from ..study_data.study_file import ReportError, StudyFile
 from . import units
 from .figures import Chart
-from .points import Layout, SeedGroup, is_number, of_factors, varying
+from .points import Layout, SeedGroup, is_number, label, of_factors, varying
 from .scaling import Choice, chosen
 from .tables import Column, Section, Table, tabulate
 
@@ -24,8 +25,23 @@ def metric_sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
         if there:
             charts, notes = _charts(file, there, name)
             table = _table(file, there, name, row)
-            found.append(Section(f"Metric {name}", notes, [table], charts))
+            said = _finding(there, name, row)
+            found.append(Section(f"Metric {name}", notes, [table], charts, said))
     return found
+
+
+def _finding(groups: Sequence[SeedGroup], name: str, row: Mapping[str, Any]) -> str:
+    """Return in a sentence which point has the best median, of a metric that can be better."""
+    known = [group for group in groups if isfinite(group.metric(name).value)]
+    if not row["better"] or not known:
+        return ""
+    choose = min if row["better"] == "lower" else max
+    best = choose(known, key=lambda group: group.metric(name).value)
+    unit = "" if row["unit"] == "1" else f" {row['unit']}"
+    of = label(best.factors, varying([group.factors for group in groups], ("nodes", "ppn")))
+    among = f", the best of {units.count(len(known), 'point')}" if len(known) > 1 else ""
+    value = units.with_interval(*best.metric(name))
+    return f"{name} is {value}{unit}{f' with {of}' * bool(of)}{among}: {BETTER[row['better']]}."
 
 
 def _table(

@@ -57,6 +57,7 @@ def replay_report(path: Path) -> Report:
     check_arrays(path, groups, NEEDED, "is not of precision replay")
     seen = groups["exponents"]["iteration"]
     facts = [
+        ("found", _finding(groups["rounding"])),
         ("recording", str(attributes.get("recording", ""))),
         ("iterations", ", ".join(map(str, thinned(seen.tolist(), 12)))),
     ]
@@ -66,6 +67,23 @@ def replay_report(path: Path) -> Report:
     left_out = str(attributes.get("left_out", "")).splitlines()
     listed = [Listed("left out", left_out)] if left_out else []
     return Report("Precision of recorded tensors", facts, sections, listed, RULES)
+
+
+def _finding(of: Group) -> str:
+    """Return in a sentence with which format and scaling the fewest and most values become zero."""
+    cells = [
+        (float(np.nanmean(each)), f"{of['format'][i]}, {of['scaling'][j]}")
+        for i, j in _places(of, "format", "scaling")
+        if np.isfinite(each := of["underflowed"][:, :, i, j]).any()
+    ]
+    if not cells:
+        return ""
+    (least, one), (most, other) = min(cells), max(cells)
+    return (
+        f"Of the values that are not zero {units.digits(100 * least)} % become zero in {one} and "
+        f"{units.digits(100 * most)} % in {other}: means over tensors, the least and the most of "
+        f"{units.count(len(cells), 'setting')}."
+    )
 
 
 def _exponents(groups: Mapping[str, Group]) -> Section:
@@ -386,11 +404,15 @@ def autoencoder_report(path: Path) -> Report:
         "Objective of the layer that is trained, by iteration.",
         [Panel("", Axis("iteration"), spread("objective", losses, "log", 10, start=None), series)],
     )
-    facts = [
+    facts: list[tuple[str, str]] = [
         (name, str(attributes[name]))
         for name in ("status", "parameters", "ranks", "date")
         if name in attributes
     ]
+    if rows:
+        first, last = (units.digits(steps["loss"][rows[-1][at]], 4) for at in (0, -1))
+        told = f"The objective of layer {steps['layer'][rows[-1][0]]} goes from {first} to {last}"
+        facts.insert(0, ("found", f"{told} in {units.count(len(rows[-1]), 'iteration')}."))
     table = tabulate("Layers", columns, rows, LAYERS_CAPTION)
     title = f"Autoencoder: {attributes.get('name', path.stem)}"
     charts = [chart] if rows else []
@@ -423,7 +445,13 @@ def probe_report(path: Path) -> Report:
     held = of.get("held_out_error", np.empty(0))
     notes = [f"Layer {i}: error of held-out images {error:.4f} of the energy."
              for i, error in enumerate(held)]  # fmt: skip
-    return Report(f"Probe: {path.name}", [], [Section("Concepts", notes, [table])])
+    means = [100 * float(np.nanmean(of[name])) for name in ("accuracy", "random")]
+    found = (
+        f"The best neurons have a mean accuracy of {means[0]:.1f} %, those of filters that were "
+        f"not trained {means[1]:.1f} %, over {units.count(len(of['concept']), 'concept')} and "
+        f"{units.count(len(of['layer']), 'layer')}."
+    )
+    return Report(f"Probe: {path.name}", [("found", found)], [Section("Concepts", notes, [table])])
 
 
 KINDS = {  # attribute "kind" of HDF5 files: what it is; what to do with it

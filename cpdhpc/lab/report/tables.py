@@ -147,6 +147,11 @@ def slug(title: str) -> str:
     return re.sub(r"\W+", "_", title.lower()).strip("_")
 
 
+def capital(sentence: str) -> str:
+    """Return a sentence that begins with a capital letter."""
+    return sentence[:1].upper() + sentence[1:]
+
+
 def tabulate(
     title: str,
     columns: Sequence[Column[T]],
@@ -166,12 +171,13 @@ def words(*headings: str) -> list[Column[str]]:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report: what it says, its tables, its figures."""
+    """A part of a report: its notes, tables and figures; found: a sentence for the first screen."""
 
     title: str
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
+    found: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,18 @@ from ..study_data import Array
 from ..study_data.study_file import ReportError, StudyFile, check_arrays
 from . import units
 from .figures import BLACK, IDEAL, Axis, Chart, Map, Panel, Series, Style, styles
-from .fits import PADDED, Score, Trained, learning_charts, noise_charts, predicted, score_charts
+from .fits import (
+    PADDED,
+    Score,
+    Trained,
+    finding,
+    learning_charts,
+    noise_charts,
+    predicted,
+    score_charts,
+)
 from .points import SeedGroup, but_for_gradient, decided, label, varying
-from .tables import Column, Listed, Report, Section, Table, tabulate, words
+from .tables import Column, Listed, Report, Section, Table, capital, tabulate, words
 
 
 @dataclass(frozen=True)
@@ -252,7 +261,11 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
     return Report(
         TITLE,
-        [("runs", str(len(runs))), ("hosts", units.hosts(runs[0].attributes.get("hosts", "")))],
+        [
+            ("found", capital(finding(trained, [base.name] if base else [], measure))),
+            ("runs", str(len(runs))),
+            ("hosts", units.hosts(runs[0].attributes.get("hosts", ""))),
+        ],
         [
             Section("Training", tables=[table(groups)], charts=charts),
             *([Section("Rounding by layer", charts=maps)] if maps else []),
@@ -466,7 +479,30 @@ def tasks_report(tasks: Sequence[Task]) -> Report:
     section = Section(
         TASKS_TITLE, tables=[tabulate("", columns, names, TASKS_CAPTION)], charts=[chart]
     )
-    return Report(TASKS_TITLE, [("tasks", ", ".join(task.title for task in tasks))], [section])
+    return Report(
+        TASKS_TITLE,
+        [("found", _nearest(tasks)), ("tasks", ", ".join(task.title for task in tasks))],
+        [section],
+    )
+
+
+def _nearest(tasks: Sequence[Task]) -> str:
+    """Return in a sentence which method is nearest to float32 in its worst task, if all ran it."""
+    shared = set.intersection(*({*task.groups} - {task.base.name} for task in tasks))
+    worst = {
+        name: min(
+            task.measure.gains([task.groups[name].score - task.base.score])[0] for task in tasks
+        )
+        for name in shared
+    }
+    if not worst:
+        return ""
+    best = max(sorted(worst), key=worst.__getitem__)
+    most = units.digits(100 * max(task.share(task.groups[best]) for task in tasks))
+    return (
+        f"In {units.count(len(tasks), 'task')} {best} is nearest to float32: {worst[best]:+.2f} in "
+        f"the worst one, by at most {most} % of its bytes."
+    )
 
 
 BATCH, WIRE, AGGREGATOR = "train.batch", "gradient.wire", "gradient.aggregator"

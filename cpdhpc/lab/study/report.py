@@ -33,7 +33,17 @@ from ..report.points import (
     varying,
 )
 from ..report.scaling import ALL, THROUGHPUT, Choice, chosen, scaling
-from ..report.tables import Column, Listed, Report, Section, Table, counted, tabulate, words
+from ..report.tables import (
+    Column,
+    Listed,
+    Report,
+    Section,
+    Table,
+    capital,
+    counted,
+    tabulate,
+    words,
+)
 from ..study_data import SHAPE, Array, Case, Factors, Value
 from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
 from .cases import expand
@@ -261,7 +271,7 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     return Report(
         file.name,
         [
-            ("found", _finding(file, found, slowdowns)),
+            ("found", _finding(file, found, slowdowns, sections)),
             *asked,
             *_facts(part, found, len(file.points)),
         ],
@@ -362,15 +372,20 @@ def _fastest(slowdowns: Slowdowns | None) -> list[Section]:
     return [Section("Summary", tables=[table])]
 
 
-def _finding(file: StudyFile, found: Sequence[SeedGroup], slowdowns: Slowdowns | None) -> str:
-    """Return in a sentence or two what was found: how it scales, and which method is fastest."""
+def _finding(
+    file: StudyFile,
+    found: Sequence[SeedGroup],
+    slowdowns: Slowdowns | None,
+    sections: Sequence[Section],
+) -> str:
+    """Return what was found: by the sections, how it scales, and which method is fastest."""
     most = max(group.ranks for group in found)
     far = [
         group
         for group in found
         if group.ranks == most and group.base_points and group.base_points[0].ranks < most
     ]
-    said = []
+    said = [capital(section.found) for section in sections if section.found][:1]
     if far and file.scaling != THROUGHPUT:
         names = varying([group.factors for group in far])
         best, worst = max(far, key=_efficiency), min(far, key=_efficiency)
@@ -387,8 +402,11 @@ def _finding(file: StudyFile, found: Sequence[SeedGroup], slowdowns: Slowdowns |
     if slowdowns is not None and len(slowdowns.by) > 1:
         first, *_, last = slowdowns.ordered
         times = slowdowns.by[first]
+        most_often = [n for n, each in slowdowns.by.items() if each.count(1.0) == times.count(1.0)]
+        others = units.count(len(most_often) - 1, "other method")
+        ties = f" or one of {others}" if len(most_often) > 1 else ""
         said.append(
-            f"Most often the fastest is {first}, at {times.count(1.0)} of "
+            f"Most often the fastest is {first}{ties}, at {times.count(1.0)} of "
             f"{units.count(len(times), 'place')}; {last} takes "
             f"{units.digits(median(slowdowns.by[last]))} times as long as the fastest there "
             "(median)."
