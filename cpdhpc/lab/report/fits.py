@@ -730,28 +730,25 @@ def finding(trained: Sequence[Trained], float32: Collection[str], measure: Score
     def gain(one: Trained) -> float:
         return measure.gains([float(one.scores.mean())])[0]
 
-    best = max(known, key=gain)
     base = next((each for each in known if each.name in float32 and each.sent_bytes > 0), None)
-    if base is None or len(known) == 1:
-        among = f", the best of {units.count(len(known), 'training')}" if len(known) > 1 else ""
-        name = f"{best.name} reaches" if best.name else "it reaches"
-        return f"{place}{name} a test {measure.label} of {score(best)}{among}."
-    allowed = measure.near(float(base.scores.mean())) / 2
-    within = f"{allowed:.3g} {measure.points}".strip()
     others = [each for each in known if each.name not in float32]
+    if base is None or not others:
+        best = max(known, key=gain)
+        of = f", of {best.name}" if best.name else ""
+        among = f", among {units.count(len(known), 'training')}" if len(known) > 1 else ""
+        return f"{place}the best test {measure.label} is {score(best)}{of}{among}."
+    allowed, methods = measure.near(gain(base)) / 2, units.count(len(others), "method")
+    unit = f" {measure.points.removesuffix('s')}{'s' * (allowed != 1)}" if measure.points else ""
+    within = f"within {allowed:.3g}{unit} of float32's test {measure.label} of {score(base)}"
     near = [each for each in others if gain(each) >= gain(base) - allowed]
     if not near:
         best = max(others, key=gain)
-        return (
-            f"{place}none of {units.count(len(others), 'method')} is within {within} of float32's "
-            f"test {measure.label}, {score(base)}; the nearest is {best.name} with {score(best)}."
-        )
+        return f"{place}none of {methods} is {within}; {best.name} is nearest, at {score(best)}."
     least = min(near, key=lambda each: (each.sent_bytes, -gain(each)))
     share = units.digits(100 * least.sent_bytes / base.sent_bytes)
     return (
-        f"{place}{least.name} sends {share} % of float32's bytes and reaches a test "
-        f"{measure.label} of {score(least)}, float32 {score(base)}: of "
-        f"{units.count(len(others), 'method')} the fewest bytes within {within}."
+        f"{place}of {methods} {least.name} needs the fewest bytes, {share} % of float32's, to be "
+        f"{within}: it reaches {score(least)}."
     )
 
 

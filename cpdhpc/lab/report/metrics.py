@@ -41,7 +41,8 @@ def _finding(groups: Sequence[SeedGroup], name: str, row: Mapping[str, Any]) -> 
     of = label(best.factors, varying([group.factors for group in groups], ("nodes", "ppn")))
     among = f", the best of {units.count(len(known), 'point')}" if len(known) > 1 else ""
     value = units.with_interval(*best.metric(name))
-    return f"{name} is {value}{unit}{f' with {of}' * bool(of)}{among}: {BETTER[row['better']]}."
+    at = f" at {of}" if of else ""
+    return f"the metric {name} is {value}{unit}{at}{among}; {BETTER[row['better']]}."
 
 
 def _table(

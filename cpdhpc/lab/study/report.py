@@ -418,7 +418,7 @@ def _finding(
             f"Medians of {units.count(len(found), 'point')} are from "
             f"{units.time(quickest.time_s.value)} to {units.time(slowest.time_s.value)}."
         )
-    return " ".join(said)
+    return " ".join(said[:2])
 
 
 def _efficiency(group: SeedGroup) -> float:
