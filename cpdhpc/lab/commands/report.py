@@ -270,9 +270,14 @@ def report(
             raise ReportError(
                 f"--png {png}: is of training runs; --figures DIR writes those of studies"
             )
-        store.put(png, image(overview(of_runs.charts), png.suffix[1:].lower() or "png"))
+        _draw(overview(of_runs.charts), png)
     shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
     return outputs.give(shown, loaded.unreadable, png=png)
+
+
+def _draw(chart: Chart, path: Path) -> None:
+    """Write a figure in the format that the name says: PNG, PDF, SVG."""
+    store.put(path, image(chart, path.suffix[1:].lower() or "png"))
 
 
 def report_tasks(paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | None = None) -> int:
@@ -286,7 +291,7 @@ def report_tasks(paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | No
     tasks = [Task(path.name, run_groups(loaded.runs)) for path, loaded in found]
     shown = tasks_report(tasks)
     if png is not None:
-        store.put(png, image(shown.charts[0], "png"))
+        _draw(shown.charts[0], png)
     unreadable = [error for _, loaded in found for error in loaded.unreadable]
     return outputs.give([shown], unreadable, png=png)
 
@@ -338,7 +343,7 @@ def history(
     check_place(png)
     shown = history_report(load_history(paths), metric)
     if png is not None:
-        store.put(png, image(shown.charts[0], png.suffix[1:].lower() or "png"))
+        _draw(shown.charts[0], png)
     return outputs.give([shown], png=png)
 
 

@@ -1,4 +1,4 @@
-"""A study beside a reference, point by point: what changed by more than chance and tolerance."""
+"""Compare a study with a reference, point by point: changes beyond chance and tolerance."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Change:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the interval of the ratio lies beyond the tolerance; unknown without one."""
+        """Slower or faster if the interval is beyond the tolerance; unknown without one."""
         if isnan(self.times.low):
             return "unknown"
         if self.times.low > 1 + self.tolerance:
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def change(self) -> Estimate:
-        """By how much the second takes longer, %."""
+        """Additional time of the second, %."""
         return Estimate(*(100 * (each - 1) for each in self.times))
 
 
@@ -90,7 +90,7 @@ class CaseTolerance(ConfigSection):
 
 
 class Reference(ConfigSection):
-    """A file that says which study is the reference, and how much slower another may be.
+    """A reference file: the study to compare with, and how much slower another may be.
 
     study: a path, from the file's directory; tolerance: of points that no case names
     """
@@ -112,7 +112,7 @@ class Reference(ConfigSection):
 
 
 def load_reference(path: Path, tolerance: float | None = None) -> Reference:
-    """Return what a TOML file says, or a study is a reference without tolerances.
+    """Return the content of a TOML file; a study is a reference without tolerances.
 
     tolerance: in place of the file's own of all points. Raises UserError.
     """
@@ -124,7 +124,7 @@ def load_reference(path: Path, tolerance: float | None = None) -> Reference:
 
 
 def compare(before: StudyFile, after: StudyFile, reference: Reference | None = None) -> Comparison:
-    """Return what is different in the second. Points are the same whose factors are.
+    """Return the differences of the second. Points with the same factors are the same.
 
     reference: the tolerances, none by default
     Raises ReportError for studies of different kinds, times or levels, or without a common point.
@@ -177,7 +177,7 @@ def computed(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def environments(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Return what differs of where the studies were measured: name, first, second."""
+    """Return the differences of the machines and software: name, first, second."""
     one, other = (_values(file) for file in (comparison.before, comparison.after))
     return [
         (name, one.get(name, ""), other.get(name, ""))
@@ -328,7 +328,7 @@ def _medians(change: Change) -> list[units.Cell]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return in a line how many points are slower, by how much the first, and what is not said."""
+    """Return the number of slower points, the first of them, and points without a verdict."""
     slower, names = comparison.having("slower"), _names(comparison)
     counted = f"{len(slower)} of {units.count(len(comparison.changes), 'point')} slower"
     shown = [

@@ -1,4 +1,4 @@
-"""Figures: panels in a grid, each with axes, series and styles that are told apart in grey too."""
+"""Figures: panels in a grid, with axes and series whose styles differ in grey as well."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BLACK, GREY, NO_VALUE = "#000000", "#6a6a6a", "#bdbdbd"
 
 @dataclass(frozen=True)
 class Style:
-    """How a series is drawn; dash: as matplotlib takes it; marker: "" for none."""
+    """Style of a series; dash, marker: as in matplotlib; "" for no marker."""
 
     color: str
     marker: str
@@ -76,10 +76,10 @@ JOINS: dict[Join, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Series:
-    """Values at places, with the ends of their intervals, NaN where there is none.
+    """Values and the ends of their intervals, NaN for none.
 
-    label: "" for what the legend does not name
-    join: "line" where values between are meant too, "guide" only leads the eye, "steps" holds a
+    label: "" if it is not in the legend
+    join: "line" if values between are meant too, "guide" only leads the eye, "steps" holds a
         value up to the next place, "fit" is a model's
     low, high, x_low, x_high: ends of intervals of y and of x
     every: the first point that has a marker, and how far apart these are
@@ -152,12 +152,12 @@ TICKS = 7  # on an axis of sizes, at most
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, with its unit.
+    """An axis: its quantity with the unit, its scale and marks.
 
     scale: "whole" marks whole numbers only; "log2" and "size" are logarithms to base 2, "size"
         with binary units
-    limits: fixed ends, None where they come from the data
-    ticks: what is marked, if there is room; empty: what matplotlib likes
+    limits: fixed ends, None if they come from the data
+    ticks: values to mark, if there is room; empty: the library chooses
     names: of the places 0, 1, ..., from above or from the left; then there is no scale
     """
 
@@ -173,7 +173,7 @@ class Axis:
         return self.scale.startswith(("log", "size"))
 
     def ends(self, which: Literal["x", "y"]) -> tuple[float | None, float | None]:
-        """Return where the axis starts and ends, None for an end that comes from the data."""
+        """Return the start and the end of the axis, None if it comes from the data."""
         if not self.names:
             return self.limits
         first, last = -0.6, len(self.names) - 0.4
@@ -181,7 +181,7 @@ class Axis:
 
     @property
     def marks(self) -> dict[float, str]:
-        """What is marked on an axis of names, or of certain values, and how."""
+        """The marks of an axis of names, or of given values: value -> text."""
         if self.names:
             return {float(i): name for i, name in enumerate(self.names)}
         name = NAMES.get(self.scale)
@@ -221,7 +221,7 @@ def spread(
 ) -> Axis:
     """Return an axis of that scale for positive values far apart, else a linear one.
 
-    start: of a linear axis, None: where the values start
+    start: of a linear axis, None: at the least value
     """
     finite = [value for value in values if isfinite(value)]
     if finite and min(finite) > 0 and max(finite) > apart * min(finite):
@@ -310,9 +310,9 @@ class Range:
 
 @dataclass(frozen=True)
 class Bar:
-    """A range as it is drawn: from left to right at a height; the name is beside it or on it.
+    """A range as a bar at a height, with its name on it or beside it.
 
-    where, align: the place of the name, and which of its ends that is
+    where, align: the position of the name, and the end of the name that is there
     """
 
     of: Range
@@ -337,7 +337,7 @@ class Bar:
 class Panel:
     """Series over common axes.
 
-    top: what an axis above shows: (its label, its value over that of the x axis, ticks)
+    top: an axis above: (label, its value over that of the x axis, ticks)
     ranges: of formats, drawn above the series, which begin at 0; the x axis has limits
     """
 
@@ -419,7 +419,7 @@ def _add_top(axes: Any, label: str, factor: float, ticks: Sequence[float]) -> No
 class Map:
     """Values in percent by row and place, float64[rows, places]; light is 0, dark is 100, grey NaN.
 
-    places: where the columns are, ascending
+    places: x of the columns, ascending
     """
 
     title: str
@@ -431,7 +431,7 @@ class Map:
     series: Sequence[Series] = ()  # it has none
 
     def draw(self, axes: Any) -> Any:
-        """Draw into matplotlib's axes, and return what a colour bar explains."""
+        """Draw into matplotlib's axes, and return the object for a colour bar."""
         return axes.pcolormesh(
             edges(self.places),
             np.arange(len(self.rows) + 1) - 0.5,
@@ -453,7 +453,7 @@ class Map:
 
 
 def edges(places: Values) -> Array:
-    """Return where the cells of places end: half-way between them."""
+    """Return the ends of the cells around places: half-way between them."""
     at = np.asarray(places, float)
     half = (at[1] - at[0]) / 2 if len(at) > 1 else 0.5
     return np.concatenate([[at[0] - half], (at[1:] + at[:-1]) / 2, [at[-1] + half]])
@@ -474,11 +474,11 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure and what is said of it.
+    """A figure and its texts.
 
     name: of its files; title, notes: above the panels; caption: below it on a page
     columns: of the grid of panels; shared: whether the panels have axes in common
-    colours: what the colours of maps show; scale: of a panel's width and height
+    colours: label of the colour bar of maps; scale: of a panel's width and height
     most: panels that are drawn: more take long to draw and to look at
     """
 
@@ -502,7 +502,7 @@ class Chart:
 
     @property
     def heading(self) -> str:
-        """What is said above the panels, and how many of these are left out."""
+        """The notes, with the number of panels that are left out."""
         drawn = sum(map(len, self.shown))
         left = [f"{drawn} of {len(self.panels)} panels, evenly spread."]
         return " ".join([*self.notes, *(left if drawn < len(self.panels) else [])])
@@ -547,7 +547,7 @@ QUIET = {"size": 8.5, "color": "#444444"}
 
 
 def _add_head(figure: Figure, high: float, texts: Sequence[tuple[str, dict[str, Any]]]) -> float:
-    """Add texts above what is so high, wrapped, and return their height; all in inches."""
+    """Add wrapped texts above a figure of a height, and return theirs; all in inches."""
     wide = figure.get_figwidth()
     added = [  # matplotlib's wrapping looks for formulas in any case, so dollars are escaped
         figure.text(EDGE / wide, 0.5, text.replace("$", r"\$"), va="top", wrap=True,

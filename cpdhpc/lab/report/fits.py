@@ -1,4 +1,4 @@
-"""What is fitted to points: laws of scaling, the critical batch, the front of scores by cost.
+"""Models fitted to points: laws of scaling, the critical batch, the front of scores by cost.
 
 Source of the critical batch: McCandlish et al., arXiv 1812.06162: (S / S_min - 1) (E / E_min - 1)
 = 1 for the steps S and the samples E that a batch takes to a target; it is E_min / S_min.
@@ -75,7 +75,7 @@ def serial_share(law: Law, ratios: Array, speedups: Array, level: float) -> Esti
     """Return the serial share by weighted least squares, with Student's interval.
 
     ratios, speedups: float64[points], both over the base, which itself says nothing
-    NaN where fewer than two points are known, or no point is faster than the base.
+    NaN if fewer than two points are known, or no point is faster than the base.
     """
     from scipy.special import stdtrit
 
@@ -117,7 +117,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the law can be: misfit is small, and the share can be one, by its interval."""
+        """Whether the law can hold: the misfit is small, and the interval has a share in 0 to 1."""
         return self.misfit <= MISFIT and self.share.low <= 1 and self.share.high >= 0
 
     def series(self) -> Series:
@@ -129,7 +129,7 @@ class Fit:
 
 
 def fit(file: StudyFile, line: Line) -> Fit | None:
-    """Return the law of the study's scaling fitted to a series, None where it says nothing."""
+    """Return the law of the study's scaling fitted to a series, None if there is no fit."""
     law = LAWS.get(file.scaling)
     bases = {tuple(point.index for point in group.base_points) for group in line.groups}
     if law is None or len(bases) != 1 or not line.groups[0].base_points:
@@ -181,7 +181,7 @@ COLOURS = styles(f"efficiency {100 * level:g} %" for level in LEVELS)
 def work_for(level: float, works: Sequence[float], efficiencies: Sequence[float]) -> float:
     """Return the least work with an efficiency, on straight lines over its logarithm; NaN: none.
 
-    works: ascending. NaN also where the least work measured has it already.
+    works: ascending. NaN also if the least work measured has it already.
     """
     pairs = [(log2(w), e) for w, e in zip(works, efficiencies, strict=True) if e > 0]
     for (x, before), (after_x, after) in pairwise(pairs):
@@ -192,14 +192,14 @@ def work_for(level: float, works: Sequence[float], efficiencies: Sequence[float]
 
 @dataclass(frozen=True)
 class Place:
-    """Points alike in all but the work, and the work for each of LEVELS."""
+    """Points that differ only in the work, and the work for each of LEVELS."""
 
     group: SeedGroup
     work: tuple[Estimate, ...]
 
 
 def isoefficiency(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]:
-    """Return the work that keeps efficiencies as ranks grow; nothing where none is crossed.
+    """Return the work that keeps efficiencies as ranks grow; nothing if none is crossed.
 
     Source: Grama, Gupta, Kumar: Isoefficiency, IEEE Parallel and Distributed Technology 1(3), 1993.
     """
@@ -338,7 +338,7 @@ def tradeoff(batches: Array, steps: Array, level: float) -> Tradeoff:
 
 @dataclass(frozen=True)
 class Reached:
-    """What it took the seeds of a group to reach the target: float64[seeds], NaN: not known."""
+    """Cost for the seeds of a group to reach the target: float64[seeds], NaN: not known."""
 
     group: SeedGroup
     steps: Array
@@ -348,25 +348,25 @@ class Reached:
 
 @dataclass(frozen=True)
 class Target:
-    """What trainings are to reach: a test loss, or an accuracy in %; series: which of both."""
+    """A target of trainings: a test loss, or an accuracy in %; series: which of both."""
 
     value: float
     series: str = "test_loss"
 
     @property
     def told(self) -> str:
-        """What it is, with its unit."""
+        """The target with its unit."""
         return f"{units.digits(self.value)} {'nat' if self.series == 'test_loss' else '%'}"
 
     def crossing(self, score: Array, values: Array) -> float:
-        """Return a value where the score first reaches the target. See crossing."""
+        """Return the value at which the score first reaches the target. See crossing."""
         sign = 1.0 if self.series == "test_loss" else -1.0
         return crossing(sign * score, sign * self.value, values)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Trainings alike in all but batch and rate, with the best rate for each batch."""
+    """Trainings that differ only in batch and rate, with the best rate for each batch."""
 
     name: str
     target: Target
@@ -382,9 +382,9 @@ class Curve:
 
 
 def crossing(loss: Array, target: float, values: Array) -> float:
-    """Return a value where the loss first reaches the target, on a line between epochs.
+    """Return the value at which the loss first reaches the target, on a line between epochs.
 
-    loss, values: float64[epochs]; NaN where it never does, or does in the first epoch already
+    loss, values: float64[epochs]; NaN if it never does, or does in the first epoch already
     """
     (below,) = np.nonzero(loss <= target)
     if not below.size or below[0] == 0:
@@ -395,7 +395,7 @@ def crossing(loss: Array, target: float, values: Array) -> float:
 
 
 def critical(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]:
-    """Return the steps to a target by batch and what was fitted; nothing for one batch."""
+    """Return the steps to a target by batch and their fit; nothing for one batch."""
     if "steps_done" not in file.training:
         return []
     alike: dict[Any, list[SeedGroup]] = {}
@@ -443,7 +443,7 @@ def _curve(file: StudyFile, name: str, groups: Sequence[SeedGroup]) -> Curve:
 
 
 def _target(file: StudyFile, groups: Sequence[SeedGroup]) -> Target:
-    """Return what was asked for, or the least loss that all seeds of some rate reach, by batch."""
+    """Return the study's target, or the least loss that every batch reaches with some rate."""
     asked = file.toml.get("train", {})
     for name in ("loss", "accuracy"):
         if f"target_{name}" in asked:
@@ -459,7 +459,7 @@ def _target(file: StudyFile, groups: Sequence[SeedGroup]) -> Target:
 
 def _reached(file: StudyFile, group: SeedGroup, target: Target) -> Reached:
     rows = [point.index for point in group.points]
-    unknown = np.full(file.training["test_loss"].shape, nan)  # where trainings have no accuracy
+    unknown = np.full(file.training["test_loss"].shape, nan)  # if trainings have no accuracy
     score = file.training.get(target.series, unknown)
 
     def at(name: str) -> Array:
@@ -581,7 +581,7 @@ class Score:
 
     @classmethod
     def further(cls, toml: str) -> list[Score]:
-        """Return what is told beside it, by the [[metrics]] of a job."""
+        """Return the further scores, by the [[metrics]] of a job."""
         return [
             cls._of(toml, f"metrics.{i}")
             for i in range(len(tomllib.loads(toml).get("metrics", [])))
@@ -611,7 +611,7 @@ class Score:
 
     @property
     def factor(self) -> int:
-        """What the record's values are multiplied by, to be shown."""
+        """Factor of the record's values in tables and figures."""
         return 100 if self.unit else 1
 
     @property
@@ -621,7 +621,7 @@ class Score:
 
     @property
     def points(self) -> str:
-        """What differences are counted in."""
+        """Unit of differences."""
         return "points" if self.unit else ""
 
     def axis(self) -> Axis:
@@ -629,13 +629,13 @@ class Score:
         return Axis(f"test {self.label}" + (f" / {self.unit}" if self.unit else ""))
 
     def loss_axis(self, values: list[float]) -> Axis:
-        """Return an axis of losses of the test: logarithmic where they are far apart."""
+        """Return an axis of test losses: logarithmic if they are far apart."""
         return spread(
             "test loss" + (f" / {self.loss_unit}" if self.loss_unit else ""), values, "log", 3
         )
 
     def told(self, values: Array) -> units.Cell:
-        """Return the mean, and the standard deviation where there are several."""
+        """Return the mean, and the standard deviation if there are several values."""
         if self.unit:
             return units.with_deviation(values)
         mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else float("nan")
@@ -647,7 +647,7 @@ class Score:
         return units.signed(value) if self.unit else units.Cell(f"{value:+.3g}", value=value)
 
     def gains(self, values: list[float]) -> list[float]:
-        """Return values of which more is better."""
+        """Return values that are better if higher."""
         return [-value for value in values] if self.lower else values
 
     def near(self, best: float) -> float:
@@ -655,7 +655,7 @@ class Score:
         return 2.0 if self.unit else 0.02 * abs(best)
 
 
-PADDED = (  # a caption, where bytes are shown
+PADDED = (  # a caption of bytes
     " Formats of few bits travel in tiles of 1,024 values, and every layer fills up its last one: "
     "small layers take more than their bits."
 )
@@ -666,8 +666,8 @@ FRONT = Style(BLACK, "", (0, (2, 2)))
 class Trained:
     """Trainings that differ only in the seed.
 
-    panel: what it shares with others of a panel; scores: float64[seeds], an accuracy in %
-    sent_bytes: mean that the rank that sends most sends in a step; bit_bytes: what it would send
+    panel: title that it shares with others of a panel; scores: float64[seeds], an accuracy in %
+    sent_bytes: mean that the rank that sends most sends in a step; bit_bytes: the same
         with a bit a value, NaN if not known
     times_s: float64[seeds] of the whole training; score, loss: means over seeds by epoch
     """
@@ -685,7 +685,7 @@ class Trained:
 
 
 def score_charts(title: str, trained: Sequence[Trained], measure: Score) -> list[Chart]:
-    """Return the score against bytes, where any are sent, and against time; of those with scores.
+    """Return the score against bytes, if any are sent, and against time; of those with scores.
 
     One whose score is not known is beside no other, nor a best.
     """
@@ -753,7 +753,7 @@ def finding(trained: Sequence[Trained], float32: Collection[str], measure: Score
 
 
 def _covered(trained: Sequence[Trained]) -> list[str]:
-    """Return a note for each place of the chart against bytes where one mark covers others."""
+    """Return a note for each point of the chart against bytes whose marker covers others."""
     places: dict[tuple[str, ...], list[str]] = {}
     for each in trained:
         place = each.panel, f"{each.sent_bytes:.2g}", f"{each.scores.mean():.3g}"
@@ -772,7 +772,7 @@ FRONTS = (
 def _by_panel(
     trained: Sequence[Trained], draw: Callable[[str, Sequence[Trained]], Panel], measure: Score
 ) -> list[Panel]:
-    """Return a panel for each title, and beside it a closer look at the best where it helps."""
+    """Return a panel for each title, and beside it a closer look at the best if it helps."""
     groups: dict[str, list[Trained]] = {}
     for each in trained:
         groups.setdefault(each.panel, []).append(each)
@@ -795,7 +795,7 @@ CLOSER = "the best, closer"
 
 
 def _near(group: Sequence[Trained], measure: Score) -> list[Trained]:
-    """Return those of which every seed is near the best mean; all where these are no two."""
+    """Return those with every seed near the best mean; all of them if fewer than two are."""
     gains = [np.array(measure.gains(list(each.scores))) for each in group]
     best = max(each.mean() for each in gains)
     least = best - measure.near(best)
@@ -851,7 +851,7 @@ def pareto(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
 
 
 def learning_charts(title: str, trained: Sequence[Trained], measure: Score) -> list[Chart]:
-    """Return the score and the loss of the test by epoch, where they were kept."""
+    """Return the score and the loss of the test by epoch, if they were kept."""
     kept = [each for each in trained if len(each.epochs)]
     if not kept:
         return []

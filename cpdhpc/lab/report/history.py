@@ -22,7 +22,7 @@ SHORT = 9  # digits of a commit
 
 
 def system(file: StudyFile) -> str:
-    """Return where a study was measured, as the name of a folder: its cluster, else processor."""
+    """Return the cluster of a study, or its processor, as the name of a folder."""
     for environment in file.environments:
         for text in environment.values():
             try:
@@ -47,7 +47,7 @@ def date(file: StudyFile) -> str:
 
 
 def place(library: Path, file: StudyFile) -> Path:
-    """Return where a library has a study: LIBRARY/STUDY/SYSTEM/DATE-COMMIT.h5."""
+    """Return the path of a study in a library: LIBRARY/STUDY/SYSTEM/DATE-COMMIT.h5."""
     when = date(file).replace(":", "").replace("+0000", "Z") or "undated"
     name = "-".join(filter(None, [when, commit(file)]))
     return library / slug(file.name) / system(file) / f"{name}.h5"
@@ -121,7 +121,7 @@ def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
 
 
 def _heads(files: Sequence[StudyFile]) -> list[str]:
-    """Return what files are called: day and commit, with the time of day if two were the same."""
+    """Return names of files: day and commit, with the time of day if two were the same."""
     for digits in (10, 16, 19):  # of 2026-11-01T10:00:00
         heads = [" ".join(filter(None, [*date(f)[:digits].split("T"), commit(f)])) for f in files]
         if len(set(heads)) == len(heads):

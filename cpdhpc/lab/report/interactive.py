@@ -1,6 +1,6 @@
 """Figures for a browser, by Bokeh: values under the pointer, zoom, series on and off.
 
-They show what figures.Chart says, as matplotlib's do, with the same colours, markers and marks.
+They draw the same Chart as matplotlib, with the same colours, markers and marks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def library() -> str:
 
 
 def item(chart: Chart) -> Any:
-    """Return what the library draws, for JSON: the panels that matplotlib would draw."""
+    """Return a figure for the library, as JSON: the panels that matplotlib would draw."""
     from bokeh.embed import json_item
     from bokeh.layouts import column, gridplot
 
@@ -153,7 +153,7 @@ def _numbers(values: Values) -> list[float]:
 
 
 def _draw_panel(plot: Figure, panel: Panel, keys: dict[str, list[GlyphRenderer]]) -> None:
-    """Draw series and what is above them. keys: what a label of the legend shows and hides."""
+    """Draw series and ranges. keys: label of the legend -> its renderers, to which it adds."""
     from bokeh.models import LinearAxis
 
     shown = list[Any]()
@@ -183,7 +183,7 @@ def _hover(plot: Figure, renderers: Sequence[Any], rows: Sequence[tuple[str, str
 
 
 def _draw_series(plot: Figure, panel: Panel, series: Series) -> list[GlyphRenderer]:
-    """Draw a series; return its intervals, its markers and its line, last what tells the values."""
+    """Draw a series; return its renderers, the last of which is under the mouse."""
     from bokeh.models import CDSView, ColumnDataSource, Glyph, IndexFilter
     from bokeh.models.glyphs import Line, Scatter, Segment, Step
 
@@ -216,7 +216,7 @@ def _draw_series(plot: Figure, panel: Panel, series: Series) -> list[GlyphRender
         start, step = series.every
         if step == 1:
             add(marks)
-        else:  # every value is told on the line
+        else:  # the line shows every value
             some = IndexFilter(list(range(start, len(data["x"]), step)))
             add(marks, view=CDSView(filter=some))
             drawn[-2:] = drawn[:-3:-1]
@@ -257,7 +257,7 @@ def _legend(
 
 
 def _draw_map(plot: Figure, panel: Map, colours: str) -> None:
-    """Draw the cells of a map, and what their colours mean."""
+    """Draw the cells of a map, and a bar of their colours."""
     from bokeh.models import ColorBar, ColumnDataSource, LinearColorMapper, Quad
     from matplotlib import colormaps
     from matplotlib.colors import to_hex

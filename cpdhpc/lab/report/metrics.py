@@ -70,7 +70,7 @@ def _table(
 def _charts(
     file: StudyFile, groups: Sequence[SeedGroup], name: str
 ) -> tuple[list[Chart], list[str]]:
-    """Return the figure of a metric, none where nothing varies, or too much; and why."""
+    """Return the figure of a metric, none if nothing varies, or too much; and the reason."""
     over = _over(file, groups)
     if over is None:
         return [], []
@@ -81,7 +81,7 @@ def _charts(
 
 
 def _over(file: StudyFile, groups: Sequence[SeedGroup]) -> str | None:
-    """Return the number that the figure goes along: ranks or work, else what has most values."""
+    """Return the factor of the x axis: ranks or work, or the number with the most values."""
     factors = [group.factors for group in groups]
     values = {
         name: len({each.get(name) for each in factors})

@@ -1,4 +1,4 @@
-"""What is shown of other files: replayed tensors, autoencoders; of the rest, what they are."""
+"""Reports of other files: replayed tensors, autoencoders; for the rest, a description."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEEDED = {
     "rounding": ("tensor", "format", "scaling", "underflowed", "saturated", "relative_error"),
 }
 SHADES = ("#9cc3e6", "#3d83bd", "#0b3c6f")  # of iterations, from the first to the last
-MAPPED = {  # share -> what a heat map shows of it
+MAPPED = {  # share -> title of its heat map
     "underflowed": "values that are not zero and become it",
     "saturated": "values beyond the largest number",
 }
@@ -38,7 +38,7 @@ ENDS = ("lowest", "normal", "highest")  # of the range of a format
 FAR = 40  # exponents beyond it are not drawn for the sake of a format
 MOST_ROWS = 30  # of a map
 Place = tuple[int, ...]  # of a cell, by axis
-LEAST = 5e-3  # share of which a map is drawn
+LEAST = 5e-3  # share from which on a map is drawn
 RULES = (
     "Exponent: floor of the binary logarithm. Zeros, subnormals of float32, infinities and NaN are "
     "counted apart.",
@@ -52,7 +52,7 @@ RULES = (
 
 
 def replay_report(path: Path) -> Report:
-    """Return the report of a file. Raises ReportError where it lacks an array that replay has."""
+    """Return the report of a file. Raises ReportError if it lacks an array that replay has."""
     groups, attributes = store.read(path)
     check_arrays(path, groups, NEEDED, "is not of precision replay")
     seen = groups["exponents"]["iteration"]
@@ -368,7 +368,7 @@ LAYERS_CAPTION = (
 
 
 def autoencoder_report(path: Path) -> Report:
-    """Return the report of a record. Raises ReportError where it lacks an array."""
+    """Return the report of a record. Raises ReportError if it lacks an array."""
     groups, attributes = store.read(path)
     check_arrays(path, groups, OF_AUTOENCODER, "is not the record of an autoencoder")
     steps = groups["steps"]
@@ -454,14 +454,14 @@ def probe_report(path: Path) -> Report:
     return Report(f"Probe: {path.name}", [("found", found)], [Section("Concepts", notes, [table])])
 
 
-KINDS = {  # attribute "kind" of HDF5 files: what it is; what to do with it
+KINDS = {  # attribute "kind" of HDF5 files: description; use
     "run": ("the record of a training run", "`report` shows it"),
     "checkpoint": (
         "the checkpoint of a training run",
         "`train --resume` goes on from it, `report` takes the record beside it",
     ),
     "state": ("what ranks remember for a checkpoint", "`train --resume` reads it"),
-    "weights": ("the weights of a run behind an epoch", "`influence` takes the run"),
+    "weights": ("the weights of a run after an epoch", "`influence` takes the run"),
     "gradients": (
         "the gradients of all ranks in an iteration",
         "`bench compress`, `bench rounding` and `precision replay` take it",
@@ -485,7 +485,7 @@ KINDS = {  # attribute "kind" of HDF5 files: what it is; what to do with it
     ),
 }
 ARRAYS = "arrays without a kind, as those that `darray` saves", "h5py reads them"
-TABLES = {  # a key that a TOML file of ours has: what it is; what to do with it; the first counts
+TABLES = {  # a key of our TOML files: description; use; the first counts
     "kind": ("a study as it is asked for", "`study run` measures it, `report` takes its folder"),
     "machine": ("the speeds of a machine, of `bench fit`", "`bench predict` takes it"),
     "study": ("a reference for a study", "`report STUDY --compare` takes it"),
@@ -524,7 +524,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def of_file(path: Path) -> str:
-    """Return in a few words what a file is and what takes it. Raises StoreError: not known."""
+    """Return the description and use of a file. Raises StoreError: not known."""
     if is_hdf5(path) or path.suffix == ".h5":
         what, how = KINDS.get(str(store.read_attributes(path).get("kind")), ARRAYS)
         return f"{what}: {how}"
@@ -543,7 +543,7 @@ def of_file(path: Path) -> str:
 
 
 def of_folder(path: Path) -> str:
-    """Return in a few words what is in a folder that has neither studies nor runs."""
+    """Return the content of a folder that has neither studies nor runs, in a few words."""
     if path.name in FOLDERS and (path.parent / "study.toml").exists():
         return f"{FOLDERS[path.name]}: `report {path.parent}` shows the study"
     there = [each for each in sorted(path.iterdir()) if not each.name.startswith(".")]

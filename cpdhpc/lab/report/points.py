@@ -1,4 +1,4 @@
-"""Points that differ only in the seed taken together, their series, and what all are called."""
+"""Points grouped over seeds, their series, and the names of points and series."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ORDER = (  # of factors in names, of columns and rows
 )
 HEADINGS = {"size_bytes": "size", "value_scaling": "scaling", "gradient.aggregator": "gradients"}
 COUNTED = {"ranks": "rank", "nodes": "node"}
-DERIVED = ("accumulate", "gradient.accumulate")  # said only where other factors leave it open
-SAID = {  # factor: value: what a name says of it
+DERIVED = ("accumulate", "gradient.accumulate")  # named only if other factors leave it open
+SAID = {  # factor: value: its name
     "gradient.aggregator": {"none": "float32"}
 }
 WIRE = "gradient.wire"
-IN_WIRE = {"gradient.aggregator": "lowbit"}  # factor: value that goes without saying beside a wire
+IN_WIRE = {"gradient.aggregator": "lowbit"}  # factor: value that a wire implies
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -96,7 +96,7 @@ def label(factors: Factors, names: Iterable[str]) -> str:
 
 
 def said(name: str, value: Value) -> str:
-    """Return a factor's value for people, numbers with what they are of."""
+    """Return a factor's value for people, numbers with the name of the factor."""
     if name in COUNTED:
         return units.count(int(value), COUNTED[name])
     bare = cell(name, value)
@@ -115,7 +115,7 @@ def cell(name: str, value: Value) -> str:
 
 
 def heading(name: str) -> str:
-    """Return what a factor is called at the head of a column."""
+    """Return the heading of a factor's column."""
     return HEADINGS.get(name, name.rpartition(".")[2].replace("_", " "))
 
 
@@ -123,12 +123,12 @@ SEEDS = ("seed",)
 
 
 def quotient(one: float, other: float) -> float:
-    """Return one / other, NaN where other is 0: what is over nothing is unknown, not infinite."""
+    """Return one / other, NaN if other is 0: the ratio is then unknown, not infinite."""
     return one / other if other else nan
 
 
 class Estimate(NamedTuple):
-    """A quantity and the ends of its interval, NaN where there is none."""
+    """A quantity and the ends of its interval, NaN for none."""
 
     value: float
     low: float
@@ -149,7 +149,7 @@ UNKNOWN = Estimate(nan, nan, nan)
 def ratio(one: Array, other: Array, level: float) -> Estimate:
     """Return median of one / median of other; the interval holds with the level or more.
 
-    one, other: float64[samples], s. NaN where a median or an end to divide by is 0.
+    one, other: float64[samples], s. NaN if a median or an end to divide by is 0.
     """
     longest = max(len(one), len(other))
     times = np.full((2, longest), np.nan)
@@ -162,7 +162,7 @@ def ratio(one: Array, other: Array, level: float) -> Estimate:
 class SeedGroup:
     """Points that differ only in seeds, or a single point.
 
-    factors: of all of them, without the seed; base: what the speed-up is relative to
+    factors: of all of them, without the seed; base: the points that the speed-up is relative to
     """
 
     factors: Factors
@@ -201,7 +201,7 @@ class SeedGroup:
 
     @property
     def is_base(self) -> bool:
-        """Whether this is what others are relative to."""
+        """Whether the speed-up of others is relative to this."""
         return {p.index for p in self.points} == {p.index for p in self.base_points}
 
     @cached_property
@@ -232,15 +232,15 @@ class SeedGroup:
         return np.concatenate(found) if found else np.empty(0)
 
     def metric(self, name: str) -> Estimate:
-        """Median of a metric of a program and its interval, unknown where there is none."""
+        """Median of a metric of a program and its interval, unknown without samples."""
         return median(self.metric_samples(name), self.level)
 
     def outcome(self, name: str) -> Array:
-        """float64[seeds], an outcome of each point; NaN where there is none."""
+        """float64[seeds], an outcome of each point; NaN for none."""
         return np.array([point.outcomes.get(name, nan) for point in self.points], float)
 
     def mean(self, name: str) -> float:
-        """Mean of an outcome over seeds, NaN where a seed has none."""
+        """Mean of an outcome over seeds, NaN if a seed has none."""
         return float(self.outcome(name).mean())
 
     def exact(self, name: str) -> Estimate:
@@ -249,7 +249,7 @@ class SeedGroup:
 
 
 def but_for_gradient(factors: Factors) -> frozenset[Any]:
-    """Return what points share that differ only in how their gradients travel."""
+    """Return the factors but those of gradients: a key for points that differ in these only."""
     return frozenset((k, v) for k, v in factors.items() if not k.startswith("gradient."))
 
 
@@ -391,30 +391,30 @@ class Layout:
         free: Collection[str],
         factors: Sequence[Factors],
     ) -> Layout:
-        """Return a layout by what names panels and lines, of points with these factors."""
+        """Return a layout from the factors that name panels and lines, of points with factors."""
         baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
         known = dict(zip(baselines, LIBRARIES, strict=False))
         names = [label(each, lines) for each in factors if not is_baseline(each)]
         return cls(panels, lines, styles([*names, *(baselines.keys() - known)]) | known, free)
 
     def series(self, groups: Iterable[SeedGroup]) -> list[list[SeedGroup]]:
-        """Return points that differ only in what is free, from few ranks and little work on."""
+        """Return points that differ only in free factors, in order of ranks and work."""
         return _grouped(groups, self.free)
 
     @property
     def heading(self) -> str:
-        """What lines are called at the head of a column."""
+        """Heading of the column of lines."""
         if len(self.lines) == 1:
             return heading(self.lines[0])
         return "gradients" if any(n.startswith("gradient.") for n in self.lines) else "method"
 
     def line(self, groups: Sequence[SeedGroup]) -> Line:
-        """Return groups that differ only in what is on the x axis."""
+        """Return the line of groups that differ only in the factor of the x axis."""
         name = label(groups[0].factors, self.lines)
         return Line(name, self.styles[name], groups)
 
     def names(self, groups: Sequence[SeedGroup]) -> list[Column[SeedGroup]]:
-        """Return the column of what lines are called; none where no line has a name."""
+        """Return the column with the names of lines; none if no line has a name."""
         if not any(self.line([group]).name for group in groups):
             return []
         return [Column(self.heading, lambda g: self.line([g]).name or units.NONE, numbers=False)]

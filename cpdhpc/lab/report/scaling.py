@@ -1,4 +1,4 @@
-"""Figures of studies over ranks, or over what users choose by names of factors."""
+"""Figures of studies over ranks, or over factors that users choose."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .tables import Column, Section, Table, tabulate
 
 
 def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
-    """Return the section, none where no series has points at two places."""
+    """Return the section, none if no series has points at two places."""
     panels = panels_over(file, groups, layout)
     if panels is None:
         return []
@@ -87,7 +87,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
 def _places_and_times(
     file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
 ) -> list[Column[SeedGroup]]:
-    """Return the columns of what points are, and of their times."""
+    """Return the columns of factors and of times."""
     _, *times = timing(file)
     over = [file.over] if file.over != "ranks" else []  # which has a column in any case
     return [
@@ -153,7 +153,7 @@ def _caption(file: StudyFile) -> str:
     return (
         f"{GAIN[file.scaling]} Baseline: {file.base_rule}; its time is in the last column. "
         + _weak(file)
-        + f"Times: median of {file.times}. The interval of a speed-up takes in both medians'."
+        + f"Times: median of {file.times}. A speed-up's interval includes those of both medians."
     )
 
 
@@ -163,7 +163,7 @@ def _weak(file: StudyFile) -> str:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is drawn; reference: what it is compared with, called as said, "" if not.
+    """A quantity to draw; reference: of comparison, with the name in said, "" for none.
 
     note: how it comes about, "" for medians of times
     fit: of a series, the law fitted to it, if there is one
@@ -181,7 +181,7 @@ class Quantity:
 
 
 def charts(file: StudyFile, panels: Panels, quantities: Sequence[Quantity]) -> list[Chart]:
-    """Return the figures of some quantities over ranks, or what else the study has there."""
+    """Return the figures of some quantities over ranks, or over the study's other factor."""
     return [_chart(file, panels, quantity) for quantity in quantities]
 
 
@@ -236,7 +236,7 @@ def _time(panels: Panels) -> Quantity:
 
 
 def doublings(name: str, values: Sequence[float]) -> Axis:
-    """Return a logarithmic axis to base 2, where values are far enough apart."""
+    """Return a logarithmic axis to base 2, if values are far enough apart."""
     return spread(name, values, "log2", 1.9)
 
 
@@ -274,7 +274,7 @@ def _places(panels: Panels, over: str) -> Axis:
 
 
 def _bases(file: StudyFile, groups: Sequence[SeedGroup]) -> str:
-    """Return the base, or what the bases of all points have in common."""
+    """Return the base, or the common part of the bases of all points."""
     bases = {_base(group) for group in groups}
     ranks = {base.partition(",")[0] for base in bases}
     if len(bases) == 1:
@@ -284,7 +284,7 @@ def _bases(file: StudyFile, groups: Sequence[SeedGroup]) -> str:
 
 GUIDE = (
     "Dotted lines lead the eye only: nothing was measured between the points, and points at the "
-    "same number of ranks are drawn side by side. Thin lines are the law, where it fits."
+    "same number of ranks are drawn side by side. Thin lines are the law, if it fits."
 )
 
 
@@ -320,7 +320,7 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-MOST = 24  # series of a panel: more cannot be told apart
+MOST = 24  # series of a panel: more cannot be distinguished
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ class Choice:
         return bool(self.x or self.y or self.by or self.panel)
 
     def select(self, groups: Sequence[SeedGroup]) -> list[SeedGroup]:
-        """Return the points that are asked for. Raises ReportError, also where there is none."""
+        """Return the points that are asked for. Raises ReportError, also if there is none."""
         test = self.test(groups)
         found = [group for group in groups if test(group.factors)]
         if not found:
@@ -347,7 +347,7 @@ class Choice:
         return found
 
     def test(self, groups: Sequence[SeedGroup]) -> Callable[[Factors], bool]:
-        """Return whether where takes what has some factors. Raises ReportError as condition."""
+        """Return a function: do factors meet all conditions? Raises ReportError as condition."""
         tests = [condition(text, [group.factors for group in groups]) for text in self.where]
         return lambda factors: all(test(factors) for test in tests)
 
@@ -360,7 +360,7 @@ def condition(
 ) -> Callable[[Factors], bool]:
     """Return the test that a comparison says, of points that have these factors.
 
-    source: where it is from, with which errors begin. A point that lacks the factor fails it.
+    source: option or file, with which errors begin. A point that lacks the factor fails it.
     Raises ReportError for a name or a value that none has.
     """
     parts = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=|!=|=|<|>)\s*(.*\S)\s*", text)
@@ -387,7 +387,7 @@ def _words(name: str, values: Iterable[Value]) -> str:
 
 
 def _value(said_by: str, name: str, word: str, there: Sequence[Value]) -> Value:
-    """Return what a word of an option says, of the type that the factor has."""
+    """Return the value of a word of an option, of the factor's type."""
     if any(isinstance(value, str) for value in there):
         return word
     try:
@@ -406,7 +406,7 @@ def _check(option: str, names: Iterable[str], of: Sequence[Factors]) -> None:
 
 
 def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Section:
-    """Return the section of what is chosen. Raises ReportError for names that are not there."""
+    """Return the section of the chosen figure. Raises ReportError for unknown names."""
     factors = [group.factors for group in groups]
     x = choice.x or file.over
     for option, names in (("--x", [x]), ("--by", choice.by), ("--panel", choice.panel)):
@@ -465,7 +465,7 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
 
 
 def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str) -> Layout:
-    """Return the layout; what varies and is not named parts panels, or series where panels are.
+    """Return the layout; factors not named separate panels, or series if panels are named.
 
     So no series has two points at a place. What others decide parts nothing.
     """
@@ -508,7 +508,7 @@ CALLED = {"error": "relative error"}  # outcomes by another name than theirs
 def _quantity(
     file: StudyFile, name: str, groups: Sequence[SeedGroup]
 ) -> tuple[str, Callable[[SeedGroup], Estimate]]:
-    """Return what is on the y axis: its label, and its value for a point."""
+    """Return the label of the y axis, and the function from a point to its value."""
     scale, unit = units.time_unit(median(group.time_s.value for group in groups))
     table: dict[str, tuple[str, Callable[[SeedGroup], Estimate]]] = {
         "time": (f"time / {unit}", lambda g: g.time_s.scaled(1 / scale)),

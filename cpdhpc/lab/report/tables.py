@@ -70,7 +70,7 @@ class Table:
 
     @property
     def left(self) -> str:
-        """What the terminal does not show of the rows."""
+        """The number of rows that the terminal leaves out."""
         more = len(self.rows) - SHOWN
         return f"and {count(more, 'row')} more: --html, --csv" if more > 0 else ""
 
@@ -182,20 +182,20 @@ class Section:
 
 @dataclass(frozen=True)
 class Listed:
-    """Points or runs that are not as they were asked for: what of them, and which."""
+    """Points or runs that differ from the request: the reason, and their names."""
 
     what: str
     items: Sequence[str] = ()
 
 
 def counted(found: Iterable[tuple[str, Sequence[str]]], of: str = "point") -> list[Listed]:
-    """Return what there are items of, with their number."""
+    """Return the entries with items, and their number."""
     return [Listed(f"{what}, {count(len(items), of)}", items) for what, items in found if items]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown of one study, or of the records of training.
+    """The report of one study, or of records of trainings.
 
     texts: files that belong to it: name and content
     """

@@ -1,4 +1,4 @@
-"""What is shown of trainings: records by name, several tasks, the bits that batches need.
+"""Reports of trainings: records by name, several tasks, the bits that batches need.
 
 Source of the last: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907.
 """
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def measure(self) -> Score:
-        """What tells how well it went."""
+        """The score by which it is judged."""
         return Score.of(str(self.attributes["toml"]))
 
     @property
@@ -86,7 +86,7 @@ class Run:
     def underflow_share(self) -> float:
         """Share of the non-zero gradient values observed that became zero on the wire.
 
-        NaN where the method does not say.
+        NaN if the method does not count them.
         """
         if "underflow_share" not in self.layers:
             return nan
@@ -164,7 +164,7 @@ def load_run(path: Path | str) -> Run:
 def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
     """Return the runs grouped by name, in the order in which the names come.
 
-    Names without a complete run are left out. Raises ReportError where runs of one name differ
+    Names without a complete run are left out. Raises ReportError if runs of one name differ
     in more than the seed and what they record.
     """
     by_name: dict[str, list[Run]] = {}
@@ -197,7 +197,7 @@ def baseline(groups: Iterable[RunGroup]) -> RunGroup | None:
     return next((each for each in groups if each.is_float32), None)
 
 
-LAYER_SHARES = {  # what is drawn, and how it is called
+LAYER_SHARES = {  # share -> its description
     "underflow": "non-zero gradient values that become zero on the wire",
     "saturated": "non-zero gradient values that saturate on the wire",
 }
@@ -247,7 +247,7 @@ NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
 
 def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
-    """Return the report of runs. Raises ReportError where none is complete."""
+    """Return the report of runs. Raises ReportError if none is complete."""
     if not groups:
         raise ReportError(f"none of {len(runs)} runs is complete")
     drawn = styles(group.name for group in groups)
@@ -281,7 +281,7 @@ def _scored(measure: Score) -> str:
 
 
 def _measure(groups: Sequence[RunGroup]) -> Score:
-    """Return what tells how well all went. Raises ReportError where it is not the same."""
+    """Return the score of all runs. Raises ReportError if it is not the same."""
     found = {group.name: group.runs[0].measure for group in groups}
     (name, first), *others = found.items()
     for other, measure in others:
@@ -526,7 +526,7 @@ class Needed:
 def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) -> list[Section]:
     """Return the bits that batches need; nothing without float32, three widths and two batches.
 
-    Enough is a number of bits where its best format, and that of every larger number that was
+    A number of bits is enough if its best format, and that of every larger number that was
     measured, is at most the study's train.tolerance points below float32 at the same batch.
     """
     tolerance = float(file.toml.get("train", {}).get("tolerance", 1.0))
@@ -564,7 +564,7 @@ def _width(group: SeedGroup) -> int:
 
 
 def needed(of: Sequence[tuple[SeedGroup, float]], tolerance: float) -> Needed:
-    """Return the fewest bits of which all formats' best are within the tolerance, from there on.
+    """Return the fewest bits so that the best format of these and more is within the tolerance.
 
     of: groups of one line and batch, with the points that each is above float32
     """
@@ -600,7 +600,7 @@ def _section(
         heading = f"batch {batch}\nfloat32 {base[batch]:.1f} %"
         columns.append(Column(heading, lambda name, batch=batch: cell(name, batch)))  # type: ignore[misc]
     told = (
-        "Fewest bits of which the best format, and that of all larger numbers measured, is at most "
+        "Fewest bits whose best format, and that of all larger numbers measured, is at most "
         f"{tolerance:g} points below float32 at the same batch; means over seeds. In brackets: "
         "that format, and its points to float32. more: the most bits measured are not enough."
     )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 DASH = "\N{EN DASH}"  # between the ends of an interval
-NONE = "-"  # where there is nothing to say
+NONE = "-"  # in place of an unknown value
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -28,7 +28,7 @@ class Cell(str):
 
 
 def digits(value: float, count: int = 3) -> Cell:
-    """Return a number with so many significant digits, without an exponent where it is short."""
+    """Return a number with so many significant digits, without an exponent if it is short."""
     return Cell(_digits(value, count), value=value)
 
 
@@ -46,7 +46,7 @@ def _digits(value: float, count: int) -> str:
 
 
 def fixed(value: float, places: int = 0) -> Cell:
-    """Return a number with so many digits behind the point."""
+    """Return a number with so many decimal places."""
     return Cell(f"{value:,.{places}f}" if isfinite(value) else NONE, value=value)
 
 
@@ -65,9 +65,9 @@ def apart(one: float, other: float) -> tuple[str, str]:
 
 
 def agreeing(shown: Callable[[int], str], agrees: Callable[[float], bool], count: int) -> str:
-    """Return a number as text, with more than count digits where that of fewer would not agree.
+    """Return a number as text, with more than count digits if fewer would not agree.
 
-    shown: the text with so many digits; agrees: with what else is said of the number
+    shown: the text with so many digits; agrees: with other statements about it
     """
     texts = map(shown, range(count, 17))
     known = (text for text in texts if text == NONE or agrees(float(text.replace(",", ""))))
@@ -98,7 +98,7 @@ def _interval(low: float, high: float, scale: float = 1.0) -> str:
 
 
 def with_interval(value: float, low: float, high: float) -> Cell:
-    """Return a number, with its interval in brackets where it has one."""
+    """Return a number, with its interval in brackets if it has one."""
     known = isfinite(low) and isfinite(high)
     text = digits(value) + (f" ({_interval(low, high)})" if known else "")
     return Cell(text, value=value, low=low, high=high)
@@ -121,7 +121,7 @@ def size(value: float) -> Cell:
 
 
 def with_deviation(values: npt.NDArray[np.float64]) -> Cell:
-    """Return the mean, and the sample standard deviation where there are several values."""
+    """Return the mean, and the sample standard deviation if there are several values."""
     mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else float("nan")
     text = f"{mean:.2f}" + (f" ± {deviation:.2f}" if len(values) > 1 else "")
     return Cell(text, value=mean, deviation=deviation)
@@ -141,7 +141,7 @@ def hosts(recorded: object) -> str:
 def signed(difference: float, agrees: Callable[[float], bool] = lambda _: True) -> Cell:
     """Return a difference with its sign, to two places; one that rounds to zero is positive.
 
-    agrees: whether what is shown goes with what else is said; if not, there are more places
+    agrees: whether the shown number agrees with other statements; if not, it has more places
     """
     text = agreeing(lambda n: f"{round(difference, n) + 0.0:+.{n}f}", agrees, 2)
     return Cell(text, value=difference)
