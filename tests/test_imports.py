@@ -303,10 +303,7 @@ def test_a_study_sweeps_their_arguments(
         (["data.import={m}:between"], 'loss.import="{m}:focal": RuntimeError: '),
         (["loss.power=x"], 'loss.import="{m}:focal": TypeError: unsupported operand'),
         (["loss.strength=1"], "TypeError: got an unexpected keyword argument 'strength'"),
-        (
-            ["metric.import={m}:count"],
-            "metric count: outputs float32[2, 3], targets int64[2]: ",
-        ),
+        (["metric.import={m}:count"], "metric count: outputs float32[2, 3], targets int64[2]: "),
         (["data.import={m}:flat"], "job-s0: model: inputs float32[2, 3]: RuntimeError: "),
         (["loss.import={m}:data"], 'loss.import="{m}:data": TypeError'),
         (["metric.k=7"], 'metric.import="{m}:among": RuntimeError: selected index k out of range'),
@@ -376,11 +373,7 @@ PLAIN = ["optimizer.name=sgd", "optimizer.momentum=0"]
     [
         ('Pushed"', ["gradient.times=-1"], '{m}:Pushed": times=-1: should be greater than 0'),
         ('Pushed"', ["gradient.tims=1"], '{m}:Pushed": unknown key tims: did you mean times'),
-        (
-            'Pushed"\naggregator = "none"',
-            [],
-            "gradient: has aggregator and import: give one",
-        ),
+        ('Pushed"\naggregator = "none"', [], "gradient: has aggregator and import: give one"),
         ('Net"', [], "returned Net: must be a compress.Aggregator"),
         ('nothing"', [], "has no function nothing"),
         ('Pushd"', [], "has no function Pushd: did you mean Pushed?"),

@@ -174,10 +174,7 @@ def test_a_job_with_wires_of_layers_stops_and_goes_on_with_the_same_bits(tmp_pat
         ({"layers": {"fc*": "e3m0"}}, "LowBit: layers: no layer matches 'fc*': known are 0, 1"),
         ({"layers": {"0": "e4x"}}, "layers.0: wire='e4x'"),
         ({"layers": {"0": {"wire": "e4m3", "scaling": "til"}}}, "layers.0: scaling='til'"),
-        (
-            {"layers": {"0": {"wire": "e4m3", "scale": "aps"}}},
-            "layers.0.scale: did you mean",
-        ),
+        ({"layers": {"0": {"wire": "e4m3", "scale": "aps"}}}, "layers.0.scale: did you mean"),
         ({"layers": {"0": {"scaling": "aps"}}}, "layers.0.wire: is missing"),
         (
             {"layers": {"0": "ternary"}, "rounding": "stochastic", "error_feedback": True},

@@ -42,10 +42,7 @@ def test_the_networks_share_parameters_buffers_names_and_modes() -> None:
 
 
 @every("dtype", [torch.float32, torch.float64])
-@every(
-    "options",
-    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
-)
+@every("options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
 def test_batch_norm_is_that_of_torch(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Within 8 units of roundoff of the largest value, after three batches and in evaluation.
 

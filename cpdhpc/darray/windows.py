@@ -196,11 +196,7 @@ class Windows:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        boxes: Sequence[Box],
-        modes: Sequence[Mode],
-        halo_only: bool = False,
+        self, layout: Layout, boxes: Sequence[Box], modes: Sequence[Mode], halo_only: bool = False
     ) -> None:
         self.layout, self.boxes, self.modes = layout, tuple(boxes), tuple(modes)
         self.halo_only = halo_only

@@ -107,10 +107,7 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "terms.more);\n            most = larger(most, bits_of(value) & CPD_MAGNITUDE);",
         "terms.more);\n            most = larger(most, bits_of(sum[i]) & CPD_MAGNITUDE);",
     ),
-    "what is cut loses its sign": (
-        "from_bits(cut | (bits & ~CPD_MAGNITUDE))",
-        "from_bits(cut)",
-    ),
+    "what is cut loses its sign": ("from_bits(cut | (bits & ~CPD_MAGNITUDE))", "from_bits(cut)"),
 }
 FAULTS_OF_MOVES = {  # of the kernel that moves windows
     "the first unit of a box is taken for the last of the one before": (
@@ -262,10 +259,7 @@ FAULTS_OF_SIZES = {  # in kernels: numbers of 32 bits, work without strides, one
         "*a = m + (u32)((is_one ? i : 0) * columns)",
     ),
     "a column of a matrix at 32 bits": ("*a = m + at % columns,", "*a = m + (u32)(at % columns),"),
-    "a factor of a product at 32 bits": (
-        "a + each * m * k, b +",
-        "a + (u32)(each * m * k), b +",
-    ),
+    "a factor of a product at 32 bits": ("a + each * m * k, b +", "a + (u32)(each * m * k), b +"),
     "values of a tile at 32 bits": (
         "const i64 first = t * CPD_TILE + lane_of_thread();\n    if (values_of_tile",
         "const i64 first = (u32)(t * CPD_TILE) + lane_of_thread();\n    if (values_of_tile",

@@ -25,10 +25,7 @@ def shared_path(world, tmp_path):
 
 def arrays(world):
     """Wholes and parts: uneven, all at the last rank, and of two dtypes; one without any byte."""
-    rows, last = (
-        Layout.grid((7, 3), (world.size, 1)),
-        Layout.at((5,), world.size - 1, world.size),
-    )
+    rows, last = (Layout.grid((7, 3), (world.size, 1)), Layout.at((5,), world.size - 1, world.size))
     wholes = {
         "a/weight": np.arange(42, dtype=np.float32).reshape(7, 3, 2),
         "a/momentum": -np.arange(21.0).reshape(7, 3),
