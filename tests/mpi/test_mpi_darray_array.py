@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from darray_cases import any_bits, draw, draw_layout, own
+from together import together
 
 from cpdhpc.darray.array import DistArray, redistribute
 from cpdhpc.darray.layout import Box, Layout
@@ -16,11 +17,6 @@ from cpdhpc.darray.windows import Constant
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
-
-
-def together(world: World, *verdicts: Any) -> None:
-    """Fail on all ranks alike where a verdict is false on one of them."""
-    assert world.gather([bool(v) for v in verdicts]) == [[True] * len(verdicts)] * world.size
 
 
 def drawn(world: World, number: int) -> tuple[list[Layout], np.ndarray]:

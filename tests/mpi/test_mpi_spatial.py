@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from together import together
 from torch import nn
 from training import small_data, small_job
 
@@ -32,11 +33,6 @@ CLOSE = 1e-12
 # of their sizes' sum; terms of one sign or few of large size are what these nets have.
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=600)
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -51,11 +47,6 @@ def grids(world: World) -> list[tuple[int, int]]:
 def few_grids(world: World) -> list[tuple[int, int]]:
     """Those with one group or two, in which there are not more columns than rows."""
     return [(r, c) for r, c in grids(world) if r >= c and 2 * r * c >= world.size]
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather([bool(v) for v in verdicts]) == [[True] * len(verdicts)] * world.size
 
 
 def sums(world: World, tensor: torch.Tensor) -> torch.Tensor:
@@ -330,20 +321,19 @@ def test_the_reducer_sums_the_parts_of_replicated_weights(world: World, wire: st
 
 @pytest.mark.parametrize("aggregator", ["none", "lowbit"])
 def test_jobs_with_split_images_learn_as_those_with_whole_ones(
-    world: World, tmp_path: Path, aggregator: str
+    world: World, folder: Path, aggregator: str
 ) -> None:
     """Float32 curves differ by rounding alone: 2 epochs of 5 steps, 2**-24 amplified 1e3 times.
 
     Samples are not dealt evenly: 24 a batch and 4 in the last one.
     """
-    directory = Path(world.gather(str(tmp_path))[0])
     gradient = {"aggregator": aggregator, "algorithm": "direct"}
     curves = []
     for number, procs in enumerate([(1, 1), *few_grids(world)[:2]]):
         model = {"name": "lenet", "channels": [2, 3], "hidden": 8}
         train = {"image_grid": list(procs), "learning_rate": 0.05}
         job = small_job(model=model, train=train, gradient=gradient, name=f"j{number}")
-        training = prepare(job, world, small_data(), Files.of(directory, job))
+        training = prepare(job, world, small_data(), Files.of(folder, job))
         run(training, Caught(), Display(False, 1))
         weights = b"".join(t.numpy().tobytes() for t in training.model.state_dict().values())
         together(world, len(set(world.gather(weights))) == 1)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from networks import ResNet20, UNet
+from torch import nn
 
 from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=600)
 
 
 def grids(world: World) -> list[tuple[int, int]]:
