@@ -92,12 +92,6 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ),
         ("[gradient]\naggregator = 'none'\nwire='e4m3'", "unknown key gradient.wire: known are"),
         (
-            "[gradient]\naggregator='lowbit'\nwire='e9m9'",
-            "gradient.wire='e9m9': exp=9, man=9: exp is 1..8",
-        ),
-        ("[gradient]\naggregator='lowbit'\nwire='raw'", "wire='raw': is the aggregator 'none'"),
-        ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': did you mean aps?"),
-        (
             "[gradient]\naggregator='none'\nalgorithm='rin'",
             "algorithm='rin': did you mean ring or biring?",
         ),

@@ -11,13 +11,8 @@ import pytest
 import torch
 from together import together
 from torch import nn
-from training import small_data, small_job
+from training import run_job, small_job
 
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.checkpoint import Files
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.torch.split_images import partition
 from cpdhpc.torch.split_images.windowed import ImageGrid
@@ -31,6 +26,12 @@ CLOSE = 1e-12
 # Nets are compared relative to the largest gradient of all. Sums over ranks add up the same terms
 # in another order: of at most n = 3000 terms in float64, whose error is below n 2**-53 = 3.4e-13
 # of their sizes' sum; terms of one sign or few of large size are what these nets have.
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    """One of this file alone: no messages of refused calls are left for other tests."""
+    return World(timeout_s=600)
 
 
 @pytest.fixture(autouse=True)
@@ -333,8 +334,7 @@ def test_jobs_with_split_images_learn_as_those_with_whole_ones(
         model = {"name": "lenet", "channels": [2, 3], "hidden": 8}
         train = {"image_grid": list(procs), "learning_rate": 0.05}
         job = small_job(model=model, train=train, gradient=gradient, name=f"j{number}")
-        training = prepare(job, world, small_data(), Files.of(folder, job))
-        run(training, Caught(), Display(False, 1))
+        training = run_job(job, world, folder)
         weights = b"".join(t.numpy().tobytes() for t in training.model.state_dict().values())
         together(world, len(set(world.gather(weights))) == 1)
         curves.append(training.record.arrays()["steps"]["loss"])
