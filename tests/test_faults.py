@@ -34,9 +34,7 @@ x = np.ones(5000, np.float32)
 allreduce(world, x)
 """
 
-
 LATE_S = 1800  # a job that has not ended by then waits for a sleeper, whatever the machine
-
 
 LEAVE_S = 5  # of a job whose ranks are through
 

@@ -136,9 +136,8 @@ def test_what_all_ranks_do_wrong_leaves_the_plan_as_it_was(world: World, tmp_pat
     assert (setting.plan.exchange(setting.x) == 1).all()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_plan_that_was_broken_is_refused_on_all(world: World, tmp_path: Path) -> None:
-    if world.size == 1:
-        return
     setting = Setting(world, tmp_path)
     first, second, third = (
         world.gather(caught(lambda x=x: setting.plan.exchange(x)))  # type: ignore[misc]

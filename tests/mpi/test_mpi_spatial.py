@@ -354,9 +354,8 @@ def test_batch_norm_without_enough_values_is_an_error_on_all_ranks(world: World)
     together(world, "layer 1 (BatchNorm2d)" in said and "more than one value" in said)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_models_that_differ_are_an_error_on_all_ranks(world: World) -> None:
-    if world.size == 1:
-        pytest.skip("needs two ranks")
     grid = ImageGrid(world, (world.size, 1))
     size = 5 if world.rank == world.size - 1 else 3
     said = ["", ""]

@@ -172,10 +172,9 @@ WRONG: dict[str, tuple[Callable[[ImageGrid, bool], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_the_last_rank_alone_does_wrong_is_every_ranks_error(world: World, name: str) -> None:
-    if world.size == 1:
-        return
     call, words = WRONG[name]
     grid, said = ImageGrid(world, (world.size, 1)), ("", "")
     try:
