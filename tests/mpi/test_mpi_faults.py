@@ -99,39 +99,31 @@ def test_a_rank_that_never_calls(doomed, said, monkeypatch):
     assert doomed.process or doomed.ended_s - said_s[0] >= ending.GRACE_S
 
 
-def message(world):
-    return partial(run_one, world, one_exchange(None, 1))
-
-
-def prepared(world):
-    call = Allreduce("raw", "tree").prepare(world, [X]).run
-    for _ in range(3):
-        call()
-    return call
-
-
-def known(world):
-    """Ranks of a node agree through memory, and name who does not come."""
-    call = partial(allreduce, world, X, "e4m3", "tree")
-    for _ in range(4):
-        call()
-    assert world.board is not None
-    return call
-
-
-NEVER = {  # a call of rank 0 alone -> its name, and the place where it waits
-    message: ("test", ", round 3, chunk 5"),
-    prepared: ("allreduce tree", ", round 0, chunk 0"),
-    known: ("allreduce tree", ""),
-}
-
-
-@pytest.mark.parametrize("begin", NEVER, ids=lambda begin: begin.__name__)
-def test_what_never_comes(doomed, said, begin):
-    (name, place), call = NEVER[begin], begin(doomed)
+def test_a_message_that_never_comes(doomed, said):
     doomed.hurry()
-    zero, one = said(call, nothing)
-    assert re.fullmatch(rf"rank 0 \| {name}: waited [\d.]+ s for rank 1{place}\n", zero)
+    zero, one = said(lambda: run_one(doomed, one_exchange(None, 1)), nothing)
+    assert re.fullmatch(r"rank 0 \| test: waited [\d.]+ s for rank 1, round 3, chunk 5\n", zero)
+    assert one is None
+
+
+def test_a_prepared_call_that_never_comes(doomed, said):
+    prepared = Allreduce("raw", "tree").prepare(doomed, [X])
+    for _ in range(3):
+        prepared.run()
+    doomed.hurry()
+    zero, one = said(prepared.run, nothing)
+    expected = r"rank 0 \| allreduce tree: waited [\d.]+ s for rank 1, round 0, chunk 0\n"
+    assert re.fullmatch(expected, zero) and one is None
+
+
+def test_a_call_that_is_known_and_never_comes(doomed, said):
+    """Ranks of a node agree through memory, and name who does not come."""
+    for _ in range(4):
+        allreduce(doomed, X, "e4m3", "tree")
+    assert doomed.board is not None
+    doomed.hurry()
+    zero, one = said(lambda: allreduce(doomed, X, "e4m3", "tree"), nothing)
+    assert re.fullmatch(r"rank 0 \| allreduce tree: waited [\d.]+ s for rank 1\n", zero)
     assert one is None
 
 
