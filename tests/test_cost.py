@@ -106,11 +106,7 @@ def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) 
     expected_s = m.call_s + steps_s + work_s
     found_s = predict(m, Allreduce("raw"), (0,) * ranks, n).time_s
     assert found_s == pytest.approx(expected_s, rel=ROUNDING)
-    for held, share in (
-        (9 * n, 1.0),
-        (2 * n, 0.25),
-        (0, 0.0),
-    ):  # of both arrays, in caches of ranks
+    for held, share in ((9 * n, 1.0), (2 * n, 0.25), (0, 0.0)):  # of both arrays, in caches
         held_s = predict(replace(m, own_cache_bytes=float(held)), Allreduce("raw"), (0,) * ranks, n)
         near_s = 2 * m.near_s * (ranks - 1) * chunk_bytes
         assert held_s.time_s == pytest.approx(expected_s - (1 - share) * near_s, rel=ROUNDING)
@@ -229,15 +225,20 @@ def test_a_line_and_least_squares_are_recovered() -> None:
     assert nonnegative(a, -np.ones(3)).tolist() == [0.0, 0.0]
 
 
+def samples_of(
+    machine: Machine, methods: list[Allreduce], places: list[tuple[int, ...]], sizes: list[int]
+) -> list[Sample]:
+    """What a machine would take, for each of these all-reduces."""
+    return [
+        Sample(method, where, n, predict(machine, method, where, n).time_s)
+        for method, where, n in itertools.product(methods, places, sizes)
+    ]
+
+
 def test_the_fit_recovers_a_machine() -> None:
     truth = replace(MACHINE, host_s=1.5e-10, step_s=2.5e-5, call_s=8e-5)
     methods = [Allreduce(w, a) for w, a in (("raw", "gather"), ("e4m3", "tree"), ("raw", "ring"))]
-    samples = [
-        Sample(method, nodes(p), n, predict(truth, method, nodes(p), n).time_s)
-        for method in methods
-        for p in (2, 4)
-        for n in (2, 1 << 16)
-    ]
+    samples = samples_of(truth, methods, [nodes(2), nodes(4)], [2, 1 << 16])
     start = replace(truth, host_s=0.0, step_s=0.0, call_s=0.0)
     found = fit(start, samples, ["call_s", "step_s", "host_s"])
     assert asdict(found) == pytest.approx(asdict(truth), rel=1e-6)
@@ -245,11 +246,8 @@ def test_the_fit_recovers_a_machine() -> None:
 
 def test_the_fit_recovers_the_memory_of_a_node() -> None:
     truth = replace(MACHINE, copy_s=4e-11, memory_s=2e-10, cache_bytes=1e5, call_s=8e-6)
-    samples = [
-        Sample(method, (0, 0), n, predict(truth, method, (0, 0), n).time_s)
-        for method in (Allreduce("raw", "tree"), Allreduce("e4m3"), Allreduce("raw"))
-        for n in (1 << 10, 1 << 14, 1 << 16, 1 << 18)
-    ]
+    methods = [Allreduce("raw", "tree"), Allreduce("e4m3"), Allreduce("raw")]
+    samples = samples_of(truth, methods, [(0, 0)], [1 << 10, 1 << 14, 1 << 16, 1 << 18])
     start = replace(truth, memory_s=1e-10, cache_bytes=5e4, call_s=1e-5, step_s=5e-6)
     found = fit(start, samples, ["call_s", "step_s", "memory_s", "cache_bytes"], rounds=20)
     assert asdict(found) == pytest.approx(asdict(truth), rel=1e-3)
@@ -258,11 +256,7 @@ def test_the_fit_recovers_the_memory_of_a_node() -> None:
 def test_what_no_sample_depends_on_stays_as_it_was() -> None:
     """Caches that hold all: how much larger they are cannot be seen."""
     truth = replace(MACHINE, near_s=6e-11, own_cache_bytes=1e9, call_s=8e-6)
-    method = Allreduce("raw")
-    samples = [
-        Sample(method, (0, 0), n, predict(truth, method, (0, 0), n).time_s)
-        for n in (1 << 10, 1 << 16)
-    ]
+    samples = samples_of(truth, [Allreduce("raw")], [(0, 0)], [1 << 10, 1 << 16])
     start = replace(truth, near_s=1e-11, call_s=1e-5)
     found = fit(start, samples, ["call_s", "near_s", "own_cache_bytes"])
     assert asdict(found) == pytest.approx(asdict(truth), rel=1e-6)

@@ -194,10 +194,7 @@ def test_description_of_a_plan_counted_by_hand() -> None:
 BAD_CALLS = {  # what is said -> what is given to a plan of 4 cells and a window of 6
     "must begin with (4,), the shape of the owned box [0:4] of rank 0": (np.zeros(5),),
     "out has shape (5,): must be (6,)": (np.zeros(4), np.zeros(5)),
-    "of float32: must be numpy.ndarray of float64": (
-        np.zeros(4),
-        np.zeros(6, np.float32),
-    ),
+    "of float32: must be numpy.ndarray of float64": (np.zeros(4), np.zeros(6, np.float32)),
     "objects have no bytes": (np.zeros(4, object),),
     "byte order": (np.zeros(4, ">f4"),),
     "read-only": (np.zeros(4), np.broadcast_to(0.0, 6)),

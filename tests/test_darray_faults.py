@@ -33,18 +33,14 @@ if world.rank == int(sys.argv[2]):
     STOP = die
 DistArray.from_global(world, layout, -data).save(path, **HOW)
 """
-MOMENTS = {  # where a rank is killed -> rank, how it saves, patched
-    "before it writes": (1, "{}", "world.write_box"),
-    "in its turn": (1, "{'chunks': (8, 3)}", "store.write_box"),
-    "before the name is changed": (0, "{}", "store._sync"),
-}
+MOMENTS = [  # the rank that is killed, how it saves, the function that kills it
+    pytest.param(1, "{}", "world.write_box", id="before it writes", marks=pytest.mark.slow),
+    pytest.param(1, "{'chunks': (8, 3)}", "store.write_box", id="in its turn"),
+    pytest.param(0, "{}", "store._sync", id="before the name is changed", marks=pytest.mark.slow),
+]
 
 
-SLOW = {name: pytest.mark.slow for name in MOMENTS if name != "in its turn"}
-ROWS = [pytest.param(*row, id=name, marks=SLOW.get(name, ())) for name, row in MOMENTS.items()]
-
-
-@pytest.mark.parametrize("rank, how, place", ROWS)
+@pytest.mark.parametrize("rank, how, place", MOMENTS)
 def test_a_killed_save_leaves_the_old_file(tmp_path, monkeypatch, rank, how, place):
     """And the next save, here of one process, leaves nothing else in the folder."""
     code = SAVE.replace("STOP", place).replace("HOW", how)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -28,8 +29,7 @@ def trained(directory: Path, ranks: int, **tables: Any) -> Training:
     """A run of a small job over the data that its tables say."""
     directory.mkdir(exist_ok=True)
     job = small_job(**tables)
-    training = run_job(job, Loopback(ranks), directory, job.data.load())
-    return training
+    return run_job(job, Loopback(ranks), directory, job.data.load())
 
 
 def curve(training: Training) -> list[tuple[float, ...]]:
@@ -130,8 +130,6 @@ def test_text_is_pieces_and_the_next_characters(tmp_path: Path) -> None:
 
 
 def write_tables(path: Path, x: np.ndarray, y: np.ndarray) -> None:
-    import h5py
-
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=x, chunks=(2, *x.shape[1:]), compression="gzip")
         file.create_dataset("deep/y", data=y)
@@ -184,8 +182,6 @@ def test_damage_inside_of_a_file_is_named_with_its_item(tmp_path: Path) -> None:
     hdf5_data(tmp_path)
     path = tmp_path / "train.h5"
     content = bytearray(path.read_bytes())
-    import h5py
-
     with h5py.File(path) as file:
         chunk = file["x"].id.get_chunk_info_by_coord((8, 0, 0, 0))
     content[chunk.byte_offset : chunk.byte_offset + chunk.size] = bytes(chunk.size)

@@ -34,9 +34,7 @@ x = np.ones(5000, np.float32)
 allreduce(world, x)
 """
 
-
 LATE_S = 1800  # a job that has not ended by then waits for a sleeper, whatever the machine
-
 
 LEAVE_S = 5  # of a job whose ranks are through
 
@@ -209,16 +207,8 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path, monkeypatch):
         "    world.barrier()\n"
         f"    open(r'{tmp_path}/good%d' % world.process, 'w').close()\n"
     )
-    pytest_arguments = (
-        "-m",
-        "pytest",
-        "--with-mpi",
-        "-p",
-        "no:cacheprovider",
-        "--color=no",
-        str(tmp_path / "test_it.py"),
-    )
-    status, output, taken_s = launch("", *pytest_arguments)
+    words = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no"]
+    status, output, taken_s = launch("", *words, str(tmp_path / "test_it.py"))
     assert status != 0 and taken_s < LATE_S
     assert "rank 1 is bad" in output and "test_bad failed on ranks [1]" in output, output
     assert {path.name for path in tmp_path.glob("good*")} == {"good0", "good1"}, output

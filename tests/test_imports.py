@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -206,6 +205,7 @@ learning_rate = 0.02
 threads = 1
 telemetry_every = 1
 """
+ONCE = ("measure.warmup=0", "measure.max_repeats=1", "measure.min_repeats=1")
 
 
 @pytest.fixture
@@ -218,9 +218,22 @@ def job_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+def module_of(job_file: Path) -> str:
+    """The name of the module beside a job file."""
+    return next(job_file.parent.glob("theirs_*.py")).stem
+
+
 def theirs(job: Job, world: Ranks, directory: Path) -> Training:
     directory.mkdir(exist_ok=True)
     return prepared(job, world, directory, job.data.load())
+
+
+def resumed(job: Job, directory: Path) -> Training:
+    """A run that was stopped after 3 steps and went on to the end."""
+    stop(theirs(job, Loopback(2), directory), 3)
+    training = theirs(job, Loopback(2), directory)
+    training.resume()
+    return finish(training)
 
 
 def test_a_third_partys_model_trains_stops_and_goes_on(job_file: Path, tmp_path: Path) -> None:
@@ -230,11 +243,7 @@ def test_a_third_partys_model_trains_stops_and_goes_on(job_file: Path, tmp_path:
     assert whole.record.rows["epochs"][-1][1] > 0.8  # two thirds are chance
     (row,) = table(run_groups([load_run(whole.files.record)])).rows
     assert row[2] == f"{whole.record.rows['epochs'][-1][1]:.4g}"
-    parts = tmp_path / "parts"
-    stop(theirs(job, Loopback(2), parts), 3)
-    training = theirs(job, Loopback(2), parts)
-    training.resume()
-    finish(training)
+    training = resumed(job, tmp_path / "parts")
     assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert_same_records(training.files.record, whole.files.record)
 
@@ -271,8 +280,7 @@ def test_a_study_sweeps_their_arguments(
     for name in ("model", "data", "loss", "metric"):
         assert found.job[name]["import_from"] == str(tmp_path.resolve())
     assert json.dumps(found.job)  # it is kept with the study
-    settings = ("measure.warmup=0", "measure.max_repeats=1", "measure.min_repeats=1")
-    found, folder = load_study(study, settings), Folder(tmp_path / "folder")
+    found, folder = load_study(study, ONCE), Folder(tmp_path / "folder")
     folder.prepare(found)
     assert main(["batch", str(folder.path), "0"]) == 0
     assert f"{expand(found).cases[1].id}-s0: complete: among " in capsys.readouterr().out
@@ -303,10 +311,7 @@ def test_a_study_sweeps_their_arguments(
         (["data.import={m}:between"], 'loss.import="{m}:focal": RuntimeError: '),
         (["loss.power=x"], 'loss.import="{m}:focal": TypeError: unsupported operand'),
         (["loss.strength=1"], "TypeError: got an unexpected keyword argument 'strength'"),
-        (
-            ["metric.import={m}:count"],
-            "metric count: outputs float32[2, 3], targets int64[2]: ",
-        ),
+        (["metric.import={m}:count"], "metric count: outputs float32[2, 3], targets int64[2]: "),
         (["data.import={m}:flat"], "job-s0: model: inputs float32[2, 3]: RuntimeError: "),
         (["loss.import={m}:data"], 'loss.import="{m}:data": TypeError'),
         (["metric.k=7"], 'metric.import="{m}:among": RuntimeError: selected index k out of range'),
@@ -316,7 +321,7 @@ def test_a_study_sweeps_their_arguments(
 def test_what_is_wrong_is_one_line(
     job_file: Path, tmp_path: Path, settings: list[str], message: str
 ) -> None:
-    module = next(job_file.parent.glob("theirs_*.py")).stem
+    module = module_of(job_file)
     with pytest.raises(ConfigError) as caught:
         (job,) = load(job_file, [each.format(m=module) for each in settings])
         theirs(job, Loopback(1), tmp_path / "x")
@@ -326,7 +331,7 @@ def test_what_is_wrong_is_one_line(
 
 def with_gradient(job_file: Path, table: str, settings: Sequence[str] = ()) -> Job:
     """The job of a file with a compressor from the same module."""
-    module = next(job_file.parent.glob("theirs_*.py")).stem
+    module = module_of(job_file)
     job_file.write_text(f'[gradient]\nimport = "{module}:{table}\n' + job_file.read_text())
     (job,) = load(job_file, settings)
     return job
@@ -340,10 +345,7 @@ def test_a_compressor_is_imported_trains_stops_and_goes_on(job_file: Path, tmp_p
     assert isinstance(whole.reducer.aggregator, TopK)
     assert {"sent_share"} <= whole.reducer.aggregator.columns.keys()
     finish(whole)
-    stop(theirs(job, Loopback(2), tmp_path / "parts"), 3)
-    training = theirs(job, Loopback(2), tmp_path / "parts")
-    training.resume()
-    finish(training)
+    training = resumed(job, tmp_path / "parts")
     assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert any(training.reducer.state)
     moved = validate(Job, job.plain() | {"gradient": job.plain()["gradient"] | {"layers": []}}, "x")
@@ -358,8 +360,7 @@ def test_a_study_sweeps_the_options_of_a_compressor(job_file: Path, tmp_path: Pa
         'kind = "train"\n[train]\njob = "job.toml"\n'
         '[sweep]\nranks = [1]\n"gradient.times" = [0.5, 1.0]\n'
     )
-    settings = ("measure.warmup=0", "measure.max_repeats=1", "measure.min_repeats=1")
-    found, folder = load_study(study, settings), Folder(tmp_path / "folder")
+    found, folder = load_study(study, ONCE), Folder(tmp_path / "folder")
     assert [case.factors["gradient.times"] for case in expand(found).cases] == [0.5, 1.0]
     folder.prepare(found)
     assert main(["batch", str(folder.path), "0"]) == 0
@@ -376,11 +377,7 @@ PLAIN = ["optimizer.name=sgd", "optimizer.momentum=0"]
     [
         ('Pushed"', ["gradient.times=-1"], '{m}:Pushed": times=-1: should be greater than 0'),
         ('Pushed"', ["gradient.tims=1"], '{m}:Pushed": unknown key tims: did you mean times'),
-        (
-            'Pushed"\naggregator = "none"',
-            [],
-            "gradient: has aggregator and import: give one",
-        ),
+        ('Pushed"\naggregator = "none"', [], "gradient: has aggregator and import: give one"),
         ('Net"', [], "returned Net: must be a compress.Aggregator"),
         ('nothing"', [], "has no function nothing"),
         ('Pushd"', [], "has no function Pushd: did you mean Pushed?"),
@@ -448,7 +445,6 @@ def test_built_in_models_need_to_know_the_classes(job_file: Path, tmp_path: Path
 def test_a_damaged_item_ends_the_run_with_its_name(
     job_file: Path, tmp_path: Path, ranks: int
 ) -> None:
-    module: Any = next(job_file.parent.glob("theirs_*.py")).stem
-    (job,) = load(job_file, [f"data.import={module}:broken"])
+    (job,) = load(job_file, [f"data.import={module_of(job_file)}:broken"])
     with pytest.raises(ConfigError, match="item 7: OSError: image 7 is damaged"):
         finish(theirs(job, Loopback(ranks), tmp_path / "x"))

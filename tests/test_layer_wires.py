@@ -13,19 +13,14 @@ import torch
 from allreduce_oracle import expected
 from every import every
 from reducing import backward, gradients, model_of
-from training import Stop, model_bytes, run_job, small_data, small_job
+from training import model_bytes, prepared, run_job, small_job, stop
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import Context, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LayerWire, LowBit
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.signals import Caught, Interrupted
-from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.job import load
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import prepare
 from cpdhpc.randomness import random_key
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
@@ -156,14 +151,9 @@ def test_a_job_with_wires_of_layers_stops_and_goes_on_with_the_same_bits(tmp_pat
     assert load(path) == [job]
     (tmp_path / "whole").mkdir()
     whole = run_job(job, Loopback(2), tmp_path / "whole")
-    files, caught = Files.of(tmp_path, job), Caught()
-    parts = prepare(job, Loopback(2), small_data(), files)
-    with pytest.raises(Interrupted):
-        run(parts, caught, Stop(caught, 3))
-    parts = prepare(job, Loopback(2), small_data(), files)
-    parts.resume()
-    run(parts, Caught(), Display(False, 1))
-    assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
+    stop(prepared(job, Loopback(2), tmp_path), 3)
+    parts = run_job(job, Loopback(2), tmp_path, resume=True)
+    assert model_bytes(parts.files.checkpoint) == model_bytes(whole.files.checkpoint)
     columns = parts.record.arrays()["layers"]
     assert np.isnan(columns["aps_shift"][0]).tolist() == [True, False, True, False]
 
@@ -174,10 +164,7 @@ def test_a_job_with_wires_of_layers_stops_and_goes_on_with_the_same_bits(tmp_pat
         ({"layers": {"fc*": "e3m0"}}, "LowBit: layers: no layer matches 'fc*': known are 0, 1"),
         ({"layers": {"0": "e4x"}}, "layers.0: wire='e4x'"),
         ({"layers": {"0": {"wire": "e4m3", "scaling": "til"}}}, "layers.0: scaling='til'"),
-        (
-            {"layers": {"0": {"wire": "e4m3", "scale": "aps"}}},
-            "layers.0.scale: did you mean",
-        ),
+        ({"layers": {"0": {"wire": "e4m3", "scale": "aps"}}}, "layers.0.scale: did you mean"),
         ({"layers": {"0": {"scaling": "aps"}}}, "layers.0.wire: is missing"),
         (
             {"layers": {"0": "ternary"}, "rounding": "stochastic", "error_feedback": True},

@@ -279,8 +279,7 @@ def trained(name: str, directory: Path, **train: Any) -> Training:
     }
     job = validate(Job, raw, "test")
     data = text() if name in SEQUENCES else small_data()
-    training = run_job(job, Loopback(2), directory, data)
-    return training
+    return run_job(job, Loopback(2), directory, data)
 
 
 def test_samples_of_another_kind_are_one_line(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ import torch
 from every import every
 from refusing import refused
 from torch import nn
-from training import ROOT, small_data, small_job
+from training import ROOT, prepared, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.lab.train.checkpoint import Files
-from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.split_images import partition
 from cpdhpc.torch.split_images.layers import INSTEAD, LAYERS, page
 from cpdhpc.torch.split_images.windowed import ImageGrid
@@ -42,10 +40,7 @@ def test_the_networks_share_parameters_buffers_names_and_modes() -> None:
 
 
 @every("dtype", [torch.float32, torch.float64])
-@every(
-    "options",
-    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
-)
+@every("options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
 def test_batch_norm_is_that_of_torch(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Within 8 units of roundoff of the largest value, after three batches and in evaluation.
 
@@ -195,4 +190,4 @@ def test_jobs_refuse_what_does_not_go_with_split_images(change: dict[str, Any]) 
 def test_jobs_say_which_grid_does_not_fit(tmp_path: Any) -> None:
     job = small_job(train={"image_grid": [1, 2]})
     with pytest.raises(ConfigError, match="multiple of 2"):
-        prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+        prepared(job, Loopback(), tmp_path)

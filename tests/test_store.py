@@ -157,14 +157,10 @@ def save_together(path: Path, chunks: tuple[int, ...] | None = None) -> None:
     files.save(world, path, ROOMS, {"kind": "state"}, fill, chunks)
 
 
-def in_chunks(path: Path) -> None:
-    save_together(path, (100,))
-
-
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "whole": lambda path: store.write(path, {"g": {"a": ARRAY}}, {}),
     "together": save_together,
-    "in chunks": in_chunks,
+    "in chunks": lambda path: save_together(path, (100,)),
     "text": lambda path: store.put(path, "x" * 300_000),
 }
 

@@ -93,7 +93,6 @@ def test_every_code_is_the_number_of_its_definition(ops: Any, name: str) -> None
 
 
 def test_posits_without_es_are_the_standard_s() -> None:
-
     assert parse_format("posit16").name == "posit16es2" and parse_format("posit16").bits == 16
 
 

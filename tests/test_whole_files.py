@@ -127,15 +127,11 @@ def test_a_link_of_the_targets_name_is_replaced_itself(tmp_path: Path) -> None:
     assert victim.read_text() == "mine" and path.read_text() == "new" and not path.is_symlink()
 
 
-def pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
 OTHERS: dict[str, Callable[[Path, Path], None]] = {
     "link": lambda path, victim: path.symlink_to(victim),
     "dangling": lambda path, victim: path.symlink_to(victim.with_name("none")),
     "second name": lambda path, victim: path.hardlink_to(victim),
-    "pipe": pipe,
+    "pipe": lambda path, victim: os.mkfifo(path),
 }
 
 

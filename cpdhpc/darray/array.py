@@ -149,20 +149,18 @@ class DistArray:
         roots, layouts, begins, kinds = zip(*ranks.gather_from(alike, what), strict=True)
         _check_alike(f"{what}: root", roots)
         _check_alike(f"{what}: layout", layouts)
-        for rank, begin in enumerate(begins if root is not None else ()):
-            if rank != root and begin != (0,) * len(layout.shape):
+        origin = (0,) * len(layout.shape)
+        if root is None:
+            part = array[layout.owner(ranks.rank).slices(origin)]
+            local = array_backend(f"{what}: array", array).empty(array, tuple(part.shape))
+            local[...] = part  # a copy: the array may be changed and freed
+            return cls(ranks, layout, local)
+        for rank, begin in enumerate(begins):
+            if rank != root and begin != origin:
                 raise ValueError(
                     f"{what}: array of rank {rank} begins with {begin}: {_wanted(layout, root)}"
                 )
-        if root is not None:
-            _check_alike(f"{what}: array", kinds)
-        if root is None:
-            ndim = len(layout.shape)
-            place = layout.owner(ranks.rank).slices((0,) * ndim)
-            backend, part = array_backend(f"{what}: array", array), array[place]
-            local = backend.empty(array, tuple(part.shape))
-            local[...] = part  # a copy: the array may be changed and freed
-            return cls(ranks, layout, local)
+        _check_alike(f"{what}: array", kinds)
         everything = Layout.at(layout.shape, root, ranks.size)
         return cls(ranks, layout, redistribute(ranks, array, everything, layout))
 
@@ -180,20 +178,18 @@ class DistArray:
         roots, kinds = zip(*world.gather_from(described, "gather"), strict=True)
         _check_alike(f"{what}: root", roots)
         _check_alike(f"{what}: local", kinds)
-        here = root is None or root == self.world.rank
+        here = root in (None, world.rank)
         none = (0,) * len(self.layout.shape)
         window = self.layout.domain if here else Box(none, none)
-        with WindowPlan(self.world, self.layout, window, name="gather") as plan:
+        with WindowPlan(world, self.layout, window, name="gather") as plan:
             whole = plan.exchange(self.local)
         return whole if here else None
 
     def window(self, plan: WindowPlan) -> Array:
         """Return the array on this rank's window of a plan over the same layout. Collective."""
         if not isinstance(plan, WindowPlan) or plan.layout != self.layout:
-            other = (
-                "is not a WindowPlan" if not isinstance(plan, WindowPlan) else "has another layout"
-            )
-            error = ValueError(f"DistArray.window: plan {getattr(plan, 'name', plan)!r} {other}")
+            why = "has another layout" if isinstance(plan, WindowPlan) else "is not a WindowPlan"
+            error = ValueError(f"DistArray.window: plan {getattr(plan, 'name', plan)!r} {why}")
             raise self.world.refuse(error)[0]
         return plan.exchange(self.local)
 

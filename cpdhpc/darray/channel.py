@@ -10,6 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
+from ..collectives.rank_program import NO_KEY
 from ..ops.moves import ADDED
 from ..ops.payloads import Packed
 from ..world import timeline
@@ -17,13 +18,11 @@ from ..world.gpu_messages import Direct, Staged
 from ..world.ranks import Ranks
 from .compiled import Plain, Program
 from .copies import EXCHANGE, NUMPY, Addresses, Array, ArrayBackend, Bytes, Frame, Operation, do
-from .device import DeviceChannel
+from .device import PROGRAMS, DeviceChannel
 from .mailbox import SLOTS, Inbox, Mailbox, Outbox, Purpose
 from .windows import Message, RankPieces
 
 AnyMailbox = TypeVar("AnyMailbox", bound=Mailbox)
-PROGRAMS = 16  # kept by a channel, one for each set of strides
-NO_KEY = (0, 0)  # no random bits: wires round to the nearest
 
 
 @dataclass
@@ -251,15 +250,9 @@ class Channel:
             if len(self.programs) == PROGRAMS:
                 del self.programs[next(iter(self.programs))]
             self.programs[key] = Program(
-                self.operation,
-                self.pieces,
-                self.sending,
-                self.receiving,
-                self.elements(),
-                x,
-                out,
-                self.dtype,
-            )
+                self.operation, self.pieces, self.sending, self.receiving, self.elements(),
+                x, out, self.dtype,
+            )  # fmt: skip
         return self.programs[key]
 
     def elements(self) -> list[Bytes]:
@@ -282,9 +275,8 @@ class Channel:
 
     def is_idle(self) -> bool:
         """Whether free would return without waiting for another rank."""
-        sent = all(outbox.is_read(self.serial) for outbox, _ in self.sending)
         return (
-            sent
+            all(outbox.is_read(self.serial) for outbox, _ in self.sending)
             and not self.open
             and all(
                 inbox.connected or all([request.Test() for request in inbox.greeting])

@@ -145,7 +145,8 @@ class Program:
         self.slots = [self._order(slot) for slot in range(SLOTS)]
         self._rows = moves.rows(self._list)
         self._needs_mpi = any(each.requests for each in self._mailboxes)
-        self.ends = [_ends(order.whole, self._needs_mpi) for order in self.slots]
+        spans = [(order.whole[0].first, order.whole[-1].last) for order in self.slots]
+        self.ends = [(first, first if self._needs_mpi else last, last) for first, last in spans]
         memories = (memory, *(each.room for each in self._mailboxes))
         self.compiled = moves.make_moves(
             self._rows, memories, x, out, inside(operation, self._frame)
@@ -275,19 +276,12 @@ class Program:
         if row["op"] == moves.TAKE:
             mailbox = self._mailboxes[int(row["source"]) - MEMORY - 1]
             mailbox.stop(f"cannot read what rank {mailbox.other} lends")
-        mailbox, offset = (
-            self._mailboxes[int(row["target"]) - MEMORY - 1],
-            int(row["target_offset"]),
-        )
+        mailbox = self._mailboxes[int(row["target"]) - MEMORY - 1]
+        offset = int(row["target_offset"])
         if found < 0:
             mailbox.differs(offset, number)
         mailbox.wait_word(offset, serial + int(row["value"]))
         return index
-
-
-def _ends(whole: Sequence[Span], needs_mpi: bool) -> tuple[int, int, int]:
-    """Return the entry of Program.ends for a slot."""
-    return whole[0].first, whole[0].first if needs_mpi else whole[-1].last, whole[-1].last
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..collectives.rank_program import NO_KEY
 from ..formats import TILE, packed_bytes, shift_count, tiles
 from ..ops import backend_of
 from ..ops.moves import MEMORY, OUT, Side, X
@@ -34,7 +35,6 @@ from .windows import Message, RankPieces
 if TYPE_CHECKING:
     from ..ops.gpu_runtime import Streams
 
-NO_KEY = (0, 0)  # no random bits: wires round to the nearest
 PROGRAMS = 16  # kept by a channel, one for each set of strides
 
 

@@ -200,9 +200,16 @@ def check_layout(function: str, argument: str, layout: object, ranks: int | None
 
 def _clipped(box: Box, shape: Sequence[int]) -> Box:
     """Return an empty box moved into the domain."""
-    start = tuple(min(max(a, 0), n) for a, n in zip(box.start, shape, strict=True))
-    stop = tuple(min(max(a, b), n) for a, b, n in zip(start, box.stop, shape, strict=True))
-    return Box(start, stop)
+    ends = box.start, map(max, box.start, box.stop)
+    return Box(*(tuple(min(max(i, 0), n) for i, n in zip(e, shape, strict=True)) for e in ends))
+
+
+def outside(box: Box, holes: Sequence[Box]) -> list[Box]:
+    """Return disjoint boxes that cover the cells of a box outside all holes."""
+    left = [box]
+    for hole in holes:
+        left = [rest for each in left for rest in each.without(hole)]
+    return [each for each in left if not each.empty]
 
 
 def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
@@ -213,9 +220,7 @@ def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
     _check_disjoint(boxes)
     if sum(box.size for box in boxes) == domain.size:
         return
-    left = [domain]
-    for box in boxes:
-        left = [rest for each in left for rest in each.without(box)]
+    left = outside(domain, boxes)
     cells = sum(each.size for each in left)
     raise ValueError(f"Layout: no rank owns {left[0]} of {domain}, {cells} cells in all")
 

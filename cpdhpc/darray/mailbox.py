@@ -152,8 +152,9 @@ class Mailbox:
 
     def free(self) -> None:
         """Free the persistent requests."""
-        for request in (request for each in self.requests for request in each):
-            request.Free()
+        for each in self.requests:
+            for request in each:
+                request.Free()
         self.requests = []
 
 
@@ -186,7 +187,7 @@ class Outbox(Mailbox):
         if self.shared is None:
             self.arrive(slot)
         else:
-            self.wait_word(self.word_at(slot), (serial - SLOTS))
+            self.wait_word(self.word_at(slot), serial - SLOTS)
 
     def send(self, slot: int, serial: int, number: int) -> None:
         """Send what the payload of a slot holds."""

@@ -20,15 +20,7 @@ from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
 from .channel import Call, Channel, Kept, drop
 from .compiled import POLLS, Program
-from .copies import (
-    ACCUMULATE,
-    EXCHANGE,
-    Addresses,
-    Array,
-    ArrayBackend,
-    Operation,
-    array_backend,
-)
+from .copies import ACCUMULATE, EXCHANGE, Addresses, Array, ArrayBackend, Operation, array_backend
 from .describe import Description, Verification, describe, packed_wire, verify
 from .device import SUMS
 from .layout import Box, Layout, as_box, check_layout

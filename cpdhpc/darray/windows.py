@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .layout import Box, Layout
+from .layout import Box, Layout, outside
 
 Integers = npt.NDArray[np.int64]
 
@@ -196,11 +196,7 @@ class Windows:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        boxes: Sequence[Box],
-        modes: Sequence[Mode],
-        halo_only: bool = False,
+        self, layout: Layout, boxes: Sequence[Box], modes: Sequence[Mode], halo_only: bool = False
     ) -> None:
         self.layout, self.boxes, self.modes = layout, tuple(boxes), tuple(modes)
         self.halo_only = halo_only
@@ -253,7 +249,7 @@ class Windows:
                 continue
             inside = replaced(window, axis, 0, extent)
             beyond = list(window.without(inside.intersect(window)))
-            found = [Fill(rest, each) for box, each in found for rest in _without(box, beyond)]
+            found = [Fill(rest, each) for box, each in found for rest in outside(box, beyond)]
             found += [Fill(box, value) for box in beyond]
         return found
 
@@ -349,9 +345,8 @@ class RankPieces:
         self.halo_only, self.parts = windows.halo_only, windows.parts(rank)
         cells = sum(part.size for part in self.parts)
         self.shape = (cells,) if self.halo_only else self.window.shape
-        self.uncovered = [] if self.halo_only else _without(
-            self.owned, [p.source for p in self.local if p.is_itself]
-        )  # fmt: skip
+        shown = [piece.source for piece in self.local if piece.is_itself]
+        self.uncovered = [] if self.halo_only else outside(self.owned, shown)
 
     def bare(self) -> RankPieces:
         """Return a copy without references to its users."""
@@ -402,11 +397,3 @@ def interior_of(window: Box, remote: Sequence[Box]) -> Box:
         kept = [cut.size for cut in cuts] - sides.prod(2).sum(1)
         inner = cuts[int(kept.argmax())]
     return inner
-
-
-def _without(box: Box, holes: Sequence[Box]) -> list[Box]:
-    """Return disjoint boxes that cover the cells of a box outside all holes."""
-    left = [box]
-    for hole in holes:
-        left = [rest for each in left for rest in each.without(hole)]
-    return [each for each in left if not each.empty]

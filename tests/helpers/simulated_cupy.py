@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import simulated_kernels
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from simulated_gpu import Error, Event, Gpu, Owner, Stream
 
 OURS = ("gpu", "gpu_runtime")  # modules of cpdhpc.ops that import cupy
@@ -155,7 +156,7 @@ class Arrays:
         return out
 
 
-class ndarray:
+class ndarray(NDArrayOperatorsMixin):
     """An array in the GPU's memory: what it holds is known when its stream has come so far."""
 
     __array_priority__ = 100
@@ -279,73 +280,11 @@ class ndarray:
             return NotImplemented
         return self.arrays.compute(ufunc, *inputs, out=out[0])
 
-    def __add__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.add, self, other)
-
-    def __sub__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.subtract, self, other)
-
-    def __iadd__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.add, self, other, out=self)
-
-    def __and__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.bitwise_and, self, other)
-
-    def __iand__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.bitwise_and, self, other, out=self)
-
-    def __xor__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.bitwise_xor, self, other)
-
-    def __ixor__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.bitwise_xor, self, other, out=self)
-
-    def __or__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.bitwise_or, self, other)
-
-    def __ior__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.bitwise_or, self, other, out=self)
-
-    def __lshift__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.left_shift, self, other)
-
-    def __rshift__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.right_shift, self, other)
-
-    def __invert__(self) -> ndarray:
-        return self.arrays.compute(np.invert, self)
-
-    def __eq__(self, other: Any) -> ndarray:  # type: ignore[override]
-        return self.arrays.compute(np.equal, self, other)
-
-    def __ne__(self, other: Any) -> ndarray:  # type: ignore[override]
-        return self.arrays.compute(np.not_equal, self, other)
-
-    def __ge__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.greater_equal, self, other)
-
-    def __le__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.less_equal, self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __rmul__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.multiply, other, self)
-
-    def __radd__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.add, other, self)
-
-    def __rsub__(self, other: Any) -> ndarray:
-        return self.arrays.compute(np.subtract, other, self)
-
     def sum(self, axis: int | None = None, dtype: Any = None) -> ndarray:
         return self.arrays.compute(lambda x: np.sum(x, axis, dtype), self)
 
     def any(self) -> ndarray:
         return self.arrays.compute(np.any, self)
-
-    def __abs__(self) -> ndarray:
-        return self.arrays.compute(np.abs, self)
 
     def all(self) -> ndarray:
         return self.arrays.compute(np.all, self)
@@ -423,27 +362,10 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
     """Return modules cupy and cupyx of a GPU."""
     cupy, cupyx, arrays = ModuleType("cupy"), ModuleType("cupyx"), Arrays(gpu)
     names = (
-        "empty",
-        "zeros",
-        "empty_like",
-        "zeros_like",
-        "full_like",
-        "arange",
-        "concatenate",
-        "stack",
-        "sort",
-        "cumsum",
-        "flatnonzero",
-        "packbits",
-        "unpackbits",
-        "atleast_1d",
-        "array",
-        "asarray",
-        "may_share_memory",
-        "shape",
-        "copyto",
-        "from_dlpack",
-    )
+        "empty", "zeros", "empty_like", "zeros_like", "full_like", "arange", "concatenate",
+        "stack", "sort", "cumsum", "flatnonzero", "packbits", "unpackbits", "atleast_1d",
+        "array", "asarray", "may_share_memory", "shape", "copyto", "from_dlpack",
+    )  # fmt: skip
     vars(cupy).update({name: getattr(arrays, name) for name in names})
 
     def count() -> int:

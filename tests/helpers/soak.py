@@ -220,28 +220,16 @@ Call = Callable[[Array, int], Array]  # (x of this rank, iteration) -> result
 
 
 @contextmanager
-def returned(d: Draw, world: World) -> Iterator[Call]:
-    """Let the call make the array."""
-    yield lambda x, iteration: d.method.run(
-        world, [x], iteration=iteration, segments=d.segments
-    ).arrays[0]
+def plain(d: Draw, world: World) -> Iterator[Call]:
+    """Let each call make the array, or give it the same one every time, or what is summed."""
+    another = np.full(d.n, np.nan, np.float32)
 
+    def call(x: Array, iteration: int) -> Array:
+        outs = {"returned": None, "into another": [another], "in place": [x]}[d.way]
+        how: dict[str, Any] = {"iteration": iteration, "segments": d.segments}
+        return d.method.run(world, [x], outs, **how).arrays[0]
 
-@contextmanager
-def into_another(d: Draw, world: World) -> Iterator[Call]:
-    """Give the array, the same one every time."""
-    out = np.full(d.n, np.nan, np.float32)
-    yield lambda x, iteration: d.method.run(
-        world, [x], [out], iteration=iteration, segments=d.segments
-    ).arrays[0]
-
-
-@contextmanager
-def in_place(d: Draw, world: World) -> Iterator[Call]:
-    """Overwrite what is summed."""
-    yield lambda x, iteration: d.method.run(
-        world, [x], [x], iteration=iteration, segments=d.segments
-    ).arrays[0]
+    yield call
 
 
 @contextmanager
@@ -261,9 +249,7 @@ def prepared(d: Draw, world: World) -> Iterator[Call]:
 
 
 WAYS: dict[str, Callable[[Draw, World], AbstractContextManager[Call]]] = {
-    "returned": returned,
-    "into another": into_another,
-    "in place": in_place,
+    **dict.fromkeys(("returned", "into another", "in place"), plain),
     "prepared": prepared,
 }
 

@@ -2,6 +2,7 @@
 
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,12 @@ def world():
     from cpdhpc.world.mpi import World
 
     return World(timeout_s=TIMEOUT_S)
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """Process 0's temporary folder, on all processes."""
+    return Path(world.gather(str(tmp_path))[0])
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from darray_cases import any_bits, draw, draw_layout, own
+from together import together
 
 from cpdhpc.darray.array import DistArray, redistribute
 from cpdhpc.darray.layout import Box, Layout
@@ -16,11 +17,6 @@ from cpdhpc.darray.windows import Constant
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
-
-
-def together(world: World, *verdicts: Any) -> None:
-    """Fail on all ranks alike where a verdict is false on one of them."""
-    assert world.gather([bool(v) for v in verdicts]) == [[True] * len(verdicts)] * world.size
 
 
 def drawn(world: World, number: int) -> tuple[list[Layout], np.ndarray]:
@@ -180,9 +176,8 @@ def disagreements(world: World) -> dict[str, Any]:
     }
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_ranks_do_not_agree_on_is_the_same_error_on_all(world: World) -> None:
-    if world.size == 1:
-        return
     for what, (call, said) in disagreements(world).items():
         with pytest.raises((TypeError, ValueError), match=said) as raised:
             call()
@@ -200,10 +195,9 @@ NOT_ROOTS: dict[str, tuple[Any, str]] = {  # what the last rank gives, where ran
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("case", NOT_ROOTS)
 def test_what_others_than_the_root_give_is_told_on_all(world: World, case: str) -> None:
-    if world.size == 1:
-        return
     given, said = NOT_ROOTS[case]
     mine: Any = np.ones((6, 4)) if world.rank == 0 else np.empty((0, 0))
     if world.rank == world.size - 1:

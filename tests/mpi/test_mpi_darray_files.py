@@ -13,6 +13,7 @@ import pytest
 import torch
 import xarray
 from darray_cases import any_bits, draw_layout
+from together import together
 
 from cpdhpc import store
 from cpdhpc.config import UserError
@@ -22,17 +23,6 @@ from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 DTYPES = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", ">f4"]
-
-
-@pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
-    """Rank 0's temporary folder, on all ranks."""
-    return world.gather(tmp_path)[0]
-
-
-def together(world: World, *verdicts: Any) -> None:
-    """Fail on all ranks alike where a verdict is false on one of them."""
-    assert world.gather([bool(v) for v in verdicts]) == [[True] * len(verdicts)] * world.size
 
 
 def whole(path: Path, name: str = "data") -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from darray_cases import Case, any_bits, draw, own, shown, wanted_sums
+from together import together
 
 from cpdhpc.darray.array import DistArray
 from cpdhpc.darray.copies import CUPY, array_backend
@@ -155,10 +156,8 @@ def test_a_slot_is_used_again_once_its_messages_were_unpacked(gpu: Any, streams:
         with other:
             got += [plan.exchange(x) for x in xs[1:]]
             other.synchronize()
-        right = [
-            each.get().tobytes() == want.tobytes() for each, want in zip(got, seen, strict=True)
-        ]
-    assert gpu.world.gather(right) == [[True] * 3] * gpu.world.size
+        right = [a.get().tobytes() == b.tobytes() for a, b in zip(got, seen, strict=True)]
+    together(gpu.world, *right)
 
 
 def test_a_slot_is_used_again_once_its_messages_have_left(gpu: Any) -> None:
@@ -168,10 +167,8 @@ def test_a_slot_is_used_again_once_its_messages_have_left(gpu: Any) -> None:
         xs = [gpu.cupy.asarray(x) for x in owned]
         time.sleep(0.2 if gpu.world.rank else 0)
         got = [plan.exchange(x) for x in xs]
-        right = [
-            each.get().tobytes() == want.tobytes() for each, want in zip(got, seen, strict=True)
-        ]
-    assert gpu.world.gather(right) == [[True] * 3] * gpu.world.size
+        right = [a.get().tobytes() == b.tobytes() for a, b in zip(got, seen, strict=True)]
+    together(gpu.world, *right)
 
 
 def test_sums_that_are_subnormal_or_rounded_have_the_bits_of_the_cpu(gpu: Any) -> None:
@@ -185,7 +182,7 @@ def test_sums_that_are_subnormal_or_rounded_have_the_bits_of_the_cpu(gpu: Any) -
         with WindowPlan(gpu.world, layout, Box((start - 2,), (stop + 2,)), mode) as plan:
             want, got = plan.accumulate(y), plan.accumulate(late(gpu, y))
         verdict.append(got.get().tobytes() == want.tobytes() and want.min() > 0)
-    assert gpu.world.gather(verdict) == [[True] * 4] * gpu.world.size
+    together(gpu.world, *verdict)
 
 
 @pytest.mark.parametrize("wire", ["e4m3", "e2m1fn"])
@@ -198,8 +195,8 @@ def test_packed_wires_have_the_bits_of_the_cpu(gpu: Any, wire: str) -> None:
         want = plan.exchange(x)
         got = plan.exchange(late(gpu, x)).get()
         back = plan.accumulate(want), plan.accumulate(late(gpu, want)).get()
-    verdict = got.tobytes() == want.tobytes(), back[0].tobytes() == back[1].tobytes()
-    assert gpu.world.gather(verdict) == [(True, True)] * gpu.world.size
+    same = got.tobytes() == want.tobytes(), back[0].tobytes() == back[1].tobytes()
+    together(gpu.world, *same)
 
 
 def test_distributed_arrays_and_what_is_refused(gpu: Any) -> None:

@@ -17,8 +17,6 @@ from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 
-Call = Callable[[], Any]
-
 
 @pytest.fixture(scope="module")
 def world() -> World:
@@ -46,83 +44,63 @@ def readonly(x: Any) -> Any:
     return x
 
 
-EXCHANGES: dict[str, Callable[[Setting], Call]] = {
-    "x list": lambda s: lambda: s.plan.exchange(s.bad([1.0], s.x)),
-    "x shape": lambda s: lambda: s.plan.exchange(s.bad(np.ones(9), s.x)),
-    "x objects": lambda s: lambda: s.plan.exchange(s.bad(s.x.astype(object), s.x)),
-    "x bytes": lambda s: lambda: s.plan.exchange(s.bad(s.x.astype(">f8"), s.x)),
-    "x gradient": lambda s: lambda: s.plan.exchange(
+EXCHANGES: dict[str, Callable[[Setting], Any]] = {
+    "x list": lambda s: s.plan.exchange(s.bad([1.0], s.x)),
+    "x shape": lambda s: s.plan.exchange(s.bad(np.ones(9), s.x)),
+    "x objects": lambda s: s.plan.exchange(s.bad(s.x.astype(object), s.x)),
+    "x bytes": lambda s: s.plan.exchange(s.bad(s.x.astype(">f8"), s.x)),
+    "x gradient": lambda s: s.plan.exchange(
         s.bad(torch.ones(s.x.shape, requires_grad=True), torch.ones(s.x.shape))
     ),
-    "out dtype": lambda s: lambda: s.plan.exchange(
-        s.x, out=s.bad(s.y.astype(np.float32), s.y.copy())
-    ),
-    "out shape": lambda s: lambda: s.plan.exchange(s.x, out=s.bad(s.y[1:].copy(), s.y.copy())),
-    "out read-only": lambda s: lambda: s.plan.exchange(s.x, out=s.bad(readonly(s.y), s.y.copy())),
-    "out strides": lambda s: lambda: s.plan.exchange(
+    "out dtype": lambda s: s.plan.exchange(s.x, out=s.bad(s.y.astype(np.float32), s.y.copy())),
+    "out shape": lambda s: s.plan.exchange(s.x, out=s.bad(s.y[1:].copy(), s.y.copy())),
+    "out read-only": lambda s: s.plan.exchange(s.x, out=s.bad(readonly(s.y), s.y.copy())),
+    "out strides": lambda s: s.plan.exchange(
         s.x, out=s.bad(np.lib.stride_tricks.as_strided(s.y, s.y.shape, (0,)), s.y.copy())
     ),
-    "out overlaps": lambda s: lambda: s.plan.exchange(
+    "out overlaps": lambda s: s.plan.exchange(
         s.bad(s.y[: s.x.size], s.x), out=s.bad(s.y, s.y.copy())
     ),
-    "number": lambda s: lambda: s.plan.exchange(s.x, number=s.bad("a", 0)),
-    "y bool": lambda s: lambda: s.plan.accumulate(s.bad(s.y.astype(bool), s.y)),
-    "y shape": lambda s: lambda: s.plan.accumulate(s.bad(s.y[1:], s.y)),
-    "y text": lambda s: lambda: s.plan.accumulate(s.bad(s.y.astype(str), s.y)),
-    "begin": lambda s: lambda: s.plan.begin(s.bad(None, s.x)).finish(),
-    "begin_accumulate": lambda s: lambda: s.plan.begin_accumulate(s.bad(None, s.y)).finish(),
-    "autograd x": lambda s: lambda: autograd.exchange(s.bad(s.x, torch.from_numpy(s.x)), s.plan),
-    "autograd y": lambda s: lambda: autograd.accumulate(
+    "number": lambda s: s.plan.exchange(s.x, number=s.bad("a", 0)),
+    "y bool": lambda s: s.plan.accumulate(s.bad(s.y.astype(bool), s.y)),
+    "y shape": lambda s: s.plan.accumulate(s.bad(s.y[1:], s.y)),
+    "y text": lambda s: s.plan.accumulate(s.bad(s.y.astype(str), s.y)),
+    "begin": lambda s: s.plan.begin(s.bad(None, s.x)).finish(),
+    "begin_accumulate": lambda s: s.plan.begin_accumulate(s.bad(None, s.y)).finish(),
+    "autograd x": lambda s: autograd.exchange(s.bad(s.x, torch.from_numpy(s.x)), s.plan),
+    "autograd y": lambda s: autograd.accumulate(
         s.bad(torch.ones(3), torch.from_numpy(s.y)), s.plan
     ),
-    "local": lambda s: lambda: DistArray(
-        s.world, s.layout, s.bad(np.ones(9), s.x)
-    ).window(s.plan),
-    "local kind": lambda s: lambda: DistArray(s.world, s.layout, s.bad(3, s.x)).window(s.plan),
-    "layout": lambda s: lambda: DistArray(s.world, s.bad(None, s.layout), s.x).window(s.plan),
-    "plan": lambda s: lambda: s.array.window(s.bad(3, s.plan)),
-}  # fmt: skip
-COLLECTIVES: dict[str, Callable[[Setting], Call]] = {
-    "to": lambda s: lambda: redistribute(s.world, s.x, s.layout, s.bad(None, s.layout)),
-    "from": lambda s: lambda: redistribute(s.world, s.x, s.bad(3, s.layout), s.layout),
-    "DistArray.redistribute": lambda s: lambda: s.array.redistribute(s.bad("a", s.layout)),
-    "gather": lambda s: lambda: s.array.gather(s.bad(99, 0)),
-    "gather kind": lambda s: lambda: s.array.gather(s.bad("0", 0)),
-    "global shape": lambda s: lambda: DistArray.from_global(
-        s.world, s.layout, np.ones(s.bad(7, 8))
-    ),
-    "global kind": lambda s: lambda: DistArray.from_global(
-        s.world, s.layout, s.bad([1.0] * 8, np.ones(8))
-    ),
-    "global root": lambda s: lambda: DistArray.from_global(
-        s.world, s.layout, np.ones(8), s.bad(0, None)
-    ),
-    "global layout": lambda s: lambda: DistArray.from_global(
-        s.world, s.bad(None, s.layout), np.ones(8)
-    ),
-    "save path": lambda s: lambda: s.array.save(s.bad(None, s.folder / "x.h5")),
-    "save name": lambda s: lambda: s.array.save(s.folder / "x.h5", s.bad(3, "data")),
-    "save compression": lambda s: lambda: s.array.save(
-        s.folder / "x.h5", compression=s.bad(3.5, "gzip")
-    ),
-    "load path": lambda s: lambda: DistArray.load(
-        s.world, s.bad(None, s.folder / "good.h5"), s.layout
-    ),
-    "load name": lambda s: lambda: DistArray.load(
+    "local": lambda s: DistArray(s.world, s.layout, s.bad(np.ones(9), s.x)).window(s.plan),
+    "local kind": lambda s: DistArray(s.world, s.layout, s.bad(3, s.x)).window(s.plan),
+    "layout": lambda s: DistArray(s.world, s.bad(None, s.layout), s.x).window(s.plan),
+    "plan": lambda s: s.array.window(s.bad(3, s.plan)),
+}
+COLLECTIVES: dict[str, Callable[[Setting], Any]] = {
+    "to": lambda s: redistribute(s.world, s.x, s.layout, s.bad(None, s.layout)),
+    "from": lambda s: redistribute(s.world, s.x, s.bad(3, s.layout), s.layout),
+    "DistArray.redistribute": lambda s: s.array.redistribute(s.bad("a", s.layout)),
+    "gather": lambda s: s.array.gather(s.bad(99, 0)),
+    "gather kind": lambda s: s.array.gather(s.bad("0", 0)),
+    "global shape": lambda s: DistArray.from_global(s.world, s.layout, np.ones(s.bad(7, 8))),
+    "global kind": lambda s: DistArray.from_global(s.world, s.layout, s.bad([1.0] * 8, np.ones(8))),
+    "global root": lambda s: DistArray.from_global(s.world, s.layout, np.ones(8), s.bad(0, None)),
+    "global layout": lambda s: DistArray.from_global(s.world, s.bad(None, s.layout), np.ones(8)),
+    "save path": lambda s: s.array.save(s.bad(None, s.folder / "x.h5")),
+    "save name": lambda s: s.array.save(s.folder / "x.h5", s.bad(3, "data")),
+    "save compression": lambda s: s.array.save(s.folder / "x.h5", compression=s.bad(3.5, "gzip")),
+    "load path": lambda s: DistArray.load(s.world, s.bad(None, s.folder / "good.h5"), s.layout),
+    "load name": lambda s: DistArray.load(
         s.world, s.folder / "good.h5", s.layout, s.bad(3, "data")
     ),
-    "load layout": lambda s: lambda: DistArray.load(
-        s.world, s.folder / "good.h5", s.bad(3, s.layout)
-    ),
-    "window": lambda s: lambda: WindowPlan(s.world, s.layout, s.bad(None, Box((0,), (8,)))),
-    "boundary": lambda s: lambda: WindowPlan(
+    "load layout": lambda s: DistArray.load(s.world, s.folder / "good.h5", s.bad(3, s.layout)),
+    "window": lambda s: WindowPlan(s.world, s.layout, s.bad(None, Box((0,), (8,)))),
+    "boundary": lambda s: WindowPlan(
         s.world, s.layout, Box((0,), (8,)), s.bad(["zero", 3], "zero")
     ),
-    "wire": lambda s: lambda: WindowPlan(
-        s.world, s.layout, Box((0,), (8,)), wire=s.bad(object(), "raw")
-    ),
-    "name": lambda s: lambda: WindowPlan(s.world, s.layout, Box((0,), (8,)), name=s.bad(3, "x")),
-}  # fmt: skip
+    "wire": lambda s: WindowPlan(s.world, s.layout, Box((0,), (8,)), wire=s.bad(object(), "raw")),
+    "name": lambda s: WindowPlan(s.world, s.layout, Box((0,), (8,)), name=s.bad(3, "x")),
+}
 
 
 CASES = [(name, used) for name in EXCHANGES for used in (False, True)]
@@ -131,19 +109,18 @@ CASES += [(name, False) for name in COLLECTIVES]
 
 @pytest.mark.parametrize(("name", "used"), CASES)
 def test_what_one_rank_alone_does_wrong_is_every_ranks_error(
-    world: World, tmp_path: Path, name: str, used: bool
+    world: World, folder: Path, name: str, used: bool
 ) -> None:
     """In the first call of a plan, or where the other ranks repeat one; the world works on."""
-    folder = Path(world.gather(str(tmp_path))[0])
     setting = Setting(world, folder)
     if used:
         setting.plan.exchange(setting.x), setting.plan.exchange(setting.x)
         setting.plan.accumulate(setting.y), setting.plan.accumulate(setting.y)
     if name.startswith("load"):
         setting.array.save(folder / "good.h5")
-    call, said = ({**EXCHANGES, **COLLECTIVES}[name])(setting), ("", "")
+    said = "", ""
     try:
-        call()
+        {**EXCHANGES, **COLLECTIVES}[name](setting)
     except (TypeError, ValueError, UserError) as error:
         said = type(error).__name__, str(error)
     everyone = world.gather(said)
@@ -159,9 +136,8 @@ def test_what_all_ranks_do_wrong_leaves_the_plan_as_it_was(world: World, tmp_pat
     assert (setting.plan.exchange(setting.x) == 1).all()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_plan_that_was_broken_is_refused_on_all(world: World, tmp_path: Path) -> None:
-    if world.size == 1:
-        return
     setting = Setting(world, tmp_path)
     first, second, third = (
         world.gather(caught(lambda x=x: setting.plan.exchange(x)))  # type: ignore[misc]
@@ -179,7 +155,7 @@ def test_a_plan_that_was_broken_is_refused_on_all(world: World, tmp_path: Path) 
     assert freed == ["rank 0 | exchange: plan 'all' is freed"] * world.size
 
 
-def caught(call: Call) -> str:
+def caught(call: Callable[[], Any]) -> str:
     """The words of the error that a call raises."""
     with pytest.raises((ValueError, RuntimeError)) as error:
         call()

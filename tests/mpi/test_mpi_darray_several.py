@@ -1,10 +1,9 @@
 """Distributed arrays in files: several in one, any ranks, any layout, whole or not at all."""
 
-from pathlib import Path
-
 import h5py
 import numpy as np
 import pytest
+from together import together
 
 from cpdhpc import store
 from cpdhpc.config import UserError
@@ -15,20 +14,9 @@ from cpdhpc.world.ranks import Loopback
 pytestmark = pytest.mark.mpi
 
 
-def together(world, *verdicts):
-    assert world.gather([bool(v) for v in verdicts]) == [[True] * len(verdicts)] * world.size
-
-
-def shared_path(world, tmp_path):
-    return Path(world.gather(str(tmp_path))[0]) / "x.h5"
-
-
 def arrays(world):
     """Wholes and parts: uneven, all at the last rank, and of two dtypes; one without any byte."""
-    rows, last = (
-        Layout.grid((7, 3), (world.size, 1)),
-        Layout.at((5,), world.size - 1, world.size),
-    )
+    rows, last = (Layout.grid((7, 3), (world.size, 1)), Layout.at((5,), world.size - 1, world.size))
     wholes = {
         "a/weight": np.arange(42, dtype=np.float32).reshape(7, 3, 2),
         "a/momentum": -np.arange(21.0).reshape(7, 3),
@@ -44,8 +32,8 @@ def arrays(world):
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
-def test_several_arrays_are_one_ordinary_file(world, tmp_path, compression):
-    path, (wholes, parts) = shared_path(world, tmp_path), arrays(world)
+def test_several_arrays_are_one_ordinary_file(world, folder, compression):
+    path, (wholes, parts) = folder / "x.h5", arrays(world)
     if compression is not None:
         del parts["none"]  # HDF5 has no chunks of nothing
     save_all(world, path, parts, {"step": 7}, compression=compression)
@@ -65,8 +53,8 @@ def test_several_arrays_are_one_ordinary_file(world, tmp_path, compression):
     world.barrier()
 
 
-def test_arrays_that_differ_between_ranks_are_refused(world, tmp_path):
-    path, (_, parts) = shared_path(world, tmp_path), arrays(world)
+def test_arrays_that_differ_between_ranks_are_refused(world, folder):
+    path, (_, parts) = folder / "x.h5", arrays(world)
     if world.rank == world.size - 1:
         parts["c"] = parts.pop("b")
     if world.size > 1:
@@ -79,8 +67,8 @@ def test_arrays_that_differ_between_ranks_are_refused(world, tmp_path):
     world.barrier()
 
 
-def test_what_cannot_be_written_leaves_what_was_there(world, tmp_path):
-    path, (_, parts) = shared_path(world, tmp_path), arrays(world)
+def test_what_cannot_be_written_leaves_what_was_there(world, folder):
+    path, (_, parts) = folder / "x.h5", arrays(world)
     save_all(world, path, parts, {"step": 1})
     before = path.read_bytes()
     world.barrier()

@@ -230,10 +230,7 @@ def of_axes_there_before(plan):
 
 
 def transposed(plan):
-    return [
-        lambda: plan.exchange(np.ones(4)),
-        lambda: plan.accumulate(np.ones(plan.window.shape)),
-    ]
+    return [lambda: plan.exchange(np.ones(4)), lambda: plan.accumulate(np.ones(plan.window.shape))]
 
 
 WAITED = r"rank 0 \| %s: waited [\d.]+ s for rank 1\n"

@@ -3,7 +3,6 @@
 import time
 from argparse import ArgumentParser
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,9 +196,8 @@ def test_studies_record_the_error_of_what_travels(world, transfer):
 
 
 @pytest.mark.two_ranks
-def test_a_sender_does_not_wait_for_a_late_reader(world, tmp_path):
+def test_a_sender_does_not_wait_for_a_late_reader(world, folder):
     """The last rank reads once the others have sent, or tells after LATE_S that they have not."""
-    sent = Path(world.gather(str(tmp_path))[0])
     layout = Layout.grid((100 * world.size, 300), (world.size, 1))
     mine, last = layout.owner(world.rank), world.size - 1
     window = layout.domain if world.rank == last else mine
@@ -208,13 +206,13 @@ def test_a_sender_does_not_wait_for_a_late_reader(world, tmp_path):
             x = numbers(plan, range(mine.start[0], mine.stop[0]), call)
             end_s = time.monotonic() + LATE_S
             names = {f"{call}-{rank}" for rank in range(world.size) if rank != last}
-            while world.rank == last and not names <= {path.name for path in sent.iterdir()}:
+            while world.rank == last and not names <= {path.name for path in folder.iterdir()}:
                 if time.monotonic() > end_s:
                     break
                 time.sleep(0.01)
             all_sent = time.monotonic() < end_s
             y = plan.exchange(x)
-            (sent / f"{call}-{world.rank}").touch()
+            (folder / f"{call}-{world.rank}").touch()
             x[:] = -1
             right = np.array_equal(y, numbers(plan, range(window.start[0], window.stop[0]), call))
             assert set(world.gather((right, all_sent))) == {(True, True)}

@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from together import together
 from torch import nn
-from training import small_data, small_job
+from training import run_job, small_job
 
-from cpdhpc.lab.signals import Caught
-from cpdhpc.lab.train.checkpoint import Files
-from cpdhpc.lab.train.loop import run
-from cpdhpc.lab.train.progress import Display
-from cpdhpc.lab.train.setup import prepare
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.torch.split_images import partition
 from cpdhpc.torch.split_images.windowed import ImageGrid
@@ -34,6 +30,7 @@ CLOSE = 1e-12
 
 @pytest.fixture(scope="module")
 def world() -> World:
+    """One of this file alone: no messages of refused calls are left for other tests."""
     return World(timeout_s=600)
 
 
@@ -51,11 +48,6 @@ def grids(world: World) -> list[tuple[int, int]]:
 def few_grids(world: World) -> list[tuple[int, int]]:
     """Those with one group or two, in which there are not more columns than rows."""
     return [(r, c) for r, c in grids(world) if r >= c and 2 * r * c >= world.size]
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather([bool(v) for v in verdicts]) == [[True] * len(verdicts)] * world.size
 
 
 def sums(world: World, tensor: torch.Tensor) -> torch.Tensor:
@@ -330,21 +322,19 @@ def test_the_reducer_sums_the_parts_of_replicated_weights(world: World, wire: st
 
 @pytest.mark.parametrize("aggregator", ["none", "lowbit"])
 def test_jobs_with_split_images_learn_as_those_with_whole_ones(
-    world: World, tmp_path: Path, aggregator: str
+    world: World, folder: Path, aggregator: str
 ) -> None:
     """Float32 curves differ by rounding alone: 2 epochs of 5 steps, 2**-24 amplified 1e3 times.
 
     Samples are not dealt evenly: 24 a batch and 4 in the last one.
     """
-    directory = Path(world.gather(str(tmp_path))[0])
     gradient = {"aggregator": aggregator, "algorithm": "direct"}
     curves = []
     for number, procs in enumerate([(1, 1), *few_grids(world)[:2]]):
         model = {"name": "lenet", "channels": [2, 3], "hidden": 8}
         train = {"image_grid": list(procs), "learning_rate": 0.05}
         job = small_job(model=model, train=train, gradient=gradient, name=f"j{number}")
-        training = prepare(job, world, small_data(), Files.of(directory, job))
-        run(training, Caught(), Display(False, 1))
+        training = run_job(job, world, folder)
         weights = b"".join(t.numpy().tobytes() for t in training.model.state_dict().values())
         together(world, len(set(world.gather(weights))) == 1)
         curves.append(training.record.arrays()["steps"]["loss"])
@@ -364,9 +354,8 @@ def test_batch_norm_without_enough_values_is_an_error_on_all_ranks(world: World)
     together(world, "layer 1 (BatchNorm2d)" in said and "more than one value" in said)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_models_that_differ_are_an_error_on_all_ranks(world: World) -> None:
-    if world.size == 1:
-        pytest.skip("needs two ranks")
     grid = ImageGrid(world, (world.size, 1))
     size = 5 if world.rank == world.size - 1 else 3
     said = ["", ""]

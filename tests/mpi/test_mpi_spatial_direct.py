@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from together import together
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,10 +39,6 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
 def gradient(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.grad is not None
     return tensor.grad
-
-
-def together(world: World, *verdicts: bool) -> None:
-    assert world.gather([bool(v) for v in verdicts]) == [[True] * len(verdicts)] * world.size
 
 
 def grids(world: World) -> list[tuple[int, int]]:

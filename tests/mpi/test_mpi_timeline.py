@@ -36,10 +36,6 @@ def events_of(world: World, path: Path) -> list[Event]:
     return [each for each in text["traceEvents"] if each["ph"] == "X"]
 
 
-def shared_path(world: World, tmp_path: Path, name: str) -> Path:
-    return Path(world.gather(str(tmp_path))[0]) / name
-
-
 def check_nesting(events: list[Event]) -> None:
     """Events of a thread lie within one another or apart, as viewers need them."""
     threads: dict[Any, list[tuple[float, float]]] = defaultdict(list)
@@ -62,8 +58,8 @@ def reduce_often(world: World, n: int, calls: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
-def test_an_allreduce(world: World, tmp_path: Path, name: str) -> None:
-    path = shared_path(world, tmp_path, name)
+def test_an_allreduce(world: World, folder: Path, name: str) -> None:
+    path = folder / name
     with traced(world, path):
         reduce_often(world, 1 << 14, 5)
     if name.endswith(".gz"):
@@ -81,8 +77,8 @@ def test_an_allreduce(world: World, tmp_path: Path, name: str) -> None:
     assert all(each["dur"] >= 0 and each["ts"] >= 0 for each in events)
 
 
-def test_a_halo(world: World, tmp_path: Path) -> None:
-    path = shared_path(world, tmp_path, "h.json")
+def test_a_halo(world: World, folder: Path) -> None:
+    path = folder / "h.json"
     layout = Layout.grid((8 * world.size, 6), (world.size, 1))
     image = DistArray.from_global(world, layout, np.zeros(layout.shape, np.float32))
     window = receptive(layout.owner(world.rank), size=3, pad=1)
@@ -99,10 +95,10 @@ def test_a_halo(world: World, tmp_path: Path) -> None:
 
 
 def test_clocks_agree_however_far_apart(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Process 1 is 5 s ahead, and goes 1 % too fast: its events are where process 0's are."""
-    path = shared_path(world, tmp_path, "c.json")
+    path = folder / "c.json"
     start = time.monotonic_ns()
 
     def wrong(now: int) -> int:
@@ -135,8 +131,8 @@ def test_clocks_agree_however_far_apart(
     assert max(abs(a - b) for a, b in zip(ends[0], ends[1], strict=True)) < 1e6
 
 
-def test_what_there_is_no_room_for_is_counted(world: World, tmp_path: Path) -> None:
-    path = shared_path(world, tmp_path, "few.json")
+def test_what_there_is_no_room_for_is_counted(world: World, folder: Path) -> None:
+    path = folder / "few.json"
     with traced(world, path, rows=3):
         reduce_often(world, 1 << 12, 6)
     text = world.on_first(lambda: json.loads(path.read_text()))
@@ -145,11 +141,11 @@ def test_what_there_is_no_room_for_is_counted(world: World, tmp_path: Path) -> N
     assert len(of_all) == 3 * world.processes
 
 
-def test_nothing_is_written_without_a_file_or_after_an_error(world: World, tmp_path: Path) -> None:
+def test_nothing_is_written_without_a_file_or_after_an_error(world: World, folder: Path) -> None:
     with traced(world, None):
         assert timeline.began() == 0
         reduce_often(world, 64, 2)
-    path = shared_path(world, tmp_path, "no.json")
+    path = folder / "no.json"
     with pytest.raises(ZeroDivisionError), traced(world, path):
         assert timeline.began() > 0
         raise ZeroDivisionError
@@ -157,15 +153,14 @@ def test_nothing_is_written_without_a_file_or_after_an_error(world: World, tmp_p
     assert set_timeline(None)[0] == 0
 
 
-def test_a_place_that_cannot_be_written_is_an_error_of_all(world: World, tmp_path: Path) -> None:
-    path = shared_path(world, tmp_path, "not there") / "t.json"
+def test_a_place_that_cannot_be_written_is_an_error_of_all(world: World, folder: Path) -> None:
+    path = folder / "not there" / "t.json"
     with pytest.raises(Exception, match="not there"), traced(world, path):
         pass
 
 
-def test_a_job(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job(world: World, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its phases follow one another on each rank, and what reduces lies inside reduce."""
-    folder = Path(world.gather(str(tmp_path))[0])
     images, path, out = folder / "images", folder / "job.json", str(folder / "out")
     if world.process == 0:
         images.mkdir()
