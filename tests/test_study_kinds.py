@@ -78,6 +78,31 @@ def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
             assert str(used["value_scaling"]).partition(":")[0] == method.parsed_scaling.kind
 
 
+@every(
+    "factors, used_call",
+    [
+        ({}, None),
+        ({"call": "plain"}, None),
+        ({"call": "prepared"}, "prepared"),
+        ({"call": "prepared", "collective": "all_gather"}, "prepared"),
+        ({"call": "shared"}, "shared"),
+        ({"call": "graphs", "device": "gpu"}, "graphs"),
+        ({"call": "graphs"}, "call graphs takes no arrays of device cpu"),
+        ({"call": "shared", "collective": "all_gather"}, "called plain or prepared, not shared"),
+        ({"call": "prepared", "algorithm": "mpi"}, None),
+    ],
+)
+def test_how_a_case_is_called(factors: dict[str, str], used_call: str | None) -> None:
+    kind = KINDS["allreduce"]
+    unused = {"value_scaling": ABSENT, "accumulate": ABSENT}
+    given = {"size_bytes": 64, "algorithm": "ring", "wire": "raw", **unused, **factors}
+    if used_call is not None and " " in used_call:
+        with pytest.raises(ValueError, match=used_call):
+            kind.used(given)
+    else:
+        assert kind.used(given).get("call") == used_call
+
+
 @every("ranks", [2, 17_476, 17_477])
 def test_exact_sums_that_are_too_wide_are_impossible(ranks: int) -> None:
     used = {"size_bytes": 4, "algorithm": "tree", "wire": "e4m3", "accumulate": "exact"}

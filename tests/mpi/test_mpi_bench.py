@@ -18,8 +18,11 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.bench import step
 from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.kinds.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
+from cpdhpc.lab.kinds.allreduce import ALLREDUCE
+from cpdhpc.lab.kinds.allreduce_cases import sum_float32, sum_half, torch_group
 from cpdhpc.lab.kinds.harness import Measured, Point, check_out
+from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.sweep import opened
 from cpdhpc.lab.study.batch import write_benchmark
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.lab.train.gradients import Gradients
@@ -49,12 +52,12 @@ def test_gloo_sums(world):
         np.testing.assert_array_equal(out, expected)  # small integers are bfloat16
         sum_float32(x)
         np.testing.assert_array_equal(x, expected)
-        cases = cases_of_size(
-            world, 4096, [Allreduce("e4m3", "direct")], ["mpi", "gloo", "gloo-bf16"]
-        )
-    errors = [case.error for case in cases]
-    assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
-    assert cases[-1].wire_bytes > 0
+    named = ("mpi", "raw"), ("gloo", "raw"), ("gloo", "bf16"), ("direct", "e4m3")
+    cases = [{"size_bytes": 4096, "algorithm": name, "wire": wire} for name, wire in named]
+    with opened(ALLREDUCE, Place(world), cases) as calls:
+        errors = [call.outcomes["error"] for call in calls]
+        assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
+        assert calls[-1].outcomes["wire_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "reduce_scatter", "broadcast"])

@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...collectives.allreduce import Allreduce
 from ...formats import Cast
 from ...methods import MEMCPY
 from ...world.cores import own_cores
-from ..kinds.allreduce_cases import cases_of_size, group_of, missing
+from ..kinds.allreduce import ALLREDUCE
+from ..kinds.allreduce_cases import group_of, missing
 from ..kinds.codec_cases import format_of, operations
 from ..kinds.harness import interleave_ranks, on_device
+from ..kinds.place import Place as Ranks
+from ..kinds.sweep import measure
+from ..study_data import Factors
 from .base import Check, Found, Place, Ratio
 
 Times = Sequence[float]
@@ -130,11 +133,13 @@ def beside(library: str, place: Place) -> Found:
     sizes = place.of((64 << 10, 4 * MIB), (64 << 10, MIB, 16 * MIB, 64 * MIB))
     with own_cores(world), group_of(world, [library]):
         for size_bytes in sizes:
-            given = [Allreduce("raw"), Allreduce("e4m3")], [library, MEMCPY]
-            times, names = _times(place, size_bytes, *given, "prepared")
+            given = {"size_bytes": size_bytes, "wire": "raw"}
+            others = [{**given, "algorithm": name} for name in (library, MEMCPY)]
+            wires = "raw", "e4m3"
+            times = _times(place, [*others, *(_ours(size_bytes, wire) for wire in wires)])
             found.counted += sum(map(len, times))
             data = place.device, size_bytes
-            for name, mine in zip(names[2:], times[2:], strict=True):
+            for name, mine in zip(wires, times[2:], strict=True):
                 row, what = LIBRARIES[library][name], f"all-reduce {name}"
                 found.ratios.append(row.beside(what, library, *data, mine, times[0]))
                 if library == "mpi":
@@ -142,23 +147,18 @@ def beside(library: str, place: Place) -> Found:
     return found
 
 
-def _times(
-    place: Place,
-    size_bytes: int,
-    methods: Sequence[Allreduce],
-    baselines: Sequence[str],
-    call: str,
-    repeats: int = 0,
-) -> tuple[list[list[float]], list[str]]:
-    """Return the slowest rank's times of all cases, each checked before, and their wires."""
-    world = place.world
-    cases = cases_of_size(world, size_bytes, methods, baselines, place.device, [call])
-    runs = {i: case.run for i, case in enumerate(cases)}
-    prepare = lambda i: cases[i].prepare()  # noqa: E731
-    times = interleave_ranks(world, runs, repeats or place.of(7, 15), WARMUP, prepare)
-    for case in cases:
-        case.free()
-    return [times[i][WARMUP:].max(axis=1).tolist() for i in runs], [case.wire for case in cases]
+def _ours(size_bytes: int, wire: str) -> Factors:
+    """Return the case of an all-reduce of ours that is prepared."""
+    return {"size_bytes": size_bytes, "algorithm": "ring", "wire": wire, "call": "prepared"}
+
+
+def _times(place: Place, cases: Sequence[Factors], repeats: int = 0) -> list[list[float]]:
+    """Return the slowest rank's times of all cases, each checked before. Collective."""
+    on_device: Factors = {"device": place.device} if place.device == "gpu" else {}
+    asked = [{**case, **on_device} for case in cases]
+    ranks = Ranks(place.world, share_gpus=place.oversubscribe)
+    points = measure(ALLREDUCE, ranks, asked, repeats or place.of(7, 15), WARMUP)
+    return [point.slowest_s(WARMUP).tolist() for point in points]
 
 
 def latency(place: Place) -> Found:
@@ -169,8 +169,9 @@ def latency(place: Place) -> Found:
     row = Expected(0.5, ANY, SMALL) if place.device == "cpu" else Expected(0.2, ANY, SMALL)
     with own_cores(place.world):
         for size_bytes in place.of((64,), (64, 4096)):
-            given = [Allreduce("raw", "tree")], ["mpi"]
-            times, _ = _times(place, size_bytes, *given, call, place.of(100, 300))
+            tree = {"size_bytes": size_bytes, "algorithm": "tree", "wire": "raw"}
+            cases = [{**tree, "algorithm": "mpi"}, {**tree, "call": call}]
+            times = _times(place, cases, place.of(100, 300))
             data = place.device, size_bytes, times[1], times[0]
             found.ratios.append(row.beside("all-reduce raw, tree", "mpi", *data))
             found.counted += len(times[0])
