@@ -1,7 +1,7 @@
 """Benchmark of all-reduces beside other libraries' and memcpy; --all: in the columns of nccl-tests.
 
-bench latency has small all-reduces; --all: in the columns of the OSU benchmarks. GB/s are 1e9
-byte/s.
+Cases are those of studies of kind allreduce. bench latency has small all-reduces; --all: in the
+columns of the OSU benchmarks. GB/s are 1e9 byte/s.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which all-reduces."""
+    """Add the options that choose all-reduces."""
     add = options(parser)
     add("--sizes SIZE,...", "bytes of float32: 1MiB,16MiB or first:last:xFACTOR", "64KiB:16MiB:x16")
     add(
@@ -118,9 +118,9 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
 def parse_methods(
     arguments: argparse.Namespace, machine: Machine | None
 ) -> tuple[list[Allreduce], list[str]]:
-    """Return the methods that the options name, and what does not go together.
+    """Return the methods that the options name, and why other combinations are left out.
 
-    Raises UserError for unknown names, or where nothing goes together.
+    Raises UserError for unknown names, or if no combination is possible.
     """
     algorithms = parse_names("--algorithms", arguments.algorithms, among((*SCHEDULES, AUTO)))
     wires = parse_names("--wires", arguments.wires, parse_wire)
@@ -130,7 +130,7 @@ def parse_methods(
     name = getattr(arguments, "collective", ALL_REDUCE)
     of = Allreduce if name == ALL_REDUCE else partial(Collective, collective=name)
     for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
-        raw = wire == "raw"  # which neither scaling nor rounding touches
+        raw = wire == "raw"  # without scaling and rounding
         scaling = wire_scaling(wire) if raw or wire in IN_BLOCKS else scaling
         options = (scaling, None if raw or way == "default" else way)
         try:
@@ -148,7 +148,7 @@ def parse_baselines(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the baselines to run, mpi and memcpy first, and why others are left out. Collective.
 
-    Raises UserError where text names one that cannot run.
+    Raises UserError if text names one that cannot run.
     """
     asked = None if text is None else parse_names("--baselines", text, among(BASELINES))
     why = {}
@@ -161,14 +161,15 @@ def parse_baselines(
             raise UserError(f"--baselines {name}: {why[library_of(name)]}")
     wanted = BASELINES if asked is None else {"mpi", MEMCPY, *asked}
     found = [name for name in BASELINES if name in wanted and library_of(name) not in why]
-    told = why if device == "gpu" else {name: why[name] for name in why if name != "nccl"}
-    return found, told if asked is None else {}
+    if device == "cpu":
+        why.pop("nccl", None)  # nobody expects it there
+    return found, why if asked is None else {}
 
 
 def parse_calls(arguments: argparse.Namespace, world: Ranks) -> tuple[list[str], list[str]]:
-    """Return the calls that add_beside's options ask for, and what is left out. Collective.
+    """Return the ways of calling in --calls, and why others are left out. Collective.
 
-    Raises UserError if none is left, or the rate of the link is none.
+    Raises UserError if none is left, or for a wrong --link.
     """
     device = arguments.device
     asked = [name for name, devices in CALLS.items() if device in devices]
@@ -209,7 +210,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     if name != ALL_REDUCE:
         _check_collective(arguments)
     methods, skipped = parse_methods(arguments, machine)
-    where = take_device(arguments, world)
+    of_gpus = take_device(arguments, world)
     baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
     if name != ALL_REDUCE:
         baselines, why = ["mpi", MEMCPY], {}
@@ -219,8 +220,8 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
         calls, further = parse_calls(arguments, world)
         place = place_of(arguments, world, machine)
         columns = columns_of(arguments, methods)
-        left, on = skipped + further, [machine_line(world), *([where] if where else [])]
-        header = heading("; ".join(on), cores, arguments, left, columns)
+        machine_and_gpus = "; ".join(filter(None, [machine_line(world), of_gpus]))
+        header = heading(machine_and_gpus, cores, arguments, skipped + further, columns)
         if world.process == 0:
             print("\n".join(header), flush=True)
         rows = []
@@ -238,8 +239,8 @@ def _check_collective(arguments: argparse.Namespace) -> None:
     if arguments.baselines is not None:
         raise UserError("--baselines: is of all-reduces: others have MPI's own and memcpy beside")
     known = PLAIN, PREPARED
-    given = ",".join(known) if arguments.calls is None else arguments.calls
-    arguments.calls = ",".join(parse_names("--calls", given, among(known)))
+    text = ",".join(known) if arguments.calls is None else arguments.calls
+    arguments.calls = ",".join(parse_names("--calls", text, among(known)))
 
 
 def cases_of(
@@ -276,9 +277,9 @@ def factors_of(method: Any) -> dict[str, Value]:
 
 
 def measured(place: Place, arguments: argparse.Namespace, cases: Sequence[Factors]) -> list[Point]:
-    """Return the points of the cases of a size: MPI's own, memcpy, others. Collective.
+    """Return the points of the cases of a size, MPI's own and memcpy first. Collective.
 
-    The bound of all-reduces is that of memcpy's time in the same turns.
+    The bound of all-reduces takes the time of memcpy in the same turns.
     """
     points = measure(ALLREDUCE, place, cases, arguments.repeats, arguments.warmup)
     if "collective" in cases[0]:
@@ -292,7 +293,7 @@ def measured(place: Place, arguments: argparse.Namespace, cases: Sequence[Factor
     ]
 
 
-LATENCY = Allreduce("raw", "tree")  # of small arrays, the fastest
+LATENCY = Allreduce("raw", "tree")  # the fastest for small arrays
 
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
@@ -312,15 +313,15 @@ def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
     world.agreed(lambda: check_out(arguments.out, world))
     rows: list[Point] = []
     with own_cores(world) as cores:
-        taken = take_device(arguments, world)
+        of_gpus = take_device(arguments, world)
         calls, skipped = parse_calls(arguments, world)
         place = place_of(arguments, world)
-        said = [each for each in (machine_line(world), taken, *skipped) if each]
+        about = [each for each in (machine_line(world), of_gpus, *skipped) if each]
         for size_bytes in sizes:
             cases = cases_of(size_bytes, [LATENCY], ["mpi", MEMCPY], calls, arguments.device)
             found = measured(place, arguments, cases)
             if world.process == 0:
-                above = latency_heading("; ".join(said), cores, found, arguments.all)
+                above = latency_heading("; ".join(about), cores, found, arguments.all)
                 last = latency_line(found, arguments.warmup, arguments.all)
                 print("\n".join([*([] if rows else above), last]), flush=True)
             rows += found
@@ -331,7 +332,7 @@ GIGA = 1e9
 
 
 class Beside(NamedTuple):
-    """What a row is shown beside: ranks, calls that do not count, medians of mpi and memcpy."""
+    """Common numbers of the rows: ranks, warm-up calls, medians of mpi and memcpy."""
 
     ranks: int
     warmup: int
@@ -353,7 +354,7 @@ def _of_factor(name: str) -> Callable[[Point, Beside], str]:
 
 
 def _name(row: Point) -> str:
-    """Return the algorithm as shown: with what auto has chosen."""
+    """Return the algorithm, and in brackets the choice of auto."""
     algorithm = str(row.factors["algorithm"])
     return f"{algorithm}({row.factors['chosen']})" if "chosen" in row.factors else algorithm
 
@@ -364,14 +365,14 @@ def _scaling(row: Point) -> str:
 
 
 def _summed(row: Point) -> str:
-    """Return how partial sums are kept."""
+    """Return the way to keep partial sums."""
     algorithm, wire = str(row.factors["algorithm"]), str(row.factors["wire"])
     if "collective" in row.factors or algorithm == MEMCPY:
         default = "-"
     elif algorithm in LIBRARIES:
         default = LIBRARIES[algorithm][wire]
     else:
-        default = "float32" if wire == "raw" else "default"  # the own of what auto chose
+        default = "float32" if wire == "raw" else "default"  # that of the chosen algorithm
     return str(row.factors.get("accumulate", default))
 
 
@@ -441,7 +442,7 @@ SHORT = [
 
 
 def columns_of(arguments: argparse.Namespace, methods: Sequence[Allreduce]) -> list[Column]:
-    """Return the columns of the table; without --all only those that tell rows apart."""
+    """Return the columns of the table; without --all only those in which rows differ."""
     with_prediction = arguments.predict is not None
     if arguments.all:
         return [*ALL, *([PREDICTED, PREDICTION] if with_prediction else [])]
@@ -473,7 +474,7 @@ def heading(
         f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
         f"{rates}; error: relative, Euclidean norm",
         f"x mpi: how many times as fast as {own} (mpi); / memcpy: of the array by all ranks "
-        "at once; by medians, as all ratios",
+        "at once; all ratios are of medians",
         "/ bound: the longer of memcpy and 2 (N - 1) / N of the bytes on the wire over the link of "
         "each of N nodes; of all-reduces",
         *([] if arguments.all else [FASTEST]),
@@ -516,7 +517,7 @@ def latency_heading(where: str, cores: str, rows: Sequence[Point], whole: bool) 
     """
     names = [str(row.factors["algorithm"]) for row in rows[:2]]
     calls = [str(row.factors["call"]) for row in rows[2:]]
-    told = [
+    above = [
         f"all-reduce of float32, sum: {where}",
         cores,
         "Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before; "
@@ -525,14 +526,14 @@ def latency_heading(where: str, cores: str, rows: Sequence[Point], whole: bool) 
         "files; bound: the longer of memcpy and 2 (N - 1) / N of the bytes over a node's link",
     ]
     if not whole:
-        told.append("us, Avg; of ours the tree in float32, by how it is called")
+        above.append("us, Avg; ours is the tree in float32, called in these ways")
         heads = "".join(f"{each:>11}" for each in (*names, *calls))
-        return [*comments(told), f"{'# Size(B)':<10}{heads}{'/memcpy':>9}{'/bound':>8}"]
+        return [*comments(above), f"{'# Size(B)':<10}{heads}{'/memcpy':>9}{'/bound':>8}"]
     names += [f"tree, raw, {call}" for call in calls]
     latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
     columns = " ".join(f"{each:>15}" for each in latency * len(rows))
     return [
-        *comments(told),
+        *comments(above),
         f"#{'':<9} " + " ".join(f"{each:>47}" for each in names),
         f"{'# Size(B)':<10} {columns}{'/memcpy':>9}{'/bound':>9}{'Iterations':>12}",
     ]

@@ -1,9 +1,9 @@
 """Benchmark of halo exchanges beside MPI's own ways, on the same arrays.
 
-Ours and MPI's work in an array that holds the halo around the rank's own cells; "copied" is ours
-with the cells elsewhere, which are copied too. subarray: Isend and Irecv of subarray datatypes, as
-they are and by persistent requests; alltoallw: MPI_Neighbor_alltoallw of them; packed: slices of
-NumPy copied to buffers and back. What accumulates adds the halos to the cells that they show.
+Ours and MPI's work in an array with the halo around the rank's own cells; "copied" is ours with own
+cells in another array, so that they are copied too. subarray: Isend and Irecv of subarray
+datatypes, without and with persistent requests; alltoallw: MPI_Neighbor_alltoallw of them; packed:
+slices of NumPy copied to buffers and back. accumulate adds the halos to the cells that they show.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from ..kinds.harness import (
 )
 from ..settings import options
 
-PART_BYTES = 1 << 18  # of a part: a few of them fit into a core's second cache
+PART_BYTES = 1 << 18  # of a part, so that a few of them fit into a core's second cache
 GIGABIT = 1e9 / 8  # bytes
 BLOCKING, OVERLAPPED, WITH_PROGRESS = "blocking", "overlapped", "overlapped, with progress"
 
 
-# Exchange and computation one after the other, and one behind the other, with equal results. The
-# computation is a stencil: each cell becomes a weighted sum of itself and of the cells at the ends
-# of its halo, corners included, in parts that fit a cache.
+# Exchange and computation one after the other, and overlapped, with equal results. The computation
+# is a stencil: each cell becomes a weighted sum of itself and of the cells at the ends of its halo,
+# corners included, in parts that fit a cache.
 def add_overlap(parser: argparse.ArgumentParser) -> None:
     """Add the options of overlap."""
     add = options(parser)
@@ -80,7 +80,7 @@ def add_overlap(parser: argparse.ArgumentParser) -> None:
 class Stencil:
     """The computation of a rank: out from window, both of floats, for some or all cells.
 
-    cells: that have their whole stencil in the window; whole, interior, boundary: parts of all of
+    cells: those with their whole stencil in the window; whole, interior, boundary: parts of all of
     them, of those that need no message, and of the others
     """
 
@@ -88,7 +88,7 @@ class Stencil:
         self._plan, self._window, self._passes = plan, window, passes
         widths = setting.spec.widths
 
-        def shrunk(box: Box) -> Box:  # to the cells that have their stencil in the box
+        def shrunk(box: Box) -> Box:  # to the cells with their stencil in the box
             start = tuple(a + low for a, (low, _) in zip(box.start, widths, strict=True))
             return Box(start, tuple(b - n for b, (_, n) in zip(box.stop, widths, strict=True)))
 
@@ -103,7 +103,7 @@ class Stencil:
         self._temporary = np.empty(most * setting.cell_bytes // window.itemsize, window.dtype)
 
     def compute(self, parts: Sequence[Box]) -> None:
-        """Write the sums of the cells of some parts; each is the same whatever the part."""
+        """Write the sums of the cells of some parts; a sum does not depend on the part."""
         for part in parts:
             target = self.out[part.slices(self._plan.owned.start)]
             temporary = self._temporary[: target.size].reshape(target.shape)
@@ -172,9 +172,9 @@ def _cases(plan: WindowPlan, window: Array, stencil: Stencil) -> dict[str, Run]:
 def check(
     world: Ranks, plan: WindowPlan, window: Array, stencil: Stencil, cases: Mapping[str, Run]
 ) -> None:
-    """Raise ArithmeticError on all ranks unless all cases give the same bits. Collective.
+    """Raise ArithmeticError on all ranks unless all cases give identical bits. Collective.
 
-    Before each the halo holds NaN, which would show.
+    The halo is NaN before each case, so that a missing exchange shows.
     """
     rng = np.random.default_rng(world.process)
     values = rng.standard_normal((*plan.owned.shape, *window.shape[plan.owned.ndim :]))
@@ -195,7 +195,7 @@ def check(
 def _table(
     setting: Setting, size_bytes: int, times_s: Mapping[str, Times], arguments: argparse.Namespace
 ) -> list[str]:
-    """times_s: of the slowest rank."""
+    """Return the table of a setting; times_s: of the slowest rank, by case."""
     medians_s = {name: float(np.median(each)) for name, each in times_s.items()}
     rows = [
         (name, *(1e3 * t for t in (medians_s[name], each.min(), each.max())))
@@ -209,26 +209,26 @@ def _table(
         "results equal in every bit",
         *table(forms, rows),
     ]
-    message_s, what = medians_s["exchange alone"], "exchange alone"
+    message_s, other = medians_s["exchange alone"], "exchange alone"
     if arguments.link:
-        message_s, what = size_bytes / (arguments.link * GIGABIT), "bytes / link"
+        message_s, other = size_bytes / (arguments.link * GIGABIT), "bytes / link"
     bound_s = max(medians_s["computation alone"], message_s)
-    lines.append(f"  {'bound':>25} {1e3 * bound_s:>10.3f}   the longer of computation and {what}")
+    lines.append(f"  {'bound':>25} {1e3 * bound_s:>10.3f}   the longer of computation and {other}")
     return lines
 
 
 GIGA = 1e9
 OPERATIONS = EXCHANGE, ACCUMULATE
 ALL_WAYS = OURS, COPIED, *WAYS
-SAMPLE_S = 1e-3  # the least that a sample should take
+SAMPLE_S = 1e-3  # a sample should take as long at least
 MOST_CALLS = 500  # of a sample
-TRIED = 10  # calls of a sample that says how many fill one
+TRIED = 10  # calls of the sample that decides how many follow
 
 
 class Usual(NamedTuple):
     """A setting for any number of ranks.
 
-    block: cells of a rank; axes: that are split, evenly where there are several
+    block: cells of a rank; axes: those that are split, several of them evenly
     """
 
     text: str
@@ -279,7 +279,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
-    """Return what is to be measured: the usual, or the one of --shape. Raises UserError."""
+    """Return the settings to measure: usual ones, or that of --shape. Raises UserError."""
     options = given(arguments)
     if "shape" in options:
         procs = [ranks] + [1] * (len(options["shape"]) - 1)
@@ -298,7 +298,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
 def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
     """Return a usual setting for so many ranks, some of its keys replaced.
 
-    Raises ConfigError where they do not fit.
+    Raises ConfigError if they do not fit.
     """
     of = USUAL[name]
     procs = [1] * len(of.block)
@@ -353,7 +353,7 @@ def measure(
         if world.process == 0:
             print("\n".join(about(setting, plan, size_bytes)), flush=True)
         rows: list[Row] = []
-        for operation in operations:  # each by itself: sums grow, and exchanges copy them
+        for operation in operations:  # apart, as sums grow, and exchanges would copy them
             asked = world, setting, plan, [operation], ways
             with open_cases(*asked, device=arguments.device) as cases:
                 calls, times = time_cases(world, cases, arguments) if cases else (0, [])
@@ -372,8 +372,8 @@ def time_cases(
 ) -> tuple[int, list[Times]]:
     """Return the calls of a sample, and the seconds of a call, of each case. Collective.
 
-    All cases have as many calls, so that a start that ranks do not make together, which is the
-    price of one, weighs as little on each.
+    All cases have as many calls, so that the time between the starts of ranks, which is part of a
+    sample, has the same small weight in each.
     """
 
     def timed(calls: int, repeats: int, warmup: int) -> list[Times]:
@@ -413,7 +413,7 @@ def heading(
 
 
 def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
-    """Return what is said of a setting."""
+    """Return the comment above the table of a setting."""
     return [
         "#",
         *comments(
@@ -423,7 +423,7 @@ def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
 
 
 def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
-    """Return the bytes that lie together in the window, of the first piece; 0 of none."""
+    """Return the contiguous bytes of the first piece in the window; 0 if there is none."""
     pieces = [piece for message in plan.recvs for piece in message.pieces]
     if not pieces:
         return 0

@@ -1,4 +1,4 @@
-"""Speeds beside what this machine does in the same run: copies, MPI_Allreduce, gloo, NCCL."""
+"""Speeds beside copies, MPI_Allreduce, gloo and NCCL in the same run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Times = Sequence[float]
 
 
 class Expected(NamedTuple):
-    """Where the speed over that of the other should be, and what to do where it is not."""
+    """Limits of a ratio of speeds, and advice for ratios outside them."""
 
     low: float
     high: float
@@ -33,18 +33,17 @@ class Expected(NamedTuple):
     def beside(
         self, what: str, other: str, device: str, size_bytes: int, times_s: Times, beside_s: Times
     ) -> Ratio:
-        """Return the ratio of times that should be so."""
+        """Return the ratio of times that should be within the limits."""
         return Ratio(what, other, device, size_bytes, times_s, beside_s, *self)
 
 
 ANY = float("inf")
-NONE = Expected(0.0, ANY, "")  # for what depends on the machine alone
+NONE = Expected(0.0, ANY, "")  # for ratios of the machine alone
 SCALAR = "info shows the kernels, of which v3 and v4 are fast; a rank needs a core of its own"
 
 BUSY = "another process may use the GPU; nvidia-smi shows clocks and power"
-# Of the codec beside a copy by all ranks at once. On the CPU what docs/measurements/performance.md
-# has of two processors, widened by half; on the GPU what its table of predictions has, less a
-# third.
+# The codec beside a copy by all ranks at once. On the CPU: docs/measurements/performance.md for two
+# processors, widened by half; on the GPU: its table of predictions, less a third.
 CODEC: dict[str, dict[str, Expected]] = {
     "cpu": {
         "encode tile": Expected(0.35, ANY, SCALAR),
@@ -59,8 +58,7 @@ CODEC: dict[str, dict[str, Expected]] = {
         "hop tile": Expected(0.45, ANY, BUSY),
     },
 }
-# Of compute capability and format: what docs/measurements/performance.md has of an H200, less a
-# fifth.
+# By compute capability and format: docs/measurements/performance.md for an H200, less a fifth.
 MEASURED: dict[tuple[str, str], dict[str, Expected]] = {
     ("90", "e4m3"): {
         "encode tile": Expected(1.29, ANY, BUSY),
@@ -74,7 +72,7 @@ MIB = 1 << 20
 
 
 def expected(device: str, fmt: str) -> dict[str, Expected]:
-    """Return what is expected of the codec's operations in a format, on this process's device."""
+    """Return the expected speeds of the codec in a format, on this process's device."""
     if device == "gpu":
         from ...ops.gpu_runtime import compute_capability
 
@@ -85,7 +83,7 @@ def expected(device: str, fmt: str) -> dict[str, Expected]:
 def codec(place: Place) -> Found:
     """Time the codec beside a copy of the same data, all ranks at once.
 
-    On a GPU of so much data that a launch, some 10 us, takes little of a call.
+    On a GPU the data is so large that a launch, about 10 us, takes little of a call.
     """
     found, world = Found(), place.world
     mib = place.of(8, 64) if place.device == "cpu" else 512
@@ -109,9 +107,8 @@ def codec(place: Place) -> Found:
 
 OTHER = "bench allreduce --algorithms ring,tree,direct,hier shows which algorithm suits the machine"
 SMALL = "start ranks on cores of their own (--bind-to core); bench latency shows all sizes"
-# Of all-reduces of ours over the library's. What docs/measurements/performance.md has of MPI on a
-# node is 1.4 to 4.2 for large arrays, of gloo more; NCCL copies between GPUs in kernels, ours are
-# messages.
+# Our all-reduces over the library's: in docs/measurements/performance.md 1.4 to 4.2 over MPI on a
+# node for large arrays, more over gloo; NCCL copies between GPUs in kernels, ours sends messages.
 LIBRARIES: dict[str, dict[str, Expected]] = {
     "mpi": {"raw": Expected(0.8, ANY, OTHER), "e4m3": Expected(0.8, ANY, OTHER)},
     "gloo": {"raw": Expected(1.0, ANY, OTHER), "e4m3": Expected(1.0, ANY, OTHER)},
@@ -183,7 +180,7 @@ CHECKS: dict[str, Check] = {
     "beside MPI": Check("speed", "all-reduces beside MPI_Allreduce", partial(beside, "mpi")),
     "small beside MPI": Check("speed", "small all-reduces beside MPI_Allreduce", latency),
 }
-OTHERS: dict[str, Check] = {  # last: a library may wait for ever
+OTHERS: dict[str, Check] = {  # the last checks, as a library may wait for ever
     "beside gloo": Check(
         "speed", "all-reduces beside torch's gloo", partial(beside, "gloo"), devices=("cpu",)
     ),
