@@ -1,9 +1,10 @@
-"""Benchmark of halo exchanges beside MPI's own ways, on the same arrays.
+"""Benchmark of halo exchanges beside MPI's own ways, on arrays of the same size.
 
-Ours and MPI's work in an array with the halo around the rank's own cells; "copied" is ours with own
-cells in another array, so that they are copied too. subarray: Isend and Irecv of subarray
-datatypes, without and with persistent requests; alltoallw: MPI_Neighbor_alltoallw of them; packed:
-slices of NumPy copied to buffers and back. accumulate adds the halos to the cells that they show.
+Cases are those of studies of kind halo. Ours and MPI's work in an array with the halo around the
+rank's own cells; "copied" is ours with own cells in another array, so that they are copied too.
+subarray: Isend and Irecv of subarray datatypes, without and with persistent requests; alltoallw:
+MPI_Neighbor_alltoallw of them; packed: slices of NumPy copied to buffers and back. accumulate adds
+the halos to the cells that they show.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 from ...config import UserError, among
 from ...darray.layout import Box, balanced_grid
 from ...darray.plan import WindowPlan
-from ...ops import on_gpu
 from ...world.cores import own_cores
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import add_options, given, spec_of
+from ..kinds.halo import HALO
 from ..kinds.halo_cases import (
     ACCUMULATE,
     COPIED,
@@ -32,10 +33,10 @@ from ..kinds.halo_cases import (
     OURS,
     WAYS,
     Array,
-    HaloCase,
     Run,
     Setting,
-    open_cases,
+    has_sums,
+    possible_ways,
 )
 from ..kinds.harness import (
     Measured,
@@ -52,6 +53,8 @@ from ..kinds.harness import (
     table,
     take_device,
 )
+from ..kinds.place import Place
+from ..kinds.sweep import opened
 from ..settings import options
 
 PART_BYTES = 1 << 18  # of a part, so that a few of them fit into a core's second cache
@@ -249,21 +252,6 @@ USUAL = {
 }
 
 
-class Row(NamedTuple):
-    """A case of a setting: times_s float64[warmup + repeats, processes], of one call."""
-
-    setting: Setting
-    case: HaloCase
-    size_bytes: int
-    calls: int
-    times_s: Times
-
-    def slowest(self, warmup: int) -> Times:
-        """Return the times of the slowest rank, without warm-ups."""
-        times: Times = self.times_s[warmup:].max(axis=1)
-        return times
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
@@ -327,7 +315,8 @@ def run(arguments: argparse.Namespace, world: World) -> Measured:
         raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
     where_arrays_are = take_device(arguments, world)
     world.agreed(lambda: check_out(arguments.out, world))
-    rows: list[Row] = []
+    place = Place(world, None, arguments.oversubscribe_gpus)
+    points: list[Point] = []
     with own_cores(world) as cores:
         where = machine_line(world)
         if world.process == 0:
@@ -336,39 +325,45 @@ def run(arguments: argparse.Namespace, world: World) -> Measured:
             if arguments.overlap:
                 measure_overlap(world, setting, arguments)
             else:
-                rows += measure(world, setting, arguments, operations, ways)
-    return Measured("halo", "halo", [point(row) for row in rows], arguments.warmup, cores)
+                points += measure(place, setting, arguments, operations, ways)
+    return Measured("halo", "halo", points, arguments.warmup, cores)
 
 
 def measure(
-    world: World,
+    place: Place,
     setting: Setting,
     arguments: argparse.Namespace,
     operations: Sequence[str],
     ways: Sequence[str],
-) -> list[Row]:
-    """Return the rows of a setting, and print them. Collective."""
+) -> list[Point]:
+    """Return the points of a setting, and print them. Collective."""
+    world, device = place.world, arguments.device
     with setting.plan(world) as plan:
         size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
+        ways = possible_ways(world, plan, ways, device)
         if world.process == 0:
             print("\n".join(about(setting, plan, size_bytes)), flush=True)
-        rows: list[Row] = []
-        for operation in operations:  # apart, as sums grow, and exchanges would copy them
-            asked = world, setting, plan, [operation], ways
-            with open_cases(*asked, device=arguments.device) as cases:
-                calls, times = time_cases(world, cases, arguments) if cases else (0, [])
-            rows += [
-                Row(setting, case, size_bytes, calls, times_s)
-                for case, times_s in zip(cases, times, strict=True)
-            ]
+    common = setting.factors | ({"device": device} if device == "gpu" else {})
+    points, cells = [], []
+    for operation in operations:
+        if not ways or (operation == ACCUMULATE and not has_sums(setting.spec)):
+            continue
+        cases = [common | {"transfer": operation, "way": way} for way in ways]
+        with opened(HALO, place, cases) as made:
+            calls, times = time_cases(world, [call.run for call in made], arguments)
+        found = [
+            Point(case, call.outcomes, times_s)
+            for case, call, times_s in zip(cases, made, times, strict=True)
+        ]
+        cells += [(*line(point, found, arguments.warmup), calls) for point in found]
+        points += found
     if world.process == 0:
-        cells = [line(row, rows, arguments.warmup) for row in rows]
         print("\n".join(table(COLUMNS, cells)), flush=True)
-    return rows
+    return points
 
 
 def time_cases(
-    world: Ranks, cases: Sequence[HaloCase], arguments: argparse.Namespace
+    world: Ranks, runs: Sequence[Run], arguments: argparse.Namespace
 ) -> tuple[int, list[Times]]:
     """Return the calls of a sample, and the seconds of a call, of each case. Collective.
 
@@ -377,7 +372,7 @@ def time_cases(
     """
 
     def timed(calls: int, repeats: int, warmup: int) -> list[Times]:
-        samples = {i: partial(repeated, case.run, calls) for i, case in enumerate(cases)}
+        samples = {i: partial(repeated, run, calls) for i, run in enumerate(runs)}
         times = interleave_ranks(world, samples, repeats, warmup)
         return [each / calls for each in times.values()]
 
@@ -441,43 +436,13 @@ COLUMNS = {
 }
 
 
-def line(row: Row, rows: Sequence[Row], warmup: int) -> tuple[object, ...]:
-    """Return a row of the table, whose columns are COLUMNS."""
-    case, times_s = row.case, row.slowest(warmup)
+def line(point: Point, points: Sequence[Point], warmup: int) -> tuple[object, ...]:
+    """Return the cells of COLUMNS but calls; points: of the same transfer."""
+    times_s = point.slowest_s(warmup)
     time_s = float(np.median(times_s))
-    by_mpi = [
-        each.slowest(warmup)
-        for each in rows
-        if each.case.way in MPI_TYPES and each.case.operation == case.operation
-    ]
+    by_mpi = [each.slowest_s(warmup) for each in points if each.factors["way"] in MPI_TYPES]
     best = min(by_mpi, key=np.median, default=None)
     beside = "-" if best is None else f"{np.median(best / times_s):.2f}"
     times_us = (1e6 * each for each in (time_s, times_s.min(), times_s.max()))
-    rate = row.size_bytes / time_s / GIGA
-    return (case.operation, case.way, *times_us, rate, beside, row.calls)
-
-
-def point(row: Row) -> Point:
-    """Return a point of a study of halos."""
-    spec, sent_bytes = row.setting.spec, float(row.size_bytes)
-    factors = {
-        "setting": row.setting.name,
-        "widths": _text(spec.halo),
-        **{key: _text(getattr(spec, key)) for key in ("shape", "procs", "trail")},
-        **{key: _text(getattr(spec, key)) for key in ("boundary", "dtype", "wire")},
-        "transfer": row.case.operation,
-        "way": row.case.way,
-    }
-    if on_gpu(row.case.out):
-        factors["device"] = "gpu"
-    outcomes = {"payload_bytes": sent_bytes}
-    if spec.wire == "raw":
-        outcomes["wire_bytes"] = sent_bytes
-    return Point(factors, outcomes, row.times_s)
-
-
-def _text(value: Any) -> str:
-    """Return 1,0:2 of [1, [0, 2]]."""
-    if not isinstance(value, list):
-        return str(value)
-    return ",".join(":".join(map(str, n)) if isinstance(n, list) else str(n) for n in value)
+    rate = float(point.outcomes["payload_bytes"]) / time_s / GIGA
+    return (point.factors["transfer"], point.factors["way"], *times_us, rate, beside)
