@@ -166,25 +166,14 @@ def runs(world, tmp_path_factory) -> tuple[Path, str]:
     few = ["--repeats", "3", "--warmup", "1"]
     machine = str(where / "machine.toml")
     cases = [
-        ["fit", "--quick", "--out", machine, *few],
-        ["fit", "--quick", "--out", str(where / "again.toml"), "--beside", machine, *few],
-        [
-            *(
-                "allreduce",
-                "--sizes",
-                "8,16KiB",
-                "--wires",
-                "raw,e4m3",
-                "--algorithms",
-                "ring,auto",
-            ),
-            *("--scalings", "tile,aps", "--accumulate", "default,kahan", "--predict", machine),
-            *("--out", str(where / "allreduce.h5"), "--all", *few),
-        ],
-        ["latency", "--sizes", "8:32:x2", "--out", str(where / "latency.h5"), "--all", *few],
+        f"fit --quick --out {machine}",
+        f"fit --quick --out {where}/again.toml --beside {machine}",
+        "allreduce --sizes 8,16KiB --wires raw,e4m3 --algorithms ring,auto --scalings tile,aps "
+        f"--accumulate default,kahan --predict {machine} --out {where}/allreduce.h5 --all",
+        f"latency --sizes 8:32:x2 --out {where}/latency.h5 --all",
     ]
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = [main(["bench", *case]) for case in cases]
+        status = [main(["bench", *case.split(), *few]) for case in cases]
     told = world.gather((status, out.getvalue()))
     assert [status for status, _ in told] == [[0] * len(cases)] * world.processes
     return where, told[0][1]

@@ -123,6 +123,13 @@ def same(a: Array, b: Array) -> bool:
     return not differing([np.asarray(a)], [np.asarray(b)], any_nan=True)
 
 
+def _compare(
+    found: Found, what: str, count: int, outcome: Callable[[Any], list[Array]], ops: Any
+) -> None:
+    """Compare the outcome of operations with that of the specification."""
+    found.compare(what, not differing(outcome(ops), outcome(reference), any_nan=True), count)
+
+
 def _shifts(fmt: Format, *shifts: int) -> list[int]:
     """Return the shifts that a format has."""
     return [shift for shift in shifts if fmt.shift_min <= shift <= fmt.shift_max]
@@ -155,8 +162,8 @@ def large_formats(place: Place) -> Found:
         fmt = parse_format(name)
         x = np.concatenate([edges(fmt), values(N, 1)])
         for cast in casts(fmt, get_args(Rounding)):
-            wanted, got = (of_codes(o, x, cast, min(2, fmt.shift_max)) for o in (reference, ops))
-            found.compare(words(cast), not differing(got, wanted, any_nan=True), x.size)
+            outcome = partial(of_codes, x=x, cast=cast, shift=min(2, fmt.shift_max))
+            _compare(found, words(cast), x.size, outcome, ops)
     for bits in range(1, 33):
         codes = (np.arange(N, dtype=np.uint64) * 2654435761 >> (32 - bits)).astype(np.uint32)
         codes &= np.uint32(2**bits - 1)
@@ -184,11 +191,12 @@ def tiled(place: Place) -> Found:
         sizes = (32,) if name in MICROSCALING else SHARED.values()
         ways = [Cast(fmt)] if few else casts(fmt, roundings)
         for cast, shared in product(ways, sizes):
-            for given, fit in ((x, True), (x, False), (bad, True)):
-                how = (given, values(N, 2), cast, shared)
-                wanted, got = (of_tiles(o, *how, fit=fit) for o in (reference, ops))
-                right = not differing(got, wanted, any_nan=True)
-                found.compare(f"{words(cast)}, {shared} share a shift, fit={fit}", right, N)
+            for data, fit in ((x, True), (x, False), (bad, True)):
+                outcome = partial(
+                    of_tiles, x=data, y=values(N, 2), cast=cast, shared=shared, fit=fit
+                )
+                what = f"{words(cast)}, {shared} share a shift, fit={fit}"
+                _compare(found, what, N, outcome, ops)
     return found
 
 
@@ -199,9 +207,9 @@ def two_scales(place: Place) -> Found:
         x, y = values(n, 5), values(n, 6)
         bad = x.copy()
         bad[n // 2] = np.nan
-        for given in (x, bad, x * np.float32(1e-40), np.zeros_like(x)):
-            wanted, got = (of_two_scales(o, given, y, rounding) for o in (reference, ops))
-            found.compare(f"{n} values, {rounding}", not differing(got, wanted, any_nan=True), n)
+        for data in (x, bad, x * np.float32(1e-40), np.zeros_like(x)):
+            outcome = partial(of_two_scales, x=data, y=y, rounding=rounding)
+            _compare(found, f"{n} values, {rounding}", n, outcome, ops)
     return found
 
 
@@ -211,9 +219,8 @@ def sums(place: Place) -> Found:
     for name in ("int2", "int4", "int8", "int16", "ternary", "e4m3", "e3m0"):
         fmt = Cast(INTEGERS.get(name) or parse_format(name)).float_format
         for rounding in ("nearest", "stochastic"):
-            how = (values(N, 3), fmt, rounding)
-            wanted, got = (of_sums(o, *how) for o in (reference, ops))
-            found.compare(f"{name}, {rounding}", not differing(got, wanted, any_nan=True), N)
+            outcome = partial(of_sums, x=values(N, 3), fmt=fmt, rounding=rounding)
+            _compare(found, f"{name}, {rounding}", N, outcome, ops)
     return found
 
 
@@ -252,12 +259,9 @@ def products(place: Place) -> Found:
             Products(cast, cast, "pairwise"),
             Products(cast, None, chunk=4, between=cast, kahan=True),
         ):
-            wanted, got = (of_products(o, how, 5, 13, 9) for o in (reference, ops))
-            found.compare(
-                f"{name}, {rounding}, {how.order}, chunk {how.chunk}",
-                not differing(got, wanted, any_nan=True),
-                2 * 5 * 9,
-            )
+            outcome = partial(of_products, how=how, m=5, k=13, n=9)
+            what = f"{name}, {rounding}, {how.order}, chunk {how.chunk}"
+            _compare(found, what, 2 * 5 * 9, outcome, ops)
     return found
 
 
@@ -580,36 +584,30 @@ def _unit(numbers: Array) -> float:
     return float(np.ldexp((whole & -whole).astype(np.float64), exponent - 53).min(initial=1.0))
 
 
+_exact = partial(Check, "exactness")
 CHECKS: dict[str, Check] = {
-    "formats of 8 bits": Check(
-        "exactness", "all codes, and all edges in every rounding, as in ops.reference", formats
+    "formats of 8 bits": _exact(
+        "all codes, and all edges in every rounding, as in ops.reference", formats
     ),
-    "wider formats": Check(
-        "exactness", "samples and edges of formats of 9 to 32 bits; all widths", large_formats
+    "wider formats": _exact(
+        "samples and edges of formats of 9 to 32 bits; all widths", large_formats
     ),
-    "tiles": Check(
-        "exactness", "encode, decode, add and hop of tiles: formats, scalings, roundings", tiled
-    ),
-    "NVFP4": Check("exactness", "blocks of 16 with two scales", two_scales),
-    "sums of integers": Check("exactness", "sums that grow by bits, ternary codes", sums),
-    "passes": Check("exactness", "the passes of compressors over gradients", passes),
-    "selection": Check("exactness", "the largest values, indices, streams of bits", selection),
-    "products": Check("exactness", "products of matrices with chosen roundings", products),
-    "optimisers": Check(
-        "exactness", "steps of optimisers that adapt to layers", steps, devices=("cpu",)
-    ),
-    "codes on the host": Check(
-        "exactness",
+    "tiles": _exact("encode, decode, add and hop of tiles: formats, scalings, roundings", tiled),
+    "NVFP4": _exact("blocks of 16 with two scales", two_scales),
+    "sums of integers": _exact("sums that grow by bits, ternary codes", sums),
+    "passes": _exact("the passes of compressors over gradients", passes),
+    "selection": _exact("the largest values, indices, streams of bits", selection),
+    "products": _exact("products of matrices with chosen roundings", products),
+    "optimisers": _exact("steps of optimisers that adapt to layers", steps, devices=("cpu",)),
+    "codes on the host": _exact(
         "codes of places in bins, draws without repeats, sums of sparse arrays",
         on_host,
         devices=("cpu",),
     ),
-    "all-reduces": Check(
-        "exactness", "every schedule times wire on all ranks, as in the simulator", schedules
+    "all-reduces": _exact("every schedule times wire on all ranks, as in the simulator", schedules),
+    "other collectives": _exact(
+        "reduce-scatter, all-gather and the others, as in the simulator", collectives
     ),
-    "other collectives": Check(
-        "exactness", "reduce-scatter, all-gather and the others, as in the simulator", collectives
-    ),
-    "windows": Check("exactness", "windows of arrays, and their adjoints", windows),
-    "training": Check("exactness", "a short training, as simulated by NumPy", training),
+    "windows": _exact("windows of arrays, and their adjoints", windows),
+    "training": _exact("a short training, as simulated by NumPy", training),
 }
