@@ -26,12 +26,13 @@ from cpdhpc.lab.kinds.allreduce_cases import (
     normal_data,
     wire_bytes,
 )
+from cpdhpc.lab.kinds.codec import CODEC
 from cpdhpc.lab.kinds.harness import interleave, interleave_ranks
 from cpdhpc.lab.kinds.place import Place
-from cpdhpc.lab.kinds.sweep import measure
+from cpdhpc.lab.kinds.sweep import measure, opened
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.methods import MEMCPY
-from cpdhpc.ops import cpu
+from cpdhpc.ops import cpu, kernel_threads
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
 
@@ -173,6 +174,20 @@ def test_codec_writes_its_samples_without_mpi(
     assert all(len(point.times_s) == 2 for point in others)
     assert main(["report", str(path)]) == 0 and "scatter_add" in capsys.readouterr().out
     assert main(["bench", "codec", "--formats", "e9"]) == 2
+
+
+def test_threads_and_clones_of_a_case_are_its_own() -> None:
+    place: Any = Place(ONE)  # type: ignore[arg-type]
+    case = {"size_bytes": 1 << 16, "operation": "gather", "density": 0.1, "threads": 2}
+    before, other = (cpu.clone(), kernel_threads()), cpu.clones()[0]
+    with opened(CODEC, place, [{**case, "clone": other}]) as (call,):
+        call.prepare()
+        assert (cpu.clone(), kernel_threads()) == (other, 2)
+        assert call.outcomes == {"payload_bytes": 1 << 16}
+        call.run()
+    assert (cpu.clone(), kernel_threads()) == before
+    with pytest.raises(UserError, match="clone x86: this processor has portable"):
+        opened(CODEC, place, [{**case, "clone": "x86"}]).__enter__()
 
 
 def test_codec_of_each_clone_and_of_microscaling(

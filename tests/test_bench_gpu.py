@@ -18,11 +18,10 @@ from simulated_gpu import Gpu
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.compress import TopK
 from cpdhpc.config import UserError, validate
-from cpdhpc.lab.bench import allreduce
+from cpdhpc.lab.bench import allreduce, codec
 from cpdhpc.lab.bench.allreduce import parse_baselines
 from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.kinds import allreduce_cases
-from cpdhpc.lab.kinds import codec_cases as codec
 from cpdhpc.lab.kinds.allreduce_cases import Arrays, schedule_case
 from cpdhpc.lab.kinds.harness import take_device
 from cpdhpc.lab.kinds.place import Place

@@ -360,8 +360,6 @@ def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
 
 FURTHER = {  # factors of benchmarks that studies have not: long name
     "chosen": "algorithm that auto has chosen",
-    "threads": "threads that share an operation; memcpy takes one",
-    "clone": "processors that the loops were compiled for",
     "setting": "name of a plan",
     "shape": "cells of the domain along each axis",
     "procs": "ranks along each axis",

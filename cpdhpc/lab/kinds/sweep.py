@@ -22,8 +22,10 @@ class Benchmark:
 
 
 @contextmanager
-def opened(kind: Kind, place: Place, cases: Sequence[Factors]) -> Iterator[list[Call]]:
-    """Yield the calls of all cases, each checked. Collective.
+def opened(
+    kind: Kind, place: Place, cases: Sequence[Factors], check: bool = True
+) -> Iterator[list[Call]]:
+    """Yield the calls of all cases, checked unless check is False. Collective.
 
     kind: whose repeats are calls; cases: the factors of each, as Kind.used returns them
     Raises what Kind.measure raises, on all ranks.
@@ -34,20 +36,25 @@ def opened(kind: Kind, place: Place, cases: Sequence[Factors]) -> Iterator[list[
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                calls(study, Case("", each, nodes, world.ranks // nodes), place, True)
+                calls(study, Case("", each, nodes, world.ranks // nodes), place, check)
             )
             for each in cases
         ]
 
 
 def measure(
-    kind: Kind, place: Place, cases: Sequence[Factors], repeats: int, warmup: int
+    kind: Kind,
+    place: Place,
+    cases: Sequence[Factors],
+    repeats: int,
+    warmup: int,
+    check: bool = True,
 ) -> list[Point]:
-    """Check the cases, time them in turns, and return a point for each. Collective.
+    """Check cases, time them in turns, and return a point for each. Collective.
 
     Arguments and errors are those of opened; warmup: calls before the repeats that count
     """
-    with opened(kind, place, cases) as made:
+    with opened(kind, place, cases, check) as made:
         times = interleave_ranks(
             place.world,
             {i: call.run for i, call in enumerate(made)},
