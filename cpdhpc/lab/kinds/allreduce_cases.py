@@ -115,7 +115,7 @@ class TimedCase:
     """A call to time, and what is known of it.
 
     name: how errors call it; exact: whether the sum must be exact, and so the data integers
-    is_sum: whether it is a sum at all
+    is_sum: whether it is a sum at all; same: whether all ranks get the same result
     prepare: called before each call, and not timed; free: called after all of them
     method: None for another library's
     chosen: the algorithm that ran; wire_bytes: what left the rank that sent most, NaN if only
@@ -128,6 +128,7 @@ class TimedCase:
     run: Callable[[], object]
     exact: bool = True
     is_sum: bool = True
+    same: bool = True
     prepare: Callable[[], object] = lambda: None
     free: Callable[[], object] = lambda: None
     method: Allreduce | Collective | None = None
@@ -138,29 +139,29 @@ class TimedCase:
     def check(self, world: Ranks) -> None:
         """Run once; set what is known afterwards. Collective.
 
-        Raises ArithmeticError on all processes where ranks differ in a bit, or the sum of integers
-        is not exact.
+        Raises ArithmeticError on all processes if ranks that should agree differ in a bit, or a
+        result that should be exact is not.
         """
         self.out[...] = np.nan
         sent = world.bytes_sent.copy()
         self.prepare()
-        reduced: Any = self.run()
+        returned: Any = self.run()
         if not self.is_sum:
             return
-        sent_bytes = world.bytes_sent - sent
+        sent_bytes = int((world.bytes_sent - sent).max())
         out = to_host(self.out)
-        exact = not self.exact or np.array_equal(out, self.data.total)
-        digest = hashlib.blake2b(out.tobytes()).hexdigest()
-        found = world.gather((exact, digest, int(sent_bytes.max())), "bench: results")
-        if len({digest for _, digest, _ in found}) > 1:
+        is_right = not self.exact or np.array_equal(out, self.data.total)
+        digest = hashlib.blake2b(out.tobytes()).hexdigest() if self.same else ""
+        squares = float(np.sum((out - self.data.total) ** 2)), float(np.sum(self.data.total**2))
+        found = world.gather((is_right, digest, sent_bytes, *squares), "bench: results")
+        right, digests, sizes, wrong, norms = zip(*found, strict=True)
+        if len({*digests}) > 1:
             raise ArithmeticError(f"bench: {self.name}: the ranks' results differ")
-        if not all(right for right, _, _ in found):
-            raise ArithmeticError(f"bench: {self.name}: the sum of integers is not exact")
+        if not all(right):
+            raise ArithmeticError(f"bench: {self.name}: a result is not exact")
         if self.method is not None:
-            self.wire_bytes = max(size for _, _, size in found)
-            self.chosen = reduced.algorithm
-        norm = float(np.linalg.norm(self.data.total))
-        self.error = float(np.linalg.norm(out - self.data.total)) / norm if norm else 0.0
+            self.wire_bytes, self.chosen = max(sizes), getattr(returned, "algorithm", "")
+        self.error = float(np.sqrt(sum(wrong) / sum(norms))) if sum(norms) else 0.0
 
 
 def schedule_case(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,34 +60,6 @@ def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
     return Given(None if name == "scatter" and rank else x, result, n)
 
 
-@dataclass
-class CollectiveCase(TimedCase):
-    """A call of a collective whose results may differ between ranks: of each it is known."""
-
-    def check(self, world: Ranks) -> None:
-        """Run once; set what is known afterwards. Collective.
-
-        Raises ArithmeticError on all processes where a value that is not rounded is wrong.
-        """
-        self.out[...] = np.nan
-        sent = world.bytes_sent.copy()
-        self.prepare()
-        self.run()
-        if not self.is_sum:
-            return
-        sent_bytes = int((world.bytes_sent - sent).max())
-        out = to_host(self.out).astype(np.float64)
-        right = not self.exact or np.array_equal(out, self.data.total)
-        squares = float(np.sum((out - self.data.total) ** 2)), float(np.sum(self.data.total**2))
-        found = world.gather((right, *squares, sent_bytes), "bench: results")
-        if not all(each[0] for each in found):
-            raise ArithmeticError(f"bench: {self.name}: a result is not exact")
-        error, norm = (sum(each[i] for each in found) for i in (1, 2))
-        self.error = float(np.sqrt(error / norm)) if norm else 0.0
-        if self.method is not None:
-            self.wire_bytes = max(each[3] for each in found)
-
-
 def collective_case(
     world: Ranks, method: Collective, data: Given, device: str = "cpu", call: str = "plain"
 ) -> TimedCase:
@@ -120,12 +91,13 @@ def collective_case(
         if is_mpi and method.collective == "broadcast" and x is not None and world.rank == 0:
             out[...] = x
 
-    return CollectiveCase(
+    return TimedCase(
         name=f"{call} {method.algorithm}",
         data=Data(out if x is None else x, result.astype(np.float64)),
         out=out,
         run=whole(run, out),
         exact=method.fmt is None,
+        same=False,
         prepare=whole(fill, out),
         free=free,
         method=None if is_mpi else method,
@@ -186,10 +158,11 @@ def pair_case(world: Any, n: int, device: str = "cpu", window: int = 0) -> Timed
     move: Move = one_way if window else there_and_back
     if device == "gpu":
         move = _of_gpu(world, move)
-    return CollectiveCase(
+    return TimedCase(
         name=MPI_ALLREDUCE,
         data=Data(x, result.astype(np.float64)),
         out=out,
         run=whole(lambda: move(x, out), out),
+        same=False,
         prepare=whole(lambda: None, out),  # a GPU is done with what it did to the arrays
     )
