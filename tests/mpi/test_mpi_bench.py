@@ -316,7 +316,7 @@ def test_the_fit_is_used_for_predictions(
     assert main(["bench", "predict", str(path), "--ranks", "64", *options]) == 0
     shown = capsys.readouterr().out
     assert "predicted for 64 ranks, not measured; times fitted on 2 ranks of" in shown
-    assert "no contention" in shown and "one that stands for all" in shown
+    assert "no contention" in shown and "one stands for all" in shown
     assert len(rows_of(shown)) == 2 * 3 * 2 and len(rows_of(shown, "*")) == 2
     assert main(["bench", "predict", str(path), "--ranks", "0"]) == 2
     assert main(["bench", "predict", str(path), "--ranks", "2", "--algorithms", "auto"]) == 0
