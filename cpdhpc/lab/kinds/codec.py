@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...config import ConfigError, Raw, UserError, among
@@ -112,7 +113,8 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     if operation == MEMCPY:
         runs = place.kept((n, device), copies)
     elif operation in SPARSE_OPERATIONS:
-        runs = place.kept((n, density), lambda: sparse_operations(data(), density))
+        make = partial(place.kept, (n, density), lambda: sparse_operations(data(), density))
+        runs = world.agreed(make, told=ArithmeticError)
     else:
         runs = place.kept((n, name, device), lambda: operations(data(), cast))
     before = cpu.clone(), kernel_threads()
