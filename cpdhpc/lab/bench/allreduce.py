@@ -85,7 +85,7 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--calls NAME,...",
-        "plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
+        "plain; prepared; shared: prepared, with arrays of empty_shared if ranks of a node "
         "share memory; graphs: prepared, as CUDA graphs (default: those that the device knows)",
     )
     add(
@@ -454,7 +454,7 @@ def columns_of(arguments: argparse.Namespace, methods: Sequence[Allreduce]) -> l
 
 
 def heading(
-    where: str,
+    machine: str,
     cores: str,
     arguments: argparse.Namespace,
     skipped: Sequence[str],
@@ -468,7 +468,7 @@ def heading(
         least = "2 (p - 1) / p" if name == ALL_REDUCE else "the least share that leaves a rank"
         rates += f"; busbw: {least} of it; wirebw: bytes that left a rank / time"
     lines = [
-        f"{TITLES[name].lower()} of float32{adds}, out of place: {where}",
+        f"{TITLES[name].lower()} of float32{adds}, out of place: {machine}",
         cores,
         f"time: the slowest rank from a barrier; {arguments.repeats} calls after "
         f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
@@ -510,7 +510,7 @@ def fastest(rows: Sequence[Point], warmup: int) -> list[Point]:
     return [min(each, key=lambda row: row.median_s(warmup)) for each in same.values()]
 
 
-def latency_heading(where: str, cores: str, rows: Sequence[Point], whole: bool) -> list[str]:
+def latency_heading(machine: str, cores: str, rows: Sequence[Point], whole: bool) -> list[str]:
     """Return the lines above the table; rows: of a size; whole: least and greatest latencies too.
 
     A row has one column, or a group of three.
@@ -518,7 +518,7 @@ def latency_heading(where: str, cores: str, rows: Sequence[Point], whole: bool) 
     names = [str(row.factors["algorithm"]) for row in rows[:2]]
     calls = [str(row.factors["call"]) for row in rows[2:]]
     above = [
-        f"all-reduce of float32, sum: {where}",
+        f"all-reduce of float32, sum: {machine}",
         cores,
         "Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before; "
         "mpi: MPI_Allreduce; memcpy: of the array by all ranks at once",

@@ -363,7 +363,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks N,...", "numbers of ranks (default: 2,4,... up to those recorded)")
     add(
         "--out DIR",
-        "write compress.h5 and compress.png there; links.png where each process is one rank",
+        "write compress.h5 and compress.png there; links.png if each process is one rank",
         Path,
     )
 

@@ -313,14 +313,14 @@ def run(arguments: argparse.Namespace, world: World) -> Measured:
         raise UserError("--operations, --ways: no names are given")
     if arguments.overlap and arguments.device == "gpu":
         raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
-    where_arrays_are = take_device(arguments, world)
+    of_gpus = take_device(arguments, world)
     world.agreed(lambda: check_out(arguments.out, world))
     place = Place(world, None, arguments.oversubscribe_gpus)
     points: list[Point] = []
     with own_cores(world) as cores:
-        where = machine_line(world)
+        machine = machine_line(world)
         if world.process == 0:
-            print("\n".join(heading(where, cores, where_arrays_are, arguments)), flush=True)
+            print("\n".join(heading(machine, cores, of_gpus, arguments)), flush=True)
         for setting in settings:
             if arguments.overlap:
                 measure_overlap(world, setting, arguments)
@@ -390,14 +390,12 @@ def repeated(run: Run, calls: int) -> None:
         run()
 
 
-def heading(
-    where: str, cores: str, where_arrays_are: str, arguments: argparse.Namespace
-) -> list[str]:
+def heading(machine: str, cores: str, of_gpus: str, arguments: argparse.Namespace) -> list[str]:
     """Return the lines above the tables."""
     lines = [
-        f"halo exchange: {where}",
+        f"halo exchange: {machine}",
         cores,
-        *filter(None, [where_arrays_are]),
+        *filter(None, [of_gpus]),
         f"time: of a call, the slowest rank, median of {arguments.repeats} samples of many calls "
         f"after {arguments.warmup} warm-ups, cases in turns",
         "GB/s: 1e9 byte/s of cells that leave the rank that sends most",

@@ -108,10 +108,10 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     found = [fit(each, samples, fields) for each in starts]
     machine = min(found, key=lambda each: misfit(each, samples))
     notes = attributes(world) | {"format": arguments.format, "cores": cores, "apart_ns": apart_ns}
-    where = machine_line(world)
+    about = machine_line(world)
     world.on_first(lambda: write(arguments.out, machine, notes))
     if world.process == 0:
-        print(f"# {where}\n# {cores}")
+        print(f"# {about}\n# {cores}")
         show(machine, fields, samples, checked)
         if beside:
             print(f"# {arguments.beside}, cores {beside.fit.get('apart_ns', '?')} ns apart")
@@ -344,14 +344,14 @@ def judged(machine: Machine, samples: Sequence[Sample]) -> str:
     within = int((abs(found - 1) <= 0.2).sum())
     costs: dict[tuple[int, str], float] = {}
     for sample in judged:
-        alike = {
+        same = {
             other.method.algorithm: (ratio * other.time_s, other.time_s)
             for other, ratio in zip(judged, found, strict=True)
             if (other.n, other.method.wire) == (sample.n, sample.method.wire)
         }
-        chosen = fastest({name: float(predicted_s) for name, (predicted_s, _) in alike.items()})
-        least_s = min(time_s for _, time_s in alike.values())
-        costs[sample.n, str(sample.method.wire)] = alike[chosen][1] / least_s
+        chosen = fastest({name: float(predicted_s) for name, (predicted_s, _) in same.items()})
+        least_s = min(time_s for _, time_s in same.values())
+        costs[sample.n, str(sample.method.wire)] = same[chosen][1] / least_s
     few = sum(cost <= 1.1 for cost in costs.values())
     middle = float(np.median(found))  # shifted if the whole machine is slower or faster
     beside = int((abs(found / middle - 1) <= 0.2).sum())
@@ -410,14 +410,14 @@ def rests_on(
 ) -> list[str]:
     """Return the assumptions of the predictions."""
     fit = file.fit
-    where = (
+    origin = (
         f"fitted on {fit['ranks']} ranks of {fit['processor']} ({fit['hosts']}) on {fit['date']}"
         if {"ranks", "processor", "hosts", "date"} <= fit.keys()
         else "of a file without the origin of its times"
     )
     one = any(each.simulated == 1 for each in predictions) and arguments.ranks > 1
     return [
-        f"predicted for {arguments.ranks} ranks, not measured; times {where}",
+        f"predicted for {arguments.ranks} ranks, not measured; times {origin}",
         "assumed: the same links inside nodes and between; equal ranks on cores of their own; no "
         "contention, no noise",
         "all ranks' steps are simulated"

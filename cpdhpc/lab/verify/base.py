@@ -1,4 +1,4 @@
-"""Checks: where they run, and what they find."""
+"""Checks: their ranks and device, and their results."""
 
 from __future__ import annotations
 

@@ -166,12 +166,12 @@ class Watch:
         frames = [each for each in frames if each.name not in OWN] or frames
         own = [each for each in frames if "cpdhpc" in each.filename] or frames
         waited = any(each.filename.endswith("world/ending.py") for each in frames)
-        where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+        at = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
         on_gpu = isinstance(error, Exception) and is_of_gpu(error)
         said = (str(error).strip().splitlines() or [""])[0]  # others are of a traceback
         if not isinstance(error, Left):
             said = f"{type(error).__name__}: {said}"
-        said += f", at {where}"
+        said += f", at {at}"
         agreed = isinstance(error, Exception) and is_agreed(error)
         return Outcome(None, said, left=not agreed, waited=waited, on_gpu=on_gpu)
 
@@ -319,8 +319,8 @@ class Guard:
         """End this process, and with it the job, unless all checks have ended meanwhile."""
         watch = self._watch
         left = [each for each in watch.alive if each not in dead]
-        behind = watch.late(watch.grace_s) and self._overtaken()
-        if left and left[0] == watch.me and not behind:
+        is_late = watch.late(watch.grace_s) and self._overtaken()
+        if left and left[0] == watch.me and not is_late:
             with suppress(Exception):
                 self._save(why)
         elif self._ended.wait(END_S):
