@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..report.tables import Section, Table
     from ..study_data import Case
     from ..study_data.study_file import Point, StudyFile
-    from .allreduce_cases import TimedCase
+    from .allreduce_cases import Arrays, TimedCase
     from .base import Asked
     from .place import Place
 
@@ -195,7 +195,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
                     "error": timed.error,
                     "wire_bytes": timed.wire_bytes,
                     "payload_bytes": int(factors["size_bytes"]),
-                    "bound_s": _bound_s(place, timed, factors),
+                    "bound_s": _bound_s(place, factors, device),
                 }
                 if timed.chosen not in ("", factors["algorithm"]):
                     call.chosen = {"chosen": timed.chosen}
@@ -206,12 +206,28 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
             timed.free()
 
 
+def _bound_s(place: Place, factors: Factors, device: str) -> float:
+    """Return the least time of an all-reduce of several ranks; NaN of another call. Collective."""
+    from .allreduce_cases import bound_s, wire_bytes
+
+    if place.world.ranks == 1 or factors.get("collective"):
+        return nan
+    copy_s = _arrays(place, int(factors["size_bytes"]) // 4, device).copy_s
+    return bound_s(place.world, wire_bytes(factors), copy_s, place.link_s)
+
+
+def _arrays(place: Place, n: int, device: str) -> Arrays:
+    from .allreduce_cases import Arrays
+
+    return place.kept((n, device), lambda: Arrays(place.world, n, device))
+
+
 def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
     """Return the call of a case, not checked yet."""
     from ...collectives.allreduce import Allreduce
     from ...collectives.collective import Collective
     from .allreduce_cases import BASELINES as OTHERS
-    from .allreduce_cases import Arrays, schedule_case
+    from .allreduce_cases import schedule_case
     from .collective_cases import collective_case, given, pair_case
 
     world, n = place.world, int(factors["size_bytes"]) // 4
@@ -227,7 +243,7 @@ def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
         exact = other.fmt is None
         data = place.kept((name, n, exact), lambda: given(name, n, world, exact))
         return collective_case(world, other, data, device, call or PLAIN)
-    arrays = place.kept((n, device), lambda: Arrays(world, n, device))
+    arrays = _arrays(place, n, device)
     if algorithm in (*BASELINES, MEMCPY):
         return OTHERS[algorithm if wire == "raw" else f"{algorithm}-{wire}"](world, arrays)
     method = Allreduce(wire, algorithm, scaling, way, machine=place.machine)
@@ -256,32 +272,6 @@ def _torch_group(world: World, factors: Factors) -> Iterator[None]:
         raise UserError(f"algorithm {library}: {reason}")
     with group_of(world, [library] if library in BASELINES else []):
         yield
-
-
-COPIES = 9  # that are timed, the first to warm up
-
-
-def _bound_s(place: Place, timed: TimedCase, factors: Factors) -> float:
-    """Return the least time of an all-reduce of several ranks; NaN of another call. Collective.
-
-    The copy is timed several times, and the least counts: a slower one is no bound.
-    """
-    import numpy as np
-
-    from . import allreduce_cases as cases
-    from .harness import interleave_ranks, whole
-
-    world, data = place.world, timed.data
-    if world.ranks == 1 or factors.get("collective"):
-        return nan
-    out = np.empty_like(data.x)
-
-    def copy() -> None:
-        out[...] = data.x
-
-    times = interleave_ranks(world, {MEMCPY: whole(copy, out)}, COPIES)[MEMCPY][1:]
-    copy_s = float(times.max(axis=1).min())
-    return cases.bound_s(world, cases.wire_bytes(factors), copy_s, place.link_s)
 
 
 ON_WIRE = ("wire", "value_scaling")  # what decides the bytes on the wire
@@ -351,7 +341,7 @@ CAPTION = (
     "Times as fast: the ratio of the medians; bench allreduce prints the median of the ratios of "
     "single calls. Bound, of all-reduces: the longer of a copy of the data by all ranks at once "
     "(memcpy) and of 2 (N - 1) / N of the bytes on the wire over the link of each of N nodes; of "
-    "the copy each case takes the least time, and the table the median over the cases of a place. "
+    "several copies the fastest counts, and the table has the median over the cases of a place. "
     "Error: in the Euclidean norm."
 )
 BOUNDED = (

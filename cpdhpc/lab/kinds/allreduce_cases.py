@@ -28,10 +28,11 @@ from ...world.cores import threads_of_rank
 from ...world.gpu_messages import use_own_gpu
 from ...world.ranks import Ranks
 from ..study_data import Factors
-from .harness import on_device, whole
+from .harness import interleave_ranks, on_device, whole
 
 Array = NDArray[np.float32]
 LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks
+COPIES = 9  # that are timed, after one to warm up
 APART = 97  # places between the windows of two ranks in the common numbers
 
 
@@ -105,6 +106,21 @@ class Arrays:
         found.integers, found.normal = self.integers._replace(x=x), self.normal._replace(x=y)
         found.out = out
         return found
+
+    @cached_property
+    def copy_s(self) -> float:
+        """The time of a copy by all ranks at once, the least of several. Collective.
+
+        A copy that another program slows down is no bound.
+        """
+        target = np.empty_like(self.out)
+
+        def copy() -> None:
+            target[...] = self.out
+
+        run = whole(copy, target)
+        times = interleave_ranks(self._world, {MEMCPY: run}, COPIES)[MEMCPY][1:]
+        return float(times.max(axis=1).min())
 
     def _on_device(self, data: Data) -> Data:
         return data._replace(x=on_device(data.x, self._device))
