@@ -79,6 +79,17 @@ CODEC_OPERATIONS = (  # run by kinds.codec_cases
     "decode_add block16",
     "hop block16",
 )
+SPARSE_OPERATIONS = (  # of sparse methods, on the largest values
+    "one pass",
+    "kth_magnitude",
+    "select_magnitude",
+    "select_above",
+    "gather",
+    "scatter_add",
+    "clear",
+    "encode_sparse",
+    "decode_sparse",
+)
 
 HALO_OURS = "cpdhpc"
 HALO_COPIED = "cpdhpc, copied"  # owned cells lie elsewhere and are copied too

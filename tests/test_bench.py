@@ -6,27 +6,33 @@ import csv
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from every import every
 
-from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.config import UserError
 from cpdhpc.lab.cli import main
+from cpdhpc.lab.kinds.allreduce import ALLREDUCE
 from cpdhpc.lab.kinds.allreduce_cases import (
+    BASELINES,
+    Arrays,
     Data,
     TimedCase,
     bound_s,
-    cases_of_size,
     integer_data,
     normal_data,
-    schedule_case,
     wire_bytes,
 )
+from cpdhpc.lab.kinds.codec import CODEC
 from cpdhpc.lab.kinds.harness import interleave, interleave_ranks
+from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.sweep import measure, opened
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.methods import MEMCPY
-from cpdhpc.ops import cpu
+from cpdhpc.ops import cpu, kernel_threads
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
 
@@ -72,12 +78,12 @@ def wrong(by: float, exact: bool) -> TimedCase:
         out[:] = data.x
         out[3] += by
 
-    return TimedCase("ring", "raw", "-", "float32", data, out, run, exact=exact)
+    return TimedCase("ring", data, out, run, exact=exact)
 
 
 def test_a_wrong_sum_is_noticed_and_an_error_measured() -> None:
     wrong(0, True).check(ONE)
-    with pytest.raises(ArithmeticError, match=r"ring raw - float32: the sum of integers is not"):
+    with pytest.raises(ArithmeticError, match="ring: a result is not exact"):
         wrong(0.5, True).check(ONE)
     case = wrong(0.5, False)
     case.check(ONE)
@@ -86,24 +92,37 @@ def test_a_wrong_sum_is_noticed_and_an_error_measured() -> None:
 
 def test_a_result_that_differs_between_ranks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Loopback(1)
-    other = (True, "another digest", 0)
+    other = (True, "another digest", 0, 0.0, 0.0)
     monkeypatch.setattr(world, "gather", lambda value, what="": [value, other])
     with pytest.raises(ArithmeticError, match="the ranks' results differ"):
         wrong(0, False).check(world)
 
 
-def test_the_rows_of_a_size_know_what_was_sent() -> None:
-    methods = [Allreduce("raw", "ring"), Allreduce("e4m3", "auto")]
-    mpi, ring, auto = cases_of_size(ONE, 4096, methods, ["mpi"])
-    assert np.isnan(mpi.wire_bytes) and ring.wire_bytes == 0 and ring.error == 0
-    assert 0 < auto.error < 2**-4  # half of a unit in the last of four significant bits
-    assert auto.name == f"auto({auto.chosen})" and mpi.name == "mpi"
+def test_the_points_of_a_size_know_what_was_sent() -> None:
+    named = [{"algorithm": "mpi", "wire": "raw"}, {"algorithm": "ring", "wire": "raw"}]
+    cases = [
+        {"size_bytes": 4096, **each} for each in (*named, {"algorithm": "auto", "wire": "e4m3"})
+    ]
+    place: Any = Place(ONE)  # type: ignore[arg-type]
+    points = measure(ALLREDUCE, place, cases, repeats=3, warmup=1)
+    mpi, ring, auto = (point.outcomes for point in points)
+    assert np.isnan(mpi["wire_bytes"]) and ring["wire_bytes"] == 0 and ring["error"] == 0
+    assert 0 < auto["error"] < 2**-4  # half of a unit in the last of four significant bits
+    assert points[2].factors["chosen"] in SCHEDULES and points[1].factors == cases[1]
+    assert all(point.times_s.shape == (4, 1) for point in points)
 
 
-def test_what_only_copies_sums_nothing() -> None:
+def test_a_copy_sums_nothing() -> None:
     """Its results differ between ranks, which is no error."""
-    (copy,) = cases_of_size(_Rank(1, 3), 64, [], [MEMCPY])
+    world = _Rank(1, 3)
+    copy = BASELINES[MEMCPY](world, Arrays(world, 16, "cpu"))
+    copy.check(world)
     assert np.array_equal(copy.out, copy.data.x) and not np.array_equal(copy.out, copy.data.total)
+
+
+def test_memory_that_is_not_shared_is_an_error() -> None:
+    with pytest.raises(UserError, match="call shared: the processes of a node share no memory"):
+        _ = Arrays(ONE, 16, "cpu").shared
 
 
 @every(
@@ -120,11 +139,9 @@ def test_the_bound_is_what_memory_and_the_links_of_nodes_take(
     nodes: tuple[int, ...], wire: str, seconds: float
 ) -> None:
     world = Loopback(len(nodes), nodes=nodes)
-    method, data = Allreduce(wire), Data(np.zeros(2048, np.float32), np.zeros(2048))
-    case = schedule_case(world, method, data, data.x)
-    least_s = bound_s(world, wire_bytes(case), 1e-6, link_s=1e-6)
-    assert least_s == pytest.approx(seconds, rel=1e-12)
-    assert bound_s(world, wire_bytes(case), 1.0, link_s=1e-6) == 1.0
+    sent = wire_bytes({"size_bytes": 8192, "algorithm": "ring", "wire": wire})
+    assert bound_s(world, sent, 1e-6, link_s=1e-6) == pytest.approx(seconds, rel=1e-12)
+    assert bound_s(world, sent, 1.0, link_s=1e-6) == 1.0
 
 
 def test_cores_are_given_back() -> None:
@@ -157,6 +174,20 @@ def test_codec_writes_its_samples_without_mpi(
     assert all(len(point.times_s) == 2 for point in others)
     assert main(["report", str(path)]) == 0 and "scatter_add" in capsys.readouterr().out
     assert main(["bench", "codec", "--formats", "e9"]) == 2
+
+
+def test_threads_and_clones_of_a_case_are_its_own() -> None:
+    place: Any = Place(ONE)  # type: ignore[arg-type]
+    case = {"size_bytes": 1 << 16, "operation": "gather", "density": 0.1, "threads": 2}
+    before, other = (cpu.clone(), kernel_threads()), cpu.clones()[0]
+    with opened(CODEC, place, [{**case, "clone": other}]) as (call,):
+        call.prepare()
+        assert (cpu.clone(), kernel_threads()) == (other, 2)
+        assert call.outcomes == {"payload_bytes": 1 << 16}
+        call.run()
+    assert (cpu.clone(), kernel_threads()) == before
+    with pytest.raises(UserError, match="clone x86: this processor has portable"):
+        opened(CODEC, place, [{**case, "clone": "x86"}]).__enter__()
 
 
 def test_codec_of_each_clone_and_of_microscaling(

@@ -18,12 +18,11 @@ from simulated_gpu import Gpu
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.compress import TopK
 from cpdhpc.config import UserError, validate
-from cpdhpc.lab.bench import allreduce
+from cpdhpc.lab.bench import allreduce, codec
 from cpdhpc.lab.bench.allreduce import parse_baselines
 from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.kinds import allreduce_cases
-from cpdhpc.lab.kinds import codec_cases as codec
-from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
+from cpdhpc.lab.kinds.allreduce_cases import Arrays, schedule_case
 from cpdhpc.lab.kinds.harness import take_device
 from cpdhpc.lab.kinds.place import Place
 from cpdhpc.lab.signals import Caught
@@ -42,14 +41,17 @@ def parsed(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> a
 
 def test_all_reduces_and_their_sums_are_on_the_gpu() -> None:
     with simulated() as (gpu, cupy):
-        cases = cases_of_size(Loopback(), 4096, [Allreduce("raw"), Allreduce("e4m3")], [], "gpu")
+        world = Loopback()
+        arrays = Arrays(world, 1024, "gpu")
+        cases = [schedule_case(world, Allreduce(wire), arrays) for wire in ("raw", "e4m3")]
         for case in cases:
+            case.check(world)
             assert isinstance(case.out, cupy.ndarray) and isinstance(case.data.x, cupy.ndarray)
             case.run()
             assert not gpu.null.work, "a call is timed until the GPU is done with it"
         cases[0].data.total[0] += 1  # a sum that is wrong is told of arrays there, too
-        with pytest.raises(ArithmeticError, match="the sum of integers is not exact"):
-            cases[0].check(Loopback())
+        with pytest.raises(ArithmeticError, match="a result is not exact"):
+            cases[0].check(world)
 
 
 def test_the_codec_is_timed_on_the_gpu(

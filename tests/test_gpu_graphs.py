@@ -13,8 +13,10 @@ from simulated_gpu import CAPTURED, INVALIDATED, ISOLATION, UNSUPPORTED, Error
 
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.config import UserError
-from cpdhpc.lab.bench.allreduce import add_latency, parse_beside
-from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
+from cpdhpc.lab.bench.allreduce import add_latency, cases_of, parse_calls
+from cpdhpc.lab.kinds.allreduce import ALLREDUCE
+from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.sweep import opened
 from cpdhpc.world.ranks import Loopback
 
 X = np.arange(100, dtype=np.float32)
@@ -135,16 +137,17 @@ def test_benchmarks_time_graphs_beside_the_other_calls() -> None:
     parser = argparse.ArgumentParser()
     add_latency(parser)
     given = parser.parse_args(["--device", "gpu", "--link", "1"])
-    asked, skipped = parse_beside(given, Loopback(), [64])
-    assert asked.calls == ["plain", "prepared", "graphs"] and not skipped
+    calls, skipped = parse_calls(given, Loopback())
+    assert calls == ["plain", "prepared", "graphs"] and not skipped
     with simulated() as (gpu, _):
-        cases = cases_of_size(Loopback(), 64, [Allreduce("raw")], [], "gpu", asked.calls)
-        assert [case.call for case in cases] == asked.calls
-        before = gpu.graphs
-        for case in cases:
-            case.run()
-            case.free()
-        assert gpu.graphs == before + 1
+        place: Any = Place(Loopback())  # type: ignore[arg-type]
+        cases = cases_of(64, [Allreduce("raw")], [], calls, "gpu")
+        assert [case["call"] for case in cases] == calls
+        with opened(ALLREDUCE, place, cases) as made:
+            before = gpu.graphs
+            for call in made:
+                call.run()
+            assert gpu.graphs == before + 1
     given = parser.parse_args(["--calls", "graphs"])
     with pytest.raises(UserError, match="--calls graphs: none of them takes cpu arrays"):
-        parse_beside(given, Loopback(), [64])
+        parse_calls(given, Loopback())

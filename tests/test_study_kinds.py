@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,55 @@ def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
         if used is not None and method is not None and not ignored:
             assert used["accumulate"] == method.accumulating
             assert str(used["value_scaling"]).partition(":")[0] == method.parsed_scaling.kind
+
+
+@every(
+    "factors, used_call",
+    [
+        ({}, None),
+        ({"call": "plain"}, None),
+        ({"call": "prepared"}, "prepared"),
+        ({"call": "prepared", "collective": "all_gather"}, "prepared"),
+        ({"call": "shared"}, "shared"),
+        ({"call": "graphs", "device": "gpu"}, "graphs"),
+        ({"call": "graphs"}, "call graphs takes no arrays of device cpu"),
+        ({"call": "shared", "collective": "all_gather"}, "called plain or prepared, not shared"),
+        ({"call": "prepared", "algorithm": "mpi"}, None),
+    ],
+)
+def test_how_a_case_is_called(factors: dict[str, str], used_call: str | None) -> None:
+    kind = KINDS["allreduce"]
+    unused = {"value_scaling": ABSENT, "accumulate": ABSENT}
+    given = {"size_bytes": 64, "algorithm": "ring", "wire": "raw", **unused, **factors}
+    if used_call is not None and " " in used_call:
+        with pytest.raises(ValueError, match=used_call):
+            kind.used(given)
+    else:
+        assert kind.used(given).get("call") == used_call
+
+
+@every(
+    "factors, used",
+    [
+        ({"operation": "memcpy", "format": "e4m3", "density": 0.1}, {"operation": "memcpy"}),
+        ({"operation": "gather"}, {"operation": "gather", "density": 0.01}),
+        (
+            {"operation": "hop", "format": "e4m3", "threads": 2, "clone": "portable"},
+            {"operation": "hop", "format": "e4m3", "threads": 2, "clone": "portable"},
+        ),
+        ({"operation": "hop"}, "operation hop needs a format"),
+        ({"operation": "gather", "device": "gpu"}, "gather is of the CPU, not of device gpu"),
+        ({"operation": "memcpy", "threads": 2, "device": "gpu"}, "threads is of the CPU"),
+    ],
+)
+def test_what_an_operation_of_the_codec_uses(factors: dict[str, Any], used: Any) -> None:
+    unused = dict.fromkeys(("format", "density", "threads", "clone"), ABSENT)
+    given = {"size_bytes": 64, **unused, **factors}
+    if isinstance(used, str):
+        with pytest.raises(ValueError, match=used):
+            KINDS["codec"].used(given)
+    else:
+        assert KINDS["codec"].used(given) == {"size_bytes": 64, **used}
 
 
 @every("ranks", [2, 17_476, 17_477])

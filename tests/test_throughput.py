@@ -139,7 +139,7 @@ def test_the_command_shows_every_method(
     shown = capsys.readouterr().out
     n = sum(map(prod, SMALL.shapes))
     assert f"tiny: {n:,} parameters in 4 layers, {54 * n / 1e9:.4g} GFLOP" in shown
-    assert "computation: 500 ms for 32 images, 64 images/s of a worker, given" in shown
+    assert "computation: 500 ms for 32 images, 64 images/s of a worker, from --rate" in shown
     for name in COMPRESSORS:
         rows = [
             line.split() for line in shown.splitlines() if line.strip("# ").startswith(f"{name} ")

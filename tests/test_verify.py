@@ -85,14 +85,14 @@ def test_a_planted_fault_is_found_and_the_rest_goes_on(tmp_path: Path, fault: st
     assert code == 1 and "WRONG: 1 of 2 checks" in shown, shown
     assert found[check].status == status and found["passes"].status == RIGHT
     assert any(said in line for line in found[check].said), found[check].said
-    assert "and is left behind" not in shown
+    assert "and is excluded" not in shown
 
 
 HANGS = {  # a fault on a rank -> what is said of the rank, and that it is not there any more
     ("sleeps", "1"): ("rank 1: did not end within", False),
     ("sleeps", "0"): ("rank 0: did not end within", False),
-    ("blocked", "1"): ("rank 1: hangs, and is left behind", True),
-    ("blocked", "0"): ("rank 0: hangs, and is left behind", True),
+    ("blocked", "1"): ("rank 1: hangs, and is excluded", True),
+    ("blocked", "0"): ("rank 0: hangs, and is excluded", True),
 }
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_is_named_and_the_rest_goes_on(
     assert said in found["windows on the CPU"].said[0]
     assert found["other collectives on the CPU"].status == RIGHT, shown
     assert found["links on the CPU"].status == (NOT_RUN if gone else RIGHT), shown
-    assert gone == ("left behind" in shown)
+    assert gone == ("is excluded" in shown)
 
 
 def test_one_rank_goes_on_however_late_it_is(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_what_ranks_say_becomes_one_row() -> None:
     assert joined({0: right, 1: wrong}, []) == (WRONG, ("rank 1: a",))
     status, said = joined({0: waited, 1: error}, [])
     assert status == FAILED and said[0].startswith("rank 1: ValueError")  # the cause comes first
-    assert joined({0: waited}, [1])[1][0] == "rank 1: hangs, and is left behind"
+    assert joined({0: waited}, [1])[1][0] == "rank 1: hangs, and is excluded"
     none = Outcome(Found(not_run="no torch"))
     assert joined({0: none, 1: right}, []) == (NOT_RUN, ("no torch",))
     nothing = Outcome(Found())

@@ -237,7 +237,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "codec": Command(
                 "codec rates on one core or more, in GB/s of float32, beside memcpy",
-                "kinds.codec_cases",
+                "bench.codec",
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,15 +147,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keys of HaloSpec that options say. Raises ConfigError."""
+    texts = {name: getattr(arguments, name) for name in OPTIONS}
+    return parsed({name: text for name, text in texts.items() if text is not None})
+
+
+def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return keys of HaloSpec, whose values are texts as options have. Raises ConfigError."""
     found: dict[str, Any] = {}
-    for name in OPTIONS:
-        text = getattr(arguments, name)
-        if text is not None:
-            values = text.split(",") if text else []
-            if name not in WORDS:
-                values = [_integers(f"--{name} {text}", word) for word in values]
-            single = len(values) == 1 and name not in LISTS and not isinstance(values[0], list)
-            found[name] = values[0] if single else values
+    for name, text in texts.items():
+        values: list[Any] = text.split(",") if text else []
+        if name not in WORDS:
+            values = [_integers(f"--{name} {text}", word) for word in values]
+        single = len(values) == 1 and name not in LISTS and not isinstance(values[0], list)
+        found[name] = values[0] if single else values
     return found
 
 

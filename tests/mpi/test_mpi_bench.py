@@ -18,8 +18,11 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.bench import step
 from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.kinds.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
+from cpdhpc.lab.kinds.allreduce import ALLREDUCE
+from cpdhpc.lab.kinds.allreduce_cases import sum_float32, sum_half, torch_group
 from cpdhpc.lab.kinds.harness import Measured, Point, check_out
+from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.sweep import opened
 from cpdhpc.lab.study.batch import write_benchmark
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.lab.train.gradients import Gradients
@@ -49,12 +52,12 @@ def test_gloo_sums(world):
         np.testing.assert_array_equal(out, expected)  # small integers are bfloat16
         sum_float32(x)
         np.testing.assert_array_equal(x, expected)
-        cases = cases_of_size(
-            world, 4096, [Allreduce("e4m3", "direct")], ["mpi", "gloo", "gloo-bf16"]
-        )
-    errors = [case.error for case in cases]
-    assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
-    assert cases[-1].wire_bytes > 0
+    named = ("mpi", "raw"), ("gloo", "raw"), ("gloo", "bf16"), ("direct", "e4m3")
+    cases = [{"size_bytes": 4096, "algorithm": name, "wire": wire} for name, wire in named]
+    with opened(ALLREDUCE, Place(world), cases) as calls:
+        errors = [call.outcomes["error"] for call in calls]
+        assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
+        assert calls[-1].outcomes["wire_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "reduce_scatter", "broadcast"])
@@ -163,25 +166,14 @@ def runs(world, tmp_path_factory) -> tuple[Path, str]:
     few = ["--repeats", "3", "--warmup", "1"]
     machine = str(where / "machine.toml")
     cases = [
-        ["fit", "--quick", "--out", machine, *few],
-        ["fit", "--quick", "--out", str(where / "again.toml"), "--beside", machine, *few],
-        [
-            *(
-                "allreduce",
-                "--sizes",
-                "8,16KiB",
-                "--wires",
-                "raw,e4m3",
-                "--algorithms",
-                "ring,auto",
-            ),
-            *("--scalings", "tile,aps", "--accumulate", "default,kahan", "--predict", machine),
-            *("--out", str(where / "allreduce.h5"), "--all", *few),
-        ],
-        ["latency", "--sizes", "8:32:x2", "--out", str(where / "latency.h5"), "--all", *few],
+        f"fit --quick --out {machine}",
+        f"fit --quick --out {where}/again.toml --beside {machine}",
+        "allreduce --sizes 8,16KiB --wires raw,e4m3 --algorithms ring,auto --scalings tile,aps "
+        f"--accumulate default,kahan --predict {machine} --out {where}/allreduce.h5 --all",
+        f"latency --sizes 8:32:x2 --out {where}/latency.h5 --all",
     ]
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = [main(["bench", *case]) for case in cases]
+        status = [main(["bench", *case.split(), *few]) for case in cases]
     told = world.gather((status, out.getvalue()))
     assert [status for status, _ in told] == [[0] * len(cases)] * world.processes
     return where, told[0][1]
@@ -324,7 +316,7 @@ def test_the_fit_is_used_for_predictions(
     assert main(["bench", "predict", str(path), "--ranks", "64", *options]) == 0
     shown = capsys.readouterr().out
     assert "predicted for 64 ranks, not measured; times fitted on 2 ranks of" in shown
-    assert "no contention" in shown and "one that stands for all" in shown
+    assert "no contention" in shown and "one stands for all" in shown
     assert len(rows_of(shown)) == 2 * 3 * 2 and len(rows_of(shown, "*")) == 2
     assert main(["bench", "predict", str(path), "--ranks", "0"]) == 2
     assert main(["bench", "predict", str(path), "--ranks", "2", "--algorithms", "auto"]) == 0

@@ -18,7 +18,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES, Layout
 from cpdhpc.lab.bench.allreduce import add_latency, run_latency
-from cpdhpc.lab.kinds.allreduce_cases import cases_of_size
+from cpdhpc.lab.kinds.allreduce_cases import BASELINES, Arrays, schedule_case
 from cpdhpc.ops.payloads import Growth
 from cpdhpc.world import gpu_messages
 
@@ -200,11 +200,14 @@ def test_a_nan_on_one_rank_is_named_on_all(gpu):
 @pytest.mark.two_ranks
 def test_benchmarks_check_sums_on_the_gpu(gpu):
     """Beside MPI_Allreduce, which takes GPU arrays as they are, or staged."""
-    cases = cases_of_size(gpu.world, 4096, [Allreduce("e4m3", "direct")], ["mpi"], "gpu")
-    assert isinstance(cases[0].out, gpu.cupy.ndarray)
-    cases[0].run()
-    assert np.array_equal(cases[0].out.get(), cases[0].data.total)
-    assert 0 < cases[1].error < 0.1
+    arrays = Arrays(gpu.world, 1024, "gpu")
+    mpi = BASELINES["mpi"](gpu.world, arrays)
+    ours = schedule_case(gpu.world, Allreduce("e4m3", "direct"), arrays)
+    for case in (ours, mpi):
+        case.check(gpu.world)
+    assert isinstance(mpi.out, gpu.cupy.ndarray)
+    assert np.array_equal(mpi.out.get(), mpi.data.total)
+    assert 0 < ours.error < 0.1
 
 
 def test_arrays_of_two_kinds_are_refused(gpu):

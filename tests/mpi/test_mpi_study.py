@@ -143,7 +143,7 @@ def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
 
     def wrong(case, place):
         check(case, place)
-        if case.algorithm == "ring" and place.size == size:
+        if "ring" in case.name.split() and place.size == size:
             raise ArithmeticError("the sum of integers is not exact")
 
     monkeypatch.setattr(TimedCase, "check", wrong)

@@ -1,8 +1,8 @@
 """Error of sums: algorithms, accumulations and scalings over ranks, simulated on one process.
 
-What ranks contribute is one of DATA. The error is ||result - sum|| / ||sum||, the norms and the sum
-in float64; the bytes are those of all ranks over the least of one rounding format: 2 (p - 1) / p of
-the data from each rank.
+Ranks contribute data of DATA. The error is ||result - sum|| / ||sum||, norms and sum in float64.
+The bytes are those of all ranks over the least of one rounding format, 2 (p - 1) / p of the data
+from each rank.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ def _spread(rng: np.random.Generator, ranks: int, n: int) -> Iterator[npt.NDArra
 
 
 DATA: dict[str, Draw] = {
-    "agreeing": _agreeing,  # a direction that all share plus three times as much noise
-    "noise": _noise,  # nothing that they share
-    "spread": _spread,  # as agreeing, of magnitudes over many binades, log-normal with sigma 1.5
+    "agreeing": _agreeing,  # a common direction plus three times as much noise
+    "noise": _noise,  # nothing in common
+    "spread": _spread,  # as agreeing, magnitudes log-normal with sigma 1.5
 }
 
 
 class AccuracyCase(NamedTuple):
-    """How a sum was formed, its relative error, the median over seeds, and its bytes by the least.
+    """A way to form a sum, its relative error (median over seeds) and bytes over the least.
 
-    algorithm, accumulate: what "usual" and the defaults stood for; way: as asked for
+    algorithm, accumulate: with "usual" and defaults resolved; way: as in --ways
     """
 
     data: str
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def contributions(data: str, ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]]:
-    """Return what each rank adds, float32[n]."""
+    """Return the contribution of each rank, float32[n]."""
     rng = np.random.default_rng(seed)
     return [x.astype(np.float32) for x in DATA[data](rng, ranks, n)]
 
@@ -144,7 +144,7 @@ def cases(
             method = Allreduce(wire, algorithm, scaling, accumulate, **how)
             world = Loopback(ranks)
             done = [method.run(world, xs) for xs in inputs]
-        except ValueError:  # exact sums: not with tile scaling, nor of too wide a range
+        except ValueError:  # exact sums: not with tile scaling or too wide a range
             continue
         taken = Allreduce(wire, done[0].algorithm, scaling, accumulate, **how)
         errors = [
@@ -215,15 +215,15 @@ def run(args: argparse.Namespace) -> None:
     ranks = parse_counts("--ranks", args.ranks)
     wires = parse_names("--formats", args.formats, parse_format)
     every = [f"{name}:{way}" for name, row in SCHEDULES.items() for way in row.accumulates]
-    every.append(f"ring:{EXACT}")  # the same in all
+    every.append(f"ring:{EXACT}")  # the same for all algorithms
     ways = every if args.ways == "all" else parse_names("--ways", args.ways, parse_way)
     labels = {label.replace(", ", " "): label for label in SCALINGS}
-    asked = ",".join(labels) if args.scalings == "all" else args.scalings
-    scalings = [labels[name] for name in parse_names("--scalings", asked, among(tuple(labels)))]
+    text = ",".join(labels) if args.scalings == "all" else args.scalings
+    scalings = [labels[name] for name in parse_names("--scalings", text, among(tuple(labels)))]
     data = parse_names("--data", args.data, among(tuple(DATA)))
     found: list[AccuracyCase] = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "allreduce: ")  # of errors: they are what is asked for
+        warnings.filterwarnings("ignore", "allreduce: ")  # of errors, which are measured here
         for one, wire, count in product(data, wires, ranks):
             found += cases(one, count, wire, ways, scalings, args.values, args.seeds)
     for one, scaling in product(data, scalings):
@@ -263,14 +263,14 @@ def add_rounding(parser: argparse.ArgumentParser) -> None:
 
 
 def rounded(x: Values, fmt: Format, scaling: str) -> Values:
-    """Return x rounded to a format, with one shift for all of it (LAYER), or as in SHARED."""
+    """Return x rounded to a format, with one shift (LAYER) or a scaling of SHARED."""
     largest = cpu.amax_tiles(x).max(keepdims=True, initial=0)
     one = int(cpu.fitting_shift(largest, fmt)[0]) - SHIFT_BIAS
     return measures.rounded(x, Cast(fmt), one if scaling == LAYER else scaling).values
 
 
 def error(arrays: Sequence[Values], fmt: Format, scaling: str) -> float:
-    """Return the relative error of all arrays together; NaN where all values are zero."""
+    """Return the relative error of all arrays together; NaN if all values are zero."""
     wrong = whole = 0.0
     for x in arrays:
         exact = x.astype(np.float64)
@@ -332,9 +332,9 @@ def add_batchnorm(parser: argparse.ArgumentParser) -> None:
 
 
 def drawn(rng: np.random.Generator, channels: int, most: int, bits: int) -> tuple[Array, Array]:
-    """Return a and b of norms whose sums have deviations of 1/50 to 1/3 of the range.
+    """Return a and b of norms for sums with deviations of 1/50 to 1/3 of the range.
 
-    Scales are of both signs.
+    Scales have both signs.
     """
     deviation = most * rng.uniform(0.02, 0.33, channels)
     mean = rng.normal(0, 0.5, channels) * deviation
@@ -343,7 +343,7 @@ def drawn(rng: np.random.Generator, channels: int, most: int, bits: int) -> tupl
 
 
 def independent(a: float, b: float, most: int, bits: int) -> int:
-    """Return the smallest n at which a and b + 1/2, rounded each by itself, are exact."""
+    """Return the smallest n for which a and b + 1/2, each rounded alone, are exact."""
     facts = steps(a, b, -most, most, 2**bits - 1)
     slope, start = Fraction(abs(a)), Fraction(b) + Fraction(1, 2)
     reached = list(zip(facts.at_least.tolist(), facts.reached.tolist(), strict=True))
@@ -360,7 +360,7 @@ def independent(a: float, b: float, most: int, bits: int) -> int:
 
 
 def differing(norm: Any, a: Array, b: Array, most: int) -> int:
-    """Return how many results on -most..most are not those of a and b, of all channels."""
+    """Return how many results on -most..most differ from those of a and b, over all channels."""
     x, wrong = np.arange(-most, most + 1), 0
     for part in np.array_split(x, -(-x.size // 2**14)):
         column = np.broadcast_to(part[:, None], (part.size, a.size))
@@ -370,11 +370,11 @@ def differing(norm: Any, a: Array, b: Array, most: int) -> int:
 
 
 def run_batchnorm(arguments: argparse.Namespace) -> None:
-    """Batch norms of chance as integers: results that differ over the whole range, and shifts.
+    """Random batch norms as integers: results that differ over the whole range, and shifts.
 
-    x is -RANGE..RANGE, codes have BITS. "independent": the smallest shift n at which a and b + 1/2,
-    each rounded to a multiple of 2^-n by itself, give the same on the whole range. Channels that
-    are constant there need no shift and are left out.
+    x is -RANGE..RANGE, codes have BITS. "independent": the smallest shift n for which a and b +
+    1/2, each rounded to a multiple of 2^-n alone, give the same results on the whole range.
+    Channels that are constant there need no shift and are left out.
     """
     check_options(arguments, 1, "channels")
     settings = [_setting(text) for text in arguments.settings.split(",")]

@@ -1,7 +1,7 @@
 """Benchmark of all-reduces beside other libraries' and memcpy; --all: in the columns of nccl-tests.
 
-bench latency has small all-reduces; --all: in the columns of the OSU benchmarks. GB/s are 1e9
-byte/s.
+Cases are those of studies of kind allreduce. bench latency has small all-reduces; --all: in the
+columns of the OSU benchmarks. GB/s are 1e9 byte/s.
 """
 
 from __future__ import annotations
@@ -19,26 +19,19 @@ import numpy as np
 from ...collectives.allreduce import Allreduce
 from ...collectives.collective import Collective
 from ...collectives.method import AUTO, Machine, parse_scaling, read_machine
-from ...collectives.predict import predict
 from ...collectives.rank_program import ACCUMULATES
-from ...collectives.recorded import empty_shared
 from ...collectives.schedules import SCHEDULES
 from ...config import UserError, among
 from ...formats import IN_BLOCKS, wire_scaling
 from ...methods import BASELINE_DEVICES, COLLECTIVES, MEMCPY, SCALINGS, SUMMING
-from ...ops import on_gpu
+from ...methods import BASELINES as LIBRARIES
 from ...ops.payloads import parse_wire
 from ...world.cores import own_cores
 from ...world.ranks import Ranks
-from ..kinds import collective_cases
-from ..kinds.allreduce import ALL_REDUCE, TITLES, share
+from ..kinds.allreduce import ALL_REDUCE, ALLREDUCE, CALLS, PLAIN, PREPARED, TITLES, share
 from ..kinds.allreduce_cases import (
     BASELINES,
-    CALLS,
-    Array,
-    TimedCase,
     bound_s,
-    cases_of_size,
     group_of,
     library_of,
     missing,
@@ -53,30 +46,16 @@ from ..kinds.harness import (
     check_options,
     check_out,
     comments,
-    interleave_ranks,
     machine_line,
     parse_names,
     parse_sizes,
-    ping_pong,
     take_device,
 )
+from ..kinds.place import Place
+from ..kinds.sweep import measure
 from ..report import units
 from ..settings import options
-
-
-class Asked(NamedTuple):
-    """What to measure at every size.
-
-    methods: of class Allreduce, or Collective; lent: as in cases_of_size
-    link_s: of a byte on a node's link; machine: for predictions
-    """
-
-    methods: Sequence[Any]
-    baselines: Sequence[str]
-    calls: Sequence[str]
-    lent: Array | None
-    link_s: float
-    machine: Machine | None = None
+from ..study_data import Factors, Value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +85,7 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--calls NAME,...",
-        "plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
+        "plain; prepared; shared: prepared, with arrays of empty_shared if ranks of a node "
         "share memory; graphs: prepared, as CUDA graphs (default: those that the device knows)",
     )
     add(
@@ -119,7 +98,7 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which all-reduces."""
+    """Add the options that choose all-reduces."""
     add = options(parser)
     add("--sizes SIZE,...", "bytes of float32: 1MiB,16MiB or first:last:xFACTOR", "64KiB:16MiB:x16")
     add(
@@ -139,9 +118,9 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
 def parse_methods(
     arguments: argparse.Namespace, machine: Machine | None
 ) -> tuple[list[Allreduce], list[str]]:
-    """Return the methods that the options name, and what does not go together.
+    """Return the methods that the options name, and why other combinations are left out.
 
-    Raises UserError for unknown names, or where nothing goes together.
+    Raises UserError for unknown names, or if no combination is possible.
     """
     algorithms = parse_names("--algorithms", arguments.algorithms, among((*SCHEDULES, AUTO)))
     wires = parse_names("--wires", arguments.wires, parse_wire)
@@ -151,7 +130,7 @@ def parse_methods(
     name = getattr(arguments, "collective", ALL_REDUCE)
     of = Allreduce if name == ALL_REDUCE else partial(Collective, collective=name)
     for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
-        raw = wire == "raw"  # which neither scaling nor rounding touches
+        raw = wire == "raw"  # without scaling and rounding
         scaling = wire_scaling(wire) if raw or wire in IN_BLOCKS else scaling
         options = (scaling, None if raw or way == "default" else way)
         try:
@@ -169,7 +148,7 @@ def parse_baselines(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the baselines to run, mpi and memcpy first, and why others are left out. Collective.
 
-    Raises UserError where text names one that cannot run.
+    Raises UserError if text names one that cannot run.
     """
     asked = None if text is None else parse_names("--baselines", text, among(BASELINES))
     why = {}
@@ -182,20 +161,21 @@ def parse_baselines(
             raise UserError(f"--baselines {name}: {why[library_of(name)]}")
     wanted = BASELINES if asked is None else {"mpi", MEMCPY, *asked}
     found = [name for name in BASELINES if name in wanted and library_of(name) not in why]
-    told = why if device == "gpu" else {name: why[name] for name in why if name != "nccl"}
-    return found, told if asked is None else {}
+    if device == "cpu":
+        why.pop("nccl", None)  # nobody expects it there
+    return found, why if asked is None else {}
 
 
-def parse_beside(
-    arguments: argparse.Namespace, world: Ranks, sizes: Sequence[int]
-) -> tuple[Asked, list[str]]:
-    """Return what add_beside's options ask for, and what is left out. Collective."""
+def parse_calls(arguments: argparse.Namespace, world: Ranks) -> tuple[list[str], list[str]]:
+    """Return the ways of calling in --calls, and why others are left out. Collective.
+
+    Raises UserError if none is left, or for a wrong --link.
+    """
     device = arguments.device
-    calls = [name for name, devices in CALLS.items() if device in devices]
-    asked = calls
+    asked = [name for name, devices in CALLS.items() if device in devices]
     if arguments.calls is not None:
         asked = parse_names("--calls", arguments.calls, among(CALLS))
-    calls = [name for name in asked if name in calls]
+    calls = [name for name in asked if device in CALLS[name]]
     if not asked:
         raise UserError(f"--calls {arguments.calls}: no names are given")
     if not calls:
@@ -206,11 +186,15 @@ def parse_beside(
     if "shared" in calls and world.shared() is None:
         calls.remove("shared")
         skipped.append("shared: the arrays are in no memory that processes of a node share")
-    lent = empty_shared(world, (3, -(-max(sizes) // 64) * 16)) if "shared" in calls else None
-    link_s = 0.0
-    if len(set(world.nodes)) > 1:
-        link_s = ping_pong(world)[1] if arguments.link is None else 8 / GIGA / arguments.link
-    return Asked([], [], calls, lent, link_s), skipped
+    return calls, skipped
+
+
+def place_of(arguments: argparse.Namespace, world: Any, machine: Machine | None = None) -> Place:
+    """Return the ranks, whose link has the rate of --link. Collective."""
+    place = Place(world, None, arguments.oversubscribe_gpus, machine)
+    if arguments.link is not None and len(set(world.nodes)) > 1:
+        place.link_s = 8 / GIGA / arguments.link
+    return place
 
 
 def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
@@ -226,121 +210,90 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     if name != ALL_REDUCE:
         _check_collective(arguments)
     methods, skipped = parse_methods(arguments, machine)
-    where = take_device(arguments, world)
+    of_gpus = take_device(arguments, world)
     baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
     if name != ALL_REDUCE:
         baselines, why = ["mpi", MEMCPY], {}
     skipped += [f"{library}: {reason}" for library, reason in why.items()]
     world.agreed(lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
-        beside, further = parse_beside(arguments, world, sizes)
-        asked = beside._replace(methods=methods, baselines=baselines, machine=machine)
+        calls, further = parse_calls(arguments, world)
+        place = place_of(arguments, world, machine)
         columns = columns_of(arguments, methods)
-        left, on = skipped + further, [machine_line(world), *([where] if where else [])]
-        header = heading("; ".join(on), cores, arguments, left, columns)
+        machine_and_gpus = "; ".join(filter(None, [machine_line(world), of_gpus]))
+        header = heading(machine_and_gpus, cores, arguments, skipped + further, columns)
         if world.process == 0:
             print("\n".join(header), flush=True)
         rows = []
         for size_bytes in sizes:
-            found = measure(world, arguments, size_bytes, asked)
+            cases = cases_of(size_bytes, methods, baselines, calls, arguments.device)
+            found = measured(place, arguments, cases)
             if world.process == 0:
                 print("\n".join(lines(found, columns, world.ranks, arguments)), flush=True)
             rows += found
-    return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
+    return Measured("allreduce", "allreduce", rows, arguments.warmup, cores)
 
 
 def _check_collective(arguments: argparse.Namespace) -> None:
     """Raise UserError for options of all-reduces alone; choose the calls of other collectives."""
     if arguments.baselines is not None:
         raise UserError("--baselines: is of all-reduces: others have MPI's own and memcpy beside")
-    known = collective_cases.CALLS
-    given = ",".join(known) if arguments.calls is None else arguments.calls
-    arguments.calls = ",".join(parse_names("--calls", given, among(known)))
+    known = PLAIN, PREPARED
+    text = ",".join(known) if arguments.calls is None else arguments.calls
+    arguments.calls = ",".join(parse_names("--calls", text, among(known)))
 
 
-def measure(
-    world: Ranks, arguments: argparse.Namespace, size_bytes: int, asked: Asked
-) -> list[Row]:
-    """Return the rows of a size, MPI_Allreduce and memcpy first. Collective."""
-    name = getattr(arguments, "collective", ALL_REDUCE)
-    if name == ALL_REDUCE:
-        cases = cases_of_size(
-            world, size_bytes, asked.methods, asked.baselines, arguments.device, asked.calls,
-            asked.lent,
-        )  # fmt: skip
-    else:
-        given = asked.methods, asked.calls, arguments.device
-        cases = collective_cases.cases_of_size(world, size_bytes, *given)
-    times = interleave_ranks(
-        world,
-        {i: case.run for i, case in enumerate(cases)},
-        arguments.repeats,
-        arguments.warmup,
-        lambda i: cases[i].prepare(),
-    )
-    copies_s = times[asked.baselines.index(MEMCPY)][arguments.warmup :].max(axis=1)
-    for case in cases:
-        case.free()
+def cases_of(
+    size_bytes: int,
+    methods: Sequence[Any],
+    baselines: Sequence[str],
+    calls: Sequence[str],
+    device: str,
+) -> list[Factors]:
+    """Return the factors of the cases of a size, baselines first; methods: see parse_methods."""
+    common: dict[str, Value] = {"size_bytes": size_bytes}
+    if isinstance(methods[0], Collective):
+        common["collective"] = methods[0].collective
+    if device == "gpu":
+        common["device"] = device
+    found: list[Factors] = []
+    for library, _, wire in (name.partition("-") for name in baselines):
+        found.append(common | {"algorithm": library, "wire": wire or "raw"})
+    for call, method in product(calls, methods):
+        found.append(common | factors_of(method) | {"call": call})
+    return found
+
+
+def factors_of(method: Any) -> dict[str, Value]:
+    """Return the factors of a method: of class Allreduce, or Collective."""
+    found: dict[str, Value] = {"algorithm": method.algorithm, "wire": str(method.wire)}
+    if method.fmt is None:
+        return found
+    found["value_scaling"] = method.scaling or method.parsed_scaling.kind
+    if method.algorithm == AUTO:
+        return found | ({"accumulate": method.accumulate} if method.accumulate else {})
+    sums = not isinstance(method, Collective) or method.share.sums
+    return found | ({"accumulate": method.accumulating} if sums else {})
+
+
+def measured(place: Place, arguments: argparse.Namespace, cases: Sequence[Factors]) -> list[Point]:
+    """Return the points of the cases of a size, MPI's own and memcpy first. Collective.
+
+    The bound of all-reduces takes the time of memcpy in the same turns.
+    """
+    points = measure(ALLREDUCE, place, cases, arguments.repeats, arguments.warmup)
+    if "collective" in cases[0]:
+        return points
+    copy_s = points[1].median_s(arguments.warmup)
+    link_s = place.link_s
+    bounds_s = (bound_s(place.world, wire_bytes(case), copy_s, link_s) for case in cases)
     return [
-        Row(
-            size_bytes,
-            case,
-            times[i],
-            bound_s(world, wire_bytes(case), float(np.median(copies_s)), asked.link_s)
-            if name == ALL_REDUCE
-            else np.nan,
-            predicted_s(asked.machine, case, world, size_bytes // 4),
-            name,
-        )
-        for i, case in enumerate(cases)
+        replace(point, outcomes={**point.outcomes, "bound_s": each_s})
+        for point, each_s in zip(points, bounds_s, strict=True)
     ]
 
 
-def predicted_s(machine: Machine | None, case: TimedCase, world: Ranks, n: int) -> float:
-    """Return the predicted time of a plain call, nan for others or where there is no machine."""
-    if machine is None or case.method is None or case.call != "plain":
-        return np.nan
-    method = replace(case.method, algorithm=case.chosen)
-    return predict(machine, method, world.nodes, n).time_s
-
-
-def points(rows: Sequence[Row]) -> list[Point]:
-    """Return the points of a study of all-reduces."""
-    return [Point(_factors(row), _outcomes(row), row.times_s) for row in rows]
-
-
-def _factors(row: Row) -> dict[str, int | str]:
-    case = row.case
-    found: dict[str, int | str] = {
-        "size_bytes": row.size_bytes,
-        "algorithm": case.algorithm,
-        "wire": case.wire,
-    }
-    if row.collective != ALL_REDUCE:
-        found["collective"] = row.collective
-    if on_gpu(case.out):
-        found["device"] = "gpu"
-    if case.algorithm == AUTO:
-        found["chosen"] = case.chosen
-    if case.method is not None:
-        found["call"] = case.call
-    if case.method is None or case.method.fmt is None:
-        return found
-    found["value_scaling"] = case.scaling
-    return found if case.accumulate == "-" else found | {"accumulate": case.accumulate}
-
-
-def _outcomes(row: Row) -> dict[str, float]:
-    found = {
-        "error": row.case.error,
-        "wire_bytes": row.case.wire_bytes,
-        "payload_bytes": float(row.size_bytes),
-        "bound_s": row.bound_s,
-    }
-    return found if np.isnan(row.predicted_s) else found | {"predicted_s": row.predicted_s}
-
-
-LATENCY = Allreduce("raw", "tree")  # of small arrays, the fastest
+LATENCY = Allreduce("raw", "tree")  # the fastest for small arrays
 
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
@@ -358,42 +311,28 @@ def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
     check_options(arguments, 0, "warmup")
     sizes = parse_sizes(arguments.sizes)
     world.agreed(lambda: check_out(arguments.out, world))
-    rows: list[Row] = []
+    rows: list[Point] = []
     with own_cores(world) as cores:
-        taken = take_device(arguments, world)
-        beside, skipped = parse_beside(arguments, world, sizes)
-        asked = beside._replace(methods=[LATENCY], baselines=["mpi", MEMCPY])
-        said = [each for each in (machine_line(world), taken, *skipped) if each]
+        of_gpus = take_device(arguments, world)
+        calls, skipped = parse_calls(arguments, world)
+        place = place_of(arguments, world)
+        about = [each for each in (machine_line(world), of_gpus, *skipped) if each]
         for size_bytes in sizes:
-            found = measure(world, arguments, size_bytes, asked)
+            cases = cases_of(size_bytes, [LATENCY], ["mpi", MEMCPY], calls, arguments.device)
+            found = measured(place, arguments, cases)
             if world.process == 0:
-                above = latency_heading("; ".join(said), cores, found, arguments.all)
+                above = latency_heading("; ".join(about), cores, found, arguments.all)
                 last = latency_line(found, arguments.warmup, arguments.all)
                 print("\n".join([*([] if rows else above), last]), flush=True)
             rows += found
-    return Measured("latency", "allreduce", points(rows), arguments.warmup, cores)
+    return Measured("latency", "allreduce", rows, arguments.warmup, cores)
 
 
 GIGA = 1e9
 
 
-class Row(NamedTuple):
-    """A case at a size: times_s float64[repeats, processes]; bound_s, predicted_s or nan."""
-
-    size_bytes: int
-    case: TimedCase
-    times_s: Times
-    bound_s: float
-    predicted_s: float
-    collective: str = ALL_REDUCE
-
-    def median_s(self, warmup: int) -> float:
-        """Return the median of the slowest rank's times."""
-        return float(np.median(self.times_s[warmup:].max(axis=1)))
-
-
 class Beside(NamedTuple):
-    """What a row is shown beside: ranks, calls that do not count, medians of mpi and memcpy."""
+    """Common numbers of the rows: ranks, warm-up calls, medians of mpi and memcpy."""
 
     ranks: int
     warmup: int
@@ -407,75 +346,103 @@ class Column(NamedTuple):
     over: str
     unit: str
     width: int
-    text: Callable[[Row, Beside], str]
+    text: Callable[[Point, Beside], str]
 
 
-def _slowest_us(row: Row, of: Beside) -> Times:
-    return 1e6 * row.times_s[of.warmup :].max(axis=1)
+def _of_factor(name: str) -> Callable[[Point, Beside], str]:
+    return lambda row, of: str(row.factors.get(name, "-"))
 
 
-def _rate(size_bytes: float, row: Row, of: Beside) -> str:
-    return f"{size_bytes / row.median_s(of.warmup) / GIGA:.2f}"
+def _name(row: Point) -> str:
+    """Return the algorithm, and in brackets the choice of auto."""
+    algorithm = str(row.factors["algorithm"])
+    return f"{algorithm}({row.factors['chosen']})" if "chosen" in row.factors else algorithm
 
 
-def _bus_bytes(row: Row, of: Beside) -> float:
-    return row.size_bytes * share(row.collective, of.ranks)
+def _scaling(row: Point) -> str:
+    default = "none" if _summed(row) == "requantise" else "-"  # of a library
+    return str(row.factors.get("value_scaling", default))
 
 
-def _by_prediction(text: Callable[[Row, Beside], str]) -> Callable[[Row, Beside], str]:
-    return lambda row, of: "-" if np.isnan(row.predicted_s) else text(row, of)
+def _summed(row: Point) -> str:
+    """Return the way to keep partial sums."""
+    algorithm, wire = str(row.factors["algorithm"]), str(row.factors["wire"])
+    if "collective" in row.factors or algorithm == MEMCPY:
+        default = "-"
+    elif algorithm in LIBRARIES:
+        default = LIBRARIES[algorithm][wire]
+    else:
+        default = "float32" if wire == "raw" else "default"  # that of the chosen algorithm
+    return str(row.factors.get("accumulate", default))
 
 
-def _by_bound(row: Row, of: Beside) -> str:
-    return "-" if np.isnan(row.bound_s) else f"{row.median_s(of.warmup) / row.bound_s:.2f}"
+def _outcome(row: Point, name: str) -> float:
+    return float(row.outcomes.get(name, np.nan))
 
 
-NAME = Column("", "algorithm", 13, lambda row, of: row.case.name)
-CALL = Column("", "call", 8, lambda row, of: row.case.call)
-TYPE = Column("", "wire", 6, lambda row, of: row.case.wire)
-SCALING = Column("", "scaling", 9, lambda row, of: row.case.scaling)
-ACCUMULATE = Column("", "accumulate", 10, lambda row, of: row.case.accumulate)
-TIME = Column("time", "(us)", 10, lambda row, of: f"{1e6 * row.median_s(of.warmup):.1f}")
-ALGBW = Column("algbw", "(GB/s)", 7, lambda row, of: _rate(row.size_bytes, row, of))
+def _known(value: float, form: str) -> str:
+    return "-" if np.isnan(value) else f"{value:{form}}"
+
+
+def _rate(size_bytes: float, row: Point, of: Beside) -> str:
+    return _known(size_bytes / row.median_s(of.warmup) / GIGA, ".2f")
+
+
+def _bus_bytes(row: Point, of: Beside) -> float:
+    size_bytes, name = _outcome(row, "payload_bytes"), row.factors.get("collective", ALL_REDUCE)
+    return size_bytes * share(str(name), of.ranks)
+
+
+def _time_us(of_times: Callable[[Times], float]) -> Callable[[Point, Beside], str]:
+    return lambda row, of: f"{1e6 * of_times(row.slowest_s(of.warmup)):.1f}"
+
+
+NAME = Column("", "algorithm", 13, lambda row, of: _name(row))
+CALL = Column("", "call", 8, _of_factor("call"))
+TYPE = Column("", "wire", 6, _of_factor("wire"))
+SCALING = Column("", "scaling", 9, lambda row, of: _scaling(row))
+ACCUMULATE = Column("", "accumulate", 10, lambda row, of: _summed(row))
+TIME = Column("time", "(us)", 10, _time_us(lambda times: float(np.median(times))))
+ALGBW = Column("algbw", "(GB/s)", 7, lambda row, of: _rate(_outcome(row, "payload_bytes"), row, of))
 BESIDE = [
-    Column("", "error", 8, lambda row, of: f"{row.case.error:.1e}" if row.case.is_sum else "-"),
+    Column("", "error", 8, lambda row, of: _known(_outcome(row, "error"), ".1e")),
     Column("", "x mpi", 6, lambda row, of: f"{of.mpi_s / row.median_s(of.warmup):.2f}"),
     Column("/", "memcpy", 6, lambda row, of: f"{row.median_s(of.warmup) / of.copy_s:.2f}"),
-    Column("/", "bound", 6, lambda row, of: _by_bound(row, of)),
+    Column(
+        "/",
+        "bound",
+        6,
+        lambda row, of: _known(row.median_s(of.warmup) / _outcome(row, "bound_s"), ".2f"),
+    ),
 ]
 PREDICTED = Column(
-    "predicted", "(us)", 10, _by_prediction(lambda row, of: f"{1e6 * row.predicted_s:.1f}")
+    "predicted", "(us)", 10, lambda row, of: _known(1e6 * _outcome(row, "predicted_s"), ".1f")
 )
 PREDICTION = Column(
     "predicted",
     "/ time",
     9,
-    _by_prediction(lambda row, of: f"{row.predicted_s / row.median_s(of.warmup):.2f}"),
+    lambda row, of: _known(_outcome(row, "predicted_s") / row.median_s(of.warmup), ".2f"),
 )
 ALL = [
-    Column("size", "(B)", 11, lambda row, of: str(row.size_bytes)),
-    Column("", "count", 11, lambda row, of: str(row.size_bytes // 4)),
+    Column("size", "(B)", 11, _of_factor("size_bytes")),
+    Column("", "count", 11, lambda row, of: str(int(row.factors["size_bytes"]) // 4)),
     *(NAME, CALL, TYPE, SCALING, ACCUMULATE, TIME),
-    Column("min", "(us)", 10, lambda row, of: f"{_slowest_us(row, of).min():.1f}"),
-    Column("max", "(us)", 10, lambda row, of: f"{_slowest_us(row, of).max():.1f}"),
+    Column("min", "(us)", 10, _time_us(np.min)),
+    Column("max", "(us)", 10, _time_us(np.max)),
     ALGBW,
     Column("busbw", "(GB/s)", 7, lambda row, of: _rate(_bus_bytes(row, of), row, of)),
-    Column(
-        "wirebw",
-        "(GB/s)",
-        7,
-        lambda row, of: _rate(row.case.wire_bytes, row, of) if row.case.method else "-",
-    ),
+    Column("wirebw", "(GB/s)", 7, lambda row, of: _rate(_outcome(row, "wire_bytes"), row, of)),
     *BESIDE,
 ]
 SHORT = [
-    Column("", "size", 9, lambda row, of: units.size(row.size_bytes)),
+    Column("", "size", 9, lambda row, of: units.size(_outcome(row, "payload_bytes"))),
     *(NAME, TYPE, CALL, TIME, ALGBW, *BESIDE),
 ]
 
 
 def columns_of(arguments: argparse.Namespace, methods: Sequence[Allreduce]) -> list[Column]:
-    """Return the columns of the table; without --all only those that tell rows apart."""
+    """Return the columns of the table; without --all only those in which rows differ."""
     with_prediction = arguments.predict is not None
     if arguments.all:
         return [*ALL, *([PREDICTED, PREDICTION] if with_prediction else [])]
@@ -487,7 +454,7 @@ def columns_of(arguments: argparse.Namespace, methods: Sequence[Allreduce]) -> l
 
 
 def heading(
-    where: str,
+    machine: str,
     cores: str,
     arguments: argparse.Namespace,
     skipped: Sequence[str],
@@ -501,13 +468,13 @@ def heading(
         least = "2 (p - 1) / p" if name == ALL_REDUCE else "the least share that leaves a rank"
         rates += f"; busbw: {least} of it; wirebw: bytes that left a rank / time"
     lines = [
-        f"{TITLES[name].lower()} of float32{adds}, out of place: {where}",
+        f"{TITLES[name].lower()} of float32{adds}, out of place: {machine}",
         cores,
         f"time: the slowest rank from a barrier; {arguments.repeats} calls after "
         f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
         f"{rates}; error: relative, Euclidean norm",
         f"x mpi: how many times as fast as {own} (mpi); / memcpy: of the array by all ranks "
-        "at once; by medians, as all ratios",
+        "at once; all ratios are of medians",
         "/ bound: the longer of memcpy and 2 (N - 1) / N of the bytes on the wire over the link of "
         "each of N nodes; of all-reduces",
         *([] if arguments.all else [FASTEST]),
@@ -522,7 +489,7 @@ FASTEST = "of each method the call whose median is the least; --all shows all ca
 
 
 def lines(
-    rows: Sequence[Row], columns: Sequence[Column], ranks: int, arguments: argparse.Namespace
+    rows: Sequence[Point], columns: Sequence[Column], ranks: int, arguments: argparse.Namespace
 ) -> list[str]:
     """Return the lines of the table; rows: of a size, mpi and memcpy first; time is the median."""
     warmup = arguments.warmup
@@ -534,24 +501,24 @@ def lines(
     ]
 
 
-def fastest(rows: Sequence[Row], warmup: int) -> list[Row]:
+def fastest(rows: Sequence[Point], warmup: int) -> list[Point]:
     """Return the row with the least median of those that differ only in the call."""
-    alike: dict[tuple[str, ...], list[Row]] = {}
+    same: dict[frozenset[Any], list[Point]] = {}
     for row in rows:
-        of = row.case
-        alike.setdefault((of.name, of.wire, of.scaling, of.accumulate), []).append(row)
-    return [min(each, key=lambda row: row.median_s(warmup)) for each in alike.values()]
+        of = frozenset(item for item in row.factors.items() if item[0] != "call")
+        same.setdefault(of, []).append(row)
+    return [min(each, key=lambda row: row.median_s(warmup)) for each in same.values()]
 
 
-def latency_heading(where: str, cores: str, rows: Sequence[Row], whole: bool) -> list[str]:
+def latency_heading(machine: str, cores: str, rows: Sequence[Point], whole: bool) -> list[str]:
     """Return the lines above the table; rows: of a size; whole: least and greatest latencies too.
 
     A row has one column, or a group of three.
     """
-    names = [row.case.algorithm for row in rows[:2]]
-    calls = [row.case.call for row in rows[2:]]
-    told = [
-        f"all-reduce of float32, sum: {where}",
+    names = [str(row.factors["algorithm"]) for row in rows[:2]]
+    calls = [str(row.factors["call"]) for row in rows[2:]]
+    above = [
+        f"all-reduce of float32, sum: {machine}",
         cores,
         "Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before; "
         "mpi: MPI_Allreduce; memcpy: of the array by all ranks at once",
@@ -559,25 +526,25 @@ def latency_heading(where: str, cores: str, rows: Sequence[Row], whole: bool) ->
         "files; bound: the longer of memcpy and 2 (N - 1) / N of the bytes over a node's link",
     ]
     if not whole:
-        told.append("us, Avg; of ours the tree in float32, by how it is called")
+        above.append("us, Avg; ours is the tree in float32, called in these ways")
         heads = "".join(f"{each:>11}" for each in (*names, *calls))
-        return [*comments(told), f"{'# Size(B)':<10}{heads}{'/memcpy':>9}{'/bound':>8}"]
+        return [*comments(above), f"{'# Size(B)':<10}{heads}{'/memcpy':>9}{'/bound':>8}"]
     names += [f"tree, raw, {call}" for call in calls]
     latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
     columns = " ".join(f"{each:>15}" for each in latency * len(rows))
     return [
-        *comments(told),
+        *comments(above),
         f"#{'':<9} " + " ".join(f"{each:>47}" for each in names),
         f"{'# Size(B)':<10} {columns}{'/memcpy':>9}{'/bound':>9}{'Iterations':>12}",
     ]
 
 
-def latency_line(rows: Sequence[Row], warmup: int, whole: bool) -> str:
+def latency_line(rows: Sequence[Point], warmup: int, whole: bool) -> str:
     """Return a row of the table, of the rows of a size; whole: as in latency_heading."""
     by_rank = [1e6 * row.times_s[warmup:].mean(axis=0) for row in rows]
     best_s = min(row.median_s(warmup) for row in rows[2:])
-    ratios = best_s / rows[1].median_s(warmup), best_s / rows[1].bound_s
-    size = rows[0].size_bytes
+    ratios = best_s / rows[1].median_s(warmup), best_s / _outcome(rows[1], "bound_s")
+    size = rows[0].factors["size_bytes"]
     if not whole:
         means = "".join(f"{each.mean():>11.2f}" for each in by_rank)
         return f"{size:<10}{means}{ratios[0]:>9.2f}{ratios[1]:>8.2f}"

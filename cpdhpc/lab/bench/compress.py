@@ -1,10 +1,10 @@
 """Compressors side by side on recorded gradients, averaged again without training.
 
-Bytes are counted in the messages, everything included; what ranks agree on by MPI's own collectives
-is counted apart, by process. Times are those of one process, with a barrier before each collective;
-it plays several ranks unless mpirun has started as many: then their selecting and encoding come one
-after another, and what travels stays in memory. Phases are shares of a profile of processor time,
-by the names of functions: travel has the engine and the waits, decode the additions.
+Bytes are counted in the messages, with everything in them; agreements by MPI's own collectives are
+counted apart, for each process. Times are those of one process, with a barrier before each
+collective. If a process has several ranks, they select and encode one after another, and their
+messages stay in memory. Phases are shares of a profile of processor time, by the names of
+functions: travel has the engine and the waits, decode the additions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ...methods import suggest
 from ...ops import to_host
 from ...store import Variable
 from ...world.mpi import World
-from ...world.ranks import Ranks
+from ...world.ranks import Loopback, Ranks
 from ..kinds.harness import (
     add_device,
     machine_line,
@@ -56,14 +56,14 @@ from . import crossover
 from .throughput import LATE
 
 Result = TypeVar("Result")
-SETTLED = 2  # iterations after which all that is made once has been made
+SETTLED = 2  # iterations after which all set-up is done
 COLLECTIVES = (allgather, broadcast, neighbours, sparse.sum, Allreduce.run)
 REST = "rest"
 PHASES = ("select", "encode", "travel", "decode", REST)
 PACKAGE = Path(__file__).parents[2]
-TRAVELS = tuple(str(PACKAGE / place) for place in ("collectives", "world"))
-CODES = tuple(str(PACKAGE / place) for place in ("compress", "ops"))
-BEGINNINGS = {  # of the names of functions in CODES -> the phase that they and what they call are
+TRAVELS = tuple(str(PACKAGE / folder) for folder in ("collectives", "world"))
+CODES = tuple(str(PACKAGE / folder) for folder in ("compress", "ops"))
+BEGINNINGS = {  # phase: how names of its functions in CODES begin; their calls belong to it too
     "select": ("select", "kth", "chosen", "largest", "leaders", "positions"),
     "encode": ("encode", "pack", "codes"),
     "decode": ("decode", "unpack", "scatter"),
@@ -72,17 +72,17 @@ BEGINNINGS = {  # of the names of functions in CODES -> the phase that they and 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a method did with the gradients of some iterations.
+    """The figures of a method over some iterations.
 
     sent_bytes: float64[ranks], messages of an iteration, the mean over iterations
-    collective_bytes: what a process hands to MPI's own collectives, for all its ranks together
+    collective_bytes: a process's data in MPI's own collectives, for all its ranks together
     time_s: of an iteration, with a barrier before each collective
-    travel_s, local_s: of it, in collectives, each from its barrier on, so that nobody waits for one
-        who computes yet; processor time of all else. Medians over iterations of the slowest process
+    travel_s, local_s: time in collectives, each from its barrier on, so that no rank waits for one
+        that still computes; processor time of the rest. Medians of the slowest process
     shares: of the processor time, by phase
     error: ||mean - exact|| / ||exact||, and cosine between them: medians over iterations
-    sum_error: that error of the sums over all iterations, where what waits has arrived or not
-    nonzero_share: of the mean's values; sent_share: of a rank's, NaN where the method tells none
+    sum_error: the error of the sums over all iterations, which shows values that never arrive
+    nonzero_share: of the mean's values; sent_share: of a rank's, NaN if the method reports none
     """
 
     sent_bytes: Array
@@ -101,13 +101,13 @@ class Replayed:
 def replay(
     world: Ranks, method: Aggregator, recorded: Sequence[Gradients], device: str = "cpu"
 ) -> Replayed:
-    """Return what a method does with the gradients of the first world.ranks ranks. Collective.
+    """Return the figures of a method for the gradients of the first world.ranks ranks. Collective.
 
     Nothing is kept from training: the memory is empty at first, and the epoch is late, so that no
-    method warms up. The first gradients are averaged before, with a memory of their own, so that no
-    figure has what is set up once; the last ones come again, with the profile. Raises as the method
-    does.
-    device: where the gradients are; times are until the GPU is done, processor times are the host's
+    method warms up. The first gradients are averaged before with another memory, so that figures
+    are without set-up. The last ones are averaged again with the profile. Raises the method's
+    errors.
+    device: of the gradients; times end when the GPU is done, processor times are the host's
     """
     names = tuple(recorded[0].layers)
     shapes = tuple(values.shape[1:] for values in recorded[0].layers.values())
@@ -122,7 +122,7 @@ def replay(
     ]
     exact = [_exact(each, bucket, world.ranks) for each in recorded]
     scale, profile, clock = recorded[0].loss_scale, Profile(), Clock(world)
-    out = rows[0][0].copy()  # for the mean, as the reducer gives it
+    out = rows[0][0].copy()  # for the mean, as the reducer has it
 
     def averages() -> Iterator[Callable[[], Mean]]:
         state = State(world.hosted, world.ranks)
@@ -132,18 +132,18 @@ def replay(
 
     for average in islice(averages(), SETTLED):
         average()
-    spent, sent, collective, means, told = [], [], [], [], []
+    spent, sent, collective, means, shares = [], [], [], [], []
     *calls, last = averages()
     with clock.watching():
         for average in calls:
             world.barrier("bench")
-            before, given = world.bytes_sent.copy(), world.collective_bytes
+            before, before_bytes = world.bytes_sent.copy(), world.collective_bytes
             mean, took = clock.run(average)
             spent.append(took)
             sent.append(world.bytes_sent - before)
-            collective.append(world.collective_bytes - given)
+            collective.append(world.collective_bytes - before_bytes)
             means.append(to_host(mean.flat).astype(np.float64))
-            told.append(mean.layers.get("sent_share"))
+            shares.append(mean.layers.get("sent_share"))
     with profile.running():
         last()
     everyone = world.gather((spent, sent, profile.time_s, collective), "bench")
@@ -160,7 +160,7 @@ def replay(
         float(np.median([_cosine(a, b) for a, b in zip(means, exact, strict=True)])),
         _error(np.sum(means, axis=0), np.sum(exact, axis=0)),
         float(np.mean([np.count_nonzero(mean) / sum(sizes) for mean in means])),
-        float(np.mean([np.nan if x is None else np.average(x, weights=sizes) for x in told])),
+        float(np.mean([np.nan if x is None else np.average(x, weights=sizes) for x in shares])),
     )
 
 
@@ -185,7 +185,7 @@ def _ratio(a: Any, b: Any) -> float:
 
 
 class Spent(NamedTuple):
-    """The time of a call on this process; what travel_s and local_s are part of."""
+    """The time of a call on this process; travel_s, local_s: see Replayed."""
 
     time_s: float
     travel_s: float
@@ -193,12 +193,11 @@ class Spent(NamedTuple):
 
 
 class Clock:
-    """The time of a call, that of its collectives, and the processor time of all else in it.
+    """The time of a call, that of its collectives, and the processor time of the rest.
 
-    Each collective begins at a barrier, whose wait is the call's alone. Ranks that share cores
-    compute one after another, and who is done first would wait in his next collective: the barrier
-    takes this wait out of it, so what is left is the messages'. An all-reduce encodes, adds and
-    decodes while its messages travel: that is in its time.
+    Each collective begins after a barrier, whose wait counts for the call alone. Ranks that share
+    cores compute one after another, and the first one done would wait in its next collective. The
+    time of an all-reduce includes its codes and sums, as they are made while messages travel.
     """
 
     def __init__(self, world: Ranks) -> None:
@@ -207,26 +206,26 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Time the collectives of calls in the block, by whatever name a module has them."""
+        """Time the collectives of calls in the block, by all names that modules have for them."""
         timed = {each: self._timed(each) for each in COLLECTIVES}
         found: list[tuple[Any, str, Any]] = [(Allreduce, "run", Allreduce.run)]
         for module in list(sys.modules.values()):
             names = list(getattr(module, "__dict__", {}).items())
             found += [(module, k, v) for k, v in names if type(v) is FunctionType and v in timed]
         own = {name: getattr(self._world, name) for name in ("max", "gather", "agree")}
-        for place, name, collective in found:
-            setattr(place, name, timed[collective])
+        for owner, name, collective in found:
+            setattr(owner, name, timed[collective])
         vars(self._world).update({name: self._timed(method) for name, method in own.items()})
         try:
             yield
         finally:
-            for place, name, collective in found:
-                setattr(place, name, collective)
+            for owner, name, collective in found:
+                setattr(owner, name, collective)
             for name in own:
                 del vars(self._world)[name]
 
     def run(self, call: Callable[[], Result]) -> tuple[Result, Spent]:
-        """Return what a call returns, and what it took. All processes call the same collectives."""
+        """Return the result of a call, and its times. All processes call the same collectives."""
         self._depth, self._travel_s, self._local_s = 0, 0.0, 0.0
         start_s, self._since_s = time.perf_counter(), time.thread_time()
         result = call()
@@ -235,14 +234,14 @@ class Clock:
 
     def _timed(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(collective)
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if self._depth:
-                return collective(*given, **named)
+                return collective(*args, **kwargs)
             self._local_s += time.thread_time() - self._since_s
             self._world.barrier("bench")
             self._depth, start_s = 1, time.perf_counter()
             try:
-                return collective(*given, **named)
+                return collective(*args, **kwargs)
             finally:
                 self._travel_s += time.perf_counter() - start_s
                 self._depth, self._since_s = 0, time.thread_time()
@@ -251,10 +250,10 @@ class Clock:
 
 
 class Profile:
-    """The processor time of each phase in this thread, by the functions that are at work.
+    """The processor time of each phase in this thread, by the functions that run.
 
-    A function belongs to the phase that its name begins with, see BEGINNINGS, or of messages where
-    it is of TRAVELS; else to that of its caller. Calls of Python functions take longer by it.
+    The phase of a function follows from its name, see BEGINNINGS, or is "travel" in the folders of
+    TRAVELS; otherwise it is that of its caller. The profile makes calls of Python functions slower.
     """
 
     def __init__(self) -> None:
@@ -267,7 +266,7 @@ class Profile:
     def running(self) -> Iterator[None]:
         """Profile the block."""
         self._stack, self._since_s = [REST], time.thread_time()
-        sys.setprofile(self._note)
+        sys.setprofile(self._follow)
         try:
             yield
         finally:
@@ -279,7 +278,7 @@ class Profile:
         self.time_s[self._stack[-1]] += now_s - self._since_s
         self._since_s = now_s
 
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+    def _follow(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             code = frame.f_code
             if code not in self._known:
@@ -305,12 +304,10 @@ TRAINED, RECORDED, SAMPLES = 20, 4, 8  # steps before, steps that are recorded, 
 
 
 def of_digits(ranks: int) -> list[Gradients]:
-    """Return gradients of scikit-learn's digits, of a small LeNet after some steps.
+    """Return gradients of a small LeNet for scikit-learn's digits, after some steps.
 
-    The first r of the ranks are those of a run on r ranks, but for the steps before.
+    Those of the first r ranks are those of a run on r ranks, but for the steps before.
     """
-    from ...config import validate
-    from ...world.ranks import Loopback
     from ..train.checkpoint import Files
     from ..train.job import Job
     from ..train.samples import epoch_order
@@ -366,7 +363,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks N,...", "numbers of ranks (default: 2,4,... up to those recorded)")
     add(
         "--out DIR",
-        "write compress.h5 and compress.png there; links.png where each process is one rank",
+        "write compress.h5 and compress.png there; links.png if each process is one rank",
         Path,
     )
 
@@ -382,7 +379,7 @@ class Point:
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Average the gradients by each method on each number of ranks; print, write, draw."""
-    where = take_device(arguments, world)
+    of_gpus = take_device(arguments, world)
     names = parse_methods(arguments.methods)
     methods = world.agreed(lambda: {text: method_of(text, arguments.settings) for text in names})
     recorded, ranks = world.agreed(lambda: _inputs(arguments, world.processes))
@@ -397,7 +394,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     costs = costs_of(points, world.processes)
     copied_s = crossover.copy_s(world, size) if costs else 0.0
     if world.process == 0:
-        print("\n".join(f"# {text}" for text in (lines, where) if text))
+        print("\n".join(f"# {text}" for text in (lines, of_gpus) if text))
         print(
             f"# gradients: {recorded[0].source}, {size:,} values in {len(recorded[0].layers)} "
             f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
@@ -424,10 +421,10 @@ def method_of(text: str, settings: SettingsOf = "given") -> Aggregator:
 
     settings: see compress.momentum.recommended
     """
-    name, _, given = text.partition(":")
+    name, _, words = text.partition(":")
     if name not in COMPRESSORS:
         raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}")
-    options = given.split(",") if given else []
+    options = words.split(",") if words else []
     if any("=" not in each for each in options):
         raise UserError(f"--methods {text}: the form is NAME:OPTION=VALUE,OPTION=VALUE")
     table = override({}, options)
@@ -436,7 +433,7 @@ def method_of(text: str, settings: SettingsOf = "given") -> Aggregator:
 
 
 def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradients], list[int]]:
-    """Return the gradients, of the most ranks that are wanted, and the numbers of ranks."""
+    """Return the gradients of as many ranks as needed, and the numbers of ranks."""
     ranks = [] if arguments.ranks is None else parse_counts("--ranks", arguments.ranks)
     for count in ranks:
         if count % processes:
@@ -483,13 +480,13 @@ def _measured(
     worlds: Sequence[Ranks],
     device: str,
 ) -> tuple[list[Point], list[str]]:
-    """Return all points, and why some are not among them. Collective."""
+    """Return all points, and the reasons why others are left out. Collective."""
     points, left_out = [], []
     for text, method in methods.items():
         for world in worlds:
             try:
                 points.append(Point(text, world.ranks, replay(world, method, recorded, device)))
-            except (ValueError, NonFiniteGradient) as error:  # on all processes alike
+            except (ValueError, NonFiniteGradient) as error:  # on all processes
                 left_out.append(
                     f"# {text} on {world.ranks} rank{'s' * (world.ranks > 1)}: left out: {error}"
                 )
@@ -499,7 +496,7 @@ def _measured(
 
 
 def costs_of(points: Sequence[Point], processes: int) -> dict[str, crossover.Cost]:
-    """Return what an exchange costs a rank, by method: of points with one rank a process."""
+    """Return the cost of an exchange by method, from points with one rank for each process."""
     return {
         p.method: crossover.Cost(p.done.local_s, float(p.done.sent_bytes.max()))
         for p in points
@@ -527,7 +524,7 @@ SHOWN_RANKS = 8
 def table_of(points: Sequence[Point], values: int, processes: int) -> list[str]:
     """Return the table of methods on 8 ranks, or the next smaller number.
 
-    values: of a gradient, whose float32 bytes the column "of float32" relates to
+    values: of a gradient; the column "of float32" is relative to its float32 bytes
     """
     some = [p.ranks for p in points if p.ranks <= SHOWN_RANKS]
     ranks = max(some) if some else min(p.ranks for p in points)
@@ -535,8 +532,8 @@ def table_of(points: Sequence[Point], values: int, processes: int) -> list[str]:
     width = max(len(p.method) for p in points)
     lines = [
         f"# {ranks} ranks, {ranks // processes} a process; bytes sent by the rank that sends most "
-        "in an iteration, and relative to one float32 gradient; what a process hands to MPI's "
-        "collectives",
+        "in an iteration, and relative to one float32 gradient; to MPI: bytes of a process in "
+        "MPI's collectives",
         "# error of the mean, cosine to the exact one, error of the sum of all iterations; sent: "
         "share of its values that a rank sends; non-zero: share of the mean; ns a value and rank",
         "# ms: an iteration, after two that are not timed, with a barrier before each collective; "
@@ -605,7 +602,7 @@ def _write(
 
 
 OF_POINT = {  # array of a point: long name, units
-    "collective_bytes": ("what a process hands to MPI's own collectives in an iteration", "byte"),
+    "collective_bytes": ("data of a process in MPI's own collectives in an iteration", "byte"),
     "time_s": (
         "time of an iteration, with a barrier before each collective, slowest process",
         "s",
@@ -622,12 +619,12 @@ OF_POINT = {  # array of a point: long name, units
     "cosine": ("cosine between the mean and the exact one", "1"),
     "sum_error": ("relative error of the sum of the means of all iterations", "1"),
     "nonzero_share": ("share of the mean's values that are not zero", "1"),
-    "sent_share": ("share of its values that a rank sends; NaN: the method tells none", "1"),
+    "sent_share": ("share of its values that a rank sends; NaN: the method reports none", "1"),
 }
 
 
 def variables(points: Sequence[Point]) -> dict[str, Variable]:
-    """Return the points as labelled arrays; bytes of ranks that a point has not are NaN."""
+    """Return the points as labelled arrays; bytes of ranks that a point lacks are NaN."""
     done, by = [p.done for p in points], ("point",)
     sent = np.full((len(points), max(p.ranks for p in points)), np.nan)
     for row, each in zip(sent, done, strict=True):
@@ -675,13 +672,13 @@ def chart(points: Sequence[Point]) -> Chart:
         ),
     }
     x = Axis("ranks", "log2", ticks=ranks)
-    for title, (said, value) in figures.items() if len(ranks) > 1 else ():
+    for title, (label, value) in figures.items() if len(ranks) > 1 else ():
         series = []
         for method, look in looks.items():
             mine = [p for p in points if p.method == method]
             y = [value(p.done) for p in mine]
             series.append(Series(method, look, [p.ranks for p in mine], y))
-        panels.append(Panel(title, x, spread(said, [v for s in series for v in s.y]), series))
+        panels.append(Panel(title, x, spread(label, [v for s in series for v in s.y]), series))
     note = "Bytes: of the rank that sends most."
     title = "Compressors on recorded gradients"
     return Chart("compress", title, [note], "", panels, shared=False)

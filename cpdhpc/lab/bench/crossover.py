@@ -1,7 +1,7 @@
-"""What a method's local work costs, beside a copy, and below which speed of link it pays.
+"""The local work of a method beside a copy, and the speed of link below which it saves time.
 
-An exchange takes a rank its local work, and then its bytes over the link: nothing overlaps. What an
-all-reduce encodes and adds while its messages travel is no local work, see bench codec.
+The time of an exchange is a rank's local work plus its bytes over the link: nothing overlaps. Codes
+and sums of an all-reduce, made while messages travel, are no local work: see bench codec.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..train.gradients import Gradients
 LINKS_GBPS = np.logspace(-1, 2, 25)  # of the chart: from 0.1 to 100 Gb/s
 COPIES = 9
 LAYER = (1024, 1024)
-SHIFT = 64  # values from where a rank's gradient begins to where the next one's does
+SHIFT = 64  # values between the beginnings of two ranks' gradients
 ITERATIONS = 4
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an exchange costs a rank: processor time outside of collectives, and bytes it sends."""
+    """The cost of an exchange: processor time outside of collectives, and bytes a rank sends."""
 
     local_s: float
     sent_bytes: float
@@ -37,9 +37,9 @@ class Cost:
         return self.local_s + 8 * self.sent_bytes / (1e9 * link_gbps)
 
     def wins_below_gbps(self, dense: Cost) -> float:
-        """Return below which speed of link this takes less time than another; inf: at any, 0: none.
+        """Return the speed of link below which this takes less time; inf: any, 0: none.
 
-        dense: sends float32, and so more bytes
+        dense: the cost of float32, which has more bytes
         """
         saved, more_s = dense.sent_bytes - self.sent_bytes, self.local_s - dense.local_s
         if saved <= 0:
@@ -48,9 +48,9 @@ class Cost:
 
 
 def copy_s(world: Ranks, values: int) -> float:
-    """Return the processor time of a copy of so many float32, by all processes at once. Collective.
+    """Return the processor time of a copy of float32[values] by all processes at once. Collective.
 
-    They share the memory's bandwidth, as in an exchange. The median of the slowest process.
+    They share the memory's bandwidth, as in an exchange: the median of the slowest process.
     """
     source, target = np.ones(values, np.float32), np.zeros(values, np.float32)
     found = []
@@ -63,9 +63,9 @@ def copy_s(world: Ranks, values: int) -> float:
 
 
 def lines(costs: Mapping[str, Cost], values: int, copied_s: float) -> list[str]:
-    """Return lines: each method's local work, that in copies, and below which link it wins.
+    """Return a table: local work of methods, the same in copies, the link below which they win.
 
-    values: of a gradient; copied_s: of copy_s
+    values: of a gradient; copied_s: from copy_s
     """
     dense, width = costs.get("none"), max(map(len, costs))
     above = [
@@ -107,16 +107,16 @@ def chart(costs: Mapping[str, Cost], ranks: int) -> Chart:
     x, y = Axis("speed of a rank's link (Gb/s)", "log"), Axis("time of an exchange (ms)", "log")
     notes = [
         "Local work, and then the bytes of the rank that sends most; nothing overlaps.",
-        "What an all-reduce encodes while it travels is not in it.",
+        "Codes that an all-reduce makes while messages travel are not included.",
     ]
     panel = Panel(f"{ranks} ranks", x, y, series)
     return Chart("links", "Exchanges of gradients", notes, "", [panel], scale=(2.2, 2.0))
 
 
 def normal(values: int, ranks: int) -> Sequence[Gradients]:
-    """Return gradients of normal numbers, in layers of 1,024 x 1,024 and one of what is left.
+    """Return gradients of normal numbers, in layers of 1,024 x 1,024 and one for the rest.
 
-    Those of ranks are parts of one array, each some places behind the one before.
+    The gradients of ranks are overlapping parts of one array.
     """
     rng, found = np.random.default_rng(0), []
     for iteration in range(ITERATIONS):

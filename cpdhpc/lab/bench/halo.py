@@ -1,9 +1,10 @@
-"""Benchmark of halo exchanges beside MPI's own ways, on the same arrays.
+"""Benchmark of halo exchanges beside MPI's own ways, on arrays of the same size.
 
-Ours and MPI's work in an array that holds the halo around the rank's own cells; "copied" is ours
-with the cells elsewhere, which are copied too. subarray: Isend and Irecv of subarray datatypes, as
-they are and by persistent requests; alltoallw: MPI_Neighbor_alltoallw of them; packed: slices of
-NumPy copied to buffers and back. What accumulates adds the halos to the cells that they show.
+Cases are those of studies of kind halo. Ours and MPI's work in an array with the halo around the
+rank's own cells; "copied" is ours with own cells in another array, so that they are copied too.
+subarray: Isend and Irecv of subarray datatypes, without and with persistent requests; alltoallw:
+MPI_Neighbor_alltoallw of them; packed: slices of NumPy copied to buffers and back. accumulate adds
+the halos to the cells that they show.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 from ...config import UserError, among
 from ...darray.layout import Box, balanced_grid
 from ...darray.plan import WindowPlan
-from ...ops import on_gpu
 from ...world.cores import own_cores
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import add_options, given, spec_of
+from ..kinds.halo import HALO
 from ..kinds.halo_cases import (
     ACCUMULATE,
     COPIED,
@@ -32,10 +33,10 @@ from ..kinds.halo_cases import (
     OURS,
     WAYS,
     Array,
-    HaloCase,
     Run,
     Setting,
-    open_cases,
+    has_sums,
+    possible_ways,
 )
 from ..kinds.harness import (
     Measured,
@@ -52,16 +53,18 @@ from ..kinds.harness import (
     table,
     take_device,
 )
+from ..kinds.place import Place
+from ..kinds.sweep import opened
 from ..settings import options
 
-PART_BYTES = 1 << 18  # of a part: a few of them fit into a core's second cache
+PART_BYTES = 1 << 18  # of a part, so that a few of them fit into a core's second cache
 GIGABIT = 1e9 / 8  # bytes
 BLOCKING, OVERLAPPED, WITH_PROGRESS = "blocking", "overlapped", "overlapped, with progress"
 
 
-# Exchange and computation one after the other, and one behind the other, with equal results. The
-# computation is a stencil: each cell becomes a weighted sum of itself and of the cells at the ends
-# of its halo, corners included, in parts that fit a cache.
+# Exchange and computation one after the other, and overlapped, with equal results. The computation
+# is a stencil: each cell becomes a weighted sum of itself and of the cells at the ends of its halo,
+# corners included, in parts that fit a cache.
 def add_overlap(parser: argparse.ArgumentParser) -> None:
     """Add the options of overlap."""
     add = options(parser)
@@ -80,7 +83,7 @@ def add_overlap(parser: argparse.ArgumentParser) -> None:
 class Stencil:
     """The computation of a rank: out from window, both of floats, for some or all cells.
 
-    cells: that have their whole stencil in the window; whole, interior, boundary: parts of all of
+    cells: those with their whole stencil in the window; whole, interior, boundary: parts of all of
     them, of those that need no message, and of the others
     """
 
@@ -88,7 +91,7 @@ class Stencil:
         self._plan, self._window, self._passes = plan, window, passes
         widths = setting.spec.widths
 
-        def shrunk(box: Box) -> Box:  # to the cells that have their stencil in the box
+        def shrunk(box: Box) -> Box:  # to the cells with their stencil in the box
             start = tuple(a + low for a, (low, _) in zip(box.start, widths, strict=True))
             return Box(start, tuple(b - n for b, (_, n) in zip(box.stop, widths, strict=True)))
 
@@ -103,7 +106,7 @@ class Stencil:
         self._temporary = np.empty(most * setting.cell_bytes // window.itemsize, window.dtype)
 
     def compute(self, parts: Sequence[Box]) -> None:
-        """Write the sums of the cells of some parts; each is the same whatever the part."""
+        """Write the sums of the cells of some parts; a sum does not depend on the part."""
         for part in parts:
             target = self.out[part.slices(self._plan.owned.start)]
             temporary = self._temporary[: target.size].reshape(target.shape)
@@ -172,9 +175,9 @@ def _cases(plan: WindowPlan, window: Array, stencil: Stencil) -> dict[str, Run]:
 def check(
     world: Ranks, plan: WindowPlan, window: Array, stencil: Stencil, cases: Mapping[str, Run]
 ) -> None:
-    """Raise ArithmeticError on all ranks unless all cases give the same bits. Collective.
+    """Raise ArithmeticError on all ranks unless all cases give identical bits. Collective.
 
-    Before each the halo holds NaN, which would show.
+    The halo is NaN before each case, so that a missing exchange shows.
     """
     rng = np.random.default_rng(world.process)
     values = rng.standard_normal((*plan.owned.shape, *window.shape[plan.owned.ndim :]))
@@ -195,7 +198,7 @@ def check(
 def _table(
     setting: Setting, size_bytes: int, times_s: Mapping[str, Times], arguments: argparse.Namespace
 ) -> list[str]:
-    """times_s: of the slowest rank."""
+    """Return the table of a setting; times_s: of the slowest rank, by case."""
     medians_s = {name: float(np.median(each)) for name, each in times_s.items()}
     rows = [
         (name, *(1e3 * t for t in (medians_s[name], each.min(), each.max())))
@@ -209,26 +212,26 @@ def _table(
         "results equal in every bit",
         *table(forms, rows),
     ]
-    message_s, what = medians_s["exchange alone"], "exchange alone"
+    message_s, other = medians_s["exchange alone"], "exchange alone"
     if arguments.link:
-        message_s, what = size_bytes / (arguments.link * GIGABIT), "bytes / link"
+        message_s, other = size_bytes / (arguments.link * GIGABIT), "bytes / link"
     bound_s = max(medians_s["computation alone"], message_s)
-    lines.append(f"  {'bound':>25} {1e3 * bound_s:>10.3f}   the longer of computation and {what}")
+    lines.append(f"  {'bound':>25} {1e3 * bound_s:>10.3f}   the longer of computation and {other}")
     return lines
 
 
 GIGA = 1e9
 OPERATIONS = EXCHANGE, ACCUMULATE
 ALL_WAYS = OURS, COPIED, *WAYS
-SAMPLE_S = 1e-3  # the least that a sample should take
+SAMPLE_S = 1e-3  # a sample should take as long at least
 MOST_CALLS = 500  # of a sample
-TRIED = 10  # calls of a sample that says how many fill one
+TRIED = 10  # calls of the sample that decides how many follow
 
 
 class Usual(NamedTuple):
     """A setting for any number of ranks.
 
-    block: cells of a rank; axes: that are split, evenly where there are several
+    block: cells of a rank; axes: those that are split, several of them evenly
     """
 
     text: str
@@ -249,21 +252,6 @@ USUAL = {
 }
 
 
-class Row(NamedTuple):
-    """A case of a setting: times_s float64[warmup + repeats, processes], of one call."""
-
-    setting: Setting
-    case: HaloCase
-    size_bytes: int
-    calls: int
-    times_s: Times
-
-    def slowest(self, warmup: int) -> Times:
-        """Return the times of the slowest rank, without warm-ups."""
-        times: Times = self.times_s[warmup:].max(axis=1)
-        return times
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
@@ -279,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
-    """Return what is to be measured: the usual, or the one of --shape. Raises UserError."""
+    """Return the settings to measure: usual ones, or that of --shape. Raises UserError."""
     options = given(arguments)
     if "shape" in options:
         procs = [ranks] + [1] * (len(options["shape"]) - 1)
@@ -298,7 +286,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
 def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
     """Return a usual setting for so many ranks, some of its keys replaced.
 
-    Raises ConfigError where they do not fit.
+    Raises ConfigError if they do not fit.
     """
     of = USUAL[name]
     procs = [1] * len(of.block)
@@ -325,59 +313,66 @@ def run(arguments: argparse.Namespace, world: World) -> Measured:
         raise UserError("--operations, --ways: no names are given")
     if arguments.overlap and arguments.device == "gpu":
         raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
-    where_arrays_are = take_device(arguments, world)
+    of_gpus = take_device(arguments, world)
     world.agreed(lambda: check_out(arguments.out, world))
-    rows: list[Row] = []
+    place = Place(world, None, arguments.oversubscribe_gpus)
+    points: list[Point] = []
     with own_cores(world) as cores:
-        where = machine_line(world)
+        machine = machine_line(world)
         if world.process == 0:
-            print("\n".join(heading(where, cores, where_arrays_are, arguments)), flush=True)
+            print("\n".join(heading(machine, cores, of_gpus, arguments)), flush=True)
         for setting in settings:
             if arguments.overlap:
                 measure_overlap(world, setting, arguments)
             else:
-                rows += measure(world, setting, arguments, operations, ways)
-    return Measured("halo", "halo", [point(row) for row in rows], arguments.warmup, cores)
+                points += measure(place, setting, arguments, operations, ways)
+    return Measured("halo", "halo", points, arguments.warmup, cores)
 
 
 def measure(
-    world: World,
+    place: Place,
     setting: Setting,
     arguments: argparse.Namespace,
     operations: Sequence[str],
     ways: Sequence[str],
-) -> list[Row]:
-    """Return the rows of a setting, and print them. Collective."""
+) -> list[Point]:
+    """Return the points of a setting, and print them. Collective."""
+    world, device = place.world, arguments.device
     with setting.plan(world) as plan:
         size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
+        ways = possible_ways(world, plan, ways, device)
         if world.process == 0:
             print("\n".join(about(setting, plan, size_bytes)), flush=True)
-        rows: list[Row] = []
-        for operation in operations:  # each by itself: sums grow, and exchanges copy them
-            asked = world, setting, plan, [operation], ways
-            with open_cases(*asked, device=arguments.device) as cases:
-                calls, times = time_cases(world, cases, arguments) if cases else (0, [])
-            rows += [
-                Row(setting, case, size_bytes, calls, times_s)
-                for case, times_s in zip(cases, times, strict=True)
-            ]
+    common = setting.factors | ({"device": device} if device == "gpu" else {})
+    points, cells = [], []
+    for operation in operations:
+        if not ways or (operation == ACCUMULATE and not has_sums(setting.spec)):
+            continue
+        cases = [common | {"transfer": operation, "way": way} for way in ways]
+        with opened(HALO, place, cases) as made:
+            calls, times = time_cases(world, [call.run for call in made], arguments)
+        found = [
+            Point(case, call.outcomes, times_s)
+            for case, call, times_s in zip(cases, made, times, strict=True)
+        ]
+        cells += [(*line(point, found, arguments.warmup), calls) for point in found]
+        points += found
     if world.process == 0:
-        cells = [line(row, rows, arguments.warmup) for row in rows]
         print("\n".join(table(COLUMNS, cells)), flush=True)
-    return rows
+    return points
 
 
 def time_cases(
-    world: Ranks, cases: Sequence[HaloCase], arguments: argparse.Namespace
+    world: Ranks, runs: Sequence[Run], arguments: argparse.Namespace
 ) -> tuple[int, list[Times]]:
     """Return the calls of a sample, and the seconds of a call, of each case. Collective.
 
-    All cases have as many calls, so that a start that ranks do not make together, which is the
-    price of one, weighs as little on each.
+    All cases have as many calls, so that the time between the starts of ranks, which is part of a
+    sample, has the same small weight in each.
     """
 
     def timed(calls: int, repeats: int, warmup: int) -> list[Times]:
-        samples = {i: partial(repeated, case.run, calls) for i, case in enumerate(cases)}
+        samples = {i: partial(repeated, run, calls) for i, run in enumerate(runs)}
         times = interleave_ranks(world, samples, repeats, warmup)
         return [each / calls for each in times.values()]
 
@@ -395,14 +390,12 @@ def repeated(run: Run, calls: int) -> None:
         run()
 
 
-def heading(
-    where: str, cores: str, where_arrays_are: str, arguments: argparse.Namespace
-) -> list[str]:
+def heading(machine: str, cores: str, of_gpus: str, arguments: argparse.Namespace) -> list[str]:
     """Return the lines above the tables."""
     lines = [
-        f"halo exchange: {where}",
+        f"halo exchange: {machine}",
         cores,
-        *filter(None, [where_arrays_are]),
+        *filter(None, [of_gpus]),
         f"time: of a call, the slowest rank, median of {arguments.repeats} samples of many calls "
         f"after {arguments.warmup} warm-ups, cases in turns",
         "GB/s: 1e9 byte/s of cells that leave the rank that sends most",
@@ -413,7 +406,7 @@ def heading(
 
 
 def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
-    """Return what is said of a setting."""
+    """Return the comment above the table of a setting."""
     return [
         "#",
         *comments(
@@ -423,7 +416,7 @@ def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
 
 
 def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
-    """Return the bytes that lie together in the window, of the first piece; 0 of none."""
+    """Return the contiguous bytes of the first piece in the window; 0 if there is none."""
     pieces = [piece for message in plan.recvs for piece in message.pieces]
     if not pieces:
         return 0
@@ -441,43 +434,13 @@ COLUMNS = {
 }
 
 
-def line(row: Row, rows: Sequence[Row], warmup: int) -> tuple[object, ...]:
-    """Return a row of the table, whose columns are COLUMNS."""
-    case, times_s = row.case, row.slowest(warmup)
+def line(point: Point, points: Sequence[Point], warmup: int) -> tuple[object, ...]:
+    """Return the cells of COLUMNS but calls; points: of the same transfer."""
+    times_s = point.slowest_s(warmup)
     time_s = float(np.median(times_s))
-    by_mpi = [
-        each.slowest(warmup)
-        for each in rows
-        if each.case.way in MPI_TYPES and each.case.operation == case.operation
-    ]
+    by_mpi = [each.slowest_s(warmup) for each in points if each.factors["way"] in MPI_TYPES]
     best = min(by_mpi, key=np.median, default=None)
     beside = "-" if best is None else f"{np.median(best / times_s):.2f}"
     times_us = (1e6 * each for each in (time_s, times_s.min(), times_s.max()))
-    rate = row.size_bytes / time_s / GIGA
-    return (case.operation, case.way, *times_us, rate, beside, row.calls)
-
-
-def point(row: Row) -> Point:
-    """Return a point of a study of halos."""
-    spec, sent_bytes = row.setting.spec, float(row.size_bytes)
-    factors = {
-        "setting": row.setting.name,
-        "widths": _text(spec.halo),
-        **{key: _text(getattr(spec, key)) for key in ("shape", "procs", "trail")},
-        **{key: _text(getattr(spec, key)) for key in ("boundary", "dtype", "wire")},
-        "transfer": row.case.operation,
-        "way": row.case.way,
-    }
-    if on_gpu(row.case.out):
-        factors["device"] = "gpu"
-    outcomes = {"payload_bytes": sent_bytes}
-    if spec.wire == "raw":
-        outcomes["wire_bytes"] = sent_bytes
-    return Point(factors, outcomes, row.times_s)
-
-
-def _text(value: Any) -> str:
-    """Return 1,0:2 of [1, [0, 2]]."""
-    if not isinstance(value, list):
-        return str(value)
-    return ",".join(":".join(map(str, n)) if isinstance(n, list) else str(n) for n in value)
+    rate = float(point.outcomes["payload_bytes"]) / time_s / GIGA
+    return (point.factors["transfer"], point.factors["way"], *times_us, rate, beside)

@@ -1,6 +1,6 @@
-"""What a layer of the autoencoder would cost each of many ranks: bytes, memory and FLOP, counted.
+"""The cost of a layer of the autoencoder on each of many ranks: bytes, memory and FLOP.
 
-Nothing is run: plans are geometry, and every number follows from the sizes that are given.
+Nothing is run: plans are geometry, and every number follows from the sizes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ COPIES = 2  # of the weights between iterations: themselves and the momentum
 
 
 class Cost(NamedTuple):
-    """Of one rank in one iteration. exchanges: name -> (messages, bytes) that leave it.
+    """The cost of an iteration for a rank. exchanges: name -> (messages, bytes) that leave it.
 
-    state_bytes: weights and momentum; peak_bytes: the most that all tensors take at a time
+    state_bytes: weights and momentum; peak_bytes: the most that all tensors take at one time
     """
 
     parameters: int
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the costs of the rank that has most of each, and in words what they rest on."""
+    """Print the largest cost of any rank, and the assumptions."""
     from ..autoencoder.job import Geometry, Layer, procs_of
 
     check_options(arguments, 1, "ranks", "batch", "image", "channels")
@@ -149,9 +149,9 @@ def _lines(geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[C
         f"# {geometry.parameters:,} parameters, batch {batch}, float32, {procs[0]} x {procs[1]} "
         "ranks; of the rank with most:",
         *(line.rstrip() for line in lines),
-        "# This rests on: sizes of boxes and windows (exact, the geometry that plans are made",
+        "# Assumed: sizes of boxes and windows (exact, the geometry that plans are made",
         "# of); 10 FLOP a parameter and image in matrix products; the peak is weights, momentum,",
         "# and the arrays of an iteration, without those of a few blocks, buffers of messages and",
-        "# a library's work space; a test holds it to 10 % of what is allocated. It says nothing",
-        "# of time: that needs the rates of a machine.",
+        "# a library's work space; a test compares it with allocated memory, to 10 %. Times are",
+        "# not predicted: they need the rates of a machine.",
     ]

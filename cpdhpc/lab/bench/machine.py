@@ -1,4 +1,4 @@
-"""python -m cpdhpc bench fit, predict: what predictions need of a machine, and predicted times."""
+"""bench fit and bench predict: the times of a machine that predictions need, and predictions."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ from .allreduce import add_choices, parse_methods
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
 FITTED = ["call_s", "step_s", "near_s", "own_cache_bytes", "memory_s", "cache_bytes"]
-# Of all-reduces that the fit sees: a world keeps KEPT recordings, so no more calls than that
+# Sizes of the all-reduces that are fitted: not more calls than the KEPT recordings of a world
 FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))
-CHECKED_BYTES = (8, 1 << 14, 1 << 17, 1 << 19, 1 << 24)  # of those it does not see
-JUDGED_BYTES = 1 << 12  # from where on predictions are judged: below, it is the call that counts
+CHECKED_BYTES = (8, 1 << 14, 1 << 17, 1 << 19, 1 << 24)  # of those that only check the fit
+JUDGED_BYTES = 1 << 12  # predictions of smaller ones are not judged: there the call decides
 IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values
 WIRES = ("raw", "e4m3")
-CACHES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes: from where fits start, as each finds one of
-# several places where no small step brings anything
-OFF_CORE = 0.04  # of a call: a process that runs for so much less of its time was kept off its core
+CACHES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes: a fit starts from each of them, as each may
+# end in another local minimum
+OFF_CORE = 0.04  # share of a call: a process that waits for its core longer was disturbed
 QUARTILE = 0.25  # of the times of calls: memory and caches that others use lengthen the later ones
-MOST_TURNS = 8  # times the repeats that are wanted, while cores are moved
-MOST_TRIES = 50  # to write calls down while cores stay as they are
-LOOK_S, MOST_LOOKS = 0.05, 2000  # time between looks at moved cores, and how many until the end
-SHORTENED = 5  # lengths of a step that the fit tries
-NEARER = 0.999  # times the misfit: the fit ends where a step brings less
+MOST_TURNS = 8  # times the repeats, while cores are moved
+MOST_TRIES = 50  # to record calls while cores stay as they are
+LOOK_S, MOST_LOOKS = 0.05, 2000  # seconds between checks of moved cores, and most checks
+SHORTENED = 5  # lengths of a step that the fit tries, each half of the last
+NEARER = 0.999  # the fit ends if a step leaves more of the misfit
 
 
 class Sample(NamedTuple):
@@ -78,26 +78,26 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     add_repeats(parser, 30, 1)
     add(
         "--beside MACHINE.toml",
-        "show what an earlier fit predicts, too, of cores as far apart as then",
+        "show the predictions of an earlier fit too, for cores as far apart as then",
         Path,
     )
     add("--quick", "small sizes only, for tests")
 
 
 def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
-    """Measure, fit, write the file, and print how near the predictions are. Collective."""
+    """Measure, fit, write the file, and print the errors of the predictions. Collective."""
     check_options(arguments, 1, "repeats")
     check_options(arguments, 0, "warmup")
     world.agreed(lambda: check_out(arguments.out))
     if world.processes < 2:
-        raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
+        raise UserError("bench fit: a link needs 2 processes: run it under mpirun")
     cast = Cast(world.agreed(lambda: _format(arguments.format)))
     beside = arguments.beside and world.agreed(lambda: _earlier(arguments.beside))
     quick = arguments.quick
     with own_cores(world) as cores:
         alpha_s, beta_s = ping_pong(world, MESSAGES[: 4 if quick else None], arguments.repeats, 3)
         apart_ns = round_trip_ns(world)
-        if beside:  # at the distance of the earlier one: its times hold for no other
+        if beside:  # at the distance of the earlier fit, as its times hold for no other
             apart_ns = int(beside.fit.get("apart_ns", apart_ns))
         turns = Turns(world, apart_ns > FAR_NS, arguments.repeats, arguments.warmup)
         rates, samples = turns.take(cast, FITTED_BYTES[: 2 if quick else None])
@@ -108,10 +108,10 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     found = [fit(each, samples, fields) for each in starts]
     machine = min(found, key=lambda each: misfit(each, samples))
     notes = attributes(world) | {"format": arguments.format, "cores": cores, "apart_ns": apart_ns}
-    where = machine_line(world)
+    about = machine_line(world)
     world.on_first(lambda: write(arguments.out, machine, notes))
     if world.process == 0:
-        print(f"# {where}\n# {cores}")
+        print(f"# {about}\n# {cores}")
         show(machine, fields, samples, checked)
         if beside:
             print(f"# {arguments.beside}, cores {beside.fit.get('apart_ns', '?')} ns apart")
@@ -129,11 +129,11 @@ Calls = dict[Any, Callable[[], object]]
 
 
 class Turns(NamedTuple):
-    """Measures calls that take turns, of all sizes, so that a drift of the machine falls on all.
+    """Measures calls of all sizes in turns, so that a drift of the machine affects all of them.
 
-    far: whether neighbours have no cache in common, for calls are written down in another way then
-        and take other times. Virtual cores may be moved: times count while they are as far says
-    warmup: calls before each that is timed
+    far: whether neighbours share no cache: calls are then recorded in another way and take other
+        times. Virtual cores may be moved; times count only while the cores agree with far
+    warmup: calls before each timed call
     """
 
     world: Ranks
@@ -142,10 +142,10 @@ class Turns(NamedTuple):
     warmup: int
 
     def take(self, cast: Cast, sizes: Sequence[int]) -> tuple[dict[str, float], list[Sample]]:
-        """Return times per byte of operations, and those of all-reduces of sizes. Collective.
+        """Return the times per byte of operations, and all-reduces of some sizes. Collective.
 
-        Operations are in the cache, all ranks at once; of each call the slowest rank counts.
-        Raises UserError where cores are moved too often.
+        Operations work in the cache, on all ranks at once. The slowest rank counts.
+        Raises UserError if cores are moved too often.
         """
         groups: list[Calls] = [_operations(n, cast) for n in IN_CACHE]
         groups += [self.all_reduces(size) for size in sizes]
@@ -163,7 +163,7 @@ class Turns(NamedTuple):
         return rates, samples
 
     def all_reduces(self, size_bytes: int) -> Calls:
-        """Return all-reduces that are written down for cores as far says. Collective."""
+        """Return all-reduces whose recordings are for cores that agree with far. Collective."""
         x = np.random.default_rng(self.world.process).standard_normal(size_bytes // 4, np.float32)
         out = np.empty_like(x)
         methods = [Allreduce(wire, name) for name in ALLREDUCES for wire in WIRES]
@@ -172,7 +172,7 @@ class Turns(NamedTuple):
             self.wait()
             for method in methods:
                 forget(self.world, method, x.size)
-            for call in [*calls.values()] * 2:  # the second one of each is written down
+            for call in [*calls.values()] * 2:  # the second call of each is recorded
                 call()
             if self.is_as_said():
                 return calls
@@ -198,7 +198,7 @@ class Turns(NamedTuple):
     def _once(self, calls: Sequence[Callable[[], object]], turn: int) -> Floats:
         """Return the time of each call and how long a process was off its core, [calls, 2], in s.
 
-        The order is another in each turn: a call takes longer behind some than behind others.
+        The order changes from turn to turn, as the time of a call depends on the one before.
         """
         order = np.random.default_rng(turn).permutation(len(calls))
         times = np.empty((len(calls), 2))
@@ -212,7 +212,7 @@ class Turns(NamedTuple):
         return np.max(self.world.gather(times, "bench"), axis=0)
 
     def wait(self) -> None:
-        """Wait until cores are as far says. Collective. Raises UserError where they never are."""
+        """Wait until cores agree with far. Collective. Raises UserError if they never do."""
         for _ in range(MOST_LOOKS):
             if self.is_as_said():
                 return
@@ -220,7 +220,7 @@ class Turns(NamedTuple):
         raise self._moved()
 
     def is_as_said(self) -> bool:
-        """Return whether cores are now as far says. Collective."""
+        """Return whether cores agree with far now. Collective."""
         return (round_trip_ns(self.world) > FAR_NS) == self.far
 
     def _moved(self) -> UserError:
@@ -228,9 +228,9 @@ class Turns(NamedTuple):
 
 
 def undisturbed(times: Floats) -> float:
-    """Return the time in s of a call that others do not disturb; times: [calls, 2], as of a turn.
+    """Return the time in s of an undisturbed call; times: float64[calls, 2], as of a turn.
 
-    Calls in which no process was kept off its core, if there are any, and of these the quartile.
+    The lower quartile of the calls during which no process waited for its core, or of all calls.
     """
     spent_s, off_s = times.T
     kept = off_s <= OFF_CORE * spent_s
@@ -276,10 +276,10 @@ def misfit(machine: Machine, samples: Sequence[Sample]) -> float:
 def fit(
     machine: Machine, samples: Sequence[Sample], fields: Sequence[str], rounds: int = 8
 ) -> Machine:
-    """Return machine with such values of fields that the predictions come near to the samples.
+    """Return machine with values of fields for which predictions are near the samples.
 
-    Least squares of the relative errors, none negative, by Gauss and Newton; a prediction is
-    piecewise linear in every field, so a step that makes the errors larger is shortened.
+    Minimises the squares of the relative errors by Gauss-Newton steps with values of 0 or more. A
+    prediction is piecewise linear in every field, so a step that increases the error is shortened.
     """
 
     def at(values: Floats) -> Machine:
@@ -297,7 +297,7 @@ def fit(
         slopes = [(relative(values + step) - base) / step.max() for step in steps]
         a = np.stack(slopes, axis=1)
         target = nonnegative(a, 1 - (base - a @ values))
-        target = np.where(a.any(axis=0), target, values)  # what nothing depends on stays
+        target = np.where(a.any(axis=0), target, values)  # fields without influence stay
         tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
         before, values = values, min([values, *tries], key=missed)
         if missed(values) > NEARER * missed(before):
@@ -306,7 +306,7 @@ def fit(
 
 
 def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
-    """Write the file that read_machine reads. Raises StoreError where it cannot be written."""
+    """Write the file that read_machine reads. Raises StoreError if it cannot be written."""
     file = MachineFile(machine=machine, units=UNITS, fit=notes)
     store.put(path, sealed(dump_toml(asdict(file))))
 
@@ -320,11 +320,11 @@ SHOWN = {  # heading -> form
 def show(
     machine: Machine, fields: Sequence[str], fitted: Sequence[Sample], checked: Sequence[Sample]
 ) -> None:
-    """Print the times, and predictions beside what was measured."""
-    print(f"# times of the model; {', '.join(fields)} fitted, the others measured by themselves")
+    """Print the times of the model, and predictions beside measured times."""
+    print(f"# times of the model; {', '.join(fields)} fitted, the others measured directly")
     for name, value in asdict(machine).items():
         print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
-    print("# lower quartile of calls; fitted: no: the fit has not seen it")
+    print("# lower quartile of calls; fitted, no: only checks the fit")
     samples = [*fitted, *checked]
     rows = [
         (4 * s.n, s.method.algorithm, str(s.method.wire), 1e6 * s.time_s, 1e6 * s.time_s * ratio)
@@ -336,7 +336,7 @@ def show(
 
 
 def judged(machine: Machine, samples: Sequence[Sample]) -> str:
-    """Return in words how near predictions are to what was measured, and what auto would cost."""
+    """Return the errors of predictions and the cost of auto, as a sentence."""
     judged = [sample for sample in samples if 4 * sample.n >= JUDGED_BYTES]
     if not judged:
         return "no sizes to judge by"
@@ -344,16 +344,16 @@ def judged(machine: Machine, samples: Sequence[Sample]) -> str:
     within = int((abs(found - 1) <= 0.2).sum())
     costs: dict[tuple[int, str], float] = {}
     for sample in judged:
-        alike = {
+        same = {
             other.method.algorithm: (ratio * other.time_s, other.time_s)
             for other, ratio in zip(judged, found, strict=True)
             if (other.n, other.method.wire) == (sample.n, sample.method.wire)
         }
-        chosen = fastest({name: float(predicted_s) for name, (predicted_s, _) in alike.items()})
-        least_s = min(time_s for _, time_s in alike.values())
-        costs[sample.n, str(sample.method.wire)] = alike[chosen][1] / least_s
+        chosen = fastest({name: float(predicted_s) for name, (predicted_s, _) in same.items()})
+        least_s = min(time_s for _, time_s in same.values())
+        costs[sample.n, str(sample.method.wire)] = same[chosen][1] / least_s
     few = sum(cost <= 1.1 for cost in costs.values())
-    middle = float(np.median(found))  # what a machine that is slower or faster as a whole shifts
+    middle = float(np.median(found))  # shifted if the whole machine is slower or faster
     beside = int((abs(found / middle - 1) <= 0.2).sum())
     return (
         f"from {JUDGED_BYTES} B: {within} of {len(judged)} predictions within 20 % of what was "
@@ -379,7 +379,7 @@ PREDICTED = {
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
-    """Print a table of predictions, and in words what they rest on."""
+    """Print the assumptions and a table of predictions."""
     check_options(arguments, 1, "ranks", "ranks_per_node")
     file = read_machine(arguments.machine)
     sizes = parse_sizes(arguments.sizes)
@@ -408,18 +408,18 @@ def run_predict(arguments: argparse.Namespace) -> None:
 def rests_on(
     file: MachineFile, arguments: argparse.Namespace, predictions: list[Prediction]
 ) -> list[str]:
-    """Return what the predictions rest on."""
+    """Return the assumptions of the predictions."""
     fit = file.fit
-    where = (
+    origin = (
         f"fitted on {fit['ranks']} ranks of {fit['processor']} ({fit['hosts']}) on {fit['date']}"
         if {"ranks", "processor", "hosts", "date"} <= fit.keys()
-        else "of a file that does not say where its times come from"
+        else "of a file without the origin of its times"
     )
     one = any(each.simulated == 1 for each in predictions) and arguments.ranks > 1
     return [
-        f"predicted for {arguments.ranks} ranks, not measured; times {where}",
-        "assumed: links alike, inside nodes and between; ranks alike, on cores of their own; no "
+        f"predicted for {arguments.ranks} ranks, not measured; times {origin}",
+        "assumed: the same links inside nodes and between; equal ranks on cores of their own; no "
         "contention, no noise",
         "all ranks' steps are simulated"
-        + ("; where all ranks do the same, those of one that stands for all" if one else ""),
+        + ("; if all ranks do the same, one stands for all" if one else ""),
     ]

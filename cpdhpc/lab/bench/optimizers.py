@@ -1,7 +1,7 @@
-"""Steps of each optimiser beside torch's fused ones, over layers as those of a residual network.
+"""Steps of each optimiser beside torch's fused ones, for the layers of a residual network.
 
-Gradients are there already; nothing is sent. The optimisers take turns, each with weights and
-states of its own, so that caches hold little of what a step touches, as after a backward.
+Gradients are ready; nothing is sent. The optimisers take turns, each with weights and states of its
+own, so that caches hold little of the data of a step, as after a backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...config import validate
 from ..kinds.harness import Times, add_repeats, check_options, interleave, parse_counts, table
 from ..provenance import cpu_clone, processor
 
-BESIDE = "adam"  # whose fused step the others are divided by
+BESIDE = "adam"  # the others are divided by its fused step
 Shapes = list[tuple[int, ...]]
 
 
@@ -98,7 +98,7 @@ def _lines(shapes: Shapes, times_s: dict[str, Times], threads: int) -> Iterator[
     values = sum(map(prod, shapes))
     yield (f"# {processor()}, {os.cpu_count()} cores, kernels {cpu_clone()}, {threads} thread(s)")
     yield f"# {values:,} float32 values in {len(shapes)} layers; ms of a step, optimisers in turns"
-    yield "# ns: of the median, by value; / adam: the median over that of torch's fused Adam"
+    yield "# ns: of the median, for each value; / adam: the median over that of torch's fused Adam"
     forms = {
         "optimizer": f"<{max(map(len, times_s))}",
         **dict.fromkeys(("median", "fastest", "slowest"), "8.2f"),

@@ -1,10 +1,10 @@
-"""Training steps with and without overlap of reduction and backward, and what each costs alone.
+"""Training steps with and without overlap of reduction and backward, and the cost of each alone.
 
-The rows of a job file, in the order in which they stand. Each step takes the same batch, as
-`cpdhpc train` would; nothing is written. Alone: "compute" is forward, backward and the optimizer
-without any message, "reduce" the mean of gradients that are there. "in turn" is a step without
-overlap, "overlapped" one with. No step is shorter than the longer of both, and none with overlap
-shorter than the bound: nothing can be reduced before forward, and the backward of the last layers.
+The rows of a job file are measured in their order. Each step takes the same batch, as `cpdhpc
+train` would; nothing is written. "compute" is forward, backward and the optimizer without any
+message, "reduce" the mean of gradients that are ready. "in turn" is a step without overlap,
+"overlapped" one with it. No step is shorter than the longer of compute and reduce, and none with
+overlap shorter than the bound, as the first bucket waits for the backward of the last layers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, world: World) -> None:
-    """Measure each row, and print its line. Collective. Raises UserError on all processes alike."""
+    """Measure each row, and print its line. Collective. Raises UserError on all processes."""
     check_options(arguments, 1, "repeats")
     check_options(arguments, 0, "warmup")
     jobs = world.agreed(lambda: _jobs(arguments))
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
             try:
                 _check(ranks, plain, overlapped)
                 times = _timed(ranks, plain, overlapped, arguments)
-            except NonFiniteGradient as error:  # on all processes alike
+            except NonFiniteGradient as error:  # on all processes
                 raise UserError(f"{job.id}: {error}") from None
             if world.process == 0:
                 if not number:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
 
 
 def _jobs(arguments: argparse.Namespace) -> list[Job]:
-    """Return the first run of each row that is asked for. Raises UserError."""
+    """Return the first run of each row of --rows. Raises UserError."""
     rows: dict[str, Job] = {}
     for job in load(arguments.file, settings_of(arguments)):
         rows.setdefault(job.name, job)
@@ -97,16 +97,16 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
 def check_plain(job: Job, why: str) -> None:
     """Raise UserError unless each process averages the gradient of a whole model in each step."""
     train, rule = job.train, job.update
-    needed = {  # key -> what it is, what it must be
+    needed = {  # key -> its value, the only value that is allowed
         "train.virtual_ranks": (train.virtual_ranks, 1),
         "train.image_grid": (train.image_grid, (1, 1)),
         "stages.count": (job.stages.count, 1),
         "adversarial.epsilon": (job.adversarial.epsilon, 0),
         "update.name": (rule.name, "allreduce"),
     }
-    for key, (given, must) in needed.items():
-        if given != must:
-            raise UserError(f"{job.id}: {key}={given!r}: must be {must!r}, {why}")
+    for key, (value, must) in needed.items():
+        if value != must:
+            raise UserError(f"{job.id}: {key}={value!r}: must be {must!r}, {why}")
 
 
 @contextmanager
@@ -132,9 +132,9 @@ def _batch(training: Training) -> np.ndarray:
 
 
 def _check(world: Ranks, *trainings: Training) -> None:
-    """Raise ArithmeticError on all ranks unless a step ends with the same bits. Collective.
+    """Raise ArithmeticError on all ranks unless a step ends with identical bits. Collective.
 
-    On GPUs on all ranks only: sums of torch's own kernels may have another order in each call.
+    On GPUs only ranks are compared, as sums of torch's kernels may have another order in each call.
     """
     found = []
     for training in trainings:
@@ -153,9 +153,9 @@ def _check(world: Ranks, *trainings: Training) -> None:
 
 
 class Backward:
-    """Forward, backward and optimizer alone, with the times at which gradients are there.
+    """Forward, backward and optimizer alone, with the times at which gradients are ready.
 
-    ready_s: one list a call: of each bucket since the call began, then of the end of backward
+    ready_s: a list for each call: times of buckets since its start, then that of backward's end
     """
 
     def __init__(self, training: Training) -> None:
@@ -167,23 +167,23 @@ class Backward:
         self._count = len(parts)
         for index, layer in ((i, layer) for i, part in enumerate(parts) for layer in part.layers):
             parameter = training.reducer.parameters[layer]
-            hook = partial(self._note, index)
+            hook = partial(self._record, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _note(self, index: int, _: object) -> None:
+    def _record(self, index: int, _: object) -> None:
         if self._done is not None:
             await_device(self._training.reducer.device)
             self._done[index] = time.perf_counter()
 
     def run(self) -> None:
         """Compute a step without any message."""
-        noted: dict[int, float] = {}
-        self._done = noted
+        ready: dict[int, float] = {}
+        self._done = ready
         training, start = self._training, time.perf_counter()
         backward(training.model, training.optimizer, *self._samples, training.loss)
         await_device(training.reducer.device)
         end, self._done = time.perf_counter(), None
-        done = [noted.get(i, end) - start for i in range(self._count)]
+        done = [ready.get(i, end) - start for i in range(self._count)]
         self.ready_s.append([*done, end - start])
         training.optimizer.step()
 
@@ -191,10 +191,10 @@ class Backward:
 def bound_s(
     ready_s: Sequence[float], shares: Sequence[float], compute_s: float, reduce_s: float
 ) -> float:
-    """Return the least time of an overlapped step whose computing the reduction does not slow down.
+    """Return the least time of an overlapped step if the reduction does not slow down computing.
 
-    Buckets are reduced one after the other, each once its gradients are there; then the optimizer.
-    ready_s: of each bucket, then of backward's end; shares: of each bucket in all bytes
+    Buckets are reduced one after the other once their gradients are ready; then the optimizer runs.
+    ready_s: times of buckets, then of backward's end; shares: of buckets in all bytes
     """
     at = 0.0
     for ready, share in zip(ready_s, shares, strict=False):
@@ -213,7 +213,7 @@ class Steps:
 def _timed(
     world: Ranks, plain: Training, overlapped: Training, arguments: argparse.Namespace
 ) -> Steps:
-    """Return what the cases take, in turns. Collective."""
+    """Return the times of the cases, measured in turns. Collective."""
     threads = own_threads(world, plain.job.train.threads)
     alone = Backward(plain)
     cases: dict[str, Callable[[], object]] = {
@@ -228,10 +228,10 @@ def _timed(
     def before(name: str) -> None:
         set_kernel_threads(1 if name == OVERLAPPED else threads)
 
-    given = arguments.repeats, arguments.warmup, before
-    everyone = interleave_ranks(world, cases, *given)
-    times_s = {name: each[arguments.warmup :].max(axis=1) for name, each in everyone.items()}
-    ready = np.array(world.gather(alone.ready_s, "bench overlap"))[:, arguments.warmup :]
+    repeats, warmup = arguments.repeats, arguments.warmup
+    everyone = interleave_ranks(world, cases, repeats, warmup, before)
+    times_s = {name: each[warmup:].max(axis=1) for name, each in everyone.items()}
+    ready = np.array(world.gather(alone.ready_s, "bench overlap"))[:, warmup:]
     ready_s = np.median(ready.max(axis=0), axis=0).tolist()
     sizes = [part.stop - part.start for part in plain.reducer.parts]
     shares = [size / sum(sizes) for size in sizes]
@@ -240,7 +240,7 @@ def _timed(
 
 
 def until_done(device: Any, case: Callable[[], object]) -> None:
-    """Call what is timed, and wait until its device is done."""
+    """Call the case, and wait until its device is done."""
     case()
     await_device(device)
 
@@ -252,12 +252,12 @@ def _heading(training: Training, width: int) -> list[str]:
         f"# {parameters:,} parameters in {len(training.reducer.parts)} buckets, batch "
         f"{job.train.batch}; a rank has {training.provenance['torch_threads']} thread(s) of torch "
         f"on {cores} core(s)",
-        "# ms, medians of the slowest rank, the cases in turns; weights checked: the same bits on "
+        "# ms, medians of the slowest rank, the cases in turns; weights checked: identical bits on "
         + ("all ranks" if on_gpu else "all ranks, with overlap and without"),
-        "# bound: buckets reduced one after the other, each once its gradients are there, while "
-        "computing goes on at full speed",
-        "# in turn, overlapped: whole steps, which also take samples; fastest, slowest: overlapped",
-        "# gain: in turn / overlapped; / bound, / longer: overlapped by the bound, and by the "
+        "# bound: buckets reduced one after the other once their gradients are ready, while "
+        "computing continues at full speed",
+        "# in turn, overlapped: whole steps, samples included; fastest, slowest: overlapped",
+        "# gain: in turn / overlapped; / bound, / longer: overlapped over the bound, and over the "
         "longer of compute and reduce",
         f"# {'row':<{width}}"
         + "".join(f"{name:>11}" for name in CASES)

@@ -1,8 +1,8 @@
 """Benchmark of networks whose images are split over ranks, beside plain torch on a rank's part.
 
-The plain network computes as many pixels as a rank owns, on all ranks at once: what a rank would
-need if borders and statistics cost nothing. "forward" is a call of the network, "both" with its
-backward, down to the gradient of the images.
+The plain network computes as many pixels as a rank owns, on all ranks at once: the time of a rank
+if borders and statistics cost nothing. "forward" is a call of the network, "both" a call and its
+backward pass, down to the gradient of the images.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class UNet(nn.Module):
     @staticmethod
     def _double(inputs: int, outputs: int) -> nn.Sequential:
         layers: list[nn.Module] = []
-        for given in (inputs, outputs):
-            conv = nn.Conv2d(given, outputs, 3, padding=1, bias=False)
+        for maps in (inputs, outputs):
+            conv = nn.Conv2d(maps, outputs, 3, padding=1, bias=False)
             layers += [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
         return nn.Sequential(*layers)
 
@@ -75,11 +75,11 @@ class UNet(nn.Module):
 
 
 def resnet20(width: int) -> nn.Module:
-    """Return a ResNet-20 of maps with so many channels, and twice and four times as many."""
+    """Return a ResNet-20 whose stages have width, 2 width and 4 width channels."""
     return CifarResNet(name="resnet_cifar", n=3, width=width).build((width, 32, 32), 10)
 
 
-NETWORKS: dict[str, Callable[[int], nn.Module]] = {  # given the number of channels
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {  # of the number of channels
     "conv": lambda width: convolutions(width, 3),
     "relu": lambda width: convolutions(width, 3, nn.ReLU),
     "batchnorm": lambda width: convolutions(width, 3, partial(nn.BatchNorm2d, width)),
@@ -176,8 +176,8 @@ def measured(arguments: argparse.Namespace, grid: ImageGrid, name: str, size: in
         return float(np.median(slowest)) * 1e3
 
     figures = ""
-    for what in (FORWARD, BOTH):
-        part, ours = ms(("part", what)), ms(("split", what))
+    for each in (FORWARD, BOTH):
+        part, ours = ms(("part", each)), ms(("split", each))
         figures += f"{part:9.2f}{ours:9.2f}{ours / part:9.2f}"
     if arguments.link is None:
         return figures

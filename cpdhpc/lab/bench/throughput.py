@@ -1,8 +1,8 @@
 """Samples a second that many workers would train on, by compressor, over links of several speeds.
 
-A worker computes a batch, then all average their gradients: the time of a step is the sum of both,
-nothing overlaps. Computation is measured once, or given. What the averaging takes is predicted
-from the collectives that each compressor calls for the network's layers.
+A worker computes a batch, then all workers average their gradients. The time of a step is the sum
+of both; nothing overlaps. Computation is measured once, or an option has its speed. The time of
+averaging is predicted from the collectives that each compressor calls for the network's layers.
 Source: the performance model of Wen et al.: TernGrad, NIPS 2017, section 5, with other terms.
 """
 
@@ -37,9 +37,8 @@ from ..settings import options
 from .accuracy import contributions
 
 
-# Networks of the literature as data: the layers whose gradients travel, and what they compute. Each
-# is a rule of its architecture, not a list of numbers: a test holds the totals against the
-# published ones. What has no parameters, as pools and activations, is not there.
+# Networks of the literature: layers with parameters, and their work. Each function follows the
+# rule of an architecture; a test compares the totals with the published ones.
 class Layer(NamedTuple):
     """Parameters that are one tensor; shape as torch has it: outputs, inputs, window.
 
@@ -52,7 +51,7 @@ class Layer(NamedTuple):
 
 
 class Network(NamedTuple):
-    """The layers in the order of a forward pass; sample: what a sample is, in the plural."""
+    """The layers in the order of a forward pass; sample: the plural of its samples' name."""
 
     layers: tuple[Layer, ...]
     sample: str
@@ -87,9 +86,9 @@ def _weights(name: str, shape: tuple[int, ...], positions: int) -> Iterator[Laye
 def _convolution(
     name: str, outputs: int, inputs: int, window: int, side: int, norm: bool = False
 ) -> Iterator[Layer]:
-    """Yield a convolution to side x side pixels, with a bias or else a batch norm behind it."""
+    """Yield a convolution to side x side pixels, with a bias, or a batch norm after it."""
     yield from _weights(name, (outputs, inputs, window, window), side * side)
-    if norm:  # its two vectors are as long as the bias, which it makes superfluous
+    if norm:  # scale and offset; the convolution needs no bias
         yield Layer(f"{name}.norm", (outputs,), 0)
 
 
@@ -164,7 +163,7 @@ def googlenet() -> Network:
 
 
 def resnet50() -> Network:
-    """Return ResNet-50, that halves images in the 3 x 3 convolution of a block.
+    """Return ResNet-50, whose blocks halve images in their 3 x 3 convolution.
 
     Source: He, Zhang, Ren, Sun: Deep residual learning for image recognition, CVPR 2016, table 1.
     """
@@ -188,9 +187,9 @@ VOCABULARY = 37_000
 
 
 def transformer() -> Network:
-    """Return the base Transformer for translation, with one embedding for all its ends.
+    """Return the base Transformer for translation, with one embedding for input and output.
 
-    Attention's products of activations, which have no parameters, are not counted.
+    Products of activations in attention have no parameters and are not counted.
     Source: Vaswani et al.: Attention is all you need, NIPS 2017, table 3.
     """
     width, inner = 512, 2048
@@ -250,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What the figures rest on.
+    """The performance model.
 
     compute_s: of a worker's batch; calls: the collectives of a step, by compressor
     """
@@ -284,15 +283,15 @@ def measured_flops() -> float:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print what the figures rest on, a table for each speed of links, and draw them."""
+    """Print the assumptions, a table for each speed of links, and draw them."""
     given, machine = _checked(arguments), as_machine(arguments.machine)
     network: Network = NETWORKS[arguments.network]()
     if arguments.rate:
-        compute_s, source = arguments.batch / arguments.rate, "given"
+        compute_s, source = arguments.batch / arguments.rate, "from --rate"
     else:
-        flops, source = 1e12 * (arguments.tflops or 0), "of the TFLOP/s that are given"
+        flops, source = 1e12 * (arguments.tflops or 0), "from --tflops"
         if not flops:
-            flops, source = measured_flops(), "of matrix products measured here"
+            flops, source = measured_flops(), "from matrix products measured here"
         compute_s = arguments.batch * network.flop / flops
     calls = {
         name: calls_of(COMPRESSORS[name](), network.bucket, arguments.bucket_mib)
@@ -346,7 +345,7 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
 def _rests_on(
     arguments: argparse.Namespace, model: Model, machine: Machine, source: str, most: int
 ) -> list[str]:
-    """Return what the figures rest on: assumptions, and for each compressor what it sends."""
+    """Return the assumptions, and for each compressor the bytes that it sends."""
     network = model.network
     times = arguments.machine or "round figures for a cluster, measured nowhere"
     dense = sum(call.size_bytes for call in model.calls.get(DENSE, ())) or 4 * network.parameters
@@ -355,9 +354,9 @@ def _rests_on(
         f"{network.flop / 1e9:.4g} GFLOP for a training step of one of its {network.sample}",
         f"computation: {1e3 * model.compute_s:.4g} ms for {model.batch} {network.sample}, "
         f"{model.batch / model.compute_s:.4g} {network.sample}/s of a worker, {source}",
-        "predicted, not measured; computation and communication do not overlap; links alike, no "
+        "predicted, not measured; computation and communication do not overlap; equal links, no "
         "contention; methods with default options",
-        f"not in it: selecting, and decoding what an all-gather brings; times: {times}; an "
+        f"not included: selecting, and decoding the results of all-gathers; times: {times}; an "
         f"all-reduce takes the fastest of {', '.join(model.algorithms)}",
         "payloads counted on 4 ranks with random gradients of widely spread magnitudes",
     ]
@@ -409,15 +408,16 @@ def chart(
 
 RANKS = 4  # virtual ones that a method is run on
 WARMUP = 1  # iterations before the one that is counted, so that residuals are not empty
-LATE = 1_000_000  # epoch and first iteration: all warming up of a method is over
+LATE = 1_000_000  # epoch and first iteration after the warm-up of every method
 FACTORS = [1 << i for i in range(10)]  # by which large layers are made smaller
-LEAST_VALUES, LEAST_ROWS = 1 << 13, 16  # that they keep
+LEAST_VALUES, LEAST_ROWS = 1 << 13, 16  # of a layer that is made smaller
 
 
 class Call(NamedTuple):
-    """A collective; size_bytes: what one of RANKS gives, the mean over them.
+    """A collective; size_bytes: data of one of RANKS, the mean over them.
 
-    method, values: of an all-reduce; divided: all ranks together give as much however many they are
+    method, values: of an all-reduce; divided: whether the data of all ranks together has the same
+        size on any number of ranks
     """
 
     name: str
@@ -428,34 +428,32 @@ class Call(NamedTuple):
 
 
 class CountedRanks(Loopback):
-    """Virtual ranks in one process that write down which collectives they are asked for."""
+    """Virtual ranks in one process that list the collectives that are called."""
 
     def __init__(self, virtual_ranks: int) -> None:
         super().__init__(virtual_ranks)
         self.calls: list[Call] = []
-        self.account = self._take_down
-        self._neighbours: int | None = None  # the call of neighbours that goes on
+        self.account = self._list
+        self._neighbours: int | None = None  # index of the call of neighbours under way
         self._before_bytes = 0  # sent before it
 
     def max(self, values: Array, what: str = "max") -> Array:
-        """Return a copy. An all-reduce's own agreements are in its prediction."""
+        """Return a copy, and list the call unless an all-reduce makes it: its prediction has it."""
         if not what.startswith("allreduce"):
             self.calls.append(Call("agreement", values.nbytes))
         return super().max(values, what)
 
-    def _take_down(self, name: str, arguments: Mapping[str, Any], numbers: Sequence[int]) -> None:
+    def _list(self, name: str, arguments: Mapping[str, Any], numbers: Sequence[int]) -> None:
         self.close()
         if name == "allreduce":
             method = Allreduce(**{field.name: arguments[field.name] for field in fields(Allreduce)})
             n = prod(arguments["x.shape"])
             self.calls.append(Call(name, method.payloads.size_bytes(n), method, n))
             return
-        self.calls.append(Call(name, self._given_bytes(name, arguments, numbers)))
+        self.calls.append(Call(name, self._data_bytes(name, arguments, numbers)))
 
-    def _given_bytes(
-        self, name: str, arguments: Mapping[str, Any], numbers: Sequence[int]
-    ) -> float:
-        """Return what a rank gives to a collective of cpdhpc.collectives.sparse."""
+    def _data_bytes(self, name: str, arguments: Mapping[str, Any], numbers: Sequence[int]) -> float:
+        """Return the bytes of a rank's data in a collective of cpdhpc.collectives.sparse."""
         if name == "allgather":
             return sum(numbers) / self.ranks * np.dtype(arguments["dtype"]).itemsize
         if name == "broadcast":
@@ -465,10 +463,10 @@ class CountedRanks(Loopback):
             return prod(arguments["shape"]) * np.dtype(arguments["dtype"]).itemsize
         assert name == "neighbours", name
         self._neighbours, self._before_bytes = len(self.calls), int(self.bytes_sent.sum())
-        return 0  # until it is over: see close
+        return 0  # until close replaces it
 
     def close(self) -> None:
-        """Give a call of neighbours that is over what it has sent."""
+        """Set the bytes of the last call of neighbours, which has ended."""
         if self._neighbours is not None:
             sent = int(self.bytes_sent.sum()) - self._before_bytes
             self.calls[self._neighbours] = Call("neighbours", sent / self.ranks)
@@ -476,7 +474,7 @@ class CountedRanks(Loopback):
 
 
 class Cost(NamedTuple):
-    """Of a collective: messages and bytes one after another, and bytes that leave a rank (mean)."""
+    """Messages and bytes of a collective one after another, and mean bytes that leave a rank."""
 
     messages: int
     path_bytes: float
@@ -500,12 +498,12 @@ def _spread(ranks: int, size: float) -> Cost:
 
 
 def _to_all(ranks: int, size: float) -> Cost:
-    """Of neighbours, where each rank gives every other one a part; size: as of RANKS ranks."""
+    """Return the cost of neighbours if each rank sends every other one a part; size: on RANKS."""
     sent = size * RANKS / (RANKS - 1) * (ranks - 1) / ranks
     return Cost(ranks - 1 + (ranks - 1).bit_length(), sent, sent)
 
 
-COSTS: dict[str, Callable[[int, float], Cost]] = {  # as collectives.sparse has it
+COSTS: dict[str, Callable[[int, float], Cost]] = {  # of the calls of collectives.sparse
     "agreement": lambda ranks, size: _spread(ranks, size)._replace(sent_bytes=0.0),
     "allgather": _gathered,
     "sum": _summed,
@@ -519,7 +517,7 @@ def price(
 ) -> tuple[float, float]:
     """Return the time in s of a collective on so many ranks, and the bytes that leave a rank.
 
-    algorithms: of which an all-reduce takes the one that is predicted to be fastest
+    algorithms: an all-reduce takes the one with the least predicted time
     """
     if ranks == 1:
         return 0.0, 0.0
@@ -531,7 +529,7 @@ def price(
     size = call.size_bytes * (RANKS / ranks if call.divided else 1.0)
     cost = COSTS[call.name](ranks, size)
     call_s, step_s = machine.call_s, machine.step_s
-    if call.name == "agreement":  # of MPI's own: no step of ours
+    if call.name == "agreement":  # MPI's own, without steps of ours
         call_s, step_s = 0.0, 0.0
     message_s, byte_s = machine.alpha_s + step_s, machine.beta_s + 2 * machine.host_s
     return call_s + cost.messages * message_s + cost.path_bytes * byte_s, cost.sent_bytes
@@ -540,8 +538,8 @@ def price(
 def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[Call]:
     """Return the collectives of an iteration in which a method averages a bucket's gradients.
 
-    They are alike for any number of ranks. The gradients are random, of magnitudes that spread over
-    many binades.
+    They are the same for any number of ranks. The gradients are random, with magnitudes over many
+    binades.
     """
     world = CountedRanks(ranks)
     state = State(world.hosted, ranks)
@@ -557,9 +555,9 @@ def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[
 def calls_of(method: Aggregator, bucket: Bucket, bucket_mib: float) -> list[Call]:
     """Return the collectives of an iteration, of all the buckets that a reducer makes.
 
-    Large layers are not run as they are: rows, which are output units, are left out. What a method
-    sends is linear in rows, so two sizes give the whole; a bucket whose calls differ between the
-    two is run in full.
+    Large layers are run with some of their rows, which are output units. The bytes of a method are
+    linear in rows, so two sizes determine the whole. A bucket whose calls differ between the two
+    sizes is run in full.
     """
     found: list[Call] = []
     for part in split_bucket(Bucket(bucket.names, bucket.shapes, method.align), bucket_mib):
@@ -575,7 +573,7 @@ def calls_of(method: Aggregator, bucket: Bucket, bucket_mib: float) -> list[Call
 
 
 def _marked(method: Aggregator, bucket: Bucket) -> list[Call]:
-    """Return the calls of a bucket, divided where half as many ranks would give twice as much."""
+    """Return the calls of a bucket; they are divided if half the ranks have twice the data each."""
     calls, few = count_calls(method, bucket), count_calls(method, bucket, RANKS // 2)
     if _kinds(calls) != _kinds(few):
         return calls
@@ -601,7 +599,7 @@ def _shrunk(bucket: Bucket, factor: int, times: int) -> Bucket:
 
 
 def _extended(small: Call, large: Call, factor: int) -> Call:
-    """Return the call of the whole, from those of a part of its rows and of twice as many."""
+    """Return the call of all rows, from those of a part of them and of twice as many."""
     size, values = (
         getattr(small, name) + (factor - 1) * (getattr(large, name) - getattr(small, name))
         for name in ("size_bytes", "values")

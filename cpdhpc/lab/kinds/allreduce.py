@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from math import isnan, nan
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -43,12 +42,19 @@ if TYPE_CHECKING:
     from ..report.tables import Section, Table
     from ..study_data import Case
     from ..study_data.study_file import Point, StudyFile
-    from .allreduce_cases import Data, TimedCase
+    from .allreduce_cases import Arrays, TimedCase
     from .base import Asked
     from .place import Place
 
 ALL_REDUCE = "allreduce"
 MPI = "mpi"
+PLAIN, PREPARED = "plain", "prepared"
+CALLS = {  # how ours are called: on which devices
+    PLAIN: ("cpu", "gpu"),
+    PREPARED: ("cpu", "gpu"),
+    "shared": ("cpu",),
+    "graphs": ("gpu",),
+}
 PAIRS = PING_PONG, STREAM = "ping_pong", "stream"  # of MPI, between rank i and rank i + p / 2
 TITLES = {ALL_REDUCE: "All-reduce"} | {
     name: name.replace("_", "-").capitalize() for name in (*COLLECTIVES, *PAIRS)
@@ -74,6 +80,8 @@ def _used(given: Factors) -> dict[str, Value]:
     device = device_used(given)
     found = {"size_bytes": given["size_bytes"], "algorithm": algorithm, "wire": wire} | device
     name = str(given.get("collective") or ALL_REDUCE)
+    if algorithm not in BASELINES and (call := given.get("call") or PLAIN) != PLAIN:
+        found["call"] = _call(str(call), name, str(device.get("device", "cpu")))
     if name != ALL_REDUCE:
         return found | {"collective": name} | _used_by_other(name, given)
     if algorithm in BASELINES:
@@ -89,6 +97,15 @@ def _used(given: Factors) -> dict[str, Value]:
     accumulate = _accumulate(algorithm, wire, str(given["accumulate"]))
     scaling = _scaling(wire, accumulate, str(given["value_scaling"]))
     return found | {"value_scaling": scaling, "accumulate": accumulate}
+
+
+def _call(call: str, name: str, device: str) -> str:
+    """Return how a collective is called. Raises ValueError if it cannot be called so."""
+    if device not in CALLS[call]:
+        raise ValueError(f"call {call} takes no arrays of device {device}")
+    if name != ALL_REDUCE and call != PREPARED:
+        raise ValueError(f"{name} is called plain or prepared, not {call}")
+    return call
 
 
 def _used_by_other(name: str, given: Factors) -> dict[str, Value]:
@@ -163,17 +180,6 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
     return repeats * (1e-3 + GUESS * float(used["size_bytes"]) * ranks)
 
 
-def _data(place: Place, n: int, device: str, integers: bool) -> Data:
-    from .allreduce_cases import Data, integer_data, normal_data
-    from .harness import on_device
-
-    def make() -> Data:
-        x, total = (integer_data if integers else normal_data)(n, place.world)
-        return Data(on_device(x, device), total)
-
-    return place.kept((n, device, integers), make)
-
-
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an all-reduce ready; see Kind.measure. Collective."""
@@ -181,64 +187,76 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     device = place.take_device(factors)
     with _torch_group(world, factors):
         timed = _timed(place, factors, device)
-        call = Call(timed.run, timed.prepare)
-        if check:
-            timed.check(world)
-            call.outcomes |= {
-                "error": timed.error,
-                "wire_bytes": timed.wire_bytes,
-                "payload_bytes": int(factors["size_bytes"]),
-                "bound_s": _bound_s(place, timed, factors.get("collective")),
-            }
-        yield call
+        try:
+            call = Call(timed.run, timed.prepare)
+            if check:
+                timed.check(world)
+                call.outcomes |= {
+                    "error": timed.error,
+                    "wire_bytes": timed.wire_bytes,
+                    "payload_bytes": int(factors["size_bytes"]),
+                    "bound_s": _bound_s(place, factors, device),
+                }
+                if timed.chosen not in ("", factors["algorithm"]):
+                    call.chosen = {"chosen": timed.chosen}
+                if place.machine and timed.method and factors.get("call", PLAIN) == PLAIN:
+                    call.outcomes["predicted_s"] = _predicted_s(place, timed, factors)
+            yield call
+        finally:
+            timed.free()
+
+
+def _bound_s(place: Place, factors: Factors, device: str) -> float:
+    """Return the least time of an all-reduce of several ranks; NaN of another call. Collective."""
+    from .allreduce_cases import bound_s, wire_bytes
+
+    if place.world.ranks == 1 or factors.get("collective"):
+        return nan
+    copy_s = _arrays(place, int(factors["size_bytes"]) // 4, device).copy_s
+    return bound_s(place.world, wire_bytes(factors), copy_s, place.link_s)
+
+
+def _arrays(place: Place, n: int, device: str) -> Arrays:
+    from .allreduce_cases import Arrays
+
+    return place.kept((n, device), lambda: Arrays(place.world, n, device))
 
 
 def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
     """Return the call of a case, not checked yet."""
-    import numpy as np
-
     from ...collectives.allreduce import Allreduce
-    from . import allreduce_cases as bench
-    from .harness import on_device
-
-    if "collective" in factors:
-        return _other(place, factors, device)
-    n, algorithm, wire = int(factors["size_bytes"]) // 4, factors["algorithm"], str(factors["wire"])
-    out = on_device(np.empty(n, np.float32), device)
-    integers, normal = (partial(_data, place, n, device, exact) for exact in (True, False))
-    if algorithm in BASELINES:
-        name = str(algorithm) if wire == "raw" else f"{algorithm}-{wire}"
-        return bench.BASELINES[name](place.world, integers(), normal(), out)
-    method = Allreduce(
-        wire,
-        str(algorithm),
-        None if wire == "raw" else str(factors["value_scaling"]),
-        None if wire == "raw" else str(factors["accumulate"]),
-    )
-    return bench.schedule_case(place.world, method, normal() if method.fmt else integers(), out)
-
-
-def _other(place: Place, factors: Factors, device: str) -> TimedCase:
-    """Return the call of a case of another collective than the all-reduce."""
     from ...collectives.collective import Collective
+    from .allreduce_cases import BASELINES as OTHERS
+    from .allreduce_cases import schedule_case
     from .collective_cases import collective_case, given, pair_case
 
-    name, wire = str(factors["collective"]), str(factors["wire"])
-    if name in PAIRS:
-        size_bytes = int(factors["size_bytes"])
-        in_flight = window(size_bytes) if name == STREAM else 0
-        return pair_case(place.world, size_bytes // 4, device, in_flight)
-    scaling, way = (factors.get(each) for each in ("value_scaling", "accumulate"))
-    method = Collective(
-        wire,
-        str(factors["algorithm"]),
-        None if scaling is None else str(scaling),
-        None if way is None else str(way),
-        collective=name,
+    world, n = place.world, int(factors["size_bytes"]) // 4
+    name, algorithm, wire, call, scaling, way = (
+        str(factors[each]) if factors.get(each) else None
+        for each in ("collective", "algorithm", "wire", "call", "value_scaling", "accumulate")
     )
-    n, integers = int(factors["size_bytes"]) // 4, method.fmt is None
-    data = place.kept((name, n, integers), lambda: given(name, n, place.world, integers))
-    return collective_case(place.world, method, data, device)
+    assert algorithm and wire, "every case has them"
+    if name in PAIRS:
+        return pair_case(world, n, device, window(4 * n) if name == STREAM else 0)
+    if name and algorithm != MEMCPY:
+        other = Collective(wire, algorithm, scaling, way, collective=name)
+        exact = other.fmt is None
+        data = place.kept((name, n, exact), lambda: given(name, n, world, exact))
+        return collective_case(world, other, data, device, call or PLAIN)
+    arrays = _arrays(place, n, device)
+    if algorithm in (*BASELINES, MEMCPY):
+        return OTHERS[algorithm if wire == "raw" else f"{algorithm}-{wire}"](world, arrays)
+    method = Allreduce(wire, algorithm, scaling, way, machine=place.machine)
+    return schedule_case(world, method, arrays, call or PLAIN)
+
+
+def _predicted_s(place: Place, timed: TimedCase, factors: Factors) -> float:
+    """Return the predicted time of a plain call."""
+    from ...collectives.predict import predict
+
+    assert place.machine and timed.method, "what is predicted, and by which times"
+    method = replace(timed.method, algorithm=timed.chosen or timed.method.algorithm)
+    return predict(place.machine, method, place.world.nodes, int(factors["size_bytes"]) // 4).time_s
 
 
 @contextmanager
@@ -254,31 +272,6 @@ def _torch_group(world: World, factors: Factors) -> Iterator[None]:
         raise UserError(f"algorithm {library}: {reason}")
     with group_of(world, [library] if library in BASELINES else []):
         yield
-
-
-COPIES = 9  # that are timed, the first to warm up
-
-
-def _bound_s(place: Place, timed: TimedCase, collective: object) -> float:
-    """Return the least time of an all-reduce of several ranks, see bench.bound_s. Collective.
-
-    Of another collective it is not known.
-
-    That of the copy is the least of several: what makes one slower is no bound.
-    """
-    import numpy as np
-
-    from . import allreduce_cases as bench
-    from .harness import interleave_ranks
-
-    world, data = place.world, timed.data
-    if world.ranks == 1 or collective:
-        return nan
-    copy = bench.BASELINES[MEMCPY](world, data, data, np.empty_like(data.x))
-    times = interleave_ranks(world, {MEMCPY: copy.run}, COPIES)[MEMCPY][1:]
-    link_s = place.seconds_per_byte if len(set(world.nodes)) > 1 else 0.0
-    copy_s = float(times.max(axis=1).min())
-    return bench.bound_s(world, bench.wire_bytes(timed), copy_s, link_s)
 
 
 ON_WIRE = ("wire", "value_scaling")  # what decides the bytes on the wire
@@ -303,7 +296,7 @@ def _one_bound(file: StudyFile) -> StudyFile:
 
 def _bounded(point: Point) -> frozenset[Any]:
     """Return what points share that have one bound; within a node nothing is on a wire."""
-    without = {"algorithm", "accumulate"} | (
+    without = {"algorithm", "chosen", "call", "accumulate"} | (
         set() if int(point.factors["nodes"]) > 1 else {*ON_WIRE}
     )
     return frozenset(item for item in point.factors.items() if item[0] not in without)
@@ -348,7 +341,7 @@ CAPTION = (
     "Times as fast: the ratio of the medians; bench allreduce prints the median of the ratios of "
     "single calls. Bound, of all-reduces: the longer of a copy of the data by all ranks at once "
     "(memcpy) and of 2 (N - 1) / N of the bytes on the wire over the link of each of N nodes; of "
-    "the copy each case takes the least time, and the table the median over the cases of a place. "
+    "several copies the fastest counts, and the table has the median over the cases of a place. "
     "Error: in the Euclidean norm."
 )
 BOUNDED = (
@@ -534,6 +527,11 @@ ALLREDUCE = Kind(
         "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
         "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
         "device": DEVICE,
+        "call": Factor(
+            "plain, prepared, shared (prepared, with arrays that the node shares) or graphs",
+            str,
+            check=among(CALLS),
+        ),
         "collective": Factor(
             "all-reduce or another collective, whose size is that of the whole array; ping_pong "
             "and stream are messages of mpi between pairs",

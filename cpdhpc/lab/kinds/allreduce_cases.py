@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,18 +20,19 @@ from numpy.typing import NDArray
 from ...collectives.allreduce import Allreduce
 from ...collectives.collective import Collective
 from ...collectives.engine import carrier_of
-from ...collectives.method import AUTO
-from ...collectives.schedules import SCHEDULES
+from ...collectives.recorded import empty_shared
 from ...errors import UserError
 from ...methods import MEMCPY
 from ...ops import to_host
 from ...world.cores import threads_of_rank
 from ...world.gpu_messages import use_own_gpu
 from ...world.ranks import Ranks
-from .harness import on_device, whole
+from ..study_data import Factors
+from .harness import interleave_ranks, on_device, whole
 
 Array = NDArray[np.float32]
 LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks
+COPIES = 9  # that are timed, after one to warm up
 APART = 97  # places between the windows of two ranks in the common numbers
 
 
@@ -63,27 +65,86 @@ def normal_data(n: int, world: Ranks) -> Data:
     return window_data(rng.standard_normal(n + world.ranks * APART, np.float32), n, world)
 
 
+class Arrays:
+    """The arrays of n values that the all-reduces of a rank share, each made when first used.
+
+    out: where results go; integers, normal: see the functions that make them
+    """
+
+    def __init__(self, world: Ranks, n: int, device: str) -> None:
+        self._world, self._n, self._device = world, n, device
+
+    def data(self, exact: bool) -> Data:
+        """Return integers if sums are to be exact, else normal values."""
+        return self.integers if exact else self.normal
+
+    @cached_property
+    def integers(self) -> Data:
+        return self._on_device(integer_data(self._n, self._world))
+
+    @cached_property
+    def normal(self) -> Data:
+        return self._on_device(normal_data(self._n, self._world))
+
+    @cached_property
+    def out(self) -> Array:
+        out: Array = on_device(np.empty(self._n, np.float32), self._device)
+        return out
+
+    @cached_property
+    def shared(self) -> Arrays:
+        """The same data in memory that the processes of a node share. Collective.
+
+        Raises UserError on all ranks if they share none.
+        """
+        if self._world.shared() is None:
+            raise UserError("call shared: the processes of a node share no memory here")
+        whole_lines = -(-self._n // 16) * 16  # of 64 bytes
+        x, y, out = (row[: self._n] for row in empty_shared(self._world, (3, whole_lines)))
+        x[:], y[:] = self.integers.x, self.normal.x
+        found = Arrays(self._world, self._n, self._device)
+        found.integers, found.normal = self.integers._replace(x=x), self.normal._replace(x=y)
+        found.out = out
+        return found
+
+    @cached_property
+    def copy_s(self) -> float:
+        """The time of a copy by all ranks at once, the least of several. Collective.
+
+        A copy that another program slows down is no bound.
+        """
+        target = np.empty_like(self.out)
+
+        def copy() -> None:
+            target[...] = self.out
+
+        run = whole(copy, target)
+        times = interleave_ranks(self._world, {MEMCPY: run}, COPIES)[MEMCPY][1:]
+        return float(times.max(axis=1).min())
+
+    def _on_device(self, data: Data) -> Data:
+        return data._replace(x=on_device(data.x, self._device))
+
+
 @dataclass
 class TimedCase:
     """A call to time, and what is known of it.
 
-    call: of CALLS, "-" where it is none of ours; exact: whether the sum must be exact, and so the
-        data integers; is_sum: whether it is a sum at all
-    prepare: done before each call, and not timed; free: called after all of them
-    chosen: the algorithm that ran; wire_bytes: what left the rank that sent most, nan where only
+    name: how errors call it; exact: whether the sum must be exact, and so the data integers
+    is_sum: whether it is a sum at all; same: whether all ranks get the same result
+    prepare: called before each call, and not timed; free: called after all of them
+    method: None for another library's
+    chosen: the algorithm that ran; wire_bytes: what left the rank that sent most, NaN if only
         the library knows; error: of the sum, relative, in the Euclidean norm
     """
 
-    algorithm: str
-    wire: str
-    scaling: str
-    accumulate: str
+    name: str
     data: Data
     out: Array
     run: Callable[[], object]
-    call: str = "-"
     exact: bool = True
     is_sum: bool = True
+    same: bool = True
     prepare: Callable[[], object] = lambda: None
     free: Callable[[], object] = lambda: None
     method: Allreduce | Collective | None = None
@@ -91,114 +152,98 @@ class TimedCase:
     wire_bytes: float = np.nan
     error: float = np.nan
 
-    @property
-    def name(self) -> str:
-        """The algorithm as shown: with what auto has chosen."""
-        return f"{self.algorithm}({self.chosen})" if self.algorithm == AUTO else self.algorithm
-
     def check(self, world: Ranks) -> None:
         """Run once; set what is known afterwards. Collective.
 
-        Raises ArithmeticError on all processes where ranks differ in a bit, or the sum of integers
-        is not exact.
+        Raises ArithmeticError on all processes if ranks that should agree differ in a bit, or a
+        result that should be exact is not.
         """
         self.out[...] = np.nan
         sent = world.bytes_sent.copy()
         self.prepare()
-        reduced: Any = self.run()
+        returned: Any = self.run()
         if not self.is_sum:
             return
-        sent_bytes = world.bytes_sent - sent
+        sent_bytes = int((world.bytes_sent - sent).max())
         out = to_host(self.out)
-        exact = not self.exact or np.array_equal(out, self.data.total)
-        digest = hashlib.blake2b(out.tobytes()).hexdigest()
-        found = world.gather((exact, digest, int(sent_bytes.max())), "bench: results")
-        what = f"bench: {self.call} {self.algorithm} {self.wire} {self.scaling} {self.accumulate}"
-        if len({digest for _, digest, _ in found}) > 1:
-            raise ArithmeticError(f"{what}: the ranks' results differ")
-        if not all(right for right, _, _ in found):
-            raise ArithmeticError(f"{what}: the sum of integers is not exact")
+        is_right = not self.exact or np.array_equal(out, self.data.total)
+        digest = hashlib.blake2b(out.tobytes()).hexdigest() if self.same else ""
+        squares = float(np.sum((out - self.data.total) ** 2)), float(np.sum(self.data.total**2))
+        found = world.gather((is_right, digest, sent_bytes, *squares), "bench: results")
+        right, digests, sizes, wrong, norms = zip(*found, strict=True)
+        if len({*digests}) > 1:
+            raise ArithmeticError(f"bench: {self.name}: the ranks' results differ")
+        if not all(right):
+            raise ArithmeticError(f"bench: {self.name}: a result is not exact")
         if self.method is not None:
-            self.wire_bytes = max(size for _, _, size in found)
-            self.chosen = reduced.algorithm
-        norm = float(np.linalg.norm(self.data.total))
-        self.error = float(np.linalg.norm(out - self.data.total)) / norm if norm else 0.0
-
-
-CALLS = {  # how ours are called: on which devices
-    "plain": ("cpu", "gpu"),
-    "prepared": ("cpu", "gpu"),
-    "shared": ("cpu",),  # prepared, with arrays of empty_shared
-    "graphs": ("gpu",),  # prepared, captured as CUDA graphs
-}
+            self.wire_bytes, self.chosen = max(sizes), getattr(returned, "algorithm", "")
+        self.error = float(np.sqrt(sum(wrong) / sum(norms))) if sum(norms) else 0.0
 
 
 def schedule_case(
-    world: Ranks, method: Allreduce, data: Data, out: Array, call: str = "plain"
+    world: Ranks, method: Allreduce, arrays: Arrays, call: str = "plain"
 ) -> TimedCase:
     """Return the case of an all-reduce of ours, called as one of CALLS. Collective."""
+    arrays = arrays.shared if call == "shared" else arrays
+    data, out = arrays.data(method.fmt is None), arrays.out
     run: Callable[[], object] = lambda: method.run(world, [data.x], [out])  # noqa: E731
     free: Callable[[], object] = lambda: None  # noqa: E731
     if call != "plain":
         prepared = method.prepare(world, [data.x], [out], graphs=call == "graphs")
         run, free = prepared.run, prepared.free
-    packed = method.fmt is not None
-    is_ours = method.algorithm in SCHEDULES
+    words = call, method.algorithm, method.wire, method.scaling, method.accumulate
     return TimedCase(
-        algorithm=method.algorithm,
-        wire=str(method.wire),
-        scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
-        accumulate=(method.accumulating if is_ours else method.accumulate or "default")
-        if packed
-        else "float32",
+        name=" ".join(str(word) for word in words if word),
         data=data,
         out=out,
         run=whole(run, out),
-        call=call,
-        exact=not packed,
+        exact=method.fmt is None,
         free=free,
         method=method,
     )
 
 
-Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
+Baseline = Callable[[Ranks, Arrays], TimedCase]
 
 
-def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+def _mpi(world: Ranks, arrays: Arrays) -> TimedCase:
     """MPI_Allreduce of float32, called without any of ours around it."""
-    run = lambda: carrier_of(world, out).sum_by_mpi(out, ints.x)  # noqa: E731
-    return TimedCase("mpi", "raw", "-", "float32", ints, out, run)
+    data, out = arrays.integers, arrays.out
+    return TimedCase("mpi", data, out, lambda: carrier_of(world, out).sum_by_mpi(out, data.x))
 
 
-def _memcpy(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """Copy the array, as all ranks do at once: the least that an all-reduce reads and writes."""
+def _memcpy(world: Ranks, arrays: Arrays) -> TimedCase:
+    """Copy the array on all ranks at once: the least that an all-reduce reads and writes."""
+    data, out = arrays.integers, arrays.out
 
     def run() -> None:
-        out[...] = ints.x
+        out[...] = data.x
 
-    return TimedCase(MEMCPY, "raw", "-", "-", ints, out, whole(run, out), is_sum=False)
+    return TimedCase(MEMCPY, data, out, whole(run, out), is_sum=False)
 
 
 def _float32(library: str) -> Baseline:
     """A library of torch.distributed in float32, in place, as DDP does."""
 
-    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+    def case(world: Ranks, arrays: Arrays) -> TimedCase:
+        data, out = arrays.integers, arrays.out
+
         def fill() -> None:
-            out[...] = ints.x
+            out[...] = data.x
 
         run = whole(lambda: sum_float32(out), out)
-        prepare = whole(fill, out)
-        return TimedCase(library, "raw", "-", "float32", ints, out, run, prepare=prepare)
+        return TimedCase(library, data, out, run, prepare=whole(fill, out))
 
     return case
 
 
-def _half(library: str, wire: str, dtype: str) -> Baseline:
+def _half(library: str, dtype: str) -> Baseline:
     """A library of torch.distributed in 16 bits, with the conversions, as DDP's hooks do."""
 
-    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-        run = whole(lambda: sum_half(normal.x, out, dtype), out)
-        return TimedCase(library, wire, "none", "requantise", normal, out, run, exact=False)
+    def case(world: Ranks, arrays: Arrays) -> TimedCase:
+        data, out = arrays.normal, arrays.out
+        run = whole(lambda: sum_half(data.x, out, dtype), out)
+        return TimedCase(f"{library} {dtype}", data, out, run, exact=False)
 
     return case
 
@@ -207,44 +252,11 @@ BASELINES: dict[str, Baseline] = {
     "mpi": _mpi,
     MEMCPY: _memcpy,
     "gloo": _float32("gloo"),
-    "gloo-bf16": _half("gloo", "bf16", "bfloat16"),
+    "gloo-bf16": _half("gloo", "bfloat16"),
     "nccl": _float32("nccl"),
-    "nccl-bf16": _half("nccl", "bf16", "bfloat16"),
-    "nccl-fp16": _half("nccl", "fp16", "float16"),
+    "nccl-bf16": _half("nccl", "bfloat16"),
+    "nccl-fp16": _half("nccl", "float16"),
 }
-
-
-def cases_of_size(
-    world: Ranks,
-    size_bytes: int,
-    methods: Sequence[Allreduce],
-    baselines: Sequence[str],
-    device: str = "cpu",
-    calls: Sequence[str] = ("plain",),
-    lent: Array | None = None,
-) -> list[TimedCase]:
-    """Return the checked cases of a size, baselines first. Collective.
-
-    lent: float32[3, n or more] that the node shares, for the arrays of "shared"
-    """
-    n = size_bytes // 4
-    made = integer_data(n, world), normal_data(n, world)
-    ints, normal = (Data(on_device(each.x, device), each.total) for each in made)
-    out = np.empty_like(ints.x)
-    cases = [BASELINES[name](world, ints, normal, out) for name in baselines]
-    for call in calls:
-        if call == "shared":
-            assert lent is not None, "their arrays are there"
-            x, y, out = (each[:n] for each in lent)
-            x[:], y[:] = ints.x, normal.x
-            ints, normal = ints._replace(x=x), normal._replace(x=y)
-        cases += [
-            schedule_case(world, method, normal if method.fmt else ints, out, call)
-            for method in methods
-        ]
-    for case in cases:
-        case.check(world)
-    return cases
 
 
 def bound_s(world: Ranks, wire_bytes: int, memcpy_s: float, link_s: float) -> float:
@@ -260,11 +272,11 @@ def bound_s(world: Ranks, wire_bytes: int, memcpy_s: float, link_s: float) -> fl
     return max(memcpy_s, 2 * (nodes - 1) / nodes * wire_bytes * link_s)
 
 
-def wire_bytes(case: TimedCase) -> int:
+def wire_bytes(factors: Factors) -> int:
     """Return the bytes of a rank's data on the wire."""
-    scaling = None if case.scaling == "-" else case.scaling
-    method = case.method or Allreduce(case.wire, scaling=scaling)
-    return method.payloads.size_bytes(case.out.size)
+    scaling = factors.get("value_scaling") or ("none" if factors["algorithm"] in GROUPS else None)
+    method = Allreduce(str(factors["wire"]), scaling=scaling if scaling is None else str(scaling))
+    return method.payloads.size_bytes(int(factors["size_bytes"]) // 4)
 
 
 TIMEOUT_S = 600.0
@@ -421,8 +433,10 @@ def _lacks(library: str) -> str:
 
 
 def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
-    """Return torch's process group where a baseline needs it. Collective."""
+    """Return torch's process group if a baseline needs it and none is open. Collective."""
     backend = next((name for name in map(library_of, baselines) if name in GROUPS), None)
     if backend is None:
         return nullcontext()
-    return torch_group(world, backend)
+    from torch.distributed import is_initialized
+
+    return nullcontext() if is_initialized() else torch_group(world, backend)

@@ -81,11 +81,16 @@ class Asked(Protocol):
 
 @dataclass
 class Call:
-    """Something to time. prepare: done before each call, and not timed."""
+    """Something to time.
+
+    prepare: called before each call, and not timed
+    chosen: factors whose values the call itself has chosen
+    """
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
     outcomes: Outcomes = field(default_factory=dict)
+    chosen: Factors = field(default_factory=dict)
 
 
 class Measuring(ABC):

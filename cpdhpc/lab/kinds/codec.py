@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...config import Raw, among
+from ...config import ConfigError, Raw, UserError, among
 from ...formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
-from ...methods import CODEC_OPERATIONS, MEMCPY
-from ..study_data import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
+from ...methods import CODEC_OPERATIONS, MEMCPY, SPARSE_OPERATIONS
+from ..study_data import (
+    ABSENT,
+    DEVICE,
+    Factor,
+    Factors,
+    Value,
+    at_least,
+    device_used,
+    float32_size,
+)
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -26,14 +36,33 @@ GUESS = 1e-9  # s per byte: a slow codec
 
 
 def _used(given: Factors) -> dict[str, Value]:
-    """Return the factors; memcpy has no format. See Kind.used."""
+    """Return the factors; memcpy and sparse operations have no format. See Kind.used."""
     operation, name = str(given["operation"]), str(given["format"])
-    found = {"size_bytes": given["size_bytes"], "operation": operation} | device_used(given)
+    device = device_used(given)
+    found = {"size_bytes": given["size_bytes"], "operation": operation} | device
+    of_cpu = {key: given[key] for key in ("threads", "clone") if given.get(key, ABSENT) != ABSENT}
+    if device and (of_cpu or operation in SPARSE_OPERATIONS):
+        raise ValueError(f"{next(iter(of_cpu), operation)} is of the CPU, not of device gpu")
+    found |= of_cpu
+    if operation in SPARSE_OPERATIONS:
+        return found | {"density": given.get("density") or DENSITY}
     if operation == MEMCPY:
         return found
     if name == ABSENT:
         raise ValueError(f"operation {operation} needs a format")
     return found | {"format": name}
+
+
+def _check_density(density: float) -> None:
+    if not 0 < density <= 1:
+        raise ConfigError("should be above 0 and at most 1")
+
+
+def _check_clone(name: str) -> None:
+    from ...ops import cpu
+
+    if name not in cpu.clones():
+        raise UserError(f"clone {name}: this processor has {', '.join(cpu.clones())}")
 
 
 def _time_s(used: Factors, ranks: int, repeats: int) -> float:
@@ -45,7 +74,8 @@ def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     return None if values >= ranks else f"{values} values are fewer than {ranks} ranks"
 
 
-ANY_FORMAT = "e4m3"  # where the operation has none
+ANY_FORMAT = "e4m3"  # if the operation has none
+DENSITY = 0.01
 
 
 @contextmanager
@@ -53,26 +83,63 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     """Make an operation on a rank's share of the data ready; see Kind.measure. Collective."""
     import numpy as np
 
+    from ...ops import cpu, kernel_threads, set_kernel_threads, to_host
     from ...partition import split
-    from .codec_cases import check_against_reference, operations
-    from .harness import on_device
+    from .codec_cases import (
+        CHECKED,
+        check_against_reference,
+        format_of,
+        operations,
+        sparse_operations,
+    )
+    from .harness import on_device, whole
 
     factors, world = case.factors, place.world
-    operation = str(factors["operation"])
-    cast = Cast(parse_format(str(factors.get("format", ANY_FORMAT))))
+    operation, device = str(factors["operation"]), place.take_device(factors)
     start, stop = split(int(factors["size_bytes"]) // 4, world.processes, world.process)
-    values = np.random.default_rng(world.process).standard_normal(stop - start, np.float32)
-    x = on_device(values, place.take_device(factors))
-    call = Call(operations(x, cast)[operation])
-    if check:
-        world.agreed(lambda: check_against_reference(x, cast), told=ArithmeticError)
-        call.outcomes["payload_bytes"] = 4 * x.size
-        if operation != MEMCPY:
-            shared = _shared(operation)
-            shifts = shift_count(x.size, shared) if shared else 0
-            call.outcomes["wire_bytes"] = packed_bytes(x.size, cast.fmt.bits) + shifts
-            call.outcomes["error"] = _error(world, values, cast, operation)
-    yield call
+    n, name = stop - start, str(factors.get("format", ANY_FORMAT))
+    cast, density = Cast(format_of(name)), float(factors.get("density", DENSITY))
+
+    def data(count: int = n) -> Any:
+        """Return the first values of this rank."""
+        values = np.random.default_rng(world.process).standard_normal(count, np.float32)
+        return on_device(values, device)
+
+    def copies() -> dict[str, Callable[[], object]]:
+        x = data()
+        out = np.zeros_like(x)
+        return {MEMCPY: whole(lambda: np.copyto(out, x), x)}
+
+    if operation == MEMCPY:
+        runs = place.kept((n, device), copies)
+    elif operation in SPARSE_OPERATIONS:
+        make = partial(place.kept, (n, density), lambda: sparse_operations(data(), density))
+        runs = world.agreed(make, told=ArithmeticError)
+    else:
+        runs = place.kept((n, name, device), lambda: operations(data(), cast))
+    before = cpu.clone(), kernel_threads()
+    clone, threads = str(factors.get("clone", before[0])), int(factors.get("threads", before[1]))
+    world.agreed(lambda: _check_clone(clone))
+
+    def prepare() -> None:
+        cpu.use_clone(clone)
+        set_kernel_threads(threads)
+
+    call = Call(runs[operation], prepare, {"payload_bytes": 4 * n})
+    try:
+        if check:
+            prepare()
+            head = data(min(n, CHECKED))
+            world.agreed(lambda: check_against_reference(head, cast), told=ArithmeticError)
+            if operation in CODEC_OPERATIONS:
+                shared = _shared(operation)
+                shifts = shift_count(n, shared) if shared else 0
+                call.outcomes["wire_bytes"] = packed_bytes(n, cast.fmt.bits) + shifts
+                call.outcomes["error"] = _error(world, to_host(data()), cast, operation)
+        yield call
+    finally:
+        cpu.use_clone(before[0])
+        set_kernel_threads(before[1])
 
 
 def _shared(operation: str) -> int | None:
@@ -180,7 +247,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGro
     from ..report.tables import Column, tabulate
 
     base = {_place(group): group for group in every if _is_base(group)}
-    optional = ("threads", "device")
+    optional = ("density", "threads", "clone", "device")
     further = [name for name in optional if any(name in group.factors for group in groups)]
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
@@ -199,10 +266,15 @@ CODEC = Kind(
             "operation of the codec",
             str,
             default="encode tile",
-            check=among([MEMCPY, *CODEC_OPERATIONS]),
+            check=among([MEMCPY, *CODEC_OPERATIONS, *SPARSE_OPERATIONS]),
         ),
         "format": Factor("format of the codec", str, check=parse_format),
         "device": DEVICE,
+        "density": Factor(
+            "share of the largest values, for sparse operations", float, check=_check_density
+        ),
+        "threads": Factor("threads that share an operation", int, check=at_least(1)),
+        "clone": Factor("processors that the loops were compiled for", str),
     },
     work="size_bytes",
     used=_used,

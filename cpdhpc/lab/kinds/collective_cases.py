@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +10,10 @@ import numpy as np
 from ...collectives.by_mpi import Move, mover
 from ...collectives.collective import Collective
 from ...collectives.method import MPI_ALLREDUCE
-from ...methods import MEMCPY, SUMMING
+from ...methods import SUMMING
 from ...ops import to_host
 from ...world.ranks import Ranks
-from .allreduce_cases import APART, BASELINES, LARGEST, Array, Data, TimedCase
+from .allreduce_cases import APART, LARGEST, Array, Data, TimedCase
 from .harness import on_device, whole
 
 
@@ -62,34 +60,6 @@ def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
     return Given(None if name == "scatter" and rank else x, result, n)
 
 
-@dataclass
-class CollectiveCase(TimedCase):
-    """A call of a collective whose results may differ between ranks: of each it is known."""
-
-    def check(self, world: Ranks) -> None:
-        """Run once; set what is known afterwards. Collective.
-
-        Raises ArithmeticError on all processes where a value that is not rounded is wrong.
-        """
-        self.out[...] = np.nan
-        sent = world.bytes_sent.copy()
-        self.prepare()
-        self.run()
-        if not self.is_sum:
-            return
-        sent_bytes = int((world.bytes_sent - sent).max())
-        out = to_host(self.out).astype(np.float64)
-        right = not self.exact or np.array_equal(out, self.data.total)
-        squares = float(np.sum((out - self.data.total) ** 2)), float(np.sum(self.data.total**2))
-        found = world.gather((right, *squares, sent_bytes), "bench: results")
-        if not all(each[0] for each in found):
-            raise ArithmeticError(f"bench: {self.call} {self.algorithm}: a result is not exact")
-        error, norm = (sum(each[i] for each in found) for i in (1, 2))
-        self.error = float(np.sqrt(error / norm)) if norm else 0.0
-        if self.method is not None:
-            self.wire_bytes, self.chosen = max(each[3] for each in found), self.algorithm
-
-
 def collective_case(
     world: Ranks, method: Collective, data: Given, device: str = "cpu", call: str = "plain"
 ) -> TimedCase:
@@ -101,7 +71,7 @@ def collective_case(
     result = np.empty(0) if data.result is None else data.result
     out = on_device(np.empty(result.size, np.float32), device)
     outs = [None if data.result is None else out]
-    is_mpi, packed = method.algorithm == MPI_ALLREDUCE, method.fmt is not None
+    is_mpi = method.algorithm == MPI_ALLREDUCE
     run: Callable[[], object] = lambda: method.run(world, [x], outs)  # noqa: E731
     free: Callable[[], object] = lambda: None  # noqa: E731
     if is_mpi:
@@ -121,20 +91,17 @@ def collective_case(
         if is_mpi and method.collective == "broadcast" and x is not None and world.rank == 0:
             out[...] = x
 
-    return CollectiveCase(
-        algorithm=method.algorithm,
-        wire=str(method.wire),
-        scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
-        accumulate=method.accumulating if packed and method.share.sums else "-",
+    return TimedCase(
+        name=f"{call} {method.algorithm}",
         data=Data(out if x is None else x, result.astype(np.float64)),
         out=out,
         run=whole(run, out),
-        call="-" if is_mpi else call,
-        exact=not packed,
+        exact=method.fmt is None,
+        same=False,
         prepare=whole(fill, out),
         free=free,
         method=None if is_mpi else method,
-    )  # fmt: skip
+    )
 
 
 def _of_gpu(world: Ranks, move: Move) -> Move:
@@ -191,33 +158,11 @@ def pair_case(world: Any, n: int, device: str = "cpu", window: int = 0) -> Timed
     move: Move = one_way if window else there_and_back
     if device == "gpu":
         move = _of_gpu(world, move)
-    return CollectiveCase(
-        algorithm=MPI_ALLREDUCE,
-        wire="raw",
-        scaling="-",
-        accumulate="-",
+    return TimedCase(
+        name=MPI_ALLREDUCE,
         data=Data(x, result.astype(np.float64)),
         out=out,
         run=whole(lambda: move(x, out), out),
+        same=False,
         prepare=whole(lambda: None, out),  # a GPU is done with what it did to the arrays
     )
-
-
-CALLS = ("plain", "prepared")
-
-
-def cases_of_size(
-    world: Ranks, size_bytes: int, methods: Sequence[Collective], calls: Sequence[str], device: str
-) -> list[TimedCase]:
-    """Return the checked cases of a size, MPI's own and a copy first. Collective."""
-    name, n = methods[0].collective, size_bytes // 4
-    data = {exact: given(name, n, world, exact) for exact in (True, False)}
-    base = Collective(algorithm=MPI_ALLREDUCE, collective=name)
-    copied = Data(*(on_device(np.zeros(n, np.float32), device) for _ in range(2)))
-    copy = BASELINES[MEMCPY](world, copied, copied, np.empty_like(copied.x))
-    cases = [collective_case(world, base, data[True], "cpu"), copy]
-    for call, method in product(calls, methods):
-        cases.append(collective_case(world, method, data[method.fmt is None], device, call))
-    for case in cases:
-        case.check(world)
-    return cases

@@ -25,7 +25,8 @@ from ...randomness import random_key
 from ...world.gpu_messages import gpu_aware
 from ...world.mpi import World
 from ...world.ranks import Ranks
-from ..darray_show import HaloSpec
+from ..darray_show import OPTIONS, HaloSpec, parsed, spec_of
+from ..study_data import Factors, Value
 from .harness import on_device, whole
 
 Array = NDArray[Any]
@@ -81,6 +82,18 @@ class Setting(NamedTuple):
             f"boundary {spec.boundary}, wire {spec.wire}"
         )
 
+    @classmethod
+    def of(cls, factors: Factors) -> Setting:
+        """Return the setting of a case that has a shape, see factors. Raises ConfigError."""
+        keys = {key: str(factors["widths" if key == "halo" else key]) for key in OPTIONS}
+        return cls(str(factors["setting"]), spec_of(parsed(keys), "halo"))
+
+    @property
+    def factors(self) -> dict[str, Value]:
+        """The factors of cases with this setting, as texts of options."""
+        keys = {key: _text(getattr(self.spec, key)) for key in OPTIONS}
+        return {"setting": self.name, "widths": keys.pop("halo"), **keys}
+
     @property
     def cell_bytes(self) -> int:
         """Bytes of a cell, with all its further axes."""
@@ -98,6 +111,30 @@ class Setting(NamedTuple):
         return sum(message.cells for message in plan.sends) * self.cell_bytes
 
 
+def _text(value: Any) -> str:
+    """Return 1,0:2 of [1, [0, 2]]."""
+    if not isinstance(value, list):
+        return str(value)
+    return ",".join(":".join(map(str, n)) if isinstance(n, list) else str(n) for n in value)
+
+
+def possible_ways(
+    world: World, plan: WindowPlan, ways: Sequence[str], device: str
+) -> Sequence[str]:
+    """Return those of some ways that a plan can go. Collective.
+
+    Those of MPI are left out if a window shows cells backwards or many times, which no datatype
+    describes, and for arrays on a GPU whose memory MPI does not take.
+    """
+    inside = plan.window.contains(plan.owned)
+    everyone = world.gather((inside, _has_datatypes(plan)), "bench halo")
+    if not all(each[0] for each in everyone):
+        ways = [way for way in ways if way == COPIED]
+    if not all(each[1] for each in everyone) or (device == "gpu" and not gpu_aware(world).yes):
+        ways = [way for way in ways if way not in WAYS]
+    return ways
+
+
 @contextmanager
 def open_cases(
     world: World,
@@ -110,18 +147,12 @@ def open_cases(
 ) -> Iterator[list[HaloCase]]:
     """Yield the cases of a setting, checked unless they have been. Collective.
 
-    ways: of OURS, COPIED and the names of WAYS; those of MPI are left out where a window shows
-    cells backwards or many times, which no datatype says, and where arrays are on a GPU whose
-    memory it does not take; accumulations of what has no sum or is rounded
+    ways: of OURS, COPIED and the names of WAYS; only possible_ways are taken, and accumulations
+        only if has_sums
     """
     spec = setting.spec
     window = on_device(np.empty((*plan.window.shape, *spec.trail), spec.dtype), device)
-    inside = plan.window.contains(plan.owned)
-    everyone = world.gather((inside, _has_datatypes(plan)), "bench halo")
-    if not all(each[0] for each in everyone):
-        ways = [way for way in ways if way == COPIED]
-    if not all(each[1] for each in everyone) or (device == "gpu" and not gpu_aware(world).yes):
-        ways = [way for way in ways if way not in WAYS]
+    ways = possible_ways(world, plan, ways, device)
     cases: list[HaloCase] = []
     for operation in operations:
         if operation == EXCHANGE or has_sums(spec):

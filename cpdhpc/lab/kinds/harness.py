@@ -25,6 +25,7 @@ from ...world.mpi import library_version
 from ...world.ranks import Ranks, Wait
 from ..provenance import cpu_clone, hosts, processor
 from ..settings import check_file, options
+from ..study_data import Factors
 
 Name = TypeVar("Name")
 Floats = NDArray[np.float64]
@@ -260,9 +261,18 @@ class Point:
     times_s: float64[warmup + repeats, processes]
     """
 
-    factors: Mapping[str, int | str]
-    outcomes: Mapping[str, float]
+    factors: Factors
+    outcomes: Mapping[str, float | int | str]
     times_s: Times
+
+    def slowest_s(self, warmup: int) -> Times:
+        """Return the times of the slowest rank after so many warm-up calls."""
+        times: Times = self.times_s[warmup:].max(axis=1)
+        return times
+
+    def median_s(self, warmup: int) -> float:
+        """Return the median of the slowest rank's times."""
+        return float(np.median(self.slowest_s(warmup)))
 
 
 @dataclass(frozen=True)
@@ -350,9 +360,6 @@ def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
 
 FURTHER = {  # factors of benchmarks that studies have not: long name
     "chosen": "algorithm that auto has chosen",
-    "call": "plain, prepared, or shared: prepared, with arrays that the node shares",
-    "threads": "threads that share an operation; memcpy takes one",
-    "clone": "processors that the loops were compiled for",
     "setting": "name of a plan",
     "shape": "cells of the domain along each axis",
     "procs": "ranks along each axis",

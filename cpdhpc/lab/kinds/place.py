@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...collectives.method import Machine
 from ...world.gpu_messages import use_gpu
 from ...world.mpi import World
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
@@ -128,13 +129,22 @@ class Launch:
 
 
 class Place:
-    """Some of the ranks of a job. Collective over them, as is all that it knows.
+    """Some of the ranks of a job. Its methods are collective over them.
 
     cores: what own_cores said of them; launch: what starts programs, of kinds that start ranks
+    share_gpus: whether processes of a node may share a GPU
+    machine: times for predictions, which the algorithm auto uses; None: nothing is predicted
     """
 
-    def __init__(self, world: World, launch: Launch | None = None) -> None:
-        self.world, self.launch = world, launch
+    def __init__(
+        self,
+        world: World,
+        launch: Launch | None = None,
+        share_gpus: bool = False,
+        machine: Machine | None = None,
+    ) -> None:
+        self.world, self.launch, self.share_gpus = world, launch, share_gpus
+        self.machine = machine
         self.cores = self._gpu = ""
         self._hosts = hosts(world)
         own = world.hosted.start
@@ -149,7 +159,7 @@ class Place:
         """
         device = str(factors.get("device", "cpu"))
         if device == "gpu":
-            use_gpu(self.world)
+            use_gpu(self.world, oversubscribe=self.share_gpus)
             self._gpu = gpu()
         return device
 
@@ -162,9 +172,9 @@ class Place:
         return found
 
     @cached_property
-    def seconds_per_byte(self) -> float:
-        """Time of a byte between the first and the last rank, by a ping-pong. Collective."""
-        return ping_pong(self.world)[1]
+    def link_s(self) -> float:
+        """Time of a byte on a node's link, by a ping-pong; 0 if there is one node. Collective."""
+        return ping_pong(self.world)[1] if len(set(self.world.nodes)) > 1 else 0.0
 
     def read_energy(self) -> float:
         """Return what the counters of the node say, in J; 0 but on its first process of these."""

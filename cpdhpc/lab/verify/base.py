@@ -1,4 +1,4 @@
-"""What a check is, what it is given and what it finds."""
+"""Checks: their ranks and device, and their results."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEVICES = {"cpu": "CPU", "gpu": "GPU"}
 
 @dataclass
 class Place:
-    """Where a check runs: the ranks that are left, and the device of its arrays.
+    """The ranks and the device on which a check runs.
 
-    quick: whether it is to take seconds rather than minutes
-    device: "cpu" or "gpu"; asked: the device that the user asked for
+    world: ranks that still take part; quick: whether the check should take seconds, not minutes
+    device: "cpu" or "gpu", for its arrays; asked: the device that the user named
     oversubscribe: whether processes of a node may share a GPU
     """
 
@@ -36,11 +36,11 @@ class Place:
 
 
 class Ratio(NamedTuple):
-    """A time beside that of something else with the same data, in the same run.
+    """The times of two things with the same data in the same run.
 
-    what, beside: what was timed, and beside what; device, size_bytes: of its data
-    times_s, beside_s: of the slowest rank, a call each
-    low, high: what the speed over that of the other is expected to be; advice: if it is not
+    what, beside: their names; device, size_bytes: of the data
+    times_s, beside_s: of the slowest rank, one for each call
+    low, high: limits of the expected ratio of speeds; advice: for a ratio outside them
     """
 
     what: str
@@ -55,22 +55,22 @@ class Ratio(NamedTuple):
 
     @property
     def value(self) -> float:
-        """How many times as fast as the other, by medians."""
+        """The ratio of speeds, by medians."""
         return median(self.beside_s) / median(self.times_s)
 
     @property
     def expected(self) -> bool:
-        """Whether the ratio is in its range."""
+        """Whether the ratio is within its limits."""
         return self.low <= self.value <= self.high
 
 
 @dataclass
 class Found:
-    """What a check found on a rank.
+    """The results of a check on a rank.
 
-    counted: comparisons that were made; wrong: what is not as it must be, a line each
-    facts: what is there, by name; arrays: of numbers, by name, for pictures
-    not_run: why nothing was checked, "" if it was
+    counted: number of comparisons; wrong: differences, a line each
+    facts: descriptions by name; arrays: numbers by name, for figures
+    not_run: why nothing was checked, or ""
     """
 
     counted: int = 0
@@ -81,7 +81,7 @@ class Found:
     not_run: str = ""
 
     def compare(self, what: str, is_right: bool, count: int = 1) -> None:
-        """Count comparisons, and note what they were about if they failed."""
+        """Count comparisons, and record their subject if they failed."""
         self.counted += count
         if not is_right:
             self.wrong.append(what)
@@ -89,10 +89,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table of checks: what it shows, in a line, and what does it, on all ranks.
+    """A row of the table of checks: its section, its subject in a line, its function of all ranks.
 
-    limit_s: how long it may take, in s, if it is quick and if it is not; on GPUs GPU_LIMIT_S more
-    devices: on which it runs, each by itself
+    limit_s: seconds that it may take if quick, and otherwise; on GPUs GPU_LIMIT_S more
+    devices: it runs on each of them
     """
 
     section: str

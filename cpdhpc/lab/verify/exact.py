@@ -1,4 +1,4 @@
-"""Whether all that must have the same bits has them: kernels, schedules, windows, a training."""
+"""Checks of identical bits: kernels, schedules, windows, a training."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _ops(place: Place) -> Any:
 
 
 def _there(place: Place) -> tuple[Any, Callable[[Array], Any], Callable[[Any], Array]]:
-    """Return the operations of the device, what copies arrays there, and what back."""
+    """Return the operations of the device, a function that copies arrays there, and one back."""
     if place.device == "cpu":
         return cpu, np.copy, np.asarray
     from ...ops import gpu
@@ -84,7 +84,7 @@ def small_formats() -> Iterator[Format]:
         for special in get_args(Special):
             try:
                 fmt = FloatFormat(exp, man, special)
-            except ValueError:  # it has no number but zero
+            except ValueError:  # zero is its only number
                 continue
             if fmt.bits <= 8:
                 yield fmt
@@ -92,7 +92,7 @@ def small_formats() -> Iterator[Format]:
 
 
 def edges(fmt: Format) -> Array:
-    """Return what is hard to round to a format: its numbers, midpoints, and float32 beside them."""
+    """Return numbers that are hard to round: those of a format, midpoints, float32 beside them."""
     codes = np.arange(min(1 << fmt.bits, 1 << 8), dtype=np.uint32)
     codes = codes if fmt.bits <= 8 else codes * np.uint32(0x01010101) & np.uint32(2**fmt.bits - 1)
     numbers = reference.decode(codes, fmt).astype(np.float64)
@@ -119,17 +119,24 @@ def words(cast: Cast) -> str:
 
 
 def same(a: Array, b: Array) -> bool:
-    """Whether two arrays have the same bits, where a NaN is as good as another."""
+    """Return whether two arrays have identical bits; all NaN are equal."""
     return not differing([np.asarray(a)], [np.asarray(b)], any_nan=True)
 
 
+def _compare(
+    found: Found, what: str, count: int, outcome: Callable[[Any], list[Array]], ops: Any
+) -> None:
+    """Compare the outcome of operations with that of the specification."""
+    found.compare(what, not differing(outcome(ops), outcome(reference), any_nan=True), count)
+
+
 def _shifts(fmt: Format, *shifts: int) -> list[int]:
-    """Return the shifts that a format knows."""
+    """Return the shifts that a format has."""
     return [shift for shift in shifts if fmt.shift_min <= shift <= fmt.shift_max]
 
 
 def formats(place: Place) -> Found:
-    """Decode all codes of all formats of 8 bits; encode numbers, midpoints, and what is beside."""
+    """Decode all codes of all formats of 8 bits; encode numbers, midpoints and their neighbours."""
     found, ops = Found(), _ops(place)
     for fmt in small_formats():
         codes, x = np.arange(1 << fmt.bits, dtype=np.uint32), edges(fmt)
@@ -155,8 +162,8 @@ def large_formats(place: Place) -> Found:
         fmt = parse_format(name)
         x = np.concatenate([edges(fmt), values(N, 1)])
         for cast in casts(fmt, get_args(Rounding)):
-            wanted, got = (of_codes(o, x, cast, min(2, fmt.shift_max)) for o in (reference, ops))
-            found.compare(words(cast), not differing(got, wanted, any_nan=True), x.size)
+            outcome = partial(of_codes, x=x, cast=cast, shift=min(2, fmt.shift_max))
+            _compare(found, words(cast), x.size, outcome, ops)
     for bits in range(1, 33):
         codes = (np.arange(N, dtype=np.uint64) * 2654435761 >> (32 - bits)).astype(np.uint32)
         codes &= np.uint32(2**bits - 1)
@@ -168,9 +175,9 @@ def large_formats(place: Place) -> Found:
 
 
 def tiled(place: Place) -> Found:
-    """Encode, decode, add and hop tiles, with all scalings, given shifts and chosen ones.
+    """Encode, decode, add and hop tiles, with all scalings, with fixed and chosen shifts.
 
-    On a GPU each cast is compiled, for seconds: so a quick check has few.
+    On a GPU the compiler takes seconds for each cast, so a quick check has few.
     """
     found, ops = Found(), _ops(place)
     few = place.quick and place.device == "gpu"
@@ -184,11 +191,12 @@ def tiled(place: Place) -> Found:
         sizes = (32,) if name in MICROSCALING else SHARED.values()
         ways = [Cast(fmt)] if few else casts(fmt, roundings)
         for cast, shared in product(ways, sizes):
-            for given, fit in ((x, True), (x, False), (bad, True)):
-                how = (given, values(N, 2), cast, shared)
-                wanted, got = (of_tiles(o, *how, fit=fit) for o in (reference, ops))
-                right = not differing(got, wanted, any_nan=True)
-                found.compare(f"{words(cast)}, {shared} share a shift, fit={fit}", right, N)
+            for data, fit in ((x, True), (x, False), (bad, True)):
+                outcome = partial(
+                    of_tiles, x=data, y=values(N, 2), cast=cast, shared=shared, fit=fit
+                )
+                what = f"{words(cast)}, {shared} share a shift, fit={fit}"
+                _compare(found, what, N, outcome, ops)
     return found
 
 
@@ -199,9 +207,9 @@ def two_scales(place: Place) -> Found:
         x, y = values(n, 5), values(n, 6)
         bad = x.copy()
         bad[n // 2] = np.nan
-        for given in (x, bad, x * np.float32(1e-40), np.zeros_like(x)):
-            wanted, got = (of_two_scales(o, given, y, rounding) for o in (reference, ops))
-            found.compare(f"{n} values, {rounding}", not differing(got, wanted, any_nan=True), n)
+        for data in (x, bad, x * np.float32(1e-40), np.zeros_like(x)):
+            outcome = partial(of_two_scales, x=data, y=y, rounding=rounding)
+            _compare(found, f"{n} values, {rounding}", n, outcome, ops)
     return found
 
 
@@ -211,14 +219,13 @@ def sums(place: Place) -> Found:
     for name in ("int2", "int4", "int8", "int16", "ternary", "e4m3", "e3m0"):
         fmt = Cast(INTEGERS.get(name) or parse_format(name)).float_format
         for rounding in ("nearest", "stochastic"):
-            how = (values(N, 3), fmt, rounding)
-            wanted, got = (of_sums(o, *how) for o in (reference, ops))
-            found.compare(f"{name}, {rounding}", not differing(got, wanted, any_nan=True), N)
+            outcome = partial(of_sums, x=values(N, 3), fmt=fmt, rounding=rounding)
+            _compare(found, f"{name}, {rounding}", N, outcome, ops)
     return found
 
 
 def passes(place: Place) -> Found:
-    """Accumulate, scale, find the largest, take signs, and all else that compressors do."""
+    """Accumulate, scale, find the largest, take signs, and run the other passes of compressors."""
     found, (ops, there, here) = Found(), _there(place)
     for n in place.of((1, 33, 9001), (1, 7, 33, 1025, 9001, 60_000)):
         wanted = of_passes(reference, n, np.copy, np.asarray)
@@ -252,12 +259,9 @@ def products(place: Place) -> Found:
             Products(cast, cast, "pairwise"),
             Products(cast, None, chunk=4, between=cast, kahan=True),
         ):
-            wanted, got = (of_products(o, how, 5, 13, 9) for o in (reference, ops))
-            found.compare(
-                f"{name}, {rounding}, {how.order}, chunk {how.chunk}",
-                not differing(got, wanted, any_nan=True),
-                2 * 5 * 9,
-            )
+            outcome = partial(of_products, how=how, m=5, k=13, n=9)
+            what = f"{name}, {rounding}, {how.order}, chunk {how.chunk}"
+            _compare(found, what, 2 * 5 * 9, outcome, ops)
     return found
 
 
@@ -281,7 +285,7 @@ def steps(place: Place) -> Found:
 
 
 def on_host(place: Place) -> Found:
-    """Pack codes of places, mark what is drawn and merge sparse arrays, as compressors do."""
+    """Pack codes of places, mark drawn numbers and merge sparse arrays, as compressors do."""
     found = Found()
     for n, bin_values in product((1, 900, 9001), (1, 50, 500)):
         x = values(n, n)
@@ -302,9 +306,9 @@ def on_host(place: Place) -> Found:
 
 
 def digest(result: Any) -> str:
-    """Return what stands for the bits of a result: an array's, or the words of an error.
+    """Return a hash of an array's bits, or the text of an error.
 
-    NaN equals NaN: a GPU's arithmetic makes 0x7fffffff of any, a CPU's keeps its bits.
+    All NaN are equal: a GPU's arithmetic makes each of them 0x7fffffff, a CPU's keeps its bits.
     """
     if isinstance(result, str):
         return result
@@ -317,7 +321,7 @@ def digest(result: Any) -> str:
 
 
 def _twice(run: Callable[[int], Any]) -> list[str]:
-    """Return what two calls, which are given their number, come to."""
+    """Return the digests of two calls of run, whose argument is their number."""
     outcomes = []
     for number in range(2):
         try:
@@ -336,20 +340,18 @@ class Sum(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is in words."""
+        """Its options in words."""
         m = self.method
-        given = [m.algorithm, m.wire, m.scaling, m.accumulate, m.op, m.rounding]
-        words = [str(each) for each in given if each is not None]
-        return " ".join(
-            [*words, f"{self.n} values", *(["one of them NaN"] if self.poisoned else [])]
-        )
+        options = m.algorithm, m.wire, m.scaling, m.accumulate, m.op, m.rounding
+        words = [str(each) for each in options if each is not None]
+        return f"{' '.join(words)} {self.n} values" + " one of them NaN" * self.poisoned
 
 
 WIRES = ("raw", "e4m3", "e2m1fn", "e3m0", "int8", "mxfp4", "nvfp4", "ternary", "posit8", "bf16")
 
 
 def all_reduces(quick: bool) -> Iterator[Sum]:
-    """Yield every schedule times wire, with what goes together of the rest."""
+    """Yield every schedule times wire, with the other options that fit."""
     scalings = (None, "aps") if quick else (None, "aps", "none", "block32")
     wires = WIRES if not quick else WIRES[:7]
     for algorithm, wire, scaling in product(SCHEDULES, wires, scalings):
@@ -371,7 +373,7 @@ def all_reduces(quick: bool) -> Iterator[Sum]:
 
 
 def contribution(rank: int, n: int, poisoned: bool = False) -> Array:
-    """Return the values of a rank, over many binades, some zeros."""
+    """Return the values of a rank: over many binades, some of them zero."""
     rng = np.random.default_rng((rank, n))
     x = (rng.standard_normal(n) * np.exp2(rng.integers(-12, 4, n))).astype(np.float32)
     x[::17] = 0
@@ -397,7 +399,7 @@ def schedules(place: Place) -> Found:
     for number, (method, n, poisoned) in enumerate(cases):
         x = on_device(contribution(world.rank, n, poisoned), place.device)
         outcomes = _twice(partial(_summed, method, world, [x]))
-        if ":" not in outcomes[0]:  # else it is an error, and prepare's has other words
+        if ":" not in outcomes[0]:  # else it is an error, which prepare words in another way
             with method.prepare(world, [x]) as prepared:
                 outcomes += _twice(partial(_prepared, prepared))
         got.append(outcomes)
@@ -411,7 +413,7 @@ def schedules(place: Place) -> Found:
 def _judged(
     place: Place, names: list[str], got: list[list[str]], wanted: dict[int, list[str]]
 ) -> Found:
-    """Compare the results of this rank with those that some rank has simulated. Collective."""
+    """Compare the results of this rank with simulated ones, of all ranks. Collective."""
     found, everything = Found(), dict[int, list[str]]()
     for part in place.world.gather(wanted, "verify"):
         everything |= part
@@ -454,7 +456,7 @@ def collectives(place: Place) -> Found:
 
 
 def windows(place: Place) -> Found:
-    """Exchange windows and add them up again; the adjoint is exact; both as by remainders."""
+    """Exchange and accumulate windows: the adjoint is exact, both agree with remainders."""
     found, world = Found(), place.world
     for boundary, trail in product(("zero", "wrap", "reflect", "symmetric", "edge"), ((), (3,))):
         spec = HaloSpec(
@@ -496,7 +498,7 @@ def _rounded_windows(place: Place) -> tuple[str, bool]:
 
 
 INPUTS, OUTPUTS, BATCH, RATE = 12, 5, 8, 2.0**-4
-STEPS = 4  # at most: as many as are exact
+STEPS = 4  # at most, as long as all are exact
 WAYS: dict[str, dict[str, Any]] = {  # aggregator of a training, and how its mean is simulated
     "none": {},
     "lowbit": {"wire": "e4m3"},
@@ -504,11 +506,11 @@ WAYS: dict[str, dict[str, Any]] = {  # aggregator of a training, and how its mea
 
 
 def training(place: Place) -> Found:
-    """Train a layer on whole numbers, as long as no sum rounds: all devices must have one result.
+    """Train a layer on whole numbers while no sum rounds, so that all devices have one result.
 
     The loss is half the sum of squares over the batch; targets and inputs are small integers, the
-    rate a power of two. What it must come to is computed by NumPy, with means from the simulator.
-    On a number of ranks that is no power of two means round, and one step is all.
+    rate a power of two. NumPy computes the expected weights, with means from the simulator. On a
+    number of ranks that is no power of two means round, so that there is one step.
     """
     why = next(filter(None, place.world.gather(no_torch(), "verify")), "")
     if why:
@@ -558,11 +560,10 @@ def _batch(rank: int, step: int) -> tuple[Array, Array]:
 
 
 def _trained(weights: Array, ranks: int, step: int, options: dict[str, Any]) -> Array | None:
-    """Return the weights after a step of all ranks, float32; None where a sum may round.
+    """Return the weights after a step of all ranks, float32; None if a sum may round.
 
-    weights: float32. All terms of a sum are multiples of one power of two, and those that are
-    added, without their signs, less than 2**24 times it: so each partial sum is a float32, in
-    whatever order.
+    weights: float32. All terms of a sum are multiples of one power of two, and their magnitudes add
+    up to less than 2**24 times it, so that each partial sum is a float32 in any order.
     """
     unit, gradients = _unit(weights), []
     for rank in range(ranks):
@@ -577,42 +578,36 @@ def _trained(weights: Array, ranks: int, step: int, options: dict[str, Any]) -> 
 
 
 def _unit(numbers: Array) -> float:
-    """Return the largest power of two, at most 1, of which all numbers are multiples."""
+    """Return the largest power of two, at most 1, that divides all numbers."""
     mantissa, exponent = np.frexp(numbers[numbers != 0])
     whole = (mantissa * 2.0**53).astype(np.int64)
     return float(np.ldexp((whole & -whole).astype(np.float64), exponent - 53).min(initial=1.0))
 
 
+_exact = partial(Check, "exactness")
 CHECKS: dict[str, Check] = {
-    "formats of 8 bits": Check(
-        "exactness", "all codes, and all edges in every rounding, as ops.reference says", formats
+    "formats of 8 bits": _exact(
+        "all codes, and all edges in every rounding, as in ops.reference", formats
     ),
-    "wider formats": Check(
-        "exactness", "samples and edges of formats of 9 to 32 bits; all widths", large_formats
+    "wider formats": _exact(
+        "samples and edges of formats of 9 to 32 bits; all widths", large_formats
     ),
-    "tiles": Check(
-        "exactness", "encode, decode, add and hop of tiles: formats, scalings, roundings", tiled
-    ),
-    "NVFP4": Check("exactness", "blocks of 16 with two scales", two_scales),
-    "sums of integers": Check("exactness", "sums that grow by bits, ternary codes", sums),
-    "passes": Check("exactness", "what compressors do to gradients", passes),
-    "selection": Check("exactness", "the largest values, indices, streams of bits", selection),
-    "products": Check("exactness", "products of matrices with chosen roundings", products),
-    "optimisers": Check(
-        "exactness", "steps of optimisers that adapt to layers", steps, devices=("cpu",)
-    ),
-    "codes on the host": Check(
-        "exactness",
+    "tiles": _exact("encode, decode, add and hop of tiles: formats, scalings, roundings", tiled),
+    "NVFP4": _exact("blocks of 16 with two scales", two_scales),
+    "sums of integers": _exact("sums that grow by bits, ternary codes", sums),
+    "passes": _exact("the passes of compressors over gradients", passes),
+    "selection": _exact("the largest values, indices, streams of bits", selection),
+    "products": _exact("products of matrices with chosen roundings", products),
+    "optimisers": _exact("steps of optimisers that adapt to layers", steps, devices=("cpu",)),
+    "codes on the host": _exact(
         "codes of places in bins, draws without repeats, sums of sparse arrays",
         on_host,
         devices=("cpu",),
     ),
-    "all-reduces": Check(
-        "exactness", "every schedule times wire on all ranks, as simulated", schedules
+    "all-reduces": _exact("every schedule times wire on all ranks, as in the simulator", schedules),
+    "other collectives": _exact(
+        "reduce-scatter, all-gather and the others, as in the simulator", collectives
     ),
-    "other collectives": Check(
-        "exactness", "reduce-scatter, all-gather and the others, as simulated", collectives
-    ),
-    "windows": Check("exactness", "windows of arrays, and their adjoints", windows),
-    "training": Check("exactness", "a short training, as simulated by NumPy", training),
+    "windows": _exact("windows of arrays, and their adjoints", windows),
+    "training": _exact("a short training, as simulated by NumPy", training),
 }

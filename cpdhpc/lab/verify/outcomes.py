@@ -1,4 +1,4 @@
-"""All that the array operations write and return, to compare implementations of them."""
+"""The results of array operations, for comparisons of their implementations."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from ...ops.payloads import Exact
 from ...ops.products import Products
 
 Array = np.ndarray[Any, np.dtype[Any]]
-There = Callable[[Array], Any]  # a copy of a NumPy array, where the operations want it
+There = Callable[[Array], Any]  # copies a NumPy array to the device of the operations
 Here = Callable[[Any], Array]  # and back
-KEY, OFFSET = (7, 2**32 - 1), 2**40 + 2**32 - 2048  # whose upper half changes on the way
+KEY, OFFSET = (
+    (7, 2**32 - 1),
+    2**40 + 2**32 - 2048,
+)  # the upper half of the offset changes among the values
 
 
 class OnGpu:
-    """ops.gpu for NumPy arrays: moves the arguments over, and what was written back."""
+    """ops.gpu for NumPy arrays: copies arguments to the GPU, and written ones back."""
 
     def __init__(self, gpu: ModuleType) -> None:
         self._gpu = gpu
@@ -70,9 +73,9 @@ def of_tiles(
     counted: bool = True,
     shift: int = 127,
 ) -> list[Array]:
-    """Of floats in tiles: x is encoded, and y is added to it.
+    """Return the results for tiles: x is encoded, and y is added to it.
 
-    shared: how many values have a shift in common; fit: whether it is chosen, else shift, a byte
+    shared: values that share a shift; fit: whether it is chosen, else it is shift, a byte
     """
     n, fmt, most = x.size, cast.fmt, packed_bytes(x.size, cast.fmt.bits)
     words, given, gone, alone = (np.full(most, 0xA5, np.uint8) for _ in range(4))
@@ -110,7 +113,7 @@ def of_tiles(
 
 
 def of_two_scales(ops: Any, x: Array, y: Array, rounding: Any) -> list[Array]:
-    """Of floats in blocks of NVFP4: x is encoded, decoded, and added to y."""
+    """Return the results for blocks of NVFP4: x is encoded, decoded, and added to y."""
     blocks = nvfp4_blocks(x.size)
     words, scales = np.zeros(blocks * NVFP4_BLOCK // 2, np.uint8), np.zeros(blocks, np.uint8)
     scale, out, total = np.zeros(1, np.float32), np.zeros_like(x), np.zeros_like(x)
@@ -122,7 +125,7 @@ def of_two_scales(ops: Any, x: Array, y: Array, rounding: Any) -> list[Array]:
 
 
 def of_codes(ops: Any, x: Array, cast: Cast, shift: int = 2) -> list[Array]:
-    """Of floats and their codes without tiles, and of the largest values."""
+    """Return the results for codes without tiles, and for the largest values."""
     codes = ops.encode(x, cast, shift, KEY, OFFSET)
     packed = ops.pack(codes, cast.fmt.bits)
     back = ops.unpack(packed, cast.fmt.bits, x.size)
@@ -130,7 +133,7 @@ def of_codes(ops: Any, x: Array, cast: Cast, shift: int = 2) -> list[Array]:
 
 
 def of_sums(ops: Any, x: Array, fmt: FloatFormat, rounding: Any, shift: int = 127) -> list[Array]:
-    """Of exact sums of two and three contributions, and of ternary codes."""
+    """Return the results for exact sums of two and three contributions, and for ternary codes."""
     cast, n, bits = Cast(fmt, rounding), x.size, sum_bits(fmt, 2)
     shifts = np.full(tiles_of(n), shift, np.uint8)
     codes, two, three = (
@@ -150,63 +153,73 @@ def of_sums(ops: Any, x: Array, fmt: FloatFormat, rounding: Any, shift: int = 12
 
 
 def values(n: int, seed: int) -> Array:
-    """Of many magnitudes, so that another order or another rounding shows; zeros of both signs."""
+    """Return values of many magnitudes, which show another order or rounding, and both zeros."""
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 3, n)).astype(np.float32)
     x[::11], x[5::17], x[3::19] = 0.0, -0.0, 1e-44
     return x
 
 
-Noted = list[tuple[Any, ...]]
+class Recorded(list[tuple[Any, ...]]):
+    """Results by name: arrays as bytes, and numbers; here: see Here."""
+
+    def __init__(self, here: Here) -> None:
+        super().__init__()
+        self._here = here
+
+    def add(self, name: str, *parts: Any) -> None:
+        """Add the parts of a result."""
+        bits = (self._here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)
+        self.append((name, *bits))
 
 
-def of_passes(ops: Any, n: int, there: There, here: Here) -> Noted:
-    """Of the passes over gradients: arrays, as bytes, and numbers, by name."""
+def of_passes(ops: Any, n: int, there: There, here: Here) -> Recorded:
+    """Return the results of passes over gradients by name: arrays as bytes, and numbers."""
     x, kept, more = (there(values(n, seed)) for seed in range(3))
-    out, total, found = there(np.ones(n, np.float32)), there(np.ones(n, np.float32)), Noted()
+    out, total = there(np.ones(n, np.float32)), there(np.ones(n, np.float32))
+    found = Recorded(here)
 
-    def note(name: str, *parts: Any) -> None:
-        found.append((name, *(here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)))
-
-    note("accumulate", ops.accumulate(x, kept, out), out)
-    note("factor", ops.accumulate(x, kept, out, factor=0.9), out)
+    found.add("accumulate", ops.accumulate(x, kept, out), out)
+    found.add("factor", ops.accumulate(x, kept, out, factor=0.9), out)
     bits = ops.accumulate(x, kept, out, factor=0.9, more=more, total=total)
-    note("more", bits, out, total)
+    found.add("more", bits, out, total)
     for k in (0, 1, n // 100, n // 3, n):
-        note("largest", k, *ops.accumulate_largest(x, kept, out, k), out)
+        found.add("largest", k, *ops.accumulate_largest(x, kept, out, k), out)
         options = {"factor": 0.5, "more": more, "total": total}
-        note("of more", k, *ops.accumulate_largest(x, kept, out, k, **options), out, total)
+        found.add("of more", k, *ops.accumulate_largest(x, kept, out, k, **options), out, total)
     for bin_values in (1, 50, 500, 5000):
         leaders = ops.accumulate_leaders(x, kept, out, 1.5, bin_values)
-        note("leaders", bin_values, out, *leaders)
-        note("chunks", ops.chunk_leaders(x, bin_values))
+        found.add("leaders", bin_values, out, *leaders)
+        found.add("chunks", ops.chunk_leaders(x, bin_values))
     ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
     each = np.abs(values(ends.size, 5)) + np.float32(0.5)
     limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
-    note("divide all", ops.divide_all(x, 3.0, out), out)
-    note("maxima", ops.run_maxima(x, ends))
-    note("multiply", ops.multiply_runs(x, each, ends, out), out)
+    found.add("divide all", ops.divide_all(x, 3.0, out), out)
+    found.add("maxima", ops.run_maxima(x, ends))
+    found.add("multiply", ops.multiply_runs(x, each, ends, out), out)
     ops.divide_runs(x, each, ends, out, limits=limits)
-    note("divide", out)
+    found.add("divide", out)
     for rows in (row for row in (1, 3, 7) if n >= 3 * row):
         shape = (rows, n // rows)
         m, r, rest = (each[: rows * shape[1]].reshape(shape) for each in (x, kept, out))
         signs, pairs, bits = ops.encode_signs(m, r, rest)
-        note("signs", signs, pairs, bits, rest)
-        note("without rest", *ops.encode_signs(m, r))
-        note("without memory", *ops.encode_signs(m, None, rest), rest)
-        note("mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0))
-        note("decoded", rest)
+        found.add("signs", signs, pairs, bits, rest)
+        found.add("without rest", *ops.encode_signs(m, r))
+        found.add("without memory", *ops.encode_signs(m, None, rest), rest)
+        found.add(
+            "mean of signs", ops.decode_signs([signs] * 2, [pairs, pairs[::-1].copy()], rest, 3.0)
+        )
+        found.add("decoded", rest)
         firsts, seconds = there(values(2 * rows, 8)), there(values(2 * shape[1], 9))
         firsts, seconds = firsts.reshape(2, rows), seconds.reshape(2, shape[1])
-        note("outer", ops.outer(firsts, seconds, rest), rest)
-        note("row sums", ops.row_sums(m))
+        found.add("outer", ops.outer(firsts, seconds, rest), rest)
+        found.add("row sums", ops.row_sums(m))
         rows_of, columns_of = ops.row_products(m, seconds), ops.column_products(m, firsts)
-        note("products", here(rows_of), here(columns_of))
+        found.add("products", here(rows_of), here(columns_of))
     starts = np.concatenate([[0], ends[:-1]]) if ends[0] else np.zeros(1, np.int64)
     for of in ("magnitude", "square"):
-        note("sums", of, ops.run_sums(x, starts, of))
-    note("square sum", ops.square_sum(x), ops.square_sum(x, 0.1))
+        found.add("sums", of, ops.run_sums(x, starts, of))
+    found.add("square sum", ops.square_sum(x), ops.square_sum(x, 0.1))
     for name in ("ternary", "int4", "int16"):
         wire, mean = Exact(Cast(INTEGERS[name], "stochastic"), trits=name == "ternary"), out
         shift, payloads = SHIFT_BIAS + int(np.log2(wire.cast.fmt.smallest)), []
@@ -215,76 +228,73 @@ def of_passes(ops: Any, n: int, there: There, here: Here) -> Noted:
             cut = np.where(np.isinf(limits), np.float32(9e9), each)
             ops.encode_runs(x, cut, ends, 0.9, wire.cast, shift, payload, trits=wire.trits, key=key)
             payloads.append(here(payload))
-        note("codes", *payloads)
+        found.add("codes", *payloads)
         fmt = wire.cast.fmt
         both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, mean, trits=wire.trits)
-        note("mean of codes", both, mean)
+        found.add("mean of codes", both, mean)
     for threshold in (0.0, 0.5, 1e30, np.inf):
-        note("above", threshold, *ops.accumulate_above(x, kept, out, threshold), out)
+        found.add("above", threshold, *ops.accumulate_above(x, kept, out, threshold), out)
     for share in (0.0, 0.01, 0.5, 1.0):  # of places: none, few, many, all
         rng = np.random.default_rng(n)
         lie = [np.flatnonzero(rng.random(n) < share).astype(np.uint32) for _ in range(3)]
         many = [there(each) for each in lie]
         own = [there(values(each.size, 6 + i)) for i, each in enumerate(lie)]
-        note("taking", share, *ops.accumulate_taking(x, kept, out, many[0]), out)
-        note("taken", share, ops.take(out, many[1]), out)
+        found.add("taking", share, *ops.accumulate_taking(x, kept, out, many[0]), out)
+        found.add("taken", share, ops.take(out, many[1]), out)
         for some, divisor in ((3, 3.0), (3, 1.0), (3, 2.0), (1, 1.0), (0, 2.0)):
             bits = ops.mean_places(many[:some], own[:some], divisor, out)
-            note("mean of places", share, some, divisor, bits, out)
+            found.add("mean of places", share, some, divisor, bits, out)
     indices = there(np.arange(0, n, 3, dtype=np.uint32))
     ops.clear_all(out)
     ops.put(out, indices, there(values(indices.size, 4)))
-    note("put", out)
+    found.add("put", out)
     return found
 
 
-def of_selection(ops: Any, x: Array, there: There, here: Here) -> Noted:
-    """Of the operations on the largest of float32[n], on indices, and on streams of bits."""
-    n, found = x.size, Noted()
-
-    def note(name: str, *parts: Any) -> None:
-        found.append((name, *(here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)))
+def of_selection(ops: Any, x: Array, there: There, here: Here) -> Recorded:
+    """Return the results for the largest of float32[n], for indices, and for streams of bits."""
+    n, found = x.size, Recorded(here)
 
     given = there(x)
     for k in sorted({0, 1, n // 100, n // 3, n}):
-        note("select_magnitude", k, ops.select_magnitude(given, k))
+        found.add("select_magnitude", k, ops.select_magnitude(given, k))
         if k:
-            note("kth_magnitude", k, int(ops.kth_magnitude(given, k)))
+            found.add("kth_magnitude", k, int(ops.kth_magnitude(given, k)))
     for threshold in (0.0, 0.5, 1e30):
-        note("select_above", threshold, ops.select_above(given, threshold))
+        found.add("select_above", threshold, ops.select_above(given, threshold))
     marks = ops.mark_above(given, 0x3F000000)  # of 0.5
-    note("mark_above", marks)
-    note("count_bits", ops.count_bits(marks))
+    found.add("mark_above", marks)
+    found.add("count_bits", ops.count_bits(marks))
     places = ops.unpack_bitmap(marks)
-    note("unpack_bitmap", places)
-    note("pack_bitmap", ops.pack_bitmap(places, n))
+    found.add("unpack_bitmap", places)
+    found.add("pack_bitmap", ops.pack_bitmap(places, n))
     for low, shift, buckets in ((0, 20, 2048), (0x3F800000, 10, 1024), (0x3F800005, 0, 7)):
-        note("count_digits", low, ops.count_digits(given, low, shift, buckets))
+        found.add("count_digits", low, ops.count_digits(given, low, shift, buckets))
     picked, total = ops.gather(given, places), there(x)
-    note("gather", picked)
+    found.add("gather", picked)
     ops.scatter_add(total, places, picked)
-    note("scatter_add", total)
+    found.add("scatter_add", total)
     ops.clear(total, places)
-    note("clear", total)
+    found.add("clear", total)
     some = here(places)
     widths = np.random.default_rng(0).integers(0, 33, tiles_of(some.size)).astype(np.uint8)
     words = ops.pack_stream(places, widths)
-    note("pack_stream", words)
-    note("unpack_stream", ops.unpack_stream(words, widths, some.size))
+    found.add("pack_stream", words)
+    found.add("unpack_stream", ops.unpack_stream(words, widths, some.size))
     return found
 
 
 def of_products(ops: Any, how: Products, m: int, k: int, n: int) -> list[Array]:
-    """Of products of matrices, float32[2, m, k] and float32[2, k, n]."""
+    """Return products of matrices, float32[2, m, k] and float32[2, k, n]."""
     a, b = values(2 * m * k, 3).reshape(2, m, k), values(2 * k * n, 4).reshape(2, k, n)
     return [np.asarray(ops.matmul(a, b, how, KEY))]
 
 
 def differing(ours: list[Array], theirs: list[Array], *, any_nan: bool = False) -> list[int]:
-    """Where two outcomes differ in a bit; any_nan: a NaN is as good as another."""
+    """Return the indices of arrays that differ in a bit; any_nan: all NaN are equal."""
     return [
-        place
-        for place, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        index
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True))
         if a.shape != b.shape or a.dtype != b.dtype or not _same(a, b, any_nan)
     ]
 

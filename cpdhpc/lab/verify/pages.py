@@ -1,4 +1,4 @@
-"""Tables and figures of what verify has found, of one machine or of two side by side."""
+"""Tables and figures of the results of verify, for one machine or several side by side."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def report_of(path: Path) -> Report:
 
 
 SPEED = (
-    "Each is a time beside another with the same data in the same run: above 1 is faster than the "
-    "other. Outside what is expected is no error: other programs, or where ranks run, may be why."
+    "Each row compares two times with the same data in the same run: above 1 is faster than the "
+    "other. An unexpected speed is no error: other programs, or the cores of ranks, may be why."
 )
 
 
 def _outcome(row: Row) -> str:
-    """Return what a check does, or the first of what is wrong: the page lists all of it."""
+    """Return the subject of a check, or its first errors: the page lists all of them."""
     more = [f"{len(row.said) - 2} more lines"] if len(row.said) > 2 else []
     return "; ".join([*row.said[:2], *more]) or row.what
 
@@ -116,7 +116,7 @@ SHORT_S = 0.01  # shorter checks are drawn there
 
 
 def _coverage(results: Results) -> list[Chart]:
-    """Return how long checks took that were run, a place for each."""
+    """Return the times of checks that were run, a row for each."""
     rows = [row for row in results.rows if row.status != NOT_RUN]
     if not rows:
         return []
@@ -134,13 +134,13 @@ def _coverage(results: Results) -> list[Chart]:
         Axis("", names=[row.name for row in rows]),
         series,
     )
-    caption = "Time of each check on the slowest rank, by what became of it."
+    caption = "Time of each check on the slowest rank, by its result."
     scale = (1.9, 0.075 * len(rows) + 0.35)
     return [Chart("checks", "Checks", [], caption, [panel], columns=1, scale=scale)]
 
 
 def _speeds(several: Sequence[Results], names: Sequence[str]) -> list[Chart]:
-    """Return ratios, a place for each, with the ends of what is expected; names: of machines."""
+    """Return ratios, a row for each, with the least that is expected; names: of machines."""
     rows = list(dict.fromkeys(_key(r) for each in several for r in each.ratios))
     if not rows:
         return []
@@ -149,7 +149,7 @@ def _speeds(several: Sequence[Results], names: Sequence[str]) -> list[Chart]:
     for beside in dict.fromkeys(key[1] for key in rows):
         keys = [key for key in rows if key[1] == beside]
         series = [
-            Series(name or "measured", style, *_places(each, keys), join="none")
+            Series(name or "measured", style, *_values(each, keys), join="none")
             for each, name, style in zip(several, names, styles(names).values(), strict=True)
         ]
         bounds = [(known[key].low, i) for i, key in enumerate(keys) if known[key].low > 0]
@@ -172,8 +172,8 @@ def _key(ratio: Ratio) -> tuple[str, str, str, int]:
     return ratio.what, ratio.beside, ratio.device, ratio.size_bytes
 
 
-def _places(results: Results, keys: Sequence[tuple[str, str, str, int]]) -> tuple[Array, Array]:
-    """Return the values of some ratios that there are, and their places."""
+def _values(results: Results, keys: Sequence[tuple[str, str, str, int]]) -> tuple[Array, Array]:
+    """Return the values of the ratios with some keys, and their rows."""
     found = {_key(r): r.value for r in results.ratios}
     some = [(found[key], i) for i, key in enumerate(keys) if key in found]
     both = np.array(some, float).reshape(-1, 2)
@@ -235,7 +235,7 @@ def side_by_side(*paths: Path) -> Report:
 
 
 def compare_report(several: Sequence[Results], names: Sequence[str]) -> Report:
-    """Return machines side by side; names: of them."""
+    """Return the report of machines side by side; names: of the machines."""
     verdicts = [["verdict", *(each.verdict for each in several)]]
     rows = dict.fromkeys(row.name for each in several for row in each.rows)
     status = [{row.name: row.status for row in each.rows} for each in several]

@@ -1,4 +1,4 @@
-"""What checks have found, of all ranks, as rows and as a file."""
+"""The results of all checks and ranks, as rows and as a file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .watch import Outcome
 
 KIND, SCHEMA = "verify", 1
 RIGHT, WRONG, FAILED, NOT_RUN = "right", "wrong", "failed", "not run"
-MOST_SAID = 20  # lines of what is wrong, of a check
+MOST_SAID = 20  # lines about a check
 
 
 @dataclass(frozen=True)
 class Row:
-    """A check that was carried out, or was not.
+    """The result of a check.
 
-    status: RIGHT, WRONG (something differs), FAILED (it did not come to its end), or NOT_RUN
-    counted: comparisons, or measurements, of all ranks; said: what is wrong, or why not, in lines
+    status: RIGHT, WRONG (something differs), FAILED (it did not end), or NOT_RUN
+    counted: comparisons or measurements of all ranks; said: lines about errors and reasons
     """
 
     name: str
@@ -39,16 +39,16 @@ class Row:
 
     @property
     def bad(self) -> bool:
-        """Whether it speaks against this machine, or this program on it."""
+        """Whether something is wrong with this machine, or this program on it."""
         return self.status in (WRONG, FAILED)
 
 
 def joined(outcomes: Mapping[int, Outcome], lost: Iterable[int]) -> tuple[str, tuple[str, ...]]:
-    """Return the status of a check and what is said, from the outcomes of ranks.
+    """Return the status of a check and the lines about it, from the outcomes of ranks.
 
-    lost: ranks that were not heard of any more
+    lost: ranks that do not answer any more
     """
-    said = [f"rank {rank}: hangs, and is left behind" for rank in lost]
+    said = [f"rank {rank}: hangs, and is excluded" for rank in lost]
     errors = {rank: each.error for rank, each in outcomes.items() if each.found is None}
     causes = [rank for rank in errors if not _follows(outcomes[rank])]
     for rank in [*causes, *(rank for rank in errors if rank not in causes)]:
@@ -78,11 +78,11 @@ def _short(lines: list[str]) -> tuple[str, ...]:
 
 @dataclass
 class Results:
-    """All that was found until now.
+    """The results until now.
 
-    asked: how many checks there are; attributes: of the machine and the job, for the file
-    ended: why the job ended before them, "" if it did not
-    unwritten: why the last write of the file failed, "" if it did not
+    asked: number of checks; attributes: of the machine and the job, for the file
+    ended: why the job ended before all checks, or ""
+    unwritten: why the last write of the file failed, or ""
     """
 
     title: str
@@ -97,7 +97,7 @@ class Results:
     _writing: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def add(self, row: Row, found: Found | None) -> None:
-        """Add a check, with what the first rank found."""
+        """Add a check, with the results of the first rank."""
         self.rows.append(row)
         if found is not None:
             self.facts |= found.facts
@@ -106,12 +106,12 @@ class Results:
 
     @property
     def right(self) -> bool:
-        """Whether all checks came to their end, and nothing is wrong."""
+        """Whether all checks ended, and nothing is wrong."""
         return not self.ended and not any(row.bad for row in self.rows)
 
     @property
     def verdict(self) -> str:
-        """What to say in a line."""
+        """The result of all checks in a line."""
         bad = [row for row in self.rows if row.bad]
         done = [row for row in self.rows if row.status != NOT_RUN]
         slow = [each for each in self.ratios if not each.expected]
@@ -134,13 +134,13 @@ class Results:
         return f"{'RIGHT' if self.right else 'WRONG'}: {', '.join(parts)}"
 
     def keep(self) -> None:
-        """Let this thread alone write from now on: it ends the process. Others wait for that."""
+        """Let only this thread write from now on, as it ends the process. Others wait."""
         self._writing.acquire()
 
     def write(self, path: Path, ended: str) -> None:
-        """Write the file, and why the job ended, "" if it did not. Sets unwritten, and goes on.
+        """Write the file with the reason why the job ended, or "". Sets unwritten on an error.
 
-        A full disk must end no check: what is found can still be printed.
+        A full disk ends no check, as results can still be printed.
         """
         with self._writing:
             self.ended, self.unwritten = ended, ""
@@ -171,8 +171,7 @@ class Results:
         }  # fmt: skip
         if self.ratios:
             most = max(max(len(r.times_s), len(r.beside_s)) for r in self.ratios)
-            places = store.Variable(("repeat",), np.arange(most), "repeat")
-            groups["ratios"]["repeat"] = places
+            groups["ratios"]["repeat"] = store.Variable(("repeat",), np.arange(most), "repeat")
             groups["ratios"]["times_s"] = _padded([r.times_s for r in self.ratios], most)
             groups["ratios"]["beside_s"] = _padded([r.beside_s for r in self.ratios], most)
         notes = {"kind": KIND, "schema": SCHEMA, "title": self.title, "verdict": self.verdict}
@@ -181,7 +180,7 @@ class Results:
 
 
 def _columns(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> dict[str, Any]:
-    """Return the columns of rows as labelled variables; none where there are no rows."""
+    """Return the columns of rows as labelled variables; none if there are no rows."""
     if not rows:
         return {}
     columns = zip(names, zip(*rows, strict=True), strict=True)
@@ -205,7 +204,7 @@ def read_writer(path: Path) -> int:
 
 
 def read(path: Path) -> Results:
-    """Return what a file holds. Raises StoreError."""
+    """Return the results of a file. Raises StoreError."""
     groups, notes = store.read(path)
     if notes.get("kind") != KIND or notes.get("schema") != SCHEMA:
         raise store.StoreError(f"{path}: is no file of verify that this version reads")

@@ -1,4 +1,4 @@
-"""All checks of the table, one after the other, whatever becomes of them."""
+"""All checks of the table, one after the other, even if some fail."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .base import DEVICES, GPU_LIMIT_S, Check, Checks, Found, Place
 from .results import NOT_RUN, RIGHT, Results, Row, joined, read_writer
 from .watch import GRACE_S, Guard, Outcome, Watch
 
-# Speeds first: on a GPU the kernels of so many casts as exactness has are not all compiled apart.
+# Speeds come before exactness, whose many casts of a GPU are not all compiled apart.
 CHECKS: Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
 
 
 class Asked(NamedTuple):
-    """What is asked for; device: "cpu" or "gpu", which is done beside the CPU.
+    """The user's options; device: "cpu", or "gpu" for the CPU and the GPU.
 
-    limit_s: of each check in place of its own, or None; grace_s: behind it
+    limit_s: for each check in place of its own, or None; grace_s: see watch.GRACE_S
     """
 
     out: Path
@@ -53,10 +53,10 @@ def verify(
 ) -> tuple[int, bool]:
     """Carry out all checks and write the file after each; return the exit status. Collective.
 
-    The status is 1 if anything is wrong, or if the file cannot be written.
+    The status is 1 if anything is wrong, or if the file cannot be written. Also returns whether MPI
+    can end as usual: it cannot if ranks or messages are abandoned.
 
-    say: shows a line; finish: writes what else is made of the results, on the first rank that is
-    left. Also returns whether MPI can end as usual: not where ranks are left behind, or messages.
+    say: prints a line; finish: writes further files of the results, on the first rank that is left
     """
     import_module("h5py")  # now: a rank that writes once another died has less than a second for it
     plan = list(planned(checks, asked.device))
@@ -66,7 +66,7 @@ def verify(
     watch = Watch(world, asked.grace_s)
 
     def save(why: str) -> None:
-        """Write and say what was found before the job ends; of the guard's thread."""
+        """Write and print the results before the job ends; called by the guard's thread."""
         under_way = plan[len(results.rows)][0] if len(results.rows) < len(plan) else "the end"
         results.keep()
         results.write(asked.out, f"{why} in {under_way}")
@@ -76,7 +76,7 @@ def verify(
         finished()
 
     def finished() -> bool:
-        """Write what else is made of the results; return whether that could be written."""
+        """Write further files of the results; return whether they could be written."""
         try:
             finish(results)
         except StoreError as error:
@@ -85,7 +85,7 @@ def verify(
         return True
 
     def overtaken() -> bool:
-        """Whether another process has gone on without this one, and written the file."""
+        """Return whether another process has continued without this one, and written the file."""
         return read_writer(asked.out) not in (-1, world.process)
 
     with Guard(world, watch, save, overtaken).watching():
@@ -112,10 +112,10 @@ def _carry_out(
     say: Callable[[str], None],
 ) -> None:
     place = Place(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
-    trouble = ""  # of the GPU: then it is left alone
+    trouble = ""  # of the GPU, which is not used after it
     for name, check, device in plan:
         if watch.first:
-            results.write(asked.out, f"was not heard of any more in {name}")
+            results.write(asked.out, f"no message came any more in {name}")
         limit_s = check.limit_s[0 if asked.quick else 1] + GPU_LIMIT_S * (device == "gpu")
         limit_s = asked.limit_s or limit_s
         run: Callable[[], Found] = partial(check.run, place)
@@ -147,7 +147,7 @@ def _carry_out(
 
 
 def _limit_waits(place: Place, limit_s: float, on_gpu: bool) -> None:
-    """Let waits for a GPU end with the check."""
+    """Limit waits to the time of the check, those for a GPU too."""
     place.world.timeout_s = limit_s
     if on_gpu:
         from ...ops import gpu_runtime

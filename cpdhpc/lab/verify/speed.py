@@ -1,4 +1,4 @@
-"""Speeds beside what this machine does in the same run: copies, MPI_Allreduce, gloo, NCCL."""
+"""Speeds beside copies, MPI_Allreduce, gloo and NCCL in the same run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...collectives.allreduce import Allreduce
 from ...formats import Cast
 from ...methods import MEMCPY
 from ...world.cores import own_cores
-from ..kinds.allreduce_cases import cases_of_size, group_of, missing
+from ..kinds.allreduce import ALLREDUCE
+from ..kinds.allreduce_cases import group_of, missing
 from ..kinds.codec_cases import format_of, operations
 from ..kinds.harness import interleave_ranks, on_device
+from ..kinds.place import Place as Ranks
+from ..kinds.sweep import measure
+from ..study_data import Factors
 from .base import Check, Found, Place, Ratio
 
 Times = Sequence[float]
 
 
 class Expected(NamedTuple):
-    """Where the speed over that of the other should be, and what to do where it is not."""
+    """Limits of a ratio of speeds, and advice for ratios outside them."""
 
     low: float
     high: float
@@ -30,18 +33,17 @@ class Expected(NamedTuple):
     def beside(
         self, what: str, other: str, device: str, size_bytes: int, times_s: Times, beside_s: Times
     ) -> Ratio:
-        """Return the ratio of times that should be so."""
+        """Return the ratio of times that should be within the limits."""
         return Ratio(what, other, device, size_bytes, times_s, beside_s, *self)
 
 
 ANY = float("inf")
-NONE = Expected(0.0, ANY, "")  # for what depends on the machine alone
+NONE = Expected(0.0, ANY, "")  # for ratios of the machine alone
 SCALAR = "info shows the kernels, of which v3 and v4 are fast; a rank needs a core of its own"
 
 BUSY = "another process may use the GPU; nvidia-smi shows clocks and power"
-# Of the codec beside a copy by all ranks at once. On the CPU what docs/measurements/performance.md
-# has of two processors, widened by half; on the GPU what its table of predictions has, less a
-# third.
+# The codec beside a copy by all ranks at once. On the CPU: docs/measurements/performance.md for two
+# processors, widened by half; on the GPU: its table of predictions, less a third.
 CODEC: dict[str, dict[str, Expected]] = {
     "cpu": {
         "encode tile": Expected(0.35, ANY, SCALAR),
@@ -56,8 +58,7 @@ CODEC: dict[str, dict[str, Expected]] = {
         "hop tile": Expected(0.45, ANY, BUSY),
     },
 }
-# Of compute capability and format: what docs/measurements/performance.md has of an H200, less a
-# fifth.
+# By compute capability and format: docs/measurements/performance.md for an H200, less a fifth.
 MEASURED: dict[tuple[str, str], dict[str, Expected]] = {
     ("90", "e4m3"): {
         "encode tile": Expected(1.29, ANY, BUSY),
@@ -71,7 +72,7 @@ MIB = 1 << 20
 
 
 def expected(device: str, fmt: str) -> dict[str, Expected]:
-    """Return what is expected of the codec's operations in a format, on this process's device."""
+    """Return the expected speeds of the codec in a format, on this process's device."""
     if device == "gpu":
         from ...ops.gpu_runtime import compute_capability
 
@@ -82,7 +83,7 @@ def expected(device: str, fmt: str) -> dict[str, Expected]:
 def codec(place: Place) -> Found:
     """Time the codec beside a copy of the same data, all ranks at once.
 
-    On a GPU of so much data that a launch, some 10 us, takes little of a call.
+    On a GPU the data is so large that a launch, about 10 us, takes little of a call.
     """
     found, world = Found(), place.world
     mib = place.of(8, 64) if place.device == "cpu" else 512
@@ -106,9 +107,8 @@ def codec(place: Place) -> Found:
 
 OTHER = "bench allreduce --algorithms ring,tree,direct,hier shows which algorithm suits the machine"
 SMALL = "start ranks on cores of their own (--bind-to core); bench latency shows all sizes"
-# Of all-reduces of ours over the library's. What docs/measurements/performance.md has of MPI on a
-# node is 1.4 to 4.2 for large arrays, of gloo more; NCCL copies between GPUs in kernels, ours are
-# messages.
+# Our all-reduces over the library's: in docs/measurements/performance.md 1.4 to 4.2 over MPI on a
+# node for large arrays, more over gloo; NCCL copies between GPUs in kernels, ours sends messages.
 LIBRARIES: dict[str, dict[str, Expected]] = {
     "mpi": {"raw": Expected(0.8, ANY, OTHER), "e4m3": Expected(0.8, ANY, OTHER)},
     "gloo": {"raw": Expected(1.0, ANY, OTHER), "e4m3": Expected(1.0, ANY, OTHER)},
@@ -130,11 +130,13 @@ def beside(library: str, place: Place) -> Found:
     sizes = place.of((64 << 10, 4 * MIB), (64 << 10, MIB, 16 * MIB, 64 * MIB))
     with own_cores(world), group_of(world, [library]):
         for size_bytes in sizes:
-            given = [Allreduce("raw"), Allreduce("e4m3")], [library, MEMCPY]
-            times, names = _times(place, size_bytes, *given, "prepared")
+            given = {"size_bytes": size_bytes, "wire": "raw"}
+            others = [{**given, "algorithm": name} for name in (library, MEMCPY)]
+            wires = "raw", "e4m3"
+            times = _times(place, [*others, *(_ours(size_bytes, wire) for wire in wires)])
             found.counted += sum(map(len, times))
             data = place.device, size_bytes
-            for name, mine in zip(names[2:], times[2:], strict=True):
+            for name, mine in zip(wires, times[2:], strict=True):
                 row, what = LIBRARIES[library][name], f"all-reduce {name}"
                 found.ratios.append(row.beside(what, library, *data, mine, times[0]))
                 if library == "mpi":
@@ -142,23 +144,18 @@ def beside(library: str, place: Place) -> Found:
     return found
 
 
-def _times(
-    place: Place,
-    size_bytes: int,
-    methods: Sequence[Allreduce],
-    baselines: Sequence[str],
-    call: str,
-    repeats: int = 0,
-) -> tuple[list[list[float]], list[str]]:
-    """Return the slowest rank's times of all cases, each checked before, and their wires."""
-    world = place.world
-    cases = cases_of_size(world, size_bytes, methods, baselines, place.device, [call])
-    runs = {i: case.run for i, case in enumerate(cases)}
-    prepare = lambda i: cases[i].prepare()  # noqa: E731
-    times = interleave_ranks(world, runs, repeats or place.of(7, 15), WARMUP, prepare)
-    for case in cases:
-        case.free()
-    return [times[i][WARMUP:].max(axis=1).tolist() for i in runs], [case.wire for case in cases]
+def _ours(size_bytes: int, wire: str) -> Factors:
+    """Return the case of an all-reduce of ours that is prepared."""
+    return {"size_bytes": size_bytes, "algorithm": "ring", "wire": wire, "call": "prepared"}
+
+
+def _times(place: Place, cases: Sequence[Factors], repeats: int = 0) -> list[list[float]]:
+    """Return the slowest rank's times of all cases, each checked before. Collective."""
+    on_device: Factors = {"device": place.device} if place.device == "gpu" else {}
+    asked = [{**case, **on_device} for case in cases]
+    ranks = Ranks(place.world, share_gpus=place.oversubscribe)
+    points = measure(ALLREDUCE, ranks, asked, repeats or place.of(7, 15), WARMUP)
+    return [point.slowest_s(WARMUP).tolist() for point in points]
 
 
 def latency(place: Place) -> Found:
@@ -169,8 +166,9 @@ def latency(place: Place) -> Found:
     row = Expected(0.5, ANY, SMALL) if place.device == "cpu" else Expected(0.2, ANY, SMALL)
     with own_cores(place.world):
         for size_bytes in place.of((64,), (64, 4096)):
-            given = [Allreduce("raw", "tree")], ["mpi"]
-            times, _ = _times(place, size_bytes, *given, call, place.of(100, 300))
+            tree = {"size_bytes": size_bytes, "algorithm": "tree", "wire": "raw"}
+            cases = [{**tree, "algorithm": "mpi"}, {**tree, "call": call}]
+            times = _times(place, cases, place.of(100, 300))
             data = place.device, size_bytes, times[1], times[0]
             found.ratios.append(row.beside("all-reduce raw, tree", "mpi", *data))
             found.counted += len(times[0])
@@ -182,7 +180,7 @@ CHECKS: dict[str, Check] = {
     "beside MPI": Check("speed", "all-reduces beside MPI_Allreduce", partial(beside, "mpi")),
     "small beside MPI": Check("speed", "small all-reduces beside MPI_Allreduce", latency),
 }
-OTHERS: dict[str, Check] = {  # last: a library may wait for ever
+OTHERS: dict[str, Check] = {  # the last checks, as a library may wait for ever
     "beside gloo": Check(
         "speed", "all-reduces beside torch's gloo", partial(beside, "gloo"), devices=("cpu",)
     ),

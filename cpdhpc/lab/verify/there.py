@@ -1,4 +1,4 @@
-"""What is there: processors, GPUs, MPI, versions, where ranks run, and the links between them."""
+"""The machine: processors, GPUs, MPI, versions, cores of ranks, and the links between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import Check, Found, Place
 
 
 def machine(place: Place) -> Found:
-    """Return what info shows, but for GPUs."""
+    """Return the facts that info shows, without GPUs."""
     return Found(facts=dict(info_rows(place.world)))
 
 
@@ -55,7 +55,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def gpus(place: Place) -> Found:
-    """Let each rank take a GPU, as it was asked for; send GPU memory by MPI, if it says it can."""
+    """Take a GPU for each rank if the user wants GPUs; send GPU memory by MPI, if MPI takes it."""
     if place.asked == "cpu":
         return Found(facts={"GPU": f"{gpu() or 'none'}; --device gpu checks it"})
     try:
@@ -66,7 +66,7 @@ def gpus(place: Place) -> Found:
     return Found(counted=1, facts={"GPU": gpu(), **dict(gpu_rows(place.world))})
 
 
-MOST_LINKED = 8  # ranks of which every pair is measured
+MOST_LINKED = 8  # ranks whose pairs are all measured
 
 
 def links(place: Place) -> Found:

@@ -1,4 +1,4 @@
-"""Checks that end in time: limits, ranks that leave one, hang or die, and how the others go on."""
+"""Limits for checks: ranks may leave a check, hang or die, and the others continue."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ...world.ranks import is_agreed
 from ..signals import STOPPING
 from .base import Found
 
-GRACE_S = 5.0  # behind a limit, before the others go on without a rank
-LOOK_S = 0.1  # between two looks of the guard
-END_S = 2.0  # for the rank that writes, before the others of a job that ends end too
-PAUSE_S = 0.0005  # between two looks for a message
+GRACE_S = 5.0  # after a limit, before the others continue without a rank
+LOOK_S = 0.1  # between two checks of the guard
+END_S = 2.0  # for the rank that writes, before the others end too
+PAUSE_S = 0.0005  # between two probes for a message
 STDERR = 2  # sys.stderr may be no file, as in a notebook
 
 
@@ -34,16 +34,17 @@ OWN = ("carry_out", "_ring", "look", "_look", "_end", "abort")  # functions that
 
 
 class Left(BaseException):
-    """A check was left: its time is over, or another rank has left it.
+    """A rank leaves a check, as its time is over, or as another rank has left it.
 
-    No Exception, so that what catches those, as what tells other ranks of errors, lets it through.
+    It is no Exception, so that code that catches those, to raise them on all ranks, does not catch
+    it.
     """
 
 
 class Outcome(NamedTuple):
-    """What became of a check on a rank.
+    """The outcome of a check on a rank.
 
-    found: what it found, None if it did not come to its end; error: why; time_s: how long it took
+    found: its results, None if it did not end; error: why; time_s: its duration
     left: whether others may be in calls that this rank has left, so that all need a new world
     waited: whether the rank waited for others when its time was over
     on_gpu: whether the GPU failed
@@ -58,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 class Watched(World):
-    """A world whose waits end if a check is left, and which ends no job."""
+    """A world whose waits end when a rank leaves a check, and which ends no job."""
 
     def __init__(self, comm: Any, watch: Watch, **options: Any) -> None:
         self._watch = watch
@@ -77,10 +78,10 @@ class Watched(World):
 
 
 class Watch:
-    """The processes that take part, and what they say to one another outside of checks.
+    """The processes that take part, and their messages outside of checks.
 
-    alive: the processes that are left, ascending; the first of them decides and writes
-    dirty: whether MPI may have calls under way that never end; parting: whether all is checked
+    alive: the processes that still take part, ascending; the first of them decides and writes
+    dirty: whether MPI may have calls under way that never end; parting: whether all checks ended
     """
 
     def __init__(self, world: World, grace_s: float = GRACE_S) -> None:
@@ -99,11 +100,11 @@ class Watch:
 
     @property
     def patience_s(self) -> float:
-        """How long after its limit the other ranks have gone on without a rank that is late."""
+        """The time after a limit at which the other ranks have continued without a late rank."""
         return (2 * len(self.alive) + 2) * self.grace_s
 
     def late(self, grace_s: float) -> bool:
-        """Whether this process should have ended its check so long ago."""
+        """Return whether this process should have ended its check grace_s ago or earlier."""
         checks = self.deadline_s > 0 and not self.parting
         return checks and time.monotonic() > self.deadline_s + grace_s
 
@@ -116,11 +117,11 @@ class Watch:
             raise Left("another rank left the check")
 
     def keep(self, thing: object) -> None:
-        """Keep what has calls of MPI under way for as long as the process lives."""
+        """Keep an object that has calls of MPI under way for as long as the process lives."""
         self._kept.append(thing)
 
     def world(self, gpu_direct: bool = True) -> Watched:
-        """Return a world of the processes that are left. Collective among them."""
+        """Return a world of the processes that still take part. Collective among them."""
         comm = self.comm
         if len(self.alive) < comm.Get_size():
             everyone = comm.Get_group()
@@ -128,17 +129,17 @@ class Watch:
         return Watched(comm, self, gpu_direct=gpu_direct)
 
     def carry_out(self, run: Callable[[], Found], limit_s: float) -> Outcome:
-        """Return what becomes of a check here, after limit_s at the latest if Python still runs."""
+        """Return the outcome of a check on this rank, within limit_s if Python runs."""
         self.number += 1
         self.limit_s, start_s = limit_s, time.monotonic()
         self.deadline_s = start_s + limit_s
         faulthandler.dump_traceback_later(limit_s + 2 * self.patience_s, exit=True, file=STDERR)
         before = signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)  # again, where a call swallows it
+        signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)  # again, if a call has caught it
         outcome = Outcome(None, "was not begun")
         try:
             self.running = True
-            with np.errstate(all="ignore"):  # operations are given NaN and infinity
+            with np.errstate(all="ignore"):  # some data is NaN or infinite
                 outcome = Outcome(run())
             self.running = False
         except (Exception, Left) as error:
@@ -165,12 +166,12 @@ class Watch:
         frames = [each for each in frames if each.name not in OWN] or frames
         own = [each for each in frames if "cpdhpc" in each.filename] or frames
         waited = any(each.filename.endswith("world/ending.py") for each in frames)
-        where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+        at = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
         on_gpu = isinstance(error, Exception) and is_of_gpu(error)
         said = (str(error).strip().splitlines() or [""])[0]  # others are of a traceback
         if not isinstance(error, Left):
             said = f"{type(error).__name__}: {said}"
-        said += f", at {where}"
+        said += f", at {at}"
         agreed = isinstance(error, Exception) and is_agreed(error)
         return Outcome(None, said, left=not agreed, waited=waited, on_gpu=on_gpu)
 
@@ -189,10 +190,10 @@ class Watch:
         return self.comm.recv(source=process, tag=tag)
 
     def meet(self, outcome: Outcome) -> dict[int, Outcome]:
-        """Return the outcomes of the processes that are left. Collective among them.
+        """Return the outcomes of the processes that still take part. Collective among them.
 
-        The first one collects them and tells the others; who is not there in time is left behind,
-        and does not come back from here. If the first is not there the next one does it.
+        The first process collects them and sends them to the others. A process that is late is
+        excluded: this function does not return on it. If the first one is late, the next collects.
         """
         if len(self.alive) > 1 and self.late(self.grace_s / 2):
             self._idle()
@@ -225,15 +226,15 @@ class Watch:
         return found
 
     def _idle(self) -> NoReturn:
-        """Wait for the end of the job, which goes on without this process, or its guard ends it."""
+        """Wait until the job ends, which continues without this process, or its guard ends it."""
         faulthandler.cancel_dump_traceback_later()
         while True:
             time.sleep(1.0)
 
     def part(self, status: int | None, limit_s: float) -> int:
-        """Return the exit status that the first process gives; the others give None. Collective.
+        """Return the exit status, an argument of the first process; others pass None. Collective.
 
-        Nobody leaves before the first one has written what there is to write.
+        No process leaves before the first one has written all files.
         """
         self.number += 1
         self.parting = True
@@ -243,7 +244,7 @@ class Watch:
             end_s = time.monotonic() + self.grace_s
             while not all([each.Test() for each in sent]) and time.monotonic() < end_s:
                 time.sleep(PAUSE_S)
-            assert status is not None, "is the first process's"
+            assert status is not None, "an argument of the first process"
             return status
         found = self._receive(self.alive[0], DECISION, time.monotonic() + limit_s)
         return 1 if found is None else int(found)
@@ -255,8 +256,8 @@ ALARM, OUTCOME, DECISION = range(3)
 class Guard:
     """A thread that ends the job if a process of it dies, a signal comes, or all ranks hang.
 
-    save: writes what was found, and why the job ends, on the process that is the first then
-    overtaken: whether another process has written since this one did
+    save: writes the results and why the job ends, on the first process that still takes part
+    overtaken: returns whether another process has written since this one did
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class Guard:
             asked = [signal.Signals(each).name for each in signals if each in STOPPING]
             dead = self._dead()
             if asked and not dead:
-                time.sleep(2 * LOOK_S)  # a death may be why: it is seen then
+                time.sleep(2 * LOOK_S)  # a death may be the reason, and be seen by then
                 dead = self._dead()
             if dead and not watch.parting:
                 self._end(f"rank {', '.join(map(str, dead))} died", dead)
@@ -315,11 +316,11 @@ class Guard:
         return [i for i, (pid, born) in self._here.items() if _born(pid) != born]
 
     def _end(self, why: str, dead: list[int]) -> None:
-        """End this process, and with it the job, unless it has come to its end meanwhile."""
+        """End this process, and with it the job, unless all checks have ended meanwhile."""
         watch = self._watch
         left = [each for each in watch.alive if each not in dead]
-        behind = watch.late(watch.grace_s) and self._overtaken()
-        if left and left[0] == watch.me and not behind:
+        is_late = watch.late(watch.grace_s) and self._overtaken()
+        if left and left[0] == watch.me and not is_late:
             with suppress(Exception):
                 self._save(why)
         elif self._ended.wait(END_S):
@@ -328,11 +329,11 @@ class Guard:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Let the guard's thread deal with a signal."""
+    """Leave a signal to the guard's thread."""
 
 
 def _born(pid: int) -> str:
-    """Return when a process of this machine began, "" if it is none any more, or a zombie."""
+    """Return when a process of this machine began, "" if it has ended or is a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
