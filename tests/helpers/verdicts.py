@@ -1,0 +1,22 @@
+"""What tests on several ranks conclude together, so that none fails while others wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cpdhpc.world.mpi import World
+
+
+def together(world: World, *verdicts: bool) -> None:
+    """Fail on all processes if a verdict is false on one of them."""
+    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The error that a call raises, with its type; "" for none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
