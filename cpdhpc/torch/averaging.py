@@ -83,9 +83,7 @@ class Averaging:
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world, self._name)
         self.seed, self.iteration, self._epoch, self._loss_scale = seed, 0, 0.0, 1.0
-        self._errors: dict[
-            str, Exception
-        ] = {}  # by attribute, raised by the next step
+        self._errors: dict[str, Exception] = {}  # by attribute, raised by the next step
         self.state = State(self.world.hosted, self.world.ranks)
 
     @property

@@ -146,8 +146,8 @@ class Overlap:
             self._begin()
             raise RuntimeError(
                 "GradientReducer.reduce: overlap=True: gradients of another model are being "
-                "reduced since its backward: call reduce() of models in the order of their backward, "
-                "and use no_sync() of their reducer for those that are not to be reduced"
+                "reduced since its backward: call reduce() of models in the order of their "
+                "backward, and use no_sync() of their reducer for those that are not to be reduced"
             )
         self.world.lent_to = self
         for layer, seen in enumerate(self._seen):

@@ -28,7 +28,7 @@ from .progress import pause
 
 ADDRESS_BYTES = 1024
 CONNECT_S = 2.0  # for a connection to one of the addresses of a host
-SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
+SIOCGIFADDR = 0x8915  # the address of a network interface: Linux, netdevice(7)
 STORES: list[TCPStore] = []  # at most one, kept alive while other ranks start
 STARTS = count()  # numbers of default groups, each with its own keys in the store
 START = "start the program by mpirun -n RANKS python ... or srun --mpi=pmix python ..."
@@ -81,7 +81,7 @@ def shared_store(world: Any, timeout: timedelta) -> TCPStore:
     store = None
     if world.Get_rank() == 0:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        data = " ".join([str(store.port), socket.gethostname(), *addresses()]).encode()
+        data = " ".join([str(store.port), socket.gethostname(), *addresses().values()]).encode()
         data = data[:ADDRESS_BYTES].rpartition(b" ")[0] if len(data) > ADDRESS_BYTES else data
         address[: len(data)] = np.frombuffer(data, np.uint8)
     late = "init_process_group: waited {:.1f} s for rank 0"
@@ -92,16 +92,16 @@ def shared_store(world: Any, timeout: timedelta) -> TCPStore:
     return store
 
 
-def addresses() -> list[str]:
-    """Return the IPv4 addresses of this host's interfaces, except loopback."""
-    found = []
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of each of this host's interfaces, except loopback."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [each for each in found if not each.startswith("127.")]
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return {name: each for name, each in found.items() if not each.startswith("127.")}
 
 
 def reachable(hosts: Sequence[str], port: int) -> str:
