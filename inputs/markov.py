@@ -11,10 +11,10 @@ def datasets(
 ) -> tuple[TensorDataset, TensorDataset]:
     """Return samples (states, those that follow them), int64[time] each.
 
-    The chances of a state's successors are the softmax of normal numbers of deviation 1.
+    The chances of a state's successors are the softmax of normal numbers of deviation 2.
     """
     drawn = torch.Generator().manual_seed(seed)
-    chances = torch.softmax(torch.randn(states, states, generator=drawn), 1)
+    chances = torch.softmax(2 * torch.randn(states, states, generator=drawn), 1)
     rows = torch.randint(states, (train + test, time + 1), generator=drawn)
     for place in range(time):
         rows[:, place + 1] = torch.multinomial(chances[rows[:, place]], 1, generator=drawn)[:, 0]

@@ -66,9 +66,17 @@ def folded(size_bytes: int, link: Link) -> bool:
     return size_bytes <= link.room_bytes and size_bytes * (link.size - 1) <= WHOLE_BYTES
 
 
-def inline_tensor(data: Memory, like: Tensor, count: int) -> Tensor:
-    """Return count elements that accompanied the text of a call."""
-    return torch.frombuffer(data, dtype=like.dtype, count=count)
+def fold_inline(
+    link: Link, found: Sequence[Memory], mine: Tensor, reduction: Reduction, out: Tensor
+) -> None:
+    """Reduce mine, and the other ranks' values that accompanied the text of a call, into out."""
+    count = mine.numel()
+    if count:
+        operands = [
+            mine if rank == link.rank else torch.frombuffer(each, dtype=mine.dtype, count=count)
+            for rank, each in enumerate(found)
+        ]
+        reduction.fold(operands, out)
 
 
 def take_inline(data: Memory, out: Tensor, link: Link) -> None:
@@ -95,12 +103,7 @@ def all_reduce(
     if len(xs) == 1 and folded(xs[0].nbytes, link):
         (x,), (reduction,) = xs, reductions
         found = yield from link.agree(text, link.memory(x))
-        if x.numel():
-            operands = [
-                x if rank == link.rank else inline_tensor(each, x, x.numel())
-                for rank, each in enumerate(found)
-            ]
-            reduction.fold(operands, x)
+        fold_inline(link, found, x, reduction, x)
         return
     yield from link.agree(text)
     for x, reduction in zip(xs, reductions, strict=True):
@@ -217,13 +220,8 @@ def reduce_scatter(
         count, given = out.numel(), link.memory(x)
         parts = [given[r * out.nbytes : (r + 1) * out.nbytes] for r in range(link.size)]
         found = yield from link.agree(text, parts=parts)
-        if count:
-            mine = x[link.rank * count : (link.rank + 1) * count]
-            operands = [
-                mine.clone() if rank == link.rank else inline_tensor(each, x, count)
-                for rank, each in enumerate(found)
-            ]
-            reduction.fold(operands, out)
+        mine = x[link.rank * count : (link.rank + 1) * count]
+        fold_inline(link, found, mine.clone(), reduction, out)
         return
     yield from link.agree(text)
     for out, x, reduction in zip(outs, ins, reductions, strict=True):
@@ -343,12 +341,8 @@ def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, ou
     if folded(x.nbytes, link):
         given = [link.memory(x) if rank == root else b"" for rank in range(link.size)]
         found = yield from link.agree(text, parts=given)
-        if link.rank == root and x.numel():
-            operands = [
-                x.clone() if rank == root else inline_tensor(each, x, x.numel())
-                for rank, each in enumerate(found)
-            ]
-            reduction.fold(operands, out)
+        if link.rank == root:
+            fold_inline(link, found, x.clone(), reduction, out)
         return
     yield from link.agree(text)
     bounds = chunks(x.numel(), link.size)
