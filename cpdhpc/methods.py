@@ -120,7 +120,8 @@ def suggest(word: object, known: Collection[str]) -> str:
     """Return advice for an unknown name: similar known ones, else all known ones."""
     if close := nearest(word, known):
         return f"did you mean {' or '.join(close)}?"
-    return f"known are {', '.join(repr(n) if ',' in n else n for n in sorted(known))}"
+    listed = ", ".join(repr(n) if "," in n else n for n in sorted(known))
+    return f"known are {listed}" if listed else "none is known"
 
 
 def reason(said: object, value: object) -> str:

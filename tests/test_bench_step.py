@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cpdhpc.lab.cli import main
+from cpdhpc.lab.bench.fsdp import backends_of, bare_jobs
+from cpdhpc.lab.cli import main, parser
+
+ROOT = Path(__file__).parent.parent
 
 JOB = """
 [model]
@@ -122,3 +127,15 @@ def test_memory_is_what_is_taken_and_touched() -> None:
 def test_what_is_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", *options, *FEW]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_commands_of_the_page_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their jobs and backends; tests/mpi/test_mpi_bench_torch.py runs such ones on two ranks."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "reference" / "torch_backend.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"^    mpirun -n 2 python -m cpdhpc (bench .*)$", page, re.MULTILINE)
+    assert len(found) == 3
+    for argv in map(shlex.split, found):
+        arguments = parser(argv).parse_args(argv)
+        assert backends_of(arguments.backends).keys() >= {"gloo", "cpdhpc"}
+        assert bare_jobs(Path(argv[2]), arguments, " ".join(argv[:2]))

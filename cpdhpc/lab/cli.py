@@ -294,6 +294,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.step",
                 on_ranks=True,
             ),
+            "fsdp": Command(
+                "loss after training by FSDP2 over gloo and over MPI in few bits; under mpirun",
+                "bench.fsdp",
+                on_ranks=True,
+            ),
             "torch": Command(
                 "collectives of torch.distributed over MPI, beside gloo; under mpirun",
                 "bench.torch_calls",

@@ -3,19 +3,19 @@
 Gradients:
     GradientReducer     averages a model's gradients over the ranks, after backward or during it
     ddp_hook            the same in DistributedDataParallel; fsdp_hook in FullyShardedDataParallel
-    LossScaler          multiplies losses for gradients of few bits
+    LossScaler          multiplies losses, for gradients in few bits
 
 A backend of torch.distributed over MPI: init_process_group("cpdhpc", init_method="mpi://").
-    Importing this makes it known where torch is loaded, its one effect; torch does so, too.
-    set_wires           lets the sums of a process group travel in few bits
+    Importing this package registers it if torch is loaded, its only effect; so does torch.
+    set_wires           sends the sums of a process group in few bits
 
 Optimisers whose steps follow each layer's norm: Lars, Larc, Lamb, NovoGrad, AdamP
 
-Modules, loaded when they are first used:
+Modules, loaded on first use:
     cpdhpc.torch.controllers    learning rate and batch, by schedules and by the gradient noise
     cpdhpc.torch.precision      products, layers and networks in small formats; Recorder
-    cpdhpc.torch.quantized      networks of integers only
-    cpdhpc.torch.split_images   networks whose images are split over ranks
+    cpdhpc.torch.quantized      networks that compute with integers only
+    cpdhpc.torch.split_images   networks with images that are split over ranks
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Exchanges of torch tensors that gradients flow through: each operation is the other's backward.
+"""Differentiable exchanges of torch tensors: each operation is the other's backward.
 
-Every rank has a graph of its own, so a rank whose loss does not use an exchanged tensor would never
-run the exchange's backward while the others wait for it: join the tensor to its loss. Calls carry
-numbers, so that ranks whose graphs differ are told, not given each other's data: the n-th call
-of a plan has the number n, and its backward BACKWARD + n. A rank that never comes ends the job by
-its world's time-out; either way rank, plan and operation are named.
+Every rank has its own graph. If a rank's loss does not use an exchanged tensor, it never runs the
+exchange's backward, and the others wait for it: join the tensor to the loss. Calls carry numbers,
+so that graphs that differ between ranks raise an error instead of mixing data: the n-th call of a
+plan has the number n, and its backward BACKWARD + n. If a rank never comes, the world's time-out
+ends the job. Both errors name rank, plan and operation.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ import torch
 
 from ..darray.plan import WindowPlan
 
-BACKWARD = 1_000_000  # is added to a call's number for its backward, and taken off for the next
+BACKWARD = 1_000_000  # added to a call's number for its backward, subtracted for the next one
 
 Tensor = torch.Tensor
 
 
-_calls: WeakKeyDictionary[WindowPlan, count[int]] = (
-    WeakKeyDictionary()
-)  # of each plan, numbered from 1
+_calls: WeakKeyDictionary[WindowPlan, count[int]] = WeakKeyDictionary()  # from 1
 
 
 def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
     """Return the tensor on the plan's window; its backward is accumulate. Collective.
 
-    x: owned.shape + further axes, and on all ranks requiring a gradient or on none; not changed
-    The backward is collective too, may be differentiated again, and takes gradients of any strides.
-    Raises as WindowPlan.exchange.
+    x: owned.shape + further axes; not changed. It requires a gradient on all ranks or on none
+    The backward is collective, too, can be differentiated again, and takes any strides.
+    Raises the errors of WindowPlan.exchange.
     """
     _check("exchange: x", x, plan)
     y: Tensor = _exchange(x, plan, next_number(plan), False)
@@ -43,7 +41,7 @@ def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
 def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
     """Return the sums at the owned cells; its backward is exchange, without fills. Collective.
 
-    y: window.shape + further axes; all else as exchange
+    y: window.shape + further axes; otherwise see exchange
     """
     _check("accumulate: y", y, plan)
     x: Tensor = _accumulate(y, plan, next_number(plan))
@@ -51,17 +49,17 @@ def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
 
 
 def join(loss: Tensor, *tensors: Tensor) -> Tensor:
-    """Return the loss as it is, with the tensors in its graph; each gets a gradient of zeros.
+    """Return the loss with the tensors in its graph; they get gradients of zeros.
 
     For a rank whose loss does not use an exchanged tensor that other ranks use: their backward
-    needs this rank's. What the tensors hold, even NaN, does not matter.
+    needs this rank's. The tensors' values, even NaN, do not matter.
     """
     joined: Tensor = _join(loss, *tensors)
     return joined
 
 
 def _check(what: str, x: Any, plan: WindowPlan) -> None:
-    """Raise TypeError on all ranks where x is no tensor that can be exchanged."""
+    """Raise TypeError on all ranks unless x is a tensor that can be exchanged."""
     problem = None
     if not isinstance(x, Tensor):
         problem = f"{what} is {type(x).__name__}: must be a torch tensor"
@@ -72,7 +70,7 @@ def _check(what: str, x: Any, plan: WindowPlan) -> None:
 
 
 def next_number(plan: WindowPlan) -> int:
-    """Return the number of a plan's next call in forward."""
+    """Return the number of a plan's next forward call."""
     return next(_calls.setdefault(plan, count(1))) % BACKWARD
 
 
@@ -82,7 +80,7 @@ def backward_number(number: int) -> int:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return a tensor without graph, as a copy where elements share memory or are lazy."""
+    """Return a tensor without graph; a copy if elements share memory or are lazy."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     shared = any(s == 0 and n > 1 for s, n in zip(plain.stride(), plain.shape, strict=True))
     return plain.contiguous() if shared else plain
@@ -94,10 +92,10 @@ def twice(
     given: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of made(*given) that are wanted, with graphs, and None for others.
+    """Return the wanted gradients of made(*given), with graphs, and None for the others.
 
-    Of this use of what is given: one of them may depend on another, as the input of a layer that
-    is called twice does on its weights.
+    Gradients are of this use alone: one argument may depend on another, for example the input of a
+    layer that is called twice on its weights.
     """
     own = [each if each is None else each.view_as(each) for each in given]
     pairs = list(zip(own, wanted, strict=True))
@@ -107,7 +105,7 @@ def twice(
 
 
 class _Exchange(torch.autograd.Function):
-    """linear: without what lies beyond the domain, as the transpose of accumulate is."""
+    """linear: with zeros outside the domain, as in the transpose of accumulate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: WindowPlan, number: int, linear: bool) -> Tensor:

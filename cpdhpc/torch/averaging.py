@@ -1,4 +1,4 @@
-"""An aggregator at work in a training loop: its options, where it stands, what it keeps."""
+"""Base of reducers and hooks: an aggregator in a training loop, its options and its state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATED = {"iteration", "epoch", "rank", "ranks", "aggregator", "layers", "state"
 
 
 def check_options(name: str, model: object, seed: object, overlap: object) -> None:
-    """Raise TypeError or ValueError unless these are a module, an integer of 63 bits and a bool."""
+    """Raise TypeError or ValueError unless these are a module, an integer 0 or more and a bool."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"{name}: model is {type(model).__name__}: must be a torch.nn.Module")
     check_whole(name, "seed", seed, 0)
@@ -44,10 +44,10 @@ def check_options(name: str, model: object, seed: object, overlap: object) -> No
 
 
 def aggregator_of(function: str, given: str | Aggregator, options: dict[str, Any]) -> Aggregator:
-    """Return the aggregator of a name with its options, or the very one without any.
+    """Return the aggregator with a name and options, or the given one, which has no options.
 
-    function: for errors. Raises ValueError or TypeError for an unknown name, and for unknown or
-    wrong options.
+    function: for errors
+    Raises ValueError or TypeError for an unknown name, and for unknown or wrong options.
     """
     if isinstance(given, Aggregator):
         if options:
@@ -61,16 +61,16 @@ def aggregator_of(function: str, given: str | Aggregator, options: dict[str, Any
 
 
 class Averaging:
-    """What all ways of averaging a model's gradients have, whoever lays them into buckets.
+    """Common base of GradientReducer and the hooks.
 
-    iteration, epoch: of the next step; the epoch is the caller's to set, for methods that ask
-    loss_scale: what losses are multiplied by, the caller's to set between steps: means are divided
-        by it, and what the aggregator keeps follows it
-    state: what the aggregator keeps; layers: the shape of each, by name; {} while unknown
-    frozen: the shape of the model's other parameters, by name
-    parameters: those whose gradients are averaged, as far as they are known
-    device: where they are
-    advised: whether it has been said that this method goes with no momentum; set: not to say it
+    iteration, epoch: of the next step. The caller sets the epoch, for methods that need it
+    loss_scale: the factor of losses, set by the caller between steps. Means are divided by it, and
+        the aggregator's arrays are rescaled when it changes
+    state: arrays that the aggregator keeps; layers: their shapes, by name; {} while unknown
+    frozen: the shapes of the model's other parameters, by name
+    parameters: those with averaged gradients, as far as they are known
+    device: of the parameters
+    advised: whether the warning about momentum has been issued; True suppresses it
     """
 
     aggregator: Aggregator
@@ -83,12 +83,12 @@ class Averaging:
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world, self._name)
         self.seed, self.iteration, self._epoch, self._loss_scale = seed, 0, 0.0, 1.0
-        self._errors: dict[str, Exception] = {}  # by attribute; told by the next step, to all ranks
+        self._errors: dict[str, Exception] = {}  # by attribute, raised by the next step
         self.state = State(self.world.hosted, self.world.ranks)
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by, 1.0 at first; see the class."""
+        """The factor of losses, 1.0 at first; see the class."""
         return self._loss_scale
 
     @loss_scale.setter
@@ -105,7 +105,7 @@ class Averaging:
 
     @property
     def epoch(self) -> float:
-        """How often all samples have been seen, 0.0 at first; see the class."""
+        """The number of passes over the samples so far, 0.0 at first; see the class."""
         return self._epoch
 
     @epoch.setter
@@ -120,7 +120,7 @@ class Averaging:
 
     @property
     def _wrong(self) -> Exception | None:
-        """What is wrong with an attribute that was set, where one is."""
+        """The error of an attribute that was set to a wrong value, or None."""
         return next(iter(self._errors.values()), None)
 
     @property
@@ -130,9 +130,9 @@ class Averaging:
     def _aggregate(
         self, index: int, gradients: list[Array], bucket: Bucket, out: Array, agreed: int = 0
     ) -> Mean:
-        """Return the mean of a bucket of a step, whose flat is out. Collective.
+        """Return the mean of a bucket of a step; its flat is out, zeros between layers. Collective.
 
-        A random stream is a bucket's. Between layers there are zeros.
+        Each bucket has its own stream of random numbers.
         """
         context = Context(
             self.world,
@@ -151,26 +151,26 @@ class Averaging:
         return mean
 
     def _check_gpus(self, function: str, tensor: torch.Tensor) -> None:
-        """Raise UserError on all ranks as world.gpu_messages.check_gpus. Collective.
+        """Raise the UserError of world.gpu_messages.check_gpus on all ranks. Collective.
 
-        function: for the error; tensor: of the model, on one type of device on all ranks
+        function: for the error; tensor: of the model, on the same type of device on all ranks
         """
         if tensor.is_cuda:
             check_gpus(self.world, function, tensor.device.index, tensor.data_ptr())
 
     def _watch_momentum(self) -> None:
-        """Let steps of optimisers with momentum raise ValueError where means have some already.
+        """Let steps of optimisers with momentum raise ValueError if means have momentum, too.
 
-        Where values wait, the first of these steps warns, on process 0.
+        If the method sends values later, the first of these steps warns, on process 0.
         """
         if self.aggregator.has_momentum or self.aggregator.holds_back:
             check = partial(_check_momentum, weakref.ref(self))
             weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def state_dict(self) -> Stated:
-        """Return what is needed to go on, of this process: numbers, strings and tensors.
+        """Return the state of this process: numbers, strings and tensors.
 
-        A method that keeps arrays of each rank needs the dict of every process; else any will do.
+        Methods with arrays of each rank need the dict of every process; for others any is enough.
         """
         with in_stream(self.device):
             kept = {
@@ -193,13 +193,13 @@ class Averaging:
         }
 
     def load_state_dict(self, *states: Stated) -> None:
-        """Go on from what state_dict returned. Collective.
+        """Restore results of state_dict. Collective.
 
-        states: this process's own, where there are as many ranks now; else those of all processes
-            in their order, from which arrays are redistributed as their method says
-        What was kept of a layer that is frozen now is held, unused, and saved again; one that was
-        frozen then begins without. So a layer may be frozen or not where each was constructed.
-        Raises ValueError on all ranks alike for others.
+        states: this process's own, if the number of ranks is the same; else those of all processes
+            in their order. Arrays are then redistributed as their method says
+        The set of frozen layers may differ. Arrays of a layer that is frozen now are kept unused
+        and saved again; a layer that was frozen starts without arrays.
+        Raises ValueError on all ranks for other states.
         """
         error: Exception | None = None
         at = 0, 0.0, 1.0
@@ -219,7 +219,7 @@ class Averaging:
             self.state.put(key, entry)
 
     def _check_states(self, states: Sequence[Stated]) -> None:
-        """Raise ValueError unless these are of this method and model."""
+        """Raise ValueError unless states are of this method and model."""
         here = type(self.aggregator).__name__
         if not states:
             raise ValueError("no state: should be what state_dict returned")
@@ -232,9 +232,9 @@ class Averaging:
                 self._check_layers(each["layers"], each.get("frozen", {}))
 
     def _check_layers(self, layers: Mapping[str, object], frozen: Mapping[str, object]) -> None:
-        """Raise ValueError unless layers of a state, and those averaged here, are in both models.
+        """Raise ValueError unless both models have the state's layers and those averaged here.
 
-        frozen: those that were in the state's model besides
+        frozen: further layers of the state's model
         """
         there, here = {**frozen, **layers}, {**self.frozen, **self.layers}
         for name in {**self.layers, **layers}:
@@ -252,9 +252,9 @@ def _shape(layers: Mapping[str, object], name: str) -> str:
 def _check_momentum(
     averaging: weakref.ref[Averaging], optimizer: torch.optim.Optimizer, *_: object
 ) -> None:
-    """Raise ValueError where an optimiser has momentum and steps with means that have some.
+    """Raise ValueError if both an optimiser and the means that it uses have momentum.
 
-    Warn where it steps with means of which values wait.
+    Warn if it has momentum and the method sends values later.
     """
     found = averaging()
     if found is None or (found.advised and not found.aggregator.has_momentum):
@@ -275,9 +275,9 @@ def _check_momentum(
             )
 
 
-@lru_cache(maxsize=1024)  # asked for each bucket in each step
+@lru_cache(maxsize=1024)  # called for each bucket in each step
 def part_seed(seed: int, index: int) -> int:
-    """Return the seed of a part: seed itself for the first one, others for the others."""
+    """Return the seed of a part: for the first one seed itself."""
     if index == 0:
         return seed
     low, high = random_key(seed, index)
@@ -285,9 +285,9 @@ def part_seed(seed: int, index: int) -> int:
 
 
 def multiplied(flat: Array, factor: float, bucket: Bucket) -> None:
-    """Multiply a mean, float32[bucket.size], alike on all ranks, by a factor.
+    """Multiply a mean, float32[bucket.size], the same on all ranks, by a factor.
 
-    Raises NonFiniteGradient, alike where the means are, for layers that get beyond float32.
+    Raises NonFiniteGradient, on all these ranks, for layers that exceed float32's range.
     """
     if factor == 1:
         return
@@ -302,9 +302,9 @@ BEYOND = {torch.float16: 65520.0, torch.bfloat16: 2.0**128 - 2.0**119}  # is rou
 
 
 def check_range(bucket: Bucket, flat: Array, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise NonFiniteGradient, alike where the means are, for layers whose dtype ends before them.
+    """Raise NonFiniteGradient for layers whose means exceed the range of their dtype.
 
-    flat: float32[bucket.size], the means, finite; dtypes: of the layers
+    flat: float32[bucket.size], the means, finite and the same on all ranks; dtypes: of the layers
     """
     beyond = [
         i
@@ -317,9 +317,9 @@ def check_range(bucket: Bucket, flat: Array, dtypes: Sequence[torch.dtype]) -> N
 
 
 def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], Entry]:
-    """Return what a method keeps on the hosted ranks, from dicts of state_dict.
+    """Return a method's arrays of the hosted ranks, from results of state_dict.
 
-    Raises ValueError unless they are this process's, or those of all in their order.
+    Raises ValueError unless these are this process's, or those of all processes in their order.
     """
     entries = {}
     own = [(each["rank"], each["ranks"]) for each in states] == [(world.rank, world.ranks)]
@@ -345,12 +345,12 @@ PLAIN = "dense float32, bfloat16 or float16 on cpu or cuda"
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its values itself; DTensor has a part, others say what they wrap."""
+    """Whether a tensor holds all its values itself, unlike DTensor and other wrappers."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie in memory of the host or of a GPU."""
+    """Whether a tensor's values are dense in memory of the host or of a GPU."""
     strided = tensor.layout is torch.strided
     return strided and tensor.device.type in PLACES and _is_whole(tensor)
 
@@ -363,7 +363,7 @@ def kind(tensor: torch.Tensor) -> str:
 
 
 def clear(name: str) -> str:
-    """Return the name of a parameter as it is without torch.compile."""
+    """Return the name of a parameter without the prefix of torch.compile."""
     return name.replace("_orig_mod.", "")
 
 
@@ -379,8 +379,8 @@ def shapes_of(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> dict[str,
 
 
 def check_whole_model(call: str, model: torch.nn.Module) -> None:
-    """Raise TypeError, which begins with call, where a rank has parts of a model only."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where there is such a model, it is loaded
+    """Raise TypeError, which begins with call, if a rank has only parts of a model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded if such a model exists
     if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
         raise TypeError(
             f"{call}: model is FullyShardedDataParallel, which gives each rank a part and averages "
@@ -397,9 +397,9 @@ def check_whole_model(call: str, model: torch.nn.Module) -> None:
 
 
 def tensors_of(model: torch.nn.Module) -> Named:
-    """Return all parameters and buffers of a model, which process 0 gives to the others.
+    """Return all parameters and buffers of a model, which process 0 sends to the others.
 
-    Raises TypeError or ValueError for one that cannot be reduced or given.
+    Raises TypeError or ValueError for one that cannot be reduced or sent.
     """
     check_whole_model("GradientReducer", model)
     every: Named = [*model.named_parameters(), *model.named_buffers()]
@@ -425,7 +425,7 @@ def tensors_of(model: torch.nn.Module) -> Named:
 
 
 def device_of(tensors: Named) -> torch.device:
-    """Return the device of a model's tensors. Raises ValueError where there are several."""
+    """Return the device of a model's tensors. Raises ValueError if there are several."""
     (first, tensor), *others = tensors
     for name, other in others:
         if other.device != tensor.device:
@@ -438,20 +438,20 @@ def device_of(tensors: Named) -> torch.device:
 
 
 def policies_of(model: torch.nn.Module) -> dict[str, Agreed]:
-    """Return what the layers of a model obey that precision.convert has changed, by name."""
+    """Return the policies of layers that precision.convert has changed, by name."""
     found = ((name, getattr(layer, "policy", None)) for name, layer in model.named_modules())
     return {name: policy for name, policy in found if isinstance(policy, Agreed)}
 
 
 def description(name: str, tensor: torch.Tensor) -> str:
-    """Return what must be the same of a parameter or buffer on all ranks."""
+    """Return the attributes of a parameter or buffer that must be the same on all ranks."""
     grad = ", requires_grad" if tensor.requires_grad else ""
     return f"{name} of {tensor.dtype}{list(tensor.shape)}{grad}"
 
 
 def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
-    """Give all processes the tensor of process 0, in place."""
-    if not tensor.numel():  # NumPy's strides of 0 are none of torch's for a view
+    """Send the tensor of process 0 to all processes, in place. Collective."""
+    if not tensor.numel():  # NumPy may give it strides of 0, which torch's view refuses
         return
     values = torch.from_numpy(values_of(as_bytes(tensor)))
     world.broadcast(values.numpy())

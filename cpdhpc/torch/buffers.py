@@ -1,4 +1,4 @@
-"""The buffers of a model, which each rank's forward may change: alike on all ranks after a step."""
+"""Sharing of a model's buffers, which each rank's forward may change, after a step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from ..world.ranks import Ranks
 BufferMode = Literal["broadcast", "mean", "none"]
 Tensors = list[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
-STATE = "scale_state"  # name of a buffer of scales: of ranks the one that has learnt most counts
+STATE = "scale_state"  # name of buffers of scales, for which the rank with most calls counts
 
 
 def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
-    """Return the parameters that require a gradient now, and the buffers, in one quick walk.
+    """Return the parameters that require a gradient now, and the buffers, by name in their module.
 
-    Names are those within a module. It is done in each step: model.parameters() and
-    model.buffers() take several times as long.
+    Called in each step: it is several times as fast as model.parameters() and model.buffers().
     """
     parameters: list[torch.nn.Parameter | None] = []
     buffers: list[tuple[str, torch.Tensor | None]] = []
@@ -42,7 +41,7 @@ def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
 
 
 def newest(states: Tensors) -> torch.Tensor:
-    """Return of states of one scale, of ranks, the element-wise largest of those of most calls."""
+    """Return the elementwise largest of a scale's states with the most calls."""
     calls = max(float(state[0]) for state in states)
     return torch.stack([state for state in states if float(state[0]) == calls]).amax(0)
 
@@ -53,9 +52,9 @@ def scales_of(buffers: Named) -> Named:
 
 
 class Exchanged(Mapping[str, int]):
-    """The bytes of each buffer of a model, by name, and as a repr their sum.
+    """The bytes of each buffer of a model, by name; the repr is their sum.
 
-    Names are found where ranks differ and a message has one: in each step they would take longer.
+    Names are looked up only for the message if ranks differ, which saves time in each step.
     """
 
     def __init__(self, model: torch.nn.Module | None, size_bytes: int) -> None:
@@ -79,10 +78,10 @@ class Exchanged(Mapping[str, int]):
 class Buffers:
     """The buffers of a model, which each hosted rank's forward may change.
 
-    mode: whose all ranks go on with after a step: "broadcast" those of rank 0, "mean" the mean
-        over ranks of floating-point and complex ones, formed in float64, and rank 0's others,
-        "none" each its own. Of the state of a scale (Quantizer) that of the ranks that have learnt
-        most counts, the largest values of all of them; their calls are alike then
+    mode: the buffers of all ranks after a step: "broadcast" those of rank 0; "mean" the mean over
+        ranks of floating-point and complex ones, computed in float64, and rank 0's others; "none"
+        each rank its own. The state of a scale (Quantizer) becomes the elementwise largest of
+        those of the ranks with the most calls
     Raises ValueError for another mode, or "none" with virtual ranks.
     """
 
@@ -100,13 +99,13 @@ class Buffers:
         self._kept: list[Tensors] = [[] for _ in world.hosted]
 
     def exchanged(self, live: Named) -> Exchanged:
-        """Return what ranks exchange; to be the same on all of them."""
+        """Return the sizes of the buffers to be exchanged, which must agree over ranks."""
         if self.mode == "none":
             return Exchanged(None, 0)
         return Exchanged(self.model, sum(b.nbytes for _, b in live))
 
     def begin(self, hosted: int) -> None:
-        """Give a hosted rank the buffers that the first one began its step with."""
+        """Reset the buffers to those at the beginning of the step, for another hosted rank."""
         if len(self._kept) > 1:
             if hosted == 0:
                 self._first = self._copies()
@@ -114,7 +113,7 @@ class Buffers:
                 _put([b for _, b in survey(self.model)[1]], self._first)
 
     def keep(self, hosted: int) -> None:
-        """Take the model's buffers as a hosted rank's."""
+        """Keep the model's buffers as those of a hosted rank."""
         if len(self._kept) > 1:
             self._kept[hosted] = self._copies()
 
@@ -122,10 +121,10 @@ class Buffers:
         return [buffer.detach().clone() for _, buffer in survey(self.model)[1]]
 
     def share(self, named: Named, active: Sequence[bool]) -> None:
-        """Give all ranks the same buffers, unless mode is "none". Collective.
+        """Set the same buffers on all ranks, unless mode is "none". Collective.
 
-        named: the model's, as survey finds them
-        active: by process; the ranks of others do not count, and the first active one is "rank 0"
+        named: the model's, by survey
+        active: by process; inactive ones do not count, and the first active one acts as rank 0
         """
         if self.mode == "none" or not named:
             return
@@ -154,9 +153,9 @@ class Buffers:
         return of_bytes(sparse.broadcast(self.world, given, root_rank), own[0])
 
     def _newest(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
-        """Return of the states of each scale the newest of the active ranks. Collective.
+        """Return the newest state of each scale over the active ranks. Collective.
 
-        The largest of words (calls, value) is both: NEVER, which is below 0, counts as nothing.
+        A maximum of words (calls, value) finds it. NEVER, which is below 0, counts as no value.
         """
         words = np.zeros(sum(state.numel() for state in own[0]), np.int64)
         if active[self.world.process]:
@@ -187,7 +186,7 @@ class Buffers:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as float64[n], of complex ones both parts."""
+    """Return values as float64[n]; complex ones as pairs."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach().to(torch.complex128).resolve_conj()).reshape(-1)
     return tensor.detach().double().reshape(-1)
@@ -199,9 +198,9 @@ def _has_mean(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _put(buffers: Tensors, tensors: Tensors) -> None:
-    """Set buffers to tensors; those that have the values already are not touched.
+    """Set buffers to tensors; buffers with these values already are not written.
 
-    What autograd keeps of a buffer for another backward may then still be used.
+    So a second backward can still use what autograd has saved of them.
     """
     for buffer, tensor in zip(buffers, tensors, strict=True):
         values = tensor.to(buffer.device, buffer.dtype)

@@ -1,10 +1,11 @@
-"""The averaging of gradients inside torch's DistributedDataParallel, as its communication hook."""
+"""Averaging of gradients inside torch's DistributedDataParallel, by its communication hook."""
 
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -36,14 +37,15 @@ from .buffers import Buffers, scales_of, survey
 from .overlap import check_overlap, pause_s, reducing_thread
 
 Array = npt.NDArray[Any]
+Dtypes = Sequence[torch.dtype]
 Future = torch.futures.Future[torch.Tensor]
 
 
 class Layout(NamedTuple):
     """Layers of one of DDP's buckets in the model's order, and their gradients as float32.
 
-    order: the place of each in DDP's bucket; flats: float32[bucket.size] where the gradients are,
-    and where their means come; views, means: tensors of these, by layer
+    order: of each, its index in DDP's bucket; flats: float32[bucket.size], gradients and means
+    views, means: the same by layer, as tensors
     """
 
     bucket: Bucket
@@ -53,12 +55,14 @@ class Layout(NamedTuple):
     means: list[torch.Tensor]
 
 
-class DdpHook(Averaging):
-    """The state of a communication hook: as GradientReducer has it, but DDP makes the buckets.
+class Hook(Averaging):
+    """Common base of the states of communication hooks: GradientReducer's, with torch's buckets.
 
-    iteration: of the next backward that DDP synchronises; its other attributes and state_dict,
-    load_state_dict are those of GradientReducer. close() ends the thread of overlap.
+    call: the function that returned it, for errors
+    iteration: of the next backward that torch synchronises
     """
+
+    call: ClassVar[str]
 
     def __init__(
         self,
@@ -66,27 +70,20 @@ class DdpHook(Averaging):
         aggregator: str | Aggregator,
         model: torch.nn.Module | None,
         seed: int,
-        overlap: bool,
         options: dict[str, Any],
+        overlap: bool = False,
     ) -> None:
-        super().__init__(as_world(world, "ddp_hook"), seed)
-        self.layers, self.frozen = {}, {}
-        self._names: dict[int, str] = {}  # of a parameter, by id, in the model's order
-        self.parameters = []  # so that ids stay theirs
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        super().__init__(as_world(world, self.call), seed)
+        self.layers, self.frozen, self.parameters = {}, {}, []
         self._scales: Buffers | None = None
-        self._executor = reducing_thread(self.world) if overlap else None
-        self._stream = OwnStream(CPU)
-        with alike_on_all(self.world, "ddp_hook: options") as settings:
+        with alike_on_all(self.world, f"{self.call}: options") as settings:
             given = torch.nn.Identity() if model is None else model
-            check_options("ddp_hook", given, seed, overlap)
-            model = getattr(model, "_orig_mod", model)  # torch.compile(ddp) is it, wrapped
-            self.aggregator = aggregator_of("ddp_hook", aggregator, options)
-            if model is not None:
-                self._learn(model)
+            check_options(self.call, given, seed, overlap)
+            model = getattr(model, "_orig_mod", model)  # the one that torch.compile has wrapped
+            self.aggregator = aggregator_of(self.call, aggregator, options)
+            group = None if model is None else self._learn(model)
             self.aggregator.check_layers(self.layers)
-            group = model.process_group if isinstance(model, DistributedDataParallel) else None
-            check_world("ddp_hook", self.world, group)
+            check_world(self.call, self.world, group)
             if overlap:
                 check_overlap(self.world)
             settings |= {
@@ -97,20 +94,71 @@ class DdpHook(Averaging):
                 "precision": "" if model is None else str(policies_of(model)),
                 "device": self.parameters[0].device.type if self.parameters else "",
             }
+        if model is not None and scales_of(survey(model)[1]):
+            self._scales = Buffers(model, self.world, "broadcast")
         if self.parameters:
-            self._check_gpus("ddp_hook", self.parameters[0])
+            self._check_gpus(self.call, self.parameters[0])
         self._watch_momentum()
         self._begin()
 
-    def _learn(self, model: torch.nn.Module) -> None:
-        """Note the names of a model's parameters."""
-        check_whole_model("ddp_hook", model)
-        bare = model.module if isinstance(model, DistributedDataParallel) else model
+    @abstractmethod
+    def _learn(self, model: torch.nn.Module) -> distributed.ProcessGroup | None:
+        """Record a model's layers; return its process group, None for the default one."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Reset the state of a step."""
+
+    def _check_gradient(self, layer: str, gradient: torch.Tensor) -> None:
+        """Raise ValueError unless a gradient, of a layer and maybe others, can be averaged."""
+        if gradient.dtype not in FLOATS or not is_plain(gradient):
+            raise ValueError(
+                f"{self.call}: the gradient of {layer!r} on rank {self.world.rank} is "
+                f"{kind(gradient)}: should be {PLAIN}"
+            )
+
+    def _mean(self, index: int, given: Array, out: Array, bucket: Bucket, dtypes: Dtypes) -> None:
+        """Set out to the mean of a bucket, which suits its layers' dtypes. Collective."""
+        self._aggregate(index, [given], bucket, out)
+        multiplied(out, 1 / self.loss_scale, bucket)
+        check_range(bucket, out, dtypes)
+
+    def _share_scales(self) -> None:
+        """Give all ranks the scales of precision.convert that have seen most calls. Collective."""
+        if self._scales is not None:
+            named = scales_of(survey(self._scales.model)[1])
+            self._scales.share(named, [True] * self.world.processes)
+
+
+class DdpHook(Hook):
+    """The state of the hook of DistributedDataParallel. close() ends the thread of overlap."""
+
+    call = "ddp_hook"
+
+    def __init__(
+        self,
+        world: Any,
+        aggregator: str | Aggregator,
+        model: torch.nn.Module | None,
+        seed: int,
+        overlap: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self._names: dict[int, str] = {}  # by id of a parameter, in the model's order
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._stream = OwnStream(CPU)
+        super().__init__(world, aggregator, model, seed, options, overlap)
+        self._executor = reducing_thread(self.world) if overlap else None
+
+    def _learn(self, model: torch.nn.Module) -> distributed.ProcessGroup | None:
+        check_whole_model(self.call, model)
+        bare, group = model, None
+        if isinstance(model, DistributedDataParallel):
+            bare, group = model.module, model.process_group
         for name, parameter in named(bare, True):
             self._name_it(parameter, name)
         self.frozen = shapes_of(named(bare, False))
-        if scales_of(survey(model)[1]):
-            self._scales = Buffers(model, self.world, "broadcast")
+        return group
 
     def _name_it(self, parameter: torch.nn.Parameter, name: str) -> None:
         self._names[id(parameter)] = name
@@ -122,7 +170,7 @@ class DdpHook(Averaging):
         self._done: list[tuple[Layout, Sequence[torch.nn.Parameter]]] = []
 
     def take(self, bucket: Any) -> Future:
-        """Return the future of the mean of a bucket, torch's GradBucket. Collective."""
+        """Return the future of a bucket's mean; bucket: torch's GradBucket. Collective."""
         if bucket.index() == 0:
             self._begin()
             if self.world.lent_to is not None:
@@ -144,13 +192,13 @@ class DdpHook(Averaging):
             if self.world.lent_to is self:
                 self.world.lent_by = threading.get_ident()
                 self.world.pause_s = pause_s(self.world)
-            self._executor.submit(self._behind, self._stream.mark(), *given, last, future)
+            self._executor.submit(self._average_after, self._stream.mark(), *given, last, future)
         if last:
             _after_backward(lambda: self._end(future))
         return future
 
-    def _behind(self, gathered: Any, *given: Any) -> None:
-        """Average a bucket in the thread, behind what backward has put into it."""
+    def _average_after(self, gathered: Any, *given: Any) -> None:
+        """Average a bucket in the thread, once backward's stream has filled it."""
         with self._stream.after(gathered):
             self._average(*given)
 
@@ -165,14 +213,13 @@ class DdpHook(Averaging):
     ) -> None:
         """Set a bucket's gradients to the mean. Collective.
 
-        An error is every rank's, so the later buckets of the step are left out on all of them.
+        All ranks get the same errors, after which they leave out the later buckets of the step.
         """
         try:
             if self._error is None:
                 self._reduce(index, parameters, gradients, buffer)
-            if last and self._error is None and self._scales is not None:
-                named = scales_of(survey(self._scales.model)[1])
-                self._scales.share(named, [True] * self.world.processes)
+            if last and self._error is None:
+                self._share_scales()
         except Exception as found:
             self._error = found
         if last and self.world.lent_to is self:
@@ -192,23 +239,18 @@ class DdpHook(Averaging):
                 raise self._wrong
             layout = self._layout(parameters)
             alike["layers"] = layout.bucket.names
-            if buffer.dtype not in FLOATS or not is_plain(buffer):
-                raise ValueError(
-                    f"ddp_hook: the gradient of {layout.bucket.names[0]!r} on rank "
-                    f"{self.world.rank} is {kind(buffer)}: should be {PLAIN}"
-                )
+            self._check_gradient(layout.bucket.names[0], buffer)
             for i, view in zip(layout.order, layout.views, strict=True):
                 view.copy_(gradients[i])
         given, out = layout.flats
-        self._aggregate(index, [given], layout.bucket, out)
-        multiplied(out, 1 / self.loss_scale, layout.bucket)
-        check_range(layout.bucket, out, [gradients[i].dtype for i in layout.order])
+        dtypes = [gradients[i].dtype for i in layout.order]
+        self._mean(index, given, out, layout.bucket, dtypes)
         self._done.append((layout, parameters))
         for i, mean in zip(layout.order, layout.means, strict=True):
             gradients[i].copy_(mean)
 
     def _layout(self, parameters: Sequence[torch.nn.Parameter]) -> Layout:
-        """Return how a bucket's layers lie in float32; DDP makes other buckets now and then."""
+        """Return the layout of a bucket; DDP may rebuild its buckets after the first step."""
         key = tuple(map(id, parameters))
         if key not in self._layouts:
             for parameter in parameters:
@@ -230,15 +272,15 @@ class DdpHook(Averaging):
                 for flat in flats
             ]
             if any(key[0] in other for other in self._layouts):
-                self._layouts.clear()  # of the buckets before
+                self._layouts.clear()  # of the former buckets
             arrays = array_of(flats[0]), array_of(flats[1])
             self._layouts[key] = Layout(bucket, order, arrays, *views)
         return self._layouts[key]
 
     def _end(self, last: Future) -> None:
-        """Count the step; or raise its error out of backward, with p.grad this rank's own."""
+        """Count the step; or raise its error from backward, with p.grad this rank's own."""
         if self.world.lent_to in (None, self):
-            self.world.pause_s = 0.0  # nobody computes any more
+            self.world.pause_s = 0.0  # backward is over
         last.wait()
         if self._error is not None:
             for layout, parameters in self._done:
@@ -249,15 +291,15 @@ class DdpHook(Averaging):
         self.iteration += 1
 
     def close(self) -> None:
-        """End the thread of overlap; call it between two steps."""
+        """End the thread of overlap; to be called between two steps."""
         if self._executor is not None:
             self._executor.shutdown()
 
 
 def check_world(call: str, world: Ranks, group: distributed.ProcessGroup | None) -> None:
-    """Raise ValueError unless a world has the ranks of a group, one a process.
+    """Raise ValueError unless a world has the ranks of a group, one for each process.
 
-    group: None: torch's default one, where there is one
+    group: None: torch's default one, if it exists
     """
     if world.virtual_ranks > 1:
         raise ValueError(
@@ -275,10 +317,10 @@ def check_world(call: str, world: Ranks, group: distributed.ProcessGroup | None)
 
 
 def _after_backward(end: Any) -> None:
-    """Call end once DDP is done with the backward that goes on; now where none does.
+    """Call a function once DDP has finished the current backward; now if there is none.
 
-    DDP queues its own end behind its last bucket's hook, so ours is queued from a callback. Without
-    a backward, a rank that has run out of batches follows the others (Join).
+    DDP queues its own end after its last bucket's hook, so ours is queued from a callback. There is
+    no backward on a rank that has run out of batches and follows the others (Join).
     """
     if torch._C._current_graph_task_id() < 0:
         end()
@@ -287,8 +329,8 @@ def _after_backward(end: Any) -> None:
         queue(lambda: queue(end))
 
 
-def average_bucket(state, bucket, *more):  # type: ignore[no-untyped-def]  # torch refuses those of text
-    """Return the future of a bucket's mean over all ranks, as DDP asks for it. Collective."""
+def average_bucket(state, bucket, *more):  # type: ignore[no-untyped-def]  # torch refuses string annotations
+    """Return the future of a bucket's mean over all ranks: DDP's hook. Collective."""
     if isinstance(bucket, torch.Tensor):
         raise TypeError(
             "ddp_hook: the hook is called by FullyShardedDataParallel: should be called by "
@@ -310,18 +352,18 @@ def ddp_hook(
 
         ddp.register_comm_hook(*ddp_hook(World(), "lowbit", wire="e4m3", model=ddp))
 
-    world: World, Loopback or an mpi4py communicator, whose ranks are those of DDP's process group;
-        it alone carries gradients
-    aggregator, seed, options: as of GradientReducer
-    model: names the layers, for options, errors and the saved state; without it they are numbers,
-        in the order in which DDP brings them. Scales of precision.convert that remember former
-        calls need it: after each backward all ranks have those of all ranks
-    overlap: average buckets in a thread while backward goes on, with the same bits; no other call
-        of MPI until backward returns; MPI must give the thread level "serialized"
-    Gradients are float32, bfloat16 or float16 on the CPU or on a GPU, where they stay, whatever
-    DDP's own process group is made of. What is wrong with them, as NaN, is raised on all ranks
-    alike by backward(), which leaves each its own gradients; the next step may follow.
-    Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, another
-    number of ranks than DDP's; ValueError where ranks have other options or models.
+    world: World, Loopback or an mpi4py communicator with the ranks of DDP's process group. Only
+        the world carries gradients
+    aggregator, seed, options: see GradientReducer
+    model: its names of layers are used in options, errors and the saved state. Without it layers
+        are numbered in the order of DDP's buckets. Scales of precision.convert that depend on
+        former calls need it: they are shared after each backward
+    overlap: average buckets in a thread while backward continues, with the same bits. MPI must not
+        be called until backward returns, and must have the thread level "serialized"
+    Gradients are float32, bfloat16 or float16, on the CPU or on a GPU, with any backend of DDP's
+    own process group. For invalid gradients, such as NaN, backward() raises an error on all ranks
+    and leaves each its own gradients; the next step may follow.
+    Raises the same error on all ranks: ValueError or TypeError for an unknown name, unknown
+    options, other ranks than DDP's, and options or models that differ between ranks.
     """
     return DdpHook(world, aggregator, model, seed, overlap, options), average_bucket

@@ -1,4 +1,4 @@
-"""The averaging of gradients inside torch's FullyShardedDataParallel, as its communication hook."""
+"""Averaging of gradients inside torch's FullyShardedDataParallel, by its communication hook."""
 
 from __future__ import annotations
 
@@ -12,31 +12,17 @@ from ..collectives.checks import alike_on_all
 from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
 from ..ops.tensors import array_of, check_device, in_stream
-from ..world.mpi import as_world
-from .averaging import (
-    FLOATS,
-    PLAIN,
-    Averaging,
-    aggregator_of,
-    check_options,
-    check_range,
-    clear,
-    is_plain,
-    kind,
-    multiplied,
-    policies_of,
-)
-from .buffers import Buffers, scales_of, survey
-from .ddp import check_world
+from .averaging import clear
+from .ddp import Hook
 
 WRAPPED = "_fsdp_wrapped_module."  # is in names of parameters
 
 
 @dataclass
 class Unit:
-    """A wrapped module, whose gradients FSDP brings as one flat tensor.
+    """A wrapped module, whose gradients are one flat tensor of FSDP.
 
-    handle: FSDP's; place: in the model; bucket: of its layers; starts: of each in FSDP's tensor
+    handle: FSDP's; place: index in the model; bucket: of its layers; starts: theirs in the tensor
     """
 
     handle: Any
@@ -46,56 +32,32 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Number of values in FSDP's tensor of gradients on a rank that has it whole."""
+        """Number of values in FSDP's unsharded tensor of gradients."""
         return sum(self.handle.flat_param._numels_with_padding)
 
     @property
     def is_called(self) -> bool:
-        """Whether FSDP has got to its gradients in the backward that goes on."""
+        """Whether FSDP has reached its gradients in the current backward."""
         there = self.handle._training_state.name == "BACKWARD_POST"
         return there and bool(self.handle.flat_param.requires_grad)
 
 
-class FsdpHook(Averaging):
-    """The state of a communication hook: as GradientReducer has it, but FSDP makes the buckets.
+class FsdpHook(Hook):
+    """The state of the hook of FullyShardedDataParallel."""
 
-    iteration: of the next backward that FSDP synchronises; its other attributes and state_dict,
-    load_state_dict are those of GradientReducer.
-    """
+    call = "fsdp_hook"
 
     def __init__(
         self, world: Any, aggregator: str | Aggregator, model: Any, seed: int, options: Any
     ) -> None:
-        super().__init__(as_world(world, "fsdp_hook"), seed)
-        self.layers, self.frozen, self.parameters = {}, {}, []
         self._units: list[Unit] = []
-        self._scales: Buffers | None = None
-        self._begin()
-        with alike_on_all(self.world, "fsdp_hook: options") as settings:
-            check_options("fsdp_hook", model, seed, False)
-            self.aggregator = aggregator_of("fsdp_hook", aggregator, options)
-            model = getattr(model, "_orig_mod", model)  # torch.compile(fsdp) is it, wrapped
-            if not isinstance(model, FullyShardedDataParallel):
-                said = f"fsdp_hook: model is {type(model).__name__}: must be "
-                raise TypeError(f"{said}FullyShardedDataParallel; fully_shard takes no such hook")
-            self._learn(model)
-            self.aggregator.check_layers(self.layers)
-            check_world("fsdp_hook", self.world, model.process_group)
-            settings |= {
-                "aggregator": self.aggregator,
-                "seed": seed,
-                "layers": self.layers,
-                "precision": str(policies_of(model)),
-                "device": self.parameters[0].device.type,
-            }
-        self._check_gpus("fsdp_hook", self.parameters[0])
-        self._watch_momentum()
+        super().__init__(world, aggregator, model, seed, options)
 
-    def _learn(self, model: FullyShardedDataParallel) -> None:
-        """Note the units of a model, and how their layers lie in FSDP's tensors."""
+    def _learn(self, model: torch.nn.Module) -> Any:
+        if not isinstance(model, FullyShardedDataParallel):
+            said = f"fsdp_hook: model is {type(model).__name__}: must be "
+            raise TypeError(f"{said}FullyShardedDataParallel; fully_shard takes no such hook")
         self.parameters = list(model.parameters())
-        if scales_of(survey(model)[1]):
-            self._scales = Buffers(model, self.world, "broadcast")
         for prefix, module in model.named_modules():
             if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
                 continue
@@ -116,18 +78,19 @@ class FsdpHook(Averaging):
                 end += size
             self._units.append(unit)
             self.layers |= {n: list(shape) for n, shape in zip(names, shapes, strict=True)}
+        return model.process_group
 
     def _begin(self) -> None:
         self._called: list[Unit] = []
         self._error: Exception | None = None
 
     def take(self, gradient: torch.Tensor, part: torch.Tensor | None) -> None:
-        """Set a unit's gradient to the mean; or part, this rank's part, to that of it. Collective.
+        """Set a unit's gradient to the mean, and part to this rank's part of it. Collective.
 
-        An error is every rank's, so the later units of the step are left out on all of them: they
-        keep this rank's own gradients, and backward raises it at its end.
+        All ranks get the same errors. They then leave out the later units of the step, which keep
+        this rank's own gradients, and backward raises the error at its end.
         """
-        if not self._called and self._error is None:  # behind the end that FSDP has queued
+        if not self._called and self._error is None:  # after the end that FSDP has queued
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         try:
             if self._error is None:
@@ -140,18 +103,14 @@ class FsdpHook(Averaging):
             part.copy_(gradient[start : start + part.numel()])
 
     def _average(self, gradient: torch.Tensor) -> None:
-        """Set FSDP's tensor of gradients to the mean over all ranks. Collective."""
+        """Set FSDP's tensor of a unit's gradients to the mean over all ranks. Collective."""
         with alike_on_all(self.world, "fsdp_hook: unit") as alike:
             alike |= {"iteration": self.iteration, "loss_scale": self.loss_scale}
             if self._wrong is not None:
                 raise self._wrong
             unit = self._unit(gradient)
             alike["layers"] = unit.bucket.names
-            if gradient.dtype not in FLOATS or not is_plain(gradient):
-                raise ValueError(
-                    f"fsdp_hook: the gradient of {unit.bucket.names[0]!r} on rank "
-                    f"{self.world.rank} is {kind(gradient)}: should be {PLAIN}"
-                )
+            self._check_gradient(unit.bucket.names[0], gradient)
         bucket = unit.bucket
         flat = torch.zeros(bucket.size, dtype=torch.float32, device=gradient.device)
         spans = [
@@ -160,16 +119,13 @@ class FsdpHook(Averaging):
         ]
         for own, given in spans:
             own.copy_(given)
-        mean = torch.empty_like(flat)
-        out = array_of(mean)
-        self._aggregate(unit.place, [array_of(flat)], bucket, out)
-        multiplied(out, 1 / self.loss_scale, bucket)
-        check_range(bucket, out, [gradient.dtype] * len(spans))
+        mean, dtypes = torch.empty_like(flat), [gradient.dtype] * len(spans)
+        self._mean(unit.place, array_of(flat), array_of(mean), bucket, dtypes)
         for (_, start, stop), (_, given) in zip(bucket.segments, spans, strict=True):
             given.copy_(mean[start:stop])
 
     def _unit(self, gradient: torch.Tensor) -> Unit:
-        """Return the unit that FSDP has just got to, which it does not say."""
+        """Return the unit that FSDP has just reached; FSDP does not pass it to hooks."""
         known = set(map(id, self._called))
         new = [unit for unit in self._units if unit.is_called and id(unit) not in known]
         self._called += new
@@ -183,19 +139,17 @@ class FsdpHook(Averaging):
         return found[0]
 
     def _end(self) -> None:
-        """Count the step; or raise its error out of backward."""
+        """Count the step; or raise its error from backward."""
         error = self._error
         self._begin()
         if error is not None:
             raise error
-        if self._scales is not None:
-            named = scales_of(survey(self._scales.model)[1])
-            self._scales.share(named, [True] * self.world.processes)
+        self._share_scales()
         self.iteration += 1
 
 
 def average_unit(state: FsdpHook, gradient: torch.Tensor, part: torch.Tensor | None = None) -> None:
-    """Average a unit's gradient over all ranks, as FSDP asks for it. Collective."""
+    """Average a unit's gradient over all ranks: FSDP's hook. Collective."""
     state.take(gradient, part)
 
 
@@ -211,17 +165,17 @@ def fsdp_hook(
 
         model.register_comm_hook(*fsdp_hook(World(), "lowbit", wire="e4m3", model=model))
 
-    world: World, Loopback or an mpi4py communicator, whose ranks are those of the model's process
-        group; it carries gradients, the group parameters
-    aggregator, seed, options: as of GradientReducer
-    model: FullyShardedDataParallel, of any strategy that takes a hook: not the hybrid ones. A unit
-        is one bucket. The mean is formed whole on each rank, which keeps its part: an all-reduce,
-        of twice the bytes of the reduce-scatter of the same wire; what methods keep is whole, too.
-        Scales of precision.convert that remember former calls are those of all ranks
-    Gradients are float32, bfloat16 or float16, as reduce_dtype says, on the CPU or on a GPU. What
-    is wrong with them, as NaN, is raised on all ranks alike by backward(), whose gradients are of
-    no use then: zero_grad(), and the next step may follow.
-    Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, another
-    number of ranks than the model's; ValueError where ranks have other options or models.
+    world: World, Loopback or an mpi4py communicator with the ranks of the model's process group.
+        The world carries gradients, the group parameters
+    aggregator, seed, options: see GradientReducer
+    model: FullyShardedDataParallel, with any strategy that allows hooks: not the hybrid ones. A
+        unit is one bucket. Each rank computes the whole mean and keeps its part. This all-reduce
+        has twice the bytes of a reduce-scatter, and a method's state is not sharded. Scales of
+        precision.convert that depend on former calls are shared after each backward
+    Gradients are float32, bfloat16 or float16, according to reduce_dtype, on the CPU or on a GPU.
+    For invalid gradients, such as NaN, backward() raises an error on all ranks. Gradients are
+    undefined then: call zero_grad(), and the next step may follow.
+    Raises the same error on all ranks: ValueError or TypeError for an unknown name, unknown
+    options, other ranks than the model's, and options or models that differ between ranks.
     """
     return FsdpHook(world, aggregator, model, seed, options), average_unit

@@ -1,4 +1,4 @@
-"""Loss scaling: gradients of a multiplied loss, which a format of few bits can hold."""
+"""Loss scaling: multiplied losses, so that small gradients fit a format of few bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..compress.base import Array, Mean
 if TYPE_CHECKING:
     from .reducer import GradientReducer
 
-LEAST, MOST = 2.0**-24, 2.0**100  # what is not finite with the least one is so for other reasons
-FIRST = 2.0**16  # of a dynamic scaler; the first steps find a lower one
+LEAST, MOST = 2.0**-24, 2.0**100  # with the least one, overflow has other reasons
+FIRST = 2.0**16  # initial dynamic scale; the first steps reduce it if necessary
 PATIENCE = 2000  # steps without overflow after which the scale is doubled
 
 
@@ -29,16 +29,16 @@ def check_scale(scale: float | None) -> float | None:
 
 
 class LossScaler:
-    """Multiplies losses, and lets steps be skipped whose gradients overflow. Alike on all ranks.
+    """Multiplies losses, and skips steps whose gradients overflow; the same on all ranks.
 
-    Collective: constructing it compares options over the ranks.
-    scale: a power of two from LEAST to MOST; None: 1, or FIRST where it is dynamic
-    dynamic: halved where a gradient or sum of any rank is not finite, and doubled after PATIENCE
-        steps in which all were. For that the memory of methods is copied in each step.
-    Overflow is what makes reduce raise NonFiniteGradient: so a packed wire must not have
-    overflow = "saturate", which makes the largest number of what is too large.
+    Constructing it is collective: it compares options over the ranks.
+    scale: a power of two from LEAST to MOST; None: 1, or FIRST if dynamic
+    dynamic: halve the scale if a gradient or sum of any rank is not finite, and double it after
+        PATIENCE finite steps. This copies the state of methods in each step
+    Overflow means that reduce raises NonFiniteGradient. So a packed wire must not have
+    overflow = "saturate", which rounds too large values to the largest number.
     Source: Micikevicius et al.: Mixed precision training, ICLR 2018, on loss scaling.
-    Raises on all ranks alike ValueError for a scale that is none of these, or other options.
+    Raises ValueError on all ranks for another scale, or options that differ.
 
         scaler = LossScaler(reducer, dynamic=True)
         for inputs, targets in batches:
@@ -63,7 +63,7 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What losses are to be multiplied by."""
+        """The factor of losses."""
         return self.reducer.loss_scale
 
     def _begin(self, scale: float) -> None:
@@ -71,16 +71,16 @@ class LossScaler:
         self.note()
 
     def note(self) -> None:
-        """Take the memory of methods as it is before the next step: where it was loaded, say."""
+        """Copy the state of methods before the next step, for example after loading it."""
         if self.dynamic:
             self._before = self.reducer.state.copy()
 
     def reduce(self, reduce: Callable[[], Mean] | None = None) -> Mean | None:
-        """Return what reduce returns, the reducer's own one by default. Collective.
+        """Return the mean of reduce, by default the reducer's. Collective.
 
-        None, with gradients, parameters and memory as they were: the step is to be skipped. Buffers
-        of the model, as statistics of batch norm, are those behind its forward, alike on all ranks.
-        Raises NonFiniteGradient as reduce unless dynamic, and where no scale helps.
+        Returns None if the step is to be skipped; gradients, parameters and the state of methods
+        are then unchanged. Buffers, such as statistics of batch norm, are those after the forward,
+        the same on all ranks. Raises NonFiniteGradient if not dynamic, or if no scale helps.
         """
         try:
             mean = (reduce or self.reducer.reduce)()
@@ -88,8 +88,8 @@ class LossScaler:
             if not self.dynamic or self.scale <= LEAST:
                 raise
             self.reducer.state, self.clean_steps = self._before, 0
-            self.reducer.share_buffers()  # else virtual ranks would go on with the last one's
-            self.reducer.iteration += 1  # the numbers of the loop and of the reducer stay alike
+            self.reducer.share_buffers()  # else virtual ranks would continue with the last one's
+            self.reducer.iteration += 1  # as the loop counts skipped steps
             self._begin(self.scale / 2)
             return None
         self.clean_steps += 1
@@ -99,12 +99,12 @@ class LossScaler:
         return mean
 
     def state(self) -> dict[str, Array]:
-        """Return where a dynamic scale stands, as arrays; nothing of a static one."""
+        """Return the state of a dynamic scale, as arrays; {} for a static one."""
         here = {"scale": np.array([self.scale]), "clean_steps": np.array([self.clean_steps])}
         return here if self.dynamic else {}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over what state returned, before the memory that belongs to it; then note."""
+        """Restore the result of state; then restore the methods' state, and call note."""
         if self.dynamic and state:
             self.clean_steps = int(state["clean_steps"][0])
             self._begin(float(state["scale"][0]))

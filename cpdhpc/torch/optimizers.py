@@ -1,11 +1,10 @@
 """Optimisers that adapt each layer's step to its weights: LARS, LARC, LAMB, NovoGrad, AdamP.
 
-Ordinary torch optimisers: `cpdhpc.torch.Lamb(model.parameters(), lr=0.01)`. A layer is a parameter
-tensor. They see averaged gradients, so all ranks take the same step without a message.
+They are torch optimisers: `cpdhpc.torch.Lamb(model.parameters(), lr=0.01)`. A layer is a parameter
+tensor. With averaged gradients all ranks take the same step without a message.
 
-Dense float32 layers on the CPU are the kernels', all of a step in one call, with the bits of
-ops.steps, on as many threads as torch has. Others are stepped by `update`, the same equations in
-torch's operations.
+For dense float32 layers on the CPU, kernels take all steps in one call, with the bits of ops.steps
+and torch's number of threads. For others `update` has the same equations in torch operations.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ Group = dict[str, Any]
 State = dict[str, Tensor]
 Parameters = Iterable[Tensor] | Iterable[Group]
 
-EXCLUDES: dict[str, Callable[[Tensor], bool]] = {  # what is neither decayed nor adapted
+EXCLUDES: dict[str, Callable[[Tensor], bool]] = {  # parameters without decay and adaptation
     "one_dimensional": lambda p: p.ndim <= 1,  # biases, and scales and shifts of norms
     "none": lambda p: False,
 }
 FINITE = (lambda x: 0 <= x < math.inf, "0 or more")
 SHARE = (lambda x: 0 <= x < 1, "0 or more and below 1")
-ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # of numbers; and how it is said
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # ranges, with words for errors
     **dict.fromkeys(("lr", "weight_decay", "eps", "delta", "clip_global_norm"), FINITE),
     "trust": (lambda x: 0 < x < math.inf, "above 0 and finite"),
     "momentum": SHARE,
@@ -43,7 +42,7 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # of numbers; and how
 }
 
 
-PLAIN = (Tensor, torch.nn.Parameter)  # other subclasses keep their values elsewhere
+PLAIN = (Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 
 
 def norm(x: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return norm of each, float64[tensors]; at least one."""
+    """Return the norm of each of at least one tensor, float64[tensors]."""
     arrays = [memory_in_order([x]) for x in tensors]
     if any(each is None for each in arrays):
         return torch.stack([norm(x) for x in tensors])
@@ -61,13 +60,13 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def memory_in_order(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]] | None:
-    """Return the memory of float32 tensors whose values lie in one dense order; None for others."""
+    """Return the memory of dense float32 tensors with the same order; None for others."""
     turned = not tensors[0].is_contiguous()
     found = []
     for x in tensors:
         if x.dtype != torch.float32 or not x.is_cpu or type(x) not in PLAIN or x.is_neg():
             return None
-        if turned:  # channels last: as NHWC it is contiguous
+        if turned:  # channels last, which is contiguous as NHWC
             if x.ndim != 4:
                 return None
             x = x.permute(0, 2, 3, 1)
@@ -78,11 +77,11 @@ def memory_in_order(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]] | N
 
 
 class LayerWise(torch.optim.Optimizer):
-    """An optimiser whose rule sees one parameter at a time.
+    """An optimiser with a rule for one parameter at a time.
 
     rule: its name in ops.steps; kept: arrays of a parameter's state, in the order of Layer
-    Raises ValueError for numbers out of range and an unknown exclude; a step TypeError for
-    parameters that are complex, and gradients that are sparse.
+    Raises ValueError for numbers out of range and an unknown exclude. A step raises TypeError for
+    complex parameters and sparse gradients.
     """
 
     rule: ClassVar[str]
@@ -99,7 +98,7 @@ class LayerWise(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Change the parameters that have a gradient; closure, where given, makes them first."""
+        """Update the parameters that have a gradient; closure: computes gradients first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,33 +135,33 @@ class LayerWise(torch.optim.Optimizer):
         table[:, -1] = compiled.norms
         step_layers(self.rule, compiled.layers, table, torch.get_num_threads())
         for p, norm_of_layer in zip(compiled.parameters, table[:, -1].tolist(), strict=True):
-            increment_version(p)  # else autograd would not see that it has changed
+            increment_version(p)  # so that autograd detects the change
             self.end(self.state[p], norm_of_layer)
 
     def begin(self, p: Tensor, state: State) -> None:
-        """Begin a step of a parameter: what it keeps is there then, zeros at first."""
+        """Begin a step of a parameter; its state is created, with zeros, if it is missing."""
         for name in self.kept:
             if name not in state:
                 state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
     def end(self, state: State, norm_of_layer: float) -> None:
-        """End a step that the kernels have done, which write a norm among the numbers."""
+        """End a step of the kernels, which return a norm."""
 
     @abstractmethod
     def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
-        """Return what the kernels need of layers of a group. adapts, time: see _Compiled.add."""
+        """Return the numbers of a group's layers for the kernels; others: see _Compiled.add."""
 
     def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
-        """Return what all gradients are multiplied by first; None for nothing."""
+        """Return the factor of all gradients, None for 1."""
         return None
 
     @abstractmethod
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
-        """Change one parameter by torch's operations, of a step that has begun."""
+        """Update one parameter by torch operations, after begin."""
 
 
 class _Compiled:
-    """Layers of one step that the kernels do, and which numbers each of them has."""
+    """The layers of one step of the kernels, and the numbers of each."""
 
     def __init__(self) -> None:
         self.parameters, self.layers = list[Tensor](), list[Layer]()
@@ -172,7 +171,7 @@ class _Compiled:
     def add(
         self, p: Tensor, arrays: list[Any], state: State, group: Group, has_moments: bool
     ) -> None:
-        """Add a layer. adapts: whether it is not excluded; time: steps of moments, this one too."""
+        """Add a layer. adapts: whether it is not excluded; time: steps so far, with this one."""
         m, v = arrays[2], arrays[3] if has_moments else None
         units = len(arrays[0]) if arrays[0].ndim > 1 else 0
         self.layers.append(Layer(arrays[0], arrays[1], m, v, units))
@@ -202,7 +201,7 @@ def _check(name: str, group: Group) -> None:
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, torch.Tensor):  # as torch's optimisers take a rate
+    if isinstance(value, torch.Tensor):  # torch's optimisers allow this for lr
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -211,21 +210,14 @@ def _excluded(p: Tensor, group: Group) -> bool:
     return EXCLUDES[group["exclude"]](p)
 
 
-def _count(state: State) -> None:
-    """Count a step, the first of which is 1."""
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-    state["step"] += 1
-
-
 def _of_group(group: Group, adapts: bool) -> Numbers:
-    """Return what a layer has of its group in any rule; none that is excluded has a decay."""
+    """Return the numbers that all rules have; excluded layers have no decay."""
     decay = group["weight_decay"] if adapts else 0.0
     return Numbers(rate=float(group["lr"]), decay=decay, adapts=float(adapts))
 
 
 def _of_moments(group: Group, adapts: bool, time: float) -> Numbers:
-    """Return the same of an optimiser with Adam's moments, in the step of that number."""
+    """Return the numbers of rules with Adam's moments; time: number of the step."""
     beta1, beta2 = group["betas"]
     return _of_group(group, adapts)._replace(
         beta1=beta1,
@@ -237,12 +229,12 @@ def _of_moments(group: Group, adapts: bool, time: float) -> Numbers:
 
 
 def _ratio(above: Tensor, below: Tensor, p: Tensor) -> Tensor:
-    """Return above / below in p's dtype; 1 where one of them is 0."""
+    """Return above / below in p's dtype; 1 if one of them is 0."""
     return torch.where(above * below == 0, torch.ones_like(above), above / below).to(p.dtype)
 
 
 def _adapting(p: Tensor, gradient: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return trust |w| and |g| + weight decay |w|, or 0 where |g| is: their ratio is the rate."""
+    """Return a rate as a fraction: trust |w|, and |g| + weight decay |w|, or 0 if |g| is 0."""
     weights, gradients = norm(p), norm(gradient)
     decayed = gradients + group["weight_decay"] * weights
     return group["trust"] * weights, torch.where(gradients > 0, decayed, gradients)
@@ -292,10 +284,10 @@ class Lars(LayerWise):
 
 
 class Larc(Lars):
-    """LARS whose rate of a layer is never above the global one.
+    """LARS with the global rate as the upper bound of a layer's.
 
-    The momentum is that of torch's SGD: the rate stands outside of it.
-    trust: times |w| / |g| is the rate of a layer
+    Momentum is that of torch's SGD, which the rate multiplies afterwards.
+    trust: times |w| / |g|, the rate of a layer
     Source: You, Gitman, Ginsburg, arXiv 1708.03888; the bound by the global rate is known as LARC
     from NVIDIA's apex.
     """
@@ -326,17 +318,29 @@ class Larc(Lars):
         p.sub_(group["lr"] * velocity)
 
 
-class Lamb(LayerWise):
-    """Adam whose step of a layer is as long as its weights.
+class OfMoments(LayerWise):
+    """An optimiser with Adam's moments and a count of steps."""
 
-    clip_global_norm: gradients of all layers together are scaled to this 2-norm at most; 0: off
-    trust_clip: |w| / |step| is 1 at most (LAMBC)
+    kept = "exp_avg", "exp_avg_sq"
+
+    def begin(self, p: Tensor, state: State) -> None:
+        """See LayerWise.begin; the first step has the number 1."""
+        super().begin(p, state)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] += 1
+
+
+class Lamb(OfMoments):
+    """Adam with steps of a layer that are as long as its weights.
+
+    clip_global_norm: upper bound of the 2-norm of all layers' gradients, by scaling; 0: none
+    trust_clip: bound |w| / |step| by 1 (LAMBC)
     Source: You et al.: Large batch optimization for deep learning: training BERT in 76 minutes,
     arXiv 1904.00962, algorithm 2, whose phi is the identity.
     """
 
     rule = "lamb"
-    kept = "exp_avg", "exp_avg_sq"
 
     def __init__(
         self,
@@ -362,18 +366,13 @@ class Lamb(LayerWise):
         )
 
     def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
-        """Return what brings the norm of all gradients down to clip_global_norm."""
+        """Return the factor that reduces the norm of all gradients to clip_global_norm."""
         if not self.clip_global_norm or not gradients:
             return None
         total = norm(norms(gradients))
         return (self.clip_global_norm / total.clamp(min=self.clip_global_norm)).to(
             gradients[0].dtype
         )
-
-    def begin(self, p: Tensor, state: State) -> None:
-        """See LayerWise.begin."""
-        super().begin(p, state)
-        _count(state)
 
     def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
         """See LayerWise.numbers."""
@@ -392,7 +391,7 @@ class Lamb(LayerWise):
 
 
 def _adam(p: Tensor, gradient: Tensor, state: State, group: Group) -> Tensor:
-    """Return Adam's step with bias correction; 0 where the second moment and eps are.
+    """Return Adam's step with bias correction; 0 if second moment and eps are 0.
 
     Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
     """
@@ -405,9 +404,9 @@ def _adam(p: Tensor, gradient: Tensor, state: State, group: Group) -> Tensor:
 
 
 class NovoGrad(LayerWise):
-    """Momentum of gradients divided by a running norm of their layer; one number a layer is kept.
+    """Momentum of gradients divided by a running norm of their layer, one number for each layer.
 
-    Without bias correction, and without (1 - beta1) before the gradient, as in the paper.
+    As in the paper, without bias correction and without the factor 1 - beta1 of the gradient.
     Source: Ginsburg et al.: Stochastic gradient methods with layer-wise adaptive moments for
     training of deep networks, arXiv 1905.11286, algorithm 1.
     """
@@ -440,7 +439,7 @@ class NovoGrad(LayerWise):
             state["norm"] = torch.tensor(norm_of_layer, dtype=torch.float32)
 
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
-        """See LayerWise.update. The norm is kept, not its square, which float32 may not hold."""
+        """See LayerWise.update. The state has the norm: its square may overflow float32."""
         (beta1, beta2), now = group["betas"], norm(gradient)
         if "norm" in state:
             before = state["norm"].double()
@@ -453,17 +452,16 @@ class NovoGrad(LayerWise):
         p.sub_(group["lr"] * state["momentum"].mul_(beta1).add_(unit))
 
 
-class AdamP(LayerWise):
-    """Adam without the part of a step along weights whose scale the network does not feel.
+class AdamP(OfMoments):
+    """Adam without the part of a step along weights whose scale does not change the output.
 
-    delta: a layer, or each of its output units, counts as such where the cosine of gradient and
-        weights is below delta / sqrt(values); decay_share: of the weight decay that it gets then
+    delta: a layer, or each of its output units, counts as scale-invariant if the cosine of gradient
+        and weights is below delta / sqrt(values); decay_share: of its weight decay then
     Source: Heo et al.: AdamP: slowing down the slowdown for momentum optimizers on scale-invariant
     weights, ICLR 2021, arXiv 2006.08217, algorithm 2.
     """
 
     rule = "adamp"
-    kept = "exp_avg", "exp_avg_sq"
 
     def __init__(
         self,
@@ -487,11 +485,6 @@ class AdamP(LayerWise):
             exclude=exclude,
         )
 
-    def begin(self, p: Tensor, state: State) -> None:
-        """See LayerWise.begin."""
-        super().begin(p, state)
-        _count(state)
-
     def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
         """See LayerWise.numbers."""
         return _of_moments(group, adapts, time)._replace(
@@ -508,7 +501,7 @@ class AdamP(LayerWise):
 
 
 def _projected(p: Tensor, gradient: Tensor, step: Tensor, group: Group) -> tuple[Tensor, float]:
-    """Return AdamP's step of a layer, and the share of the weight decay that it gets."""
+    """Return AdamP's step of a layer, and the share of its weight decay."""
     if p.ndim <= 1:
         return step, 1.0
     for rows in (len(p), 1):  # each output unit, then the whole layer

@@ -1,4 +1,4 @@
-"""Buckets of gradients are reduced in a thread while backward computes the others."""
+"""Reduction of gradient buckets in a thread while backward computes the others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..ops.common import take_short_slices
 from ..ops.tensors import OwnStream
 from ..world.ranks import Ranks
 
-ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
-PAUSE_S = 2e-4  # between two looks of the thread for messages of other nodes
+ENOUGH = ("serialized", "multiple")  # thread levels that let another thread call MPI
+PAUSE_S = 2e-4  # between polls of the thread for messages of other nodes
 
 
 def check_overlap(world: Ranks) -> None:
@@ -35,39 +35,39 @@ def check_overlap(world: Ranks) -> None:
 
 
 def hides(world: Ranks, parts: Sequence[Part]) -> bool:
-    """Return whether overlap is expected to make steps shorter, alike on all ranks.
+    """Return whether overlap is expected to make steps shorter; the same on all ranks.
 
-    So it is where messages leave a node, and a part can leave before the last gradient is there.
-    Within a node the ranks' own cores do the copying, so there is nothing to hide.
+    It is if messages leave a node and there are several parts. Within a node the ranks' own cores
+    copy the data, so nothing can be hidden.
     """
     several = len(set(world.nodes)) > 1 and len(parts) > 1
     return several and world.virtual_ranks == 1 and world.thread_level in ENOUGH
 
 
 def pause_s(world: Ranks) -> float:
-    """Return how long the thread sleeps between two looks while backward computes on its core.
+    """Return how long the thread sleeps between polls while backward computes on its core.
 
-    Between nodes sockets go on meanwhile. Within one a message moves by the ranks' own copying:
-    there sleep made steps longer.
+    Between nodes sockets make progress meanwhile. Within a node the ranks copy messages
+    themselves, and sleeping made steps longer.
     """
     return PAUSE_S if len(set(world.nodes)) > 1 else 0.0
 
 
 def reducing_thread(world: Ranks) -> ThreadPoolExecutor:
-    """Return the executor of one thread, which gets the core soon after a sleep."""
+    """Return an executor of one thread, which soon gets the core again after a sleep."""
     begin = take_short_slices if pause_s(world) else None
     return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=begin)
 
 
 class Overlap:
-    """Is told of the gradients of a model, and hands each complete part to one thread, in order.
+    """Collects the gradients of a model, and submits each complete part to a thread, in order.
 
-    All processes go through the parts in the same order, so their collectives match. From the
-    first part of a step until means ends, the world belongs to the thread: World refuses the
-    thread that computes, so that MPI is called by one thread at a time. Another model's parts wait
-    from this one's first gradient on, which all ranks have, until its means end.
+    All processes reduce the parts in the same order, so their collectives match. From the first
+    part of a step until means ends, only this thread may use the world: World refuses the thread
+    that computes, so that only one thread calls MPI. From this model's first gradient until its
+    means end, parts of other models wait.
     take: gathers the gradient of a layer; aggregate: reduces a part, by index, in the thread
-    again: told of a layer whose gradient comes a second time within a step
+    again: called with a layer whose gradient comes a second time within a step
     stream: of the thread, which begins a part when backward's stream has gathered it
     """
 
@@ -93,7 +93,7 @@ class Overlap:
         self._futures: list[Future[Mean]] = []
 
     def has_come(self, layer: int) -> None:
-        """Take the gradient of a layer, which backward has just made."""
+        """Take the gradient of a layer, just computed by backward."""
         if self._seen[layer]:
             self.again(layer)
         elif not self._paused:
@@ -108,7 +108,7 @@ class Overlap:
         self._missing[self._part_of[layer]] -= 1
 
     def _submit(self) -> None:
-        """Hand over the parts that are next and complete; none while those of another model go."""
+        """Submit the next parts that are complete; none while another model has the world."""
         if self.world.lent_to is not self:
             return
         while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
@@ -121,15 +121,15 @@ class Overlap:
             self._futures.append(self.executor.submit(self._reduce, index, previous, gathered))
 
     def _reduce(self, index: int, previous: Future[Mean] | None, gathered: Any) -> Mean:
-        """Reduce a part, in the thread; after an error, which all ranks have, none is any more."""
+        """Reduce a part, in the thread, unless an earlier part had an error, as on all ranks."""
         if previous is not None:
-            previous.result()  # is there already: raises the step's first error
+            previous.result()  # complete: raises the step's first error
         with self.stream.after(gathered):
             return self.aggregate(index)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let gradients add up, with none handed over."""
+        """Let gradients accumulate; none is submitted."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -137,34 +137,34 @@ class Overlap:
             self._paused = before
 
     def means(self) -> list[Mean]:
-        """Return the means of all parts, parameters without gradient as they are.
+        """Return the means of all parts, including those of layers without gradient.
 
-        Raises what the thread raised, the first error of the step, with no part under way.
-        Every wait of the thread has the world's time-out, so this one ends too.
+        Raises the thread's first error of the step, once no part is being reduced. Every wait of
+        the thread has the world's time-out, so this one ends, too.
         """
         if self.world.lent_to not in (None, self):
             self._begin()
             raise RuntimeError(
-                "GradientReducer.reduce: overlap=True: gradients of another model are on their way "
-                "since its backward: call reduce() of models in the order of their backward, "
-                "and keep those that are not to be reduced in no_sync() of their reducer"
+                "GradientReducer.reduce: overlap=True: gradients of another model are being "
+                "reduced since its backward: call reduce() of models in the order of their "
+                "backward, and use no_sync() of their reducer for those that are not to be reduced"
             )
         self.world.lent_to = self
         for layer, seen in enumerate(self._seen):
             if not seen:
                 self._take(layer)
         self._submit()
-        self.world.pause_s = 0.0  # nobody computes any more
+        self.world.pause_s = 0.0  # backward is over
         try:
             return [future.result() for future in self._futures]
         finally:
-            wait(self._futures)  # after an error, too: parts read what the next step writes
+            wait(self._futures)  # also after an error: the next step writes to their arrays
             self.stream.join()
             self.world.lent_by = self.world.lent_to = None
             self._begin()
 
     def close(self, *, finish: bool = True) -> None:
-        """End the thread; finish: after the part that is under way."""
+        """End the thread; finish: wait for the part that it reduces."""
         if self.executor is not None:
             self.executor.shutdown(wait=finish, cancel_futures=True)
         if finish and self.world.lent_to in (None, self):

@@ -40,7 +40,7 @@ from .overlap import Overlap, check_overlap, hides
 
 Array = npt.NDArray[Any]
 
-FROZEN, UNUSED, USED = 0, 1, 2  # what a layer is on a rank in a step
+FROZEN, UNUSED, USED = 0, 1, 2  # the state of a layer on a rank in a step
 GRAD, REQUIRES_GRAD, DTYPE, SHAPE = map(attrgetter, ("grad", "requires_grad", "dtype", "shape"))
 ADDRESS = torch.Tensor.data_ptr
 
@@ -48,35 +48,34 @@ ADDRESS = torch.Tensor.data_ptr
 class GradientReducer(Averaging):
     """Averages the gradients of a model over the ranks between backward and step.
 
-    Collective: constructing it compares models and options over the ranks, and gives all processes
-    the parameters and buffers of process 0.
+    Constructing it is collective: it compares models and options over the ranks, and copies the
+    parameters and buffers of process 0 to all processes.
 
     world: World, Loopback or an mpi4py communicator
-    model: on the CPU or on one GPU, where its gradients stay: work goes on in torch's current
-        stream. Processes of a node have a GPU each, as by use_gpu, unless that was told else.
-        Its parameters that require a gradient must be float32, bfloat16 or float16;
-        which do is settled here. One frozen later counts as one without gradient. Gradients of
-        float32 live where they are sent from: p.grad is a view of one of two buffers, by turns,
-        which a later backward overwrites. Others are raised to float32 there, and their means
-        rounded to nearest to their own dtype.
-    aggregator: a name in COMPRESSORS with its options, or an Aggregator without any, whose fields
-        are checked alike
+    model: on the CPU or on one GPU. Its gradients stay there, and are averaged in torch's current
+        stream. Each process of a node must have its own GPU, unless use_gpu allowed sharing.
+        Parameters that require a gradient must be float32, bfloat16 or float16. The set of these
+        parameters is fixed here; one that is frozen later counts as one without gradient. A
+        float32 p.grad is a view of one of two buffers, in turns, and a later backward overwrites
+        it. Other dtypes are converted to float32 in the buffer, and their means rounded to nearest
+    aggregator: a name in COMPRESSORS, with its options; or an Aggregator, without options
     bucket_mib: layers are reduced in buckets of at most so many MiB, or of one larger layer, the
-        last layers first; with other buckets the mean may have other bits
-    overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward
-        a step then but for those in no_sync, p.grad left alone and no other call of MPI until
-        reduce(); not with virtual ranks; MPI must give the thread level "serialized". close() ends
-        the thread. None: where that is expected to be faster, with several buckets on several nodes
-    buffers: whose all ranks have after reduce(): "broadcast" those of rank 0, "mean" the mean over
-        ranks of floating-point ones and rank 0's others, "none" each its own
-    iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
-    state: what the aggregator keeps, in checkpoints together with iteration
-    alike: what else must be the same on all ranks in the next reduce, by name
-    loss_scale: what losses are multiplied by, the caller's to set between steps, or a LossScaler's:
-        means are divided by it, and what the aggregator keeps follows it
-    Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, other
-    parameters, a world that does not go with overlap; ValueError where ranks have other models or
-    options; UserError where processes share a GPU.
+        last layers first. Other buckets may give other bits
+    overlap: reduce a bucket in a thread while backward continues, with the same bits. Each step
+        then has one backward outside no_sync; until reduce(), p.grad must not be changed and MPI
+        not be called. Impossible with virtual ranks; MPI must have the thread level "serialized".
+        close() ends the thread. None: overlap if it is expected to be faster, which needs several
+        buckets and several nodes
+    buffers: the model's buffers after reduce(): "broadcast" those of rank 0; "mean" the mean over
+        ranks of floating-point buffers, and rank 0's others; "none" each rank its own
+    iteration, epoch: of the next reduce. The caller sets the epoch, for methods that need it
+    state: arrays that the aggregator keeps, saved in checkpoints together with iteration
+    alike: further values that must be the same on all ranks in the next reduce, by name
+    loss_scale: the factor of losses, set between steps by the caller or a LossScaler. Means are
+        divided by it, and the aggregator's arrays are rescaled when it changes
+    Raises the same error on all ranks: ValueError or TypeError for an unknown name, unknown
+    options, unfit parameters, or models and options that differ between ranks; UserError if
+    processes share a GPU or the world does not allow overlap.
 
         reducer = GradientReducer(model, World(), "lowbit", wire="e4m3")
         for inputs, targets in batches:
@@ -152,15 +151,15 @@ class GradientReducer(Averaging):
             for layer, parameter in enumerate(self.parameters):
                 hook = partial(_call, ref(self), layer)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        # Else a model would keep what nobody can call any more, with its memory and its thread.
+        # Otherwise the model's hooks would keep the buffers and the thread alive.
         finalize(self, _remove, self._hooks).atexit = False
 
     def _lay_out(self, bucket_mib: float) -> None:
-        """Lay the parameters that require a gradient into a buffer, and cut it into parts."""
+        """Assign the parameters that require a gradient places in a buffer, and divide it."""
         trained = named(self.model, True)
         self.parameters = [parameter for _, parameter in trained]
         self._known = set(map(id, self.parameters))
-        self._seen: list[torch.nn.Parameter] = []  # those of the last step, if they are all known
+        self._seen: list[torch.nn.Parameter] = []  # of the last step, if all are known
         self.layers, self.frozen = shapes_of(trained), shapes_of(named(self.model, False))
         shapes = tuple(map(tuple, self.layers.values()))
         self.bucket = Bucket(tuple(self.layers), shapes, self.aggregator.align)
@@ -168,7 +167,7 @@ class GradientReducer(Averaging):
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._floats = [torch.float32] * len(self._dtypes)
         self._shapes = [parameter.shape for parameter in self.parameters]
-        how: Any = {"dtype": torch.float32, "device": self.device}  # whatever torch's defaults are
+        how: Any = {"dtype": torch.float32, "device": self.device}  # not torch's defaults
         stashed = self.world.virtual_ranks if self.world.virtual_ranks > 1 else 0
         tensors = [torch.zeros(self.bucket.size, **how) for _ in range(2 + stashed)]
         with in_stream(self.device):
@@ -179,27 +178,28 @@ class GradientReducer(Averaging):
         self._homes = [self._views(x) for x in tensors[:2]]
         self._addresses = [[each.data_ptr() for each in views] for views in self._homes]
         self._low: dict[int, torch.Tensor] = {}  # means of layers that are not float32
-        self._side = self._taken = 0  # of _homes: where p.grad lives, and where it was last taken
+        # Indices of _homes: of the buffer with p.grad, and of the one that was last stashed.
+        self._side = self._taken = 0
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the layers of a buffer."""
+        """Return a buffer's layers as views."""
         pairs = zip(self.bucket.segments, self.bucket.shapes, strict=True)
         return [flat[start:stop].reshape(shape) for (_, start, stop), shape in pairs]
 
     @property
     def flats(self) -> list[Array]:
-        """What each hosted rank contributes or has contributed, float32[bucket.size]."""
+        """The last contribution of each hosted rank, float32[bucket.size]."""
         return self._arrays[2:] or [self._arrays[self._taken]]
 
     def _begin(self) -> None:
-        """Forget what was found in a step. _used: by layer, whether it has a gradient here."""
+        """Reset the state of a step. _used: by layer, whether it has a gradient here."""
         self._used = [False] * len(self.parameters)
         self._error: Exception | None = None
 
     def begin(self, hosted: int) -> None:
-        """Give the model the buffers that a hosted rank begins the step with, before its forward.
+        """Set the model's buffers for the forward of a hosted rank.
 
-        Only models with buffers on virtual ranks need it; hosted: 0 first, then the others
+        Needed only for models with buffers on virtual ranks. hosted: 0 first, then the others
         """
         self.playing = hosted
         self._buffers.begin(hosted)
@@ -207,7 +207,7 @@ class GradientReducer(Averaging):
     def stash(self, hosted: int = 0) -> None:
         """Keep p.grad as the gradient of a hosted rank; a missing one counts as zero.
 
-        hosted: 0..virtual_ranks - 1; every one is stashed before reduce where there are several
+        hosted: 0..virtual_ranks - 1. With several, each must be stashed before reduce
         """
         self._taken = self._side
         if self._all_at_home():
@@ -219,14 +219,14 @@ class GradientReducer(Averaging):
         self._buffers.keep(hosted)
 
     def _move_out(self) -> None:
-        """Copy each p.grad that lies in the buffer where another's place is, or turned."""
+        """Copy each p.grad that is in the buffer at another layer's place, or transposed."""
         for layer, parameter in enumerate(self.parameters):
             gradient = parameter.grad
             if gradient is not None and self._is_astray(layer, gradient):
                 parameter.grad = gradient.clone()
 
     def _is_astray(self, layer: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient has memory of the buffer, and is not in its place there."""
+        """Return whether a gradient is in the buffer, but not at its layer's place."""
         home = self._home(self._side, layer)[0]
         if gradient is home or gradient.layout != torch.strided:
             return False
@@ -236,29 +236,29 @@ class GradientReducer(Averaging):
         return (gradient.data_ptr(), gradient.stride()) != (home.data_ptr(), home.stride())
 
     def _all_at_home(self) -> bool:
-        """Return whether each p.grad lies in the buffer, and nothing is wrong with any.
+        """Return whether each p.grad is valid and at its place in the buffer.
 
-        A few microseconds for many layers, as in nearly each step.
+        Usually it is; this check takes a few microseconds for many layers.
         """
         parameters, homes = self.parameters, self._homes[self._side]
         return (
             self.world.virtual_ranks == 1
             and all(map(is_, map(GRAD, parameters), homes))
             and all(map(REQUIRES_GRAD, parameters))
-            # nothing has been converted, as by model.half()
+            # no tensor was converted, for example by model.half()
             and [*map(ADDRESS, homes)] == self._addresses[self._side]
             and [*map(DTYPE, parameters)] == self._floats
             and [*map(SHAPE, parameters)] == self._shapes
         )
 
     def fail(self, error: Exception) -> None:
-        """Let the next reduce raise an error on all ranks, in place of this one now."""
+        """Let the next reduce raise an error on all ranks. Only the first one is kept."""
         self._error = self._error or error
 
     def _take(self, layer: int, hosted: int = 0) -> None:
-        """Copy p.grad to its place in the buffer, unless it lies there; where there is none, zeros.
+        """Copy p.grad to its place in the buffer, unless it is there; zeros if there is none.
 
-        A frozen parameter's gradient that lies there moves away.
+        The gradient of a frozen parameter is copied out of the buffer.
         """
         self._taken = self._side
         parameter, (home, at) = self.parameters[layer], self._home(self._side, layer)
@@ -280,9 +280,9 @@ class GradientReducer(Averaging):
         self._used[layer] = True
 
     def _home(self, side: int, layer: int) -> tuple[torch.Tensor, int]:
-        """Return the view of a buffer that is a layer's p.grad, and its address.
+        """Return a layer's view of a buffer, used as its p.grad, and its address.
 
-        It is made anew where model.half() and the like have given the tensor other memory.
+        The view is remade if for example model.half() has changed the tensor's memory.
         """
         home, at = self._homes[side][layer], self._addresses[side][layer]
         if home.data_ptr() == at:
@@ -291,7 +291,7 @@ class GradientReducer(Averaging):
         return fresh, at
 
     def _has_come(self, layer: int) -> None:
-        """Let p.grad, which backward has just added to, live in the buffer."""
+        """Move p.grad, just changed by backward, to its place in the buffer."""
         parameter = self.parameters[layer]
         gradient = parameter.grad
         if (
@@ -309,7 +309,7 @@ class GradientReducer(Averaging):
             self._overlap.has_come(layer)
 
     def _fits(self, layer: int, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter or gradient is of the layer's shape, dtype and device."""
+        """Return whether a parameter or gradient has the layer's shape, dtype and device."""
         return (
             tensor.dtype is self._dtypes[layer]
             and tensor.device == self.device
@@ -318,7 +318,7 @@ class GradientReducer(Averaging):
         )
 
     def _check_parameters(self) -> None:
-        """Let reduce raise on all ranks where a parameter cannot have its layer's mean."""
+        """Let reduce raise on all ranks if a parameter does not fit its layer's mean."""
         for layer, parameter in enumerate(self.parameters):
             if not self._fits(layer, parameter):
                 self.fail(self._misfit(layer, 0, parameter))
@@ -339,19 +339,19 @@ class GradientReducer(Averaging):
             RuntimeError(
                 f"GradientReducer.reduce: overlap=True: {self.bucket.names[layer]!r} on rank "
                 f"{self.world.rank} has a second gradient before reduce(), and its first one may "
-                "be on its way already: all but the last backward belong in no_sync()"
+                "have been sent: all but the last backward belong in no_sync()"
             )
         )
 
     def reduce(self) -> Mean:
         """Set p.grad of every parameter to the mean over all ranks. Collective.
 
-        A parameter that has a gradient on some ranks counts as zero on the others, and gets the
-        mean on all; one without gradient on all ranks is left as it is.
-        Raises, on all ranks alike with p.grad untouched: NonFiniteGradient where a gradient holds
-        NaN or infinity, or a mean is beyond float16; ValueError for a gradient that is not dense
-        and of its parameter's dtype, a parameter that requires a gradient and did not at
-        construction; RuntimeError for a second backward with overlap. RuntimeError after close.
+        If only some ranks have a gradient, it counts as zero on the others, and all get the mean.
+        A parameter without gradient on all ranks is left as it is.
+        Raises the same error on all ranks, with p.grad unchanged: NonFiniteGradient if a gradient
+        has NaN or infinity, or a mean is outside float16's range; ValueError for a gradient that
+        is not dense and of its parameter's dtype, and for a parameter that requires a gradient but
+        did not at construction; RuntimeError for a second backward with overlap, or after close.
         """
         self._check_open("GradientReducer.reduce")
         try:
@@ -371,10 +371,10 @@ class GradientReducer(Averaging):
             self._begin()
 
     def _guessed(self, text: str) -> list[Mean]:
-        """Return the mean of the first part, if that has shown that all ranks found the same.
+        """Return the mean of the first part if its all-reduce finds all ranks in agreement.
 
-        Collective. As a rule they have: the first all-reduce compares it with its own arguments,
-        and no rank waits for others twice. Else nothing is returned or done.
+        Collective. The first all-reduce compares the text together with its own arguments, which
+        saves a message. If ranks differ, nothing has been reduced and the list is empty.
         """
         usual = self._error is None and self._wrong is None and all(self._used)
         if not (usual and self.aggregator.compares and self.iteration):
@@ -386,15 +386,15 @@ class GradientReducer(Averaging):
             return []
 
     def _check_open(self, call: str) -> None:
-        """Raise RuntimeError on all ranks where the reducer is closed here."""
+        """Raise RuntimeError on all ranks if the reducer is closed on this one."""
         if self._closed:
             check_alike(self.world, RuntimeError(f"{call}: the reducer is closed"), {}, [0], call)
 
     def collect(self) -> Sequence[int]:
-        """Return, by layer, whether any rank has a gradient, where none is averaged. Collective.
+        """Return, by layer, whether any rank has a gradient; none is averaged. Collective.
 
-        For update rules whose ranks step by themselves: flats hold what was stashed.
-        Raises as reduce, on all ranks alike.
+        For update rules with own steps of each rank: flats has the stashed gradients.
+        Raises the errors of reduce, on all ranks.
         """
         self._check_open("GradientReducer.collect")
         try:
@@ -407,27 +407,27 @@ class GradientReducer(Averaging):
             self._begin()
 
     def average(self) -> Mean:
-        """Return the mean over all ranks of what flats hold, by the aggregator. Collective.
+        """Return the aggregator's mean of flats over all ranks. Collective.
 
-        After stash, and before reduce, whose mean is in the buffer that this one's would be in.
-        Gradients and buffers of the model stay as they are. Raises NonFiniteGradient as reduce.
+        To be called after stash and before reduce, which overwrites this mean. Gradients and
+        buffers of the model stay as they are. Raises NonFiniteGradient, as reduce does.
         """
         with in_stream(self.device):
             return self._joined(self._aggregate_all())
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers that reduce gives them, where it raised NonFiniteGradient.
+        """Share the buffers as reduce does, after it raised NonFiniteGradient. Collective.
 
-        For steps that are skipped: what their forward has changed stays. Collective.
+        For steps that are skipped: changes of their forward stay.
         """
         self._buffers.share(survey(self.model)[1], self._active)
 
     def _agree(self) -> Sequence[int]:
-        """Return, by layer, the most that it is on a rank; raise what any found. Collective."""
+        """Return, by layer, the largest of its states over ranks; raise errors. Collective."""
         return self._compared(self._look())
 
     def _look(self) -> str:
-        """Note what the step has changed; return in words what must be the same on all ranks."""
+        """Survey the model; return as text the values that must be the same on all ranks."""
         parameters, self._live = survey(self.model)
         gone: list[str] = []
         same = len(parameters) == len(self._seen) and all(map(is_, parameters, self._seen))
@@ -455,7 +455,7 @@ class GradientReducer(Averaging):
         return " ".join(map(repr, alike.values())) if not given else repr(alike)
 
     def _compared(self, text: str) -> Sequence[int]:
-        """Do what _agree does, behind _look, which has returned text. Collective."""
+        """Return the result of _agree, given the text of _look. Collective."""
         error, call = self._error or self._wrong, "GradientReducer.reduce"
         missing = [not all(self._used)]
         if not any(check_alike(self.world, error, self._alike, missing, call, text)):
@@ -466,7 +466,7 @@ class GradientReducer(Averaging):
         return most
 
     def _gone(self, found: set[int]) -> list[str]:
-        """Return the layers whose parameters are not in the model any more, frozen ones aside."""
+        """Return the layers whose parameters are no longer in the model, except frozen ones."""
         pairs = zip(self.bucket.names, self.parameters, strict=True)
         return [name for name, p in pairs if p.requires_grad and id(p) not in found]
 
@@ -478,12 +478,12 @@ class GradientReducer(Averaging):
         )
 
     def _aggregate_all(self, first: Sequence[Mean] = ()) -> list[Mean]:
-        """Return the means of all parts, of which the first ones may be there. Collective.
+        """Return the means of all parts; first: those that are known already. Collective.
 
-        NaN is found before the first of several parts moves what a method keeps; with overlap they
-        are on their way by then.
+        With several parts, NaN is looked for before the first of them changes a method's state.
+        With overlap it is too late for that.
         """
-        keeps = self.iteration == 0 or any(self.state)  # the first step shows whether it does
+        keeps = self.iteration == 0 or any(self.state)  # known after the first step
         if len(self.parts) > 1 and keeps and self._overlap is None:
             raise_unless_finite(self.world, self.flats, self.bucket)
         return [*first, *map(self._of_part, range(len(first), len(self.parts)))]
@@ -503,7 +503,7 @@ class GradientReducer(Averaging):
     def _joined(self, means: Sequence[Mean]) -> Mean:
         """Return the mean of the whole model, its layers in the model's order.
 
-        flat: where p.grad does not live now
+        Its flat is the buffer that p.grad does not use now.
         """
         layers = means[0].layers
         if len(means) > 1:
@@ -515,8 +515,8 @@ class GradientReducer(Averaging):
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
         mean, side = self._joined(means), 1 - self._side
         multiplied(mean.flat, self._factor / self.loss_scale, self.bucket)
-        # What waited of an earlier step may arrive in one in which no rank used the layer; where
-        # all have frozen it, it is lost: nothing is to move the layer.
+        # A method may send values of an earlier step in one in which no rank used the layer. If
+        # all ranks have frozen the layer, they are dropped: it must not change.
         places = self._places[side]
         which = [i for i, x in enumerate(used) if x == USED or (x == UNUSED and places[i].any())]
         if self._dtypes != self._floats:
@@ -534,26 +534,26 @@ class GradientReducer(Averaging):
         return mean
 
     def _rounded(self, layer: int, mean: torch.Tensor) -> torch.Tensor:
-        """Return a mean in its layer's dtype, in the same memory in each step."""
+        """Return a mean rounded to its layer's dtype, in the same memory in each step."""
         kept = self._low.get(layer)
         if kept is None or kept.dtype is not self._dtypes[layer]:
             kept = self._low[layer] = torch.empty_like(mean, dtype=self._dtypes[layer])
         return kept.copy_(mean)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward adds up gradients, for a later backward to send."""
+        """Return a context in which backward accumulates gradients without sending them."""
         return nullcontext() if self._overlap is None else self._overlap.paused()
 
     @contextmanager
     def join(
         self, step: Callable[[], object], *, divide_by_initial_world_size: bool = True
     ) -> Iterator[None]:
-        """Let ranks leave a loop before others do: they go on with zeros until all have left.
+        """Let ranks leave a loop at different times: they send zeros until all have left.
 
-        step: what the loop does after each reduce(), as optimizer.step: a rank that has left does
-            it too, so that all ranks end with the same parameters and optimizer
+        step: called after each reduce() on ranks that have left, for example optimizer.step, so
+            that all ranks end with the same parameters and optimizer
         divide_by_initial_world_size: divide sums by all ranks; False: by those still in the loop
-        Collective, one more message a reduce(). An error within is let through at once.
+        Collective; adds a message to each reduce(). An error in the block is raised at once.
         """
         nested = RuntimeError("GradientReducer.join: is under way already: should not be nested")
         error: Exception | None = nested if self._joining else None
@@ -573,7 +573,7 @@ class GradientReducer(Averaging):
             self._joining, self._active = False, [True] * self.world.processes
 
     def _roll_call(self, here: bool) -> bool:
-        """Note which processes are still in the loop, where ranks may leave it. Collective."""
+        """Exchange which processes are still in the loop of join, if any is. Collective."""
         if self._joining:
             active = np.zeros(self.world.processes, np.int64)
             active[self.world.process] = here
@@ -582,7 +582,7 @@ class GradientReducer(Averaging):
 
     @property
     def _factor(self) -> float:
-        """What the mean over all ranks is multiplied by."""
+        """The factor of the mean over all ranks."""
         return (
             1.0 if not self._joining or self._initial else self.world.processes / sum(self._active)
         )
@@ -606,7 +606,7 @@ class GradientReducer(Averaging):
             self._begin()
 
     def close(self) -> None:
-        """Let go of the model and end the thread of overlap; call it between two steps."""
+        """Remove the hooks and end the thread of overlap; to be called between two steps."""
         self._end(finish=True)
 
     def _end(self, *, finish: bool) -> None:
@@ -619,7 +619,7 @@ class GradientReducer(Averaging):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; an error is let through at once, without a wait for other ranks."""
+        """Close; after an error, without a wait for other ranks."""
         self._end(finish=kind is None)
 
 

@@ -121,6 +121,7 @@ def test_gradients_that_differ_are_an_error(world, tmp_path, monkeypatch):
         set=[],
         timeout=None,
         methods=["none"],
+        backends=[],
         repeats=1,
         warmup=0,
         batch=1,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from darray_cases import any_bits, draw, draw_layout, own
-from together import together
+from verdicts import together
 
 from cpdhpc.darray.array import DistArray, redistribute
 from cpdhpc.darray.layout import Box, Layout

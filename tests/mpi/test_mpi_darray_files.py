@@ -13,7 +13,7 @@ import pytest
 import torch
 import xarray
 from darray_cases import any_bits, draw_layout
-from together import together
+from verdicts import together
 
 from cpdhpc import store
 from cpdhpc.config import UserError

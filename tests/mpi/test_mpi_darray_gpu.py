@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from darray_cases import Case, any_bits, draw, own, shown, wanted_sums
-from together import together
+from verdicts import together
 
 from cpdhpc.darray.array import DistArray
 from cpdhpc.darray.copies import CUPY, array_backend

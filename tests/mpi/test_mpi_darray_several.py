@@ -3,7 +3,7 @@
 import h5py
 import numpy as np
 import pytest
-from together import together
+from verdicts import together
 
 from cpdhpc import store
 from cpdhpc.config import UserError

@@ -13,6 +13,7 @@ import torch
 from networks import MODELS, NETWORKS, batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from verdicts import said, together
 
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.torch import GradientReducer, ddp_hook
@@ -27,26 +28,12 @@ pytestmark = pytest.mark.mpi
 U = 2.0**-24  # unit roundoff of float32
 
 
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
-
-
 def gradients(model: nn.Module) -> list[Any]:
     return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]
 
 
 def bits(model: nn.Module) -> list[bytes]:
     return [b"" if g is None else g.tobytes() for g in gradients(model)]
-
-
-def said(call: Any) -> str:
-    """What a call raises, with its type; "" for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def linear(*sizes: int) -> nn.Sequential:

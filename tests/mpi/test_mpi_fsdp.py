@@ -13,6 +13,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from verdicts import said, together
 
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.torch import GradientReducer, ddp_hook, fsdp_hook
@@ -26,20 +27,6 @@ pytestmark = [
 ]
 
 STRATEGIES = [Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
-
-
-def said(call: Any) -> str:
-    """What a call raises, with its type; "" for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def linear(*sizes: int) -> nn.Sequential:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from verdicts import together
 
 from cpdhpc.collectives import recorded
 from cpdhpc.collectives.allreduce import Allreduce
@@ -42,11 +43,6 @@ class Fails(NoCompression):
         if "1.bias" in bucket.names:
             raise OSError("at 1.bias")
         return mean
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
 
 
 def model_of() -> torch.nn.Sequential:

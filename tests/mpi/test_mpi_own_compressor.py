@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from training import ROOT, model_bytes, write_idx
+from verdicts import together
 
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -29,11 +30,6 @@ from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes where a verdict is false on one of them."""
-    assert world.gather(all(verdicts)) == [True] * world.processes
 
 
 JOB = """

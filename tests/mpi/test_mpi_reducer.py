@@ -18,6 +18,7 @@ import torch
 from networks import MODELS, NETWORKS, batch
 from refusing import refused
 from torch import nn
+from verdicts import said, together
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS
@@ -34,11 +35,6 @@ WIRES: dict[str, dict[str, Any]] = {
     "e4m3": {"aggregator": "lowbit", "wire": "e4m3"},
     "e3m0": {"aggregator": "lowbit", "wire": "e3m0", "rounding": "stochastic"},
 }
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
 
 
 def gradients(model: nn.Module) -> list[Any]:
@@ -204,15 +200,6 @@ def test_all_ranks_train_to_the_same_bits_with_and_without_overlap(
     alike = world.gather(plain) == [plain] * world.processes
     loss = [sum(each) for each in zip(*world.gather((first, last)), strict=True)]
     together(world, alike, plain == overlapped, loss[1] < loss[0])
-
-
-def said(call: Any) -> str:
-    """What a call raises, with its type; "" for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def linear(*sizes: int) -> nn.Sequential:

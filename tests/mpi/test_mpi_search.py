@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from reducing import backward, gradients, model_of
 from training import model_bytes, run_job, small_data, small_job
+from verdicts import together
 
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.precision.evidence import Evidence
@@ -22,11 +23,6 @@ WIRES: dict[str, Any] = {
     "wire": "e4m3",
     "layers": {"1": {"wire": "e3m0", "rounding": "stochastic"}, "2": "e5m2", "*.bias": "raw"},
 }
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
 
 
 @pytest.mark.parametrize("overlap", [False, True])

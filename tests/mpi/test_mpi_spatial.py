@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from together import together
 from torch import nn
 from training import run_job, small_job
+from verdicts import together
 
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.torch.split_images import partition

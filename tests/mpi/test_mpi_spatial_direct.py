@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from together import together
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from verdicts import together
 
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan

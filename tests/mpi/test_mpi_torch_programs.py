@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -298,26 +299,26 @@ def test_compiled() -> None:
     assert_as_gloo(program)
 
 
-def test_accelerate() -> None:
-    """Of Hugging Face, where pip has it: it takes the processes that are there."""
-    accelerate = pytest.importorskip("accelerate")
+def test_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example for Hugging Face's Accelerate: the bits of gloo; in few bits as many digits."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "inputs")
+    example = importlib.import_module("accelerated")
+    found = []
 
-    def program() -> list[torch.Tensor]:
+    def program(wire: str | None = None) -> list[torch.Tensor]:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator, model = accelerate.Accelerator(cpu=True), network()
-        assert accelerator.num_processes == dist.get_world_size()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rows = torch.utils.data.TensorDataset(*batch(0, rows=16 * dist.get_world_size()))
-        loader = torch.utils.data.DataLoader(rows, batch_size=4)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-        return [*values(model), accelerator.gather(loss.detach().reshape(1))]
+        if wire is not None:
+            cpdhpc.torch.set_wires(all_reduce=wire, from_bytes=16)
+        parameters, accuracy = example.train(epochs=2)
+        found.append(accuracy)
+        return [*parameters, torch.tensor(accuracy)]
 
     assert_as_gloo(program)
+    exact, rounded = over("cpdhpc", program), over("cpdhpc", lambda: program("e4m3"))
+    assert not any(map(torch.equal, exact[:-1], rounded[:-1])), "rounded"
+    assert min(found) > 0.8 and max(found) - min(found) < 0.03, found
 
 
 def test_an_error_in_backward_arrives() -> None:

@@ -15,6 +15,7 @@ import torch
 from test_models import SEQUENCES, TINY, text
 from test_precision_policy import PRECISION
 from training import finish, prepared, run_job, stop, write_idx
+from verdicts import together
 
 from cpdhpc import store
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -80,11 +81,6 @@ def world() -> World:
 def directory(world: World, tmp_path: Path) -> Path:
     """Process 0's temporary directory, on all processes."""
     return Path(world.gather(str(tmp_path))[0])
-
-
-def together(world: World, *verdicts: bool) -> None:
-    """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(all(verdicts)) == [True] * world.processes
 
 
 def job_of(**changes: Any) -> Job:

@@ -33,7 +33,6 @@ from ...compress.base import Aggregator, Array, Context, Mean
 from ...compress.bucket import Bucket, State
 from ...compress.momentum import SettingsOf, recommended
 from ...config import ConfigError, UserError, validate
-from ...methods import suggest
 from ...ops import to_host
 from ...store import Variable
 from ...world.mpi import World
@@ -44,13 +43,14 @@ from ..kinds.harness import (
     on_device,
     parse_counts,
     parse_methods,
+    row_of,
     table,
     take_device,
     whole,
 )
 from ..provenance import attributes
 from ..report.figures import Axis, Chart, Panel, Series, image, spread, styles
-from ..settings import options, override
+from ..settings import options
 from ..train.gradients import Gradients, load_all
 from . import crossover
 from .throughput import LATE
@@ -421,14 +421,7 @@ def method_of(text: str, settings: SettingsOf = "given") -> Aggregator:
 
     settings: see compress.momentum.recommended
     """
-    name, _, words = text.partition(":")
-    if name not in COMPRESSORS:
-        raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}")
-    options = words.split(",") if words else []
-    if any("=" not in each for each in options):
-        raise UserError(f"--methods {text}: the form is NAME:OPTION=VALUE,OPTION=VALUE")
-    table = override({}, options)
-    method = validate(COMPRESSORS[name], table, f"--methods {text}")
+    method = row_of("--methods", text, COMPRESSORS)
     return recommended(method) if settings == "recommended" else method
 
 

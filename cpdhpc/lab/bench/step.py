@@ -1,11 +1,13 @@
-"""A training step of your model: alone, by torch's DistributedDataParallel, and by each method.
+"""A training step of your model: alone, by DistributedDataParallel, by FSDP2 and by each method.
 
 MODEL is a job file, as of train, whose model, data, loss and optimizer are taken; or a
 module:function that returns a torch.nn.Module: inputs are random then, the loss is the mean square
 of the outputs and the optimizer is SGD with momentum. Each row has a copy of the model, and the
 rows take steps in turns: forward, backward, mean of the gradients, optimizer. "alone" sends
 nothing. "ddp" is DistributedDataParallel over gloo, or over nccl on GPUs; "hook" is the
-same with ddp_hook. The other rows are GradientReducer, "overlap" with overlap=True.
+same with ddp_hook. --backends adds rows "ddp" and "fsdp", DistributedDataParallel and FSDP2 over
+each; "gradient" is the wire of their sums, "parameter" that of what FSDP2 gathers. The other rows
+are GradientReducer, "overlap" with overlap=True.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...collectives.allreduce import Allreduce
@@ -31,6 +35,7 @@ from ...compress.none import NoCompression
 from ...config import ConfigError, UserError, told, validate
 from ...ops import set_kernel_threads
 from ...ops.tensors import values_of
+from ...torch.backend.registration import register
 from ...torch.ddp import ddp_hook
 from ...torch.reducer import GradientReducer
 from ...world.mpi import World
@@ -45,18 +50,18 @@ from ..kinds.harness import (
     parse_methods,
     table,
 )
-from ..settings import add_settings, options, settings_of
+from ..settings import add_settings, options
 from ..signals import Caught
 from ..train.command import Trainer, check_jobs
 from ..train.imports import ImportedModel
-from ..train.job import Job, load
 from ..train.samples import shard, taken
 from ..train.setup import build_model, cast_forward, own_device, own_threads, samples_of
 from .compress import method_of
-from .overlap import check_plain, until_done
+from .fsdp import add_backends, backends_of, bare_jobs, sharded, unfused
+from .overlap import until_done
 from .throughput import LATE
 
-ALONE, DDP = "alone", "ddp"
+ALONE, DDP, FSDP = "alone", "ddp", "fsdp"
 METHODS = ["none", "lowbit:wire=e4m3"]
 SETTLED = 3  # steps after which all that is made once has been made
 
@@ -75,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         METHODS,
         nargs="+",
     )
+    add_backends(parser, [])
     add("--device", "where a model by module:function is", "cpu", choices=["cpu", "gpu"])
     add_repeats(parser, 10, 2, "steps")
 
@@ -98,15 +104,8 @@ class Subject:
 def of_job(arguments: argparse.Namespace, world: World) -> Subject:
     """Return what a job file trains. Collective. Raises UserError on all processes."""
 
-    def found() -> list[Job]:
-        job = load(Path(arguments.what), settings_of(arguments))[0]
-        check_plain(job, "for bench step")
-        for key in ("precision", "augment"):
-            if getattr(job, key) != type(getattr(job, key))():
-                raise UserError(f"{job.id}: {key}: must be left out for bench step")
-        return [job]
-
-    jobs = world.agreed(found)
+    path = Path(arguments.what)
+    jobs = world.agreed(lambda: bare_jobs(path, arguments, "bench step")[:1])
     check_jobs(world, jobs, "bench step: jobs")
     job, section = jobs[0], jobs[0].train
     job.check_ranks(world.ranks)
@@ -208,6 +207,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     check_options(arguments, 0, "warmup", "tokens")
     texts = parse_methods(arguments.methods)
     methods = world.agreed(lambda: {text: method_of(text) for text in texts})
+    backends = world.agreed(lambda: backends_of(arguments.backends))
     make = of_job if arguments.what.endswith(".toml") else of_module
     subject = make(arguments, world)
     on_gpu = subject.device.type == "cuda"
@@ -216,10 +216,13 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     with ExitStack() as opened:
         opened.enter_context(torch_group(world, backend))
         torch.set_num_threads(subject.threads)
-        for kind, name, method in list(_ways(methods))[1:3]:
-            with _row(subject, world, kind, name, method):
+        register()
+        groups = {text: backend.group() for text, backend in backends.items()}
+        ways = list(_ways(methods, groups))
+        for way in ways[1:3]:
+            with _row(subject, world, way):
                 pass  # what torch and the world allocate once is no row's
-        rows = [opened.enter_context(_row(subject, world, *of)) for of in _ways(methods)]
+        rows = [opened.enter_context(_row(subject, world, way)) for way in ways]
         exact = rows[1].first
         errors = [float("nan"), *(_error(row, exact) for row in rows[1:])]
         sums = {text: _sum_of(world, method, exact) for text, method in methods.items()}
@@ -237,32 +240,50 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         print("\n".join([*comments(lines), *_table(rows, times, errors, 4 * len(exact))]))
 
 
-def _ways(methods: dict[str, Aggregator]) -> Iterator[tuple[str, str, Aggregator | None]]:
-    """Yield kind, name and method of each row; the first two are alone and ddp."""
-    yield ALONE, ALONE, None
-    yield DDP, DDP, None
+@dataclass(frozen=True)
+class Way:
+    """A way to train; group: of torch's own, None for the default one."""
+
+    kind: str
+    name: str
+    method: Aggregator | None = None
+    group: distributed.ProcessGroup | None = None
+
+
+def _ways(
+    methods: Mapping[str, Aggregator], groups: Mapping[str, distributed.ProcessGroup]
+) -> Iterator[Way]:
+    """Yield the way of each row; the first two are alone and ddp."""
+    yield Way(ALONE, ALONE)
+    yield Way(DDP, DDP)
+    for text, group in groups.items():
+        yield from (Way(kind, f"{text} {kind}", group=group) for kind in (DDP, FSDP))
     for text, method in methods.items():
-        yield "plain", text, method
-        yield "overlap", f"{text} overlap", method
-        yield "hook", f"{text} hook", method
+        yield Way("plain", text, method)
+        yield Way("overlap", f"{text} overlap", method)
+        yield Way("hook", f"{text} hook", method)
 
 
 @contextmanager
-def _row(
-    subject: Subject, world: World, kind: str, name: str, method: Aggregator | None
-) -> Iterator[Row]:
+def _row(subject: Subject, world: World, way: Way) -> Iterator[Row]:
     """Yield a row after its first steps. Collective."""
     watch = Memory(subject.device)
     model = subject.model()
-    optimizer = subject.optimizer(model)
     reducer, called = None, model
-    if kind in (DDP, "hook"):
-        called = DistributedDataParallel(model, bucket_cap_mb=subject.bucket_mib)
-    if kind == "hook" and method is not None:
-        called.register_comm_hook(*ddp_hook(world, method, model=called))  # type: ignore[operator]
-    elif method is not None:
+    if way.kind in (DDP, "hook"):
+        called = DistributedDataParallel(
+            model, bucket_cap_mb=subject.bucket_mib, process_group=way.group
+        )
+    elif way.kind == FSDP and way.group is not None:
+        called = sharded(model, way.group)
+    optimizer = subject.optimizer(model)
+    if way.kind == FSDP:
+        unfused(optimizer)
+    if way.kind == "hook" and way.method is not None:
+        called.register_comm_hook(*ddp_hook(world, way.method, model=called))  # type: ignore[operator]
+    elif way.method is not None:
         reducer = GradientReducer(
-            model, world, method, bucket_mib=subject.bucket_mib, overlap=kind == "overlap"
+            model, world, way.method, bucket_mib=subject.bucket_mib, overlap=way.kind == "overlap"
         )
         reducer.epoch = LATE  # all warming up of a method is over
 
@@ -274,13 +295,16 @@ def _row(
         optimizer.step()
 
     step()
-    first = _gradients(model)
+    own = _gradients(model)
     for _ in range(SETTLED - 1):
         step()
     # what the first gradients are copied to is no part of it
-    memory = watch.peak_bytes() - first.nbytes
-    row = Row(name, model, step, first, reducer, kind == "overlap", memory)
-    if kind != ALONE:
+    memory = watch.peak_bytes() - sum(each.nbytes for each in own)
+    if way.kind == FSDP:  # shards are rows
+        own = [np.concatenate(each) for each in zip(*world.gather(own), strict=True)]
+    first = np.concatenate([each.ravel() for each in own])
+    row = Row(way.name, model, step, first, reducer, way.kind == "overlap", memory)
+    if way.kind != ALONE:
         _check(world, row)
     with ExitStack() as closing:
         if reducer is not None:
@@ -296,11 +320,12 @@ def _check(world: World, row: Row) -> None:
         raise ArithmeticError(f"bench step: {row.name}: gradients differ over ranks")
 
 
-def _gradients(model: torch.nn.Module) -> np.ndarray:
-    """Return the gradients of a model, float32[parameters]; zeros where there is none."""
+def _gradients(model: torch.nn.Module) -> list[np.ndarray]:
+    """Return copies of this rank's part of gradients, float32, by parameter; zeros for none."""
     trained = [p for p in model.parameters() if p.requires_grad]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    return np.concatenate([values_of(each.float()).ravel() for each in grads])
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
+    return [np.array(values_of(each.float())) for each in local]
 
 
 def _error(row: Row, exact: np.ndarray) -> float:

@@ -7,12 +7,15 @@ of one program, whose ranks are on cores of their own where there are enough.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...whole_files import put
 from ...world.cores import own_cores
 from ...world.mpi import World
 from ..kinds.harness import (
@@ -24,10 +27,11 @@ from ..kinds.harness import (
     parse_sizes,
     table,
 )
-from ..settings import options
+from ..report.figures import Axis, Chart, Series, image, panels_with, spread, styles
+from ..settings import check_picture, options
 
 BACKENDS = ("gloo", "cpdhpc")
-CALLS_S = 0.002  # that a sample takes at least, of as many calls as fit
+CALLS_S = 0.002  # least duration of a sample, which is of several calls if these are short
 FORMS = {
     "size": "12.0f", "call": "<24", "gloo us": "10.1f", "lowest": "10.1f", "cpdhpc us": "10.1f",
     "lowest ": "10.1f", "gloo / cpdhpc": "8.1f",
@@ -43,6 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "64:64MiB:x8",
     )
     add_repeats(parser, 10, 2)
+    add("--png FILE.png", "draw times by size, medians with the fastest and slowest samples", Path)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of a call of one size, float64[repeats] by backend: of the slowest rank."""
+
+    size_bytes: int
+    call: str
+    us: dict[str, np.ndarray]
+
+    @property
+    def cells(self) -> list[object]:
+        """The columns of FORMS."""
+        medians = {backend: float(np.median(us)) for backend, us in self.us.items()}
+        both = [each for name in BACKENDS for each in (medians[name], self.us[name].min())]
+        return [self.size_bytes, self.call, *both, medians["gloo"] / medians["cpdhpc"]]
 
 
 def run(arguments: argparse.Namespace, world: World) -> None:
@@ -50,6 +71,9 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     check_options(arguments, 1, "repeats")
     check_options(arguments, 0, "warmup")
     sizes = world.agreed(lambda: parse_sizes(arguments.sizes))
+    png: Path | None = arguments.png
+    if png is not None:
+        world.on_first(lambda: check_picture(png, "--png"))
     import torch
     from torch import distributed
 
@@ -64,26 +88,31 @@ def run(arguments: argparse.Namespace, world: World) -> None:
                 "cpdhpc": distributed.group.WORLD,
                 "gloo": distributed.new_group(backend="gloo"),
             }
+            machine = machine_line(world) + f", torch {torch.__version__}"
             heading = comments(
                 [
-                    machine_line(world) + f", torch {torch.__version__}; {cores}",
+                    f"{machine}; {cores}",
                     f"medians of {arguments.repeats} samples of the slowest rank, the cases in "
                     f"turns; of as many calls as take {CALLS_S:g} s; lowest: the fastest sample",
                 ]
             )
-            rows = _rows(world, groups, sizes, arguments)
-            for number, row in enumerate(rows):
-                lines = table(FORMS, [row])
+            rows: list[Row] = []
+            for row in _rows(world, groups, sizes, arguments):
+                lines = table(FORMS, [row.cells])
                 if world.process == 0:
-                    print("\n".join([*heading, *lines] if not number else lines[1:]), flush=True)
+                    print("\n".join([*heading, *lines] if not rows else lines[1:]), flush=True)
+                rows.append(row)
+            if png is not None:
+                kind = png.suffix[1:].lower()
+                world.on_first(lambda: put(png, image(chart(rows, machine), kind)))
     finally:
         distributed.destroy_process_group()
 
 
 def _rows(
     world: World, groups: dict[str, Any], sizes: list[int], arguments: argparse.Namespace
-) -> Iterator[tuple[object, ...]]:
-    """Yield a row for each size and call. Collective."""
+) -> Iterator[Row]:
+    """Yield the times of each size and call. Collective."""
     for size in sizes:
         for name, call in calls(size, world.size).items():
             cases = {}
@@ -93,15 +122,11 @@ def _rows(
                 (once,) = interleave_ranks(world, {"": case}, 1, 1).values()
                 cases[backend] = partial(_often, case, max(1, int(CALLS_S / once[-1].max())))
             found = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
-            us = {}
-            for backend, times_s in found.items():
-                count = cases[backend].args[1]
-                us[backend] = 1e6 / count * times_s[arguments.warmup :].max(axis=1)
-            medians = [float(np.median(us[backend])) for backend in BACKENDS]
-            fastest = [us[backend].min() for backend in BACKENDS]
-            yield (
-                size, name, medians[0], fastest[0], medians[1], fastest[1], medians[0] / medians[1],
-            )  # fmt: skip
+            us = {
+                backend: 1e6 / cases[backend].args[1] * each[arguments.warmup :].max(axis=1)
+                for backend, each in found.items()
+            }
+            yield Row(size, name, us)
 
 
 def _often(case: Callable[[], object], count: int) -> None:
@@ -128,3 +153,27 @@ def calls(size_bytes: int, ranks: int) -> dict[str, Callable[[Any], object]]:
         "broadcast": lambda group: distributed.broadcast(x, 0, group=group),
         "all_to_all_single": lambda group: distributed.all_to_all_single(other, whole, group=group),
     }
+
+
+def chart(rows: Sequence[Row], machine: str) -> Chart:
+    """Return the figure of --png: a panel for each call."""
+    style = styles(BACKENDS)
+    series: dict[str, list[Series]] = {}
+    for name in dict.fromkeys(row.call for row in rows):
+        those = [row for row in rows if row.call == name]
+        x = [row.size_bytes for row in those]
+        series[name] = [
+            Series(
+                backend,
+                style[backend],
+                x,
+                [float(np.median(row.us[backend])) for row in those],
+                [row.us[backend].min() for row in those],
+                [row.us[backend].max() for row in those],
+            )
+            for backend in BACKENDS
+        ]
+    sizes = Axis("larger tensor", "size", ticks=sorted({row.size_bytes for row in rows}))
+    panels = panels_with(series, sizes, lambda values: spread("µs", values))
+    notes = [f"{machine}.", "Medians of the slowest rank; bars: fastest and slowest samples."]
+    return Chart("torch", "Collectives of torch.distributed", notes, "", panels)

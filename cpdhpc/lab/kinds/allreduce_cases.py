@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -280,7 +278,6 @@ def wire_bytes(factors: Factors) -> int:
 
 
 TIMEOUT_S = 600.0
-SIOCGIFADDR = 0x8915  # ioctl: the address of an interface
 GROUPS = ("gloo", "nccl")  # of torch.distributed
 
 
@@ -332,19 +329,12 @@ def own_address() -> tuple[str, str]:
 
     The one that the host's name stands for, else the first that is up and no loopback: a name may
     be unknown, or stand for 127.0.1.1. Raises UserError if there is none.
-    Source: Linux, netdevice(7).
     """
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    named = ""
+    from ...torch.backend.start import addresses
+
+    named, outward = "", addresses()
     with suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
-    outward = {name: each for name, each in found.items() if not each.startswith("127.")}
     for name, each in outward.items():
         if each == named:
             return name, each

@@ -17,17 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...collectives.engine import carrier_of
-from ...config import ConfigError, UserError, parse_bytes
-from ...methods import reason
+from ...config import ConfigError, UserError, parse_bytes, validate
+from ...methods import reason, suggest
 from ...ops import on_gpu
 from ...world.gpu_messages import gpu_aware, use_gpu
 from ...world.mpi import library_version
 from ...world.ranks import Ranks, Wait
 from ..provenance import cpu_clone, hosts, processor
-from ..settings import check_file, options
+from ..settings import check_file, options, override
 from ..study_data import Factors
 
 Name = TypeVar("Name")
+Row = TypeVar("Row")
 Floats = NDArray[np.float64]
 Times = Floats
 Before = Callable[[Name], object]
@@ -132,6 +133,17 @@ def parse_methods(texts: Iterable[str]) -> list[str]:
         elif part:
             found.append(part)
     return found
+
+
+def row_of(option: str, text: str, table: Mapping[str, type[Row]]) -> Row:
+    """Return a row of a table, configured by NAME or NAME:OPTION=VALUE,.... Raises UserError."""
+    name, _, given = text.partition(":")
+    if name not in table:
+        raise UserError(f"{option} {text}: {suggest(name, table)}")
+    settings = given.split(",") if given else []
+    if any("=" not in each for each in settings):
+        raise UserError(f"{option} {text}: the form is NAME:OPTION=VALUE,OPTION=VALUE")
+    return validate(table[name], override({}, settings), f"{option} {text}")
 
 
 def parse_counts(option: str, text: str) -> list[int]:

@@ -13,33 +13,32 @@ import numpy as np
 import torch
 
 from ...world.mpi import MESSAGE_BYTES, running_mpi
-from .board import TEXT_BYTES, VALUES_BYTES, Board, Told
-from .progress import CALLS, Broken, Step
+from .board import TEXT_BYTES, VALUES_BYTES, Board
+from .progress import CALLS, Broken, Step, Until, Waits
 
 Memory = Any  # of mpi4py: bytes at an address
-Waits = Generator[Step, None, Any]
 
-NEAR = 8  # ranks: up to here each sends each other one its call, else the calls are compared by MPI
-LEAST_TAGS = 32768  # that every MPI has
+NEAR = 8  # most ranks that send their calls to one another; more compare digests in rounds
+LEAST_TAGS = 32768  # guaranteed by MPI
 DIGEST_BYTES = 16
-INLINE_BYTES = 3584  # of values that travel with the words, in one message that MPI sends at once
+INLINE_BYTES = 3584  # of values in the message of a call's text, which MPI sends eagerly
 ROOM_BYTES = TEXT_BYTES + INLINE_BYTES
 REFUSED = "refused: "
 REFUSED_BYTES = REFUSED.encode()
 
 
 class Mismatch(RuntimeError):
-    """Ranks of a process group that made different calls, or one that refused its own."""
+    """Calls that differ between the ranks of a group, or one that a rank has refused."""
 
 
 class Channel:
-    """A communicator of a group's own. Collective over its members.
+    """A group's own communicator. Construction is collective over its members.
 
     members: the processes of MPI's world, in the order of the group's ranks
     name: the same on all members
     """
 
-    board: Board | None = None  # of members that are on one node
+    board: Board | None = None  # if all members are on one node
 
     def __init__(self, members: Sequence[int], name: str) -> None:
         self.name = name
@@ -55,9 +54,9 @@ class Channel:
         self._byte = self.mpi.BYTE
         self._isend, self._irecv = self.comm.Isend, self.comm.Irecv
         self._address = self.mpi.memory.fromaddress
-        # The next one first, so that not all send to the same one at a time.
+        # The next rank first, so that not all send to the same rank at once.
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._calls = count(1)  # of which threads cannot take the same number
+        self._calls = count(1)  # whose next is atomic, so threads get different numbers
 
     def free(self) -> None:
         """Free the communicator; later messages are RuntimeError. Collective."""
@@ -66,7 +65,7 @@ class Channel:
         self.board = None
 
     def memory(self, tensor: torch.Tensor) -> Memory:
-        """Return the memory of a contiguous tensor, which must be kept."""
+        """Return the memory of a contiguous tensor, which the caller must keep alive."""
         return self._address(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def test_all(self, requests: list[Any]) -> bool:
@@ -93,9 +92,10 @@ class Channel:
         return [self._irecv([each, self._byte], source, tag) for each in cut(memory)]
 
     def next_call(self) -> Link:
-        """Return the messages of the next collective call.
+        """Return the link of the next collective call.
 
-        All members make them in one order, but for those in callbacks, which go by their path.
+        Calls are matched by their order, which is the same on all members; those in callbacks by
+        their path.
         """
         half = self.most_tag // 2
         if CALLS.path:
@@ -107,21 +107,21 @@ class Channel:
 
 
 def gone(*_: Any) -> NoReturn:
-    """Raise RuntimeError: where the messages of a group were that was destroyed."""
+    """Raise RuntimeError, in place of the messages of a destroyed group."""
     raise RuntimeError("the process group was destroyed")
 
 
 def cut(memory: Memory) -> list[Memory]:
-    """Return memory in pieces that one message can hold."""
+    """Return memory in pieces, each of at most one message."""
     return [memory[i : i + MESSAGE_BYTES] for i in range(0, len(memory), MESSAGE_BYTES)]
 
 
 class Link:
     """The messages of one collective call.
 
-    path: tells calls of all groups apart; number: of the calls in turn, 0 for those in callbacks
-    room_bytes: of values that can travel with the words; ends: called at the end of the call
-    looks: at what others tell on a board, before the program yields
+    path: unique among the calls of all groups; number: of the call, 0 for those in callbacks
+    room_bytes: most values that can accompany the text; ends: called at the end of the call
+    looks: times that a board is read for each rank before the program yields
     """
 
     def __init__(self, channel: Channel, path: str, tag: int, number: int) -> None:
@@ -138,24 +138,24 @@ class Link:
         self.ends: list[Callable[[], None]] = []
 
     def part_bytes(self, lengths_bytes: int) -> int:
-        """Return how many bytes for each rank can travel with the words, and with lengths."""
+        """Return how many bytes for each rank can accompany the text and the lengths."""
         if self._board is not None:
             return VALUES_BYTES // self.size
         return INLINE_BYTES - lengths_bytes
 
     def step(self) -> Moves:
-        """Return an empty list of messages that are to be under way together."""
+        """Return a step without messages, to which they are added."""
         return Moves(self)
 
     def agree(
         self, text: str, inline: Memory = b"", parts: Sequence[bytes] | None = None
     ) -> Generator[Step, None, list[Memory]]:
-        """Compare the words of a call over the ranks, and return what travelled with them.
+        """Compare the text of a call over the ranks; return the values that accompanied it.
 
-        inline, parts: this rank's values, up to room_bytes, for all, or for each rank, in all
-        Returns what has come from each rank, this one's own too; nothing where there are too many
-        ranks: values then travel by messages of their own.
-        Raises Mismatch on all ranks alike where words differ or begin with REFUSED.
+        inline, parts: this rank's values for all ranks, or for each; room_bytes in all
+        Returns the values of each rank, including this one; nothing with more than NEAR ranks,
+        whose values need their own messages.
+        Raises Mismatch on all ranks if texts differ or one begins with REFUSED.
         """
         words = packed(text)
         if self._board is not None:
@@ -179,7 +179,7 @@ class Link:
     def _agree_on(
         self, board: Board, words: bytes, inline: Memory, parts: Sequence[bytes] | None
     ) -> Generator[Step, None, list[Memory]]:
-        """Compare words, and give values, in the memory of the node."""
+        """Compare texts and exchange values in the memory of the node."""
         number = self._number
         yield from self._until(board, board.is_free)
         board.post(number, words, inline, parts)
@@ -199,7 +199,7 @@ class Link:
         return found
 
     def _until(self, board: Board, happened: Callable[[int, int], bool]) -> Waits:
-        """Wait until something has happened on a board for all other ranks."""
+        """Wait until a condition of the board is true for all other ranks."""
         number, others = self._number, self.others
         for rank in others:
             for _ in range(self.looks):
@@ -207,11 +207,11 @@ class Link:
                     break
             else:
                 self.ends.append(partial(board.leave, number))
-                yield Step([Told(happened, number, each) for each in others], others)
+                yield Step([Until(partial(happened, number, each)) for each in others], others)
                 return
 
     def _agree_in_rounds(self, words: bytes) -> Waits:
-        """Compare words by the largest and the smallest digest, over twice as many ranks a round.
+        """Compare the largest and smallest digests, over twice as many ranks in each round.
 
         Source: Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988.
         """
@@ -237,7 +237,7 @@ class Link:
 
 
 class Moves(Step):
-    """Messages of a call that are under way together: a step of its program."""
+    """Messages of a call that travel at the same time: a step of its program."""
 
     __slots__ = ("_link",)
 
@@ -246,11 +246,11 @@ class Moves(Step):
         self._link = link
 
     def send(self, memory: Memory, to: int) -> None:
-        """Start to send memory, none if it is empty."""
+        """Start to send memory; nothing is sent if it is empty."""
         self._add(self._link.channel.send, memory, to)
 
     def receive(self, memory: Memory, source: int) -> None:
-        """Start to receive into memory, none if it is empty."""
+        """Start to receive into memory; no message is expected if it is empty."""
         self._add(self._link.channel.receive, memory, source)
 
     def _add(self, start: Callable[..., list[Any]], memory: Memory, rank: int) -> None:
@@ -262,19 +262,19 @@ class Moves(Step):
 
 @lru_cache(4096)
 def packed(text: str) -> bytes:
-    """Return the words of a call as TEXT_BYTES bytes, which differ if the words do."""
+    """Return a call's text as TEXT_BYTES bytes, which differ if the texts do."""
     data = text.encode()
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
     return data[: TEXT_BYTES - DIGEST_BYTES].ljust(TEXT_BYTES - DIGEST_BYTES, b"\0") + digest
 
 
 def unpacked(data: bytes) -> str:
-    """Return the words, maybe cut."""
+    """Return the text, which may be cut."""
     return data[:-DIGEST_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
 def difference(texts: Sequence[bytes], path: str) -> str:
-    """Return what is said of calls by rank that differ, or of which one was refused."""
+    """Return the message for calls that differ, or one that was refused; texts: by rank."""
     words = [unpacked(each) for each in texts]
     for rank, each in enumerate(words):
         if each.startswith(REFUSED):

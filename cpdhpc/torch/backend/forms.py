@@ -1,7 +1,6 @@
-"""The forms in which programs call a process group's methods: torch's types allow several.
+"""The signatures of a process group's methods, of which torch allows several for each.
 
-group.allreduce([x], options), group.allreduce(x) and group.allreduce(x, op=ReduceOp.MAX) are calls
-of one method.
+For example group.allreduce([x], options), group.allreduce(x), group.allreduce(x, op=ReduceOp.MAX).
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d as distributed_c10d
 
-OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # by names of arguments
+OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # argument -> field
 
 
 class Form(NamedTuple):
-    """The usual form of a method: lists of tensors, then options.
+    """The usual signature of a method: lists of tensors, then options.
 
-    depths: of the lists, by argument; options: their class; fields: of the options, in the order
-    in which other forms give them, before a time-out
+    depths: nesting of the lists, by argument; options: their class; fields: those of the options
+    that other signatures have as arguments, in order, before a time-out
     """
 
     depths: tuple[int, ...]
@@ -29,7 +28,7 @@ class Form(NamedTuple):
     fields: tuple[str, ...] = ()
 
     def is_usual(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether arguments are in the usual form."""
+        """Whether arguments have the usual form."""
         return type(arguments[-1]) is self.options and all(
             [type(each) is list for each in arguments[:-1]]
         )
@@ -40,7 +39,7 @@ class Form(NamedTuple):
         count = len(self.depths)
         tensors = [nested(*each) for each in zip(every[:count], self.depths, strict=True)]
         rest = [each for each in every[count:] if each is not None]
-        if rest and hasattr(rest[0], "asyncOp"):  # options, maybe of a method that is like this one
+        if rest and hasattr(rest[0], "asyncOp"):  # options, maybe of a similar method
             return (*tensors, rest[0])
         options = self.options()
         given = {OPTIONS[name]: value for name, value in named.items() if name in OPTIONS}
@@ -52,7 +51,7 @@ class Form(NamedTuple):
 
 
 def nested(given: Any, depth: int) -> Any:
-    """Return a tensor, or lists of tensors, as lists of that depth."""
+    """Return a tensor, or lists of tensors, as lists nested to that depth."""
     first = given
     while not isinstance(first, torch.Tensor):
         if not first:

@@ -1,4 +1,4 @@
-"""The process group that torch.distributed calls: its methods, by torch's names."""
+"""The process group that torch.distributed calls, with torch's names of methods."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from . import NAME, forms, programs
 from .channel import REFUSED, Channel, Link, Memory
 from .forms import Form
 from .host import Hosted, overlap
-from .programs import Tensor, Waits
-from .progress import NOTHING, Ended, Operation, Step, engine, untraced
+from .programs import Tensor
+from .progress import NOTHING, Ended, Operation, Step, Waits, engine, untraced
 from .reductions import premultiplied, reduction_of
 
 Method = Callable[..., Any]
@@ -31,31 +31,30 @@ PROFILER = (
 )
 PROFILING, ENTER, EXIT = (getattr(torch.autograd, name) for name in PROFILER)
 
-
-LOOKS = 100  # at what others tell, in a call that the program waits for
-SETTLE_S = 30.0  # for calls that are under way when their group is destroyed
+LOOKS = 100  # times that a board is read in a call that the program waits for
+SETTLE_S = 30.0  # for unfinished calls when their group is destroyed
 
 
 @lru_cache(4096)
 def worded(call: str, dtype: torch.dtype, shape: torch.Size) -> str:
-    """Return a call with a tensor of a dtype and shape, in words."""
+    """Return the text of a call with a tensor of a dtype and shape."""
     return f"{call}{str(dtype)[6:]}{list(shape)}"
 
 
 def described(tensor: Tensor, call: str = "") -> str:
-    """Return a call with a tensor in words."""
+    """Return the text of a call with a tensor."""
     return worded(call, tensor.dtype, tensor.shape)
 
 
 def listed(tensors: Sequence[Tensor], call: str = "") -> str:
-    """Return a call with tensors in words."""
+    """Return the text of a call with tensors."""
     if len(tensors) == 1:
         return described(tensors[0], call)
     return call + ", ".join(map(described, tensors))
 
 
 def first_step(program: Waits, ends: Sequence[Callable[[], None]]) -> Step | None:
-    """Let a program go as far as it can; return what it then waits for, None at its end."""
+    """Run a program as far as possible; return the step that it waits for, None at its end."""
     try:
         return next(program)
     except StopIteration:
@@ -67,7 +66,7 @@ def first_step(program: Waits, ends: Sequence[Callable[[], None]]) -> Step | Non
 
 
 def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torch.device) -> Any:
-    """Return a group of the backend that torch was asked for on a device; None if it is ours."""
+    """Return a group of the backend that was requested for a device; None if it is this one."""
     config = distributed.distributed_c10d._world.pg_backend_config.get(group, "")
     asked = distributed.distributed_c10d.BackendConfig(distributed.Backend(config))
     name = asked.get_device_backend_map().get(device.type, NAME)
@@ -89,9 +88,9 @@ def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torc
 
 
 def by_device(form: Form | None = None) -> Callable[[Method], Method]:
-    """Let another backend do a method where it is the one of the tensors' device.
+    """Delegate a method to another backend if that was requested for the tensors' device.
 
-    form: in which the method takes its arguments, of several that callers may use
+    form: the method's usual signature, if torch allows others
     """
 
     def decorate(method: Method) -> Method:
@@ -115,10 +114,10 @@ def by_device(form: Form | None = None) -> Callable[[Method], Method]:
 
 
 class MpiGroup(ProcessGroup):
-    """A process group whose messages travel by MPI; made by torch.distributed.
+    """A process group over MPI, created by torch.distributed.
 
     store, rank, size: torch's; channel: the communicator; members: MPI's processes, by rank
-    timeout_s: of calls that have none of their own
+    timeout_s: default time-out of calls
     """
 
     supports_splitting = False  # torch asks what _get_backend returns
@@ -146,23 +145,23 @@ class MpiGroup(ProcessGroup):
         return NAME
 
     def getGroupName(self) -> str:
-        """Return the name that torch gave."""
+        """Return the group's name."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Take the name that torch gives."""
+        """Set the group's name."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """Return the description that torch gave."""
+        """Return the group's description."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """Take the description that torch gives."""
+        """Set the group's description."""
         self._description = description
 
     def _get_backend(self, _: Any) -> Any:
-        """Return this group, which is its own backend."""
+        """Return this group: it is its own backend."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -172,9 +171,9 @@ class MpiGroup(ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Free the communicator, as destroy_process_group does.
+        """Free the communicator, for destroy_process_group.
 
-        Calls that are under way get SETTLE_S to end, else they fail.
+        Unfinished calls fail after SETTLE_S.
         """
         self._engine.settle(self.channel, SETTLE_S)
         for other in self._others.values():
@@ -185,12 +184,12 @@ class MpiGroup(ProcessGroup):
         self.channel.free()
 
     def abort(self) -> None:
-        """Do nothing: calls that are under way end by their time-outs."""
+        """Do nothing: unfinished calls end by their time-outs."""
 
     def other(self, device: torch.device) -> Any:
-        """Return the group of another backend that torch was asked to use on a device, or None.
+        """Return the group of another backend requested for a device, or None.
 
-        So "cpu:cpdhpc,cuda:nccl" goes beside NCCL: torch makes the first group alone.
+        For "cpu:cpdhpc,cuda:nccl", of which torch creates only the first group.
         """
         if device.type not in self._others:
             self._others[device.type] = group_beside(self, self.timeout_s, self.store, device)
@@ -209,7 +208,7 @@ class MpiGroup(ProcessGroup):
         path: str = "",
         ends: list[Callable[[], None]] | None = None,
     ) -> Operation | Ended:
-        """Begin an operation; it goes on while nobody waits unless opts say that one will."""
+        """Begin an operation; the thread advances it unless the caller will wait, as opts say."""
         if self._engine.forked:
             raise RuntimeError(
                 f"{call}: this process was made by fork: only the one that started MPI may call"
@@ -219,7 +218,7 @@ class MpiGroup(ProcessGroup):
         ends = [] if ends is None else ends
         waits = not getattr(opts, "asyncOp", True)
         step = NOTHING
-        if PROFILING():  # the end of an event is of another thread than its beginning
+        if PROFILING():  # an event may end in another thread than it began in
             handle = ENTER(f"{NAME}:{title}", *tensors)
             ends.append(lambda: self._engine.elsewhere(EXIT, handle).result())
         elif waits and not torch.is_inference_mode_enabled():
@@ -250,15 +249,15 @@ class MpiGroup(ProcessGroup):
         result: Any,
         opts: Any,
     ) -> Operation | Ended:
-        """Begin a collective call: make returns its words and its program, or raises."""
+        """Begin a collective call; make: returns its text and its program, or raises."""
         link, hosted = self.channel.next_call(), Hosted()
         try:
-            if torch.is_inference_mode_enabled():  # other threads could not write what it makes
+            if torch.is_inference_mode_enabled():  # whose tensors other threads cannot write
                 with torch.inference_mode(False):
                     call, program = make(link, hosted)
             else:
                 call, program = make(link, hosted)
-        except Exception as error:  # whatever: all ranks are to raise it
+        except Exception as error:  # all ranks raise it
             call, hosted = f"{title}: {error or type(error).__name__}", Hosted()
             program = link.agree(REFUSED + call)
         program = hosted.around(program)
@@ -267,7 +266,7 @@ class MpiGroup(ProcessGroup):
         return self._start(title, call, program, tensors, result, opts, link.path, link.ends)
 
     def _by_wires(self, name: str, tensors: Sequence[Tensor], op: str = "") -> bool:
-        """Whether a call travels in few bits; tensors: a rank's share of it."""
+        """Whether a call is sent in few bits; tensors: a rank's share of it."""
         return self.wires is not None and all(self.wires.takes(name, x, op) for x in tensors)
 
     def _moved(
@@ -279,7 +278,7 @@ class MpiGroup(ProcessGroup):
         outs: Sequence[Tensor],
         op: str = "",
     ) -> Waits:
-        """Return the program of a call that travels in few bits."""
+        """Return the program of a call that is sent in few bits."""
         each = zip(xs, outs, strict=True)
         return programs.one_by_one([self.wires.move(name, link, call, x, o, op) for x, o in each])
 
@@ -333,7 +332,7 @@ class MpiGroup(ProcessGroup):
 
     @by_device(forms.BROADCAST)
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Operation | Ended:
-        """Give the root's tensors to all."""
+        """Send the root's tensors to all."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             root = opts.rootRank
@@ -346,7 +345,7 @@ class MpiGroup(ProcessGroup):
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> Operation | Ended:
-        """Give each rank's tensors to all, as lists."""
+        """Send each rank's tensors to all, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             call = "all_gather " + "; ".join(map(listed, output_tensors))
@@ -363,7 +362,7 @@ class MpiGroup(ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> Operation | Ended:
-        """Give each rank's tensors to all: output_lists has a list for each rank."""
+        """Send each rank's tensors to all; output_lists: a list for each rank."""
         by_input = output_lists
         if {len(each) for each in output_lists} != {self.channel.size}:
             by_input = [list(outs) for outs in zip(*output_lists, strict=False)]
@@ -373,7 +372,7 @@ class MpiGroup(ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
     ) -> Operation | Ended:
-        """Give each rank's tensors to all, one behind the other."""
+        """Send each rank's tensors to all, concatenated in the order of ranks."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             call = listed(outputs, listed(inputs, "all_gather_into_tensor ") + " to ")
@@ -397,7 +396,7 @@ class MpiGroup(ProcessGroup):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None
     ) -> Operation | Ended:
-        """Give each rank's tensor to all, one behind the other."""
+        """Send each rank's tensor to all, concatenated in the order of ranks."""
         title = "_all_gather_base"
         return self.all_gather_single_coalesced([output], [input], opts, title)
 
@@ -407,7 +406,7 @@ class MpiGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, title: str = ""
     ) -> Operation | Ended:
-        """Reduce tensors, of which each rank has its equal share."""
+        """Reduce tensors; each rank gets its equal share."""
         opts = opts or distributed.ReduceScatterOptions()
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
@@ -431,7 +430,7 @@ class MpiGroup(ProcessGroup):
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None
     ) -> Operation | Ended:
-        """Reduce a tensor, of which each rank has its equal share."""
+        """Reduce a tensor; each rank gets its equal share."""
         title = "_reduce_scatter_base"
         return self.reduce_scatter_single_coalesced([output], [input], opts, title)
 
@@ -441,7 +440,7 @@ class MpiGroup(ProcessGroup):
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> Operation | Ended:
-        """Reduce lists of tensors, of which each rank has its own."""
+        """Reduce lists of tensors; each rank gets its own one."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             (out,), (ins,), op = output_tensors, input_tensors, opts.reduceOp
@@ -460,7 +459,7 @@ class MpiGroup(ProcessGroup):
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
     ) -> Operation | Ended:
-        """Give all ranks' tensors to the root."""
+        """Send all ranks' tensors to the root."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             (x,), root = input_tensors, opts.rootRank
@@ -479,7 +478,7 @@ class MpiGroup(ProcessGroup):
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
     ) -> Operation | Ended:
-        """Give each rank one of the root's tensors."""
+        """Send each rank one of the root's tensors."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             (out,), root = output_tensors, opts.rootRank
@@ -498,7 +497,7 @@ class MpiGroup(ProcessGroup):
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> Operation | Ended:
-        """Give each rank a tensor of its own, as lists."""
+        """Send each rank its own tensor, as lists."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             for name, each in (("output", output_tensors), ("input", input_tensors)):
@@ -524,7 +523,7 @@ class MpiGroup(ProcessGroup):
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> Operation | Ended:
-        """Give each rank its rows of a tensor."""
+        """Send each rank its rows of a tensor."""
 
         def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
             if output.dtype != input.dtype:
@@ -554,7 +553,7 @@ class MpiGroup(ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; an error names those that have not come."""
+        """Wait for all ranks; the error names those that are missing."""
         opts = distributed.BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
@@ -582,7 +581,7 @@ class MpiGroup(ProcessGroup):
 
     @by_device()
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation | Ended:
-        """Receive a tensor from whichever rank sends one."""
+        """Receive a tensor from any rank."""
         return self._receive("recvAnySource", tensors, self.channel.mpi.ANY_SOURCE, tag)
 
     def _receive(
@@ -608,7 +607,7 @@ class MpiGroup(ProcessGroup):
     # Arguments
 
     def _not_at(self, hosted: Hosted, out: Tensor, x: Tensor) -> Tensor:
-        """Return values of which a flat output may be this rank's share, but no other part."""
+        """Return values, flat, that an output shares at most at this rank's part."""
         values = hosted.input(x)
         own = values.data_ptr() + self.channel.rank * out.nbytes
         return values.clone() if overlap(values, out) and out.data_ptr() != own else values
@@ -632,7 +631,7 @@ class MpiGroup(ProcessGroup):
             )
 
     def _rows(self, name: str, tensor: Tensor, splits: list[int]) -> list[slice]:
-        """Return where each rank's rows are in a flat tensor."""
+        """Return the place of each rank's rows in a flat tensor."""
         size, rows = self.channel.size, tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % size or not tensor.dim():

@@ -1,4 +1,4 @@
-"""Tensors as flat memory of the host, which messages read and write."""
+"""Tensors as flat memory of the host, for messages."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from functools import cache
 import torch
 
 from ...ops.tensors import await_device
-from .programs import Tensor, Waits
+from .programs import Tensor
+from .progress import Waits
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether messages can read and write a tensor where it is."""
+    """Whether messages can use the tensor's own memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a plain tensor as one axis."""
+    """Return a plain tensor with one axis."""
     if tensor.is_inference():
         return _writable(tensor)
     return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor of torch.inference_mode() as a tensor that all may write."""
+    """Return a tensor of torch.inference_mode() as one that can be written outside of it."""
     if not tensor.numel():
         return tensor.new_empty(0)
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]  # which lives as long
+    memory.tensor = tensor  # type: ignore[attr-defined]  # keeps it alive
     return torch.frombuffer(memory, dtype=tensor.dtype)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two flat tensors have memory in common."""
+    """Whether two flat tensors share memory."""
     start, its = one.data_ptr(), other.data_ptr()
     return start < its + other.nbytes and its < start + one.nbytes
 
 
 class Hosted:
-    """The tensors of one call in the memory of the host, and what goes back at its end."""
+    """The tensors of one call in the memory of the host, some copied back at its end."""
 
     def __init__(self) -> None:
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def input(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor, flat; its own memory where that is possible."""
+        """Return the values of a tensor, flat, in its own memory if possible."""
         if plain(tensor):
             return flat(tensor)
         if not tensor.is_cpu:
@@ -56,9 +57,9 @@ class Hosted:
         return flat(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
 
     def apart(self, tensor: Tensor, outs: Sequence[Tensor], own: int | None = None) -> Tensor:
-        """Return the values of a tensor, flat, in other memory than flat outputs.
+        """Return the values of a tensor, flat, in memory that no flat output shares.
 
-        own: the output of this rank, which may be the very place of the values
+        own: the output of this rank, which may be the tensor itself
         """
         values = self.input(tensor)
         start = values.data_ptr()
@@ -68,7 +69,7 @@ class Hosted:
         return values
 
     def both(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor, flat, which it gets back."""
+        """Return the values of a tensor, flat; changes are copied back at the end."""
         if plain(tensor):
             return flat(tensor)
         values = self.input(tensor)
@@ -76,10 +77,10 @@ class Hosted:
         return values
 
     def output(self, tensor: Tensor) -> Tensor:
-        """Return flat memory whose values a tensor gets."""
+        """Return flat memory, which is copied to a tensor at the end."""
         if plain(tensor):
             return flat(tensor)
-        if not tensor.is_cpu:  # what still reads it comes first
+        if not tensor.is_cpu:  # kernels may still read it
             say_staged(tensor.device.type)
             await_device(tensor.device)
         values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
@@ -87,19 +88,19 @@ class Hosted:
         return values
 
     def around(self, program: Waits) -> Waits:
-        """Return a program at whose end tensors get back what they are to have."""
+        """Return a program that copies values back to tensors at its end."""
         return self._then_back(program) if self._back else program
 
     def _then_back(self, program: Waits) -> Waits:
         yield from program
         for tensor, values in self._back:
-            with torch.inference_mode(tensor.is_inference()):  # where it is, only there
+            with torch.inference_mode(tensor.is_inference()):  # required for such tensors
                 tensor.copy_(values.view(tensor.shape))
 
 
 @cache
 def say_staged(device: str) -> None:
-    """Warn, once, that tensors of a device travel through the memory of the host."""
+    """Warn, once for each device, that its tensors travel through the memory of the host."""
     warnings.warn(
         f"cpdhpc: tensors on {device} travel through the memory of the host", stacklevel=2
     )

@@ -1,37 +1,36 @@
-"""The collectives, as programs of messages: what each rank sends, receives and folds in turn.
+"""The collectives as programs: each yields steps of messages, and reduces between them.
 
-All tensors are contiguous and lie in the memory of the host. A value that ends on several ranks is
-made by one of them, so that all have the same bits; folds go in the order of ranks.
+All tensors are contiguous and in the memory of the host. Each value of a result is computed by one
+rank or, in the order of ranks, by all, so that all ranks have the same bits.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from .channel import NEAR, Channel, Link, Memory, Mismatch, Moves, cut
-from .progress import Step
+from .progress import Step, Waits
 from .reductions import Reduction
 
 Tensor = torch.Tensor
-Waits = Generator[Step, None, Any]
 
-PIECE_BYTES = 1 << 21  # of a chunk that is folded at a time, while it is in the cache
-WHOLE_BYTES = 1 << 18  # that come from others: up to here each rank folds all values by itself
+PIECE_BYTES = 1 << 21  # of a chunk, reduced at a time while it is in the cache
+WHOLE_BYTES = 1 << 18  # received from others: up to here each rank reduces all values itself
 MOST_KEPT = 16  # pieces
-ALIGN = 64  # elements that chunks begin at multiples of
-SPREAD_BYTES = 1 << 18  # from here on a broadcast goes in chunks that ranks hand on
-TREE = 3  # ranks from which on that is so
+ALIGN = 64  # elements: chunks begin at multiples
+SPREAD_BYTES = 1 << 18  # least size of a broadcast in chunks that ranks forward
+TREE = 3  # least number of ranks for that
 
 
 class Scratch:
-    """Memory that calls use one after another, as the system clears each page of new memory.
+    """Memory that calls reuse, as the system clears each page of new memory.
 
-    What a call that failed has used is not used again: a late message may still write there.
+    Memory of a failed call is not reused: a late message may still write to it.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class Scratch:
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def give(self, held: Sequence[Tensor]) -> None:
-        """Take memory back."""
+        """Keep memory for later calls."""
         room = MOST_KEPT - len(self._free)
         self._free += [each for each in held if len(each) == PIECE_BYTES][: max(0, room)]
 
@@ -63,23 +62,31 @@ def chunks(count: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def folded(size_bytes: int, link: Link) -> bool:
-    """Whether values travel with the words of their call, and each rank folds all of them."""
+    """Whether values accompany the text of their call, and each rank reduces all of them."""
     return size_bytes <= link.room_bytes and size_bytes * (link.size - 1) <= WHOLE_BYTES
 
 
-def inline_tensor(data: Memory, like: Tensor, count: int) -> Tensor:
-    """Return count elements that came with the words of a call."""
-    return torch.frombuffer(data, dtype=like.dtype, count=count)
+def fold_inline(
+    link: Link, found: Sequence[Memory], mine: Tensor, reduction: Reduction, out: Tensor
+) -> None:
+    """Reduce mine, and the other ranks' values that accompanied the text of a call, into out."""
+    count = mine.numel()
+    if count:
+        operands = [
+            mine if rank == link.rank else torch.frombuffer(each, dtype=mine.dtype, count=count)
+            for rank, each in enumerate(found)
+        ]
+        reduction.fold(operands, out)
 
 
 def take_inline(data: Memory, out: Tensor, link: Link) -> None:
-    """Set out to what came with the words of a call."""
+    """Set out to the values that accompanied the text of a call."""
     if out.numel():
         link.memory(out)[:] = memoryview(data)[: out.nbytes]
 
 
 def one_by_one(given: Sequence[Waits]) -> Waits:
-    """Do what programs do, one after another."""
+    """Run programs one after another."""
     for program in given:
         yield from program
 
@@ -96,12 +103,7 @@ def all_reduce(
     if len(xs) == 1 and folded(xs[0].nbytes, link):
         (x,), (reduction,) = xs, reductions
         found = yield from link.agree(text, link.memory(x))
-        if x.numel():
-            operands = [
-                x if rank == link.rank else inline_tensor(each, x, x.numel())
-                for rank, each in enumerate(found)
-            ]
-            reduction.fold(operands, x)
+        fold_inline(link, found, x, reduction, x)
         return
     yield from link.agree(text)
     for x, reduction in zip(xs, reductions, strict=True):
@@ -112,19 +114,24 @@ def all_reduce(
 
 
 def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
-    """Reduce a tensor in place, by every rank's own folds of all values."""
+    """Reduce a tensor in place; every rank reduces all values."""
     held = [SCRATCH.take(x.nbytes) for _ in link.others]
     operands = [each.view(x.dtype)[: x.numel()] for each in held]
     operands.insert(link.rank, x)
     moves = link.step()
-    for rank in link.others:
-        moves.receive(link.memory(operands[rank]), rank)
-    given = link.memory(x)
-    for rank in link.others:
-        moves.send(given, rank)
+    _to_all(moves, link, operands, x)
     yield moves
     reduction.fold(operands, x)
     SCRATCH.give(held)
+
+
+def _to_all(moves: Moves, link: Link, outs: Sequence[Tensor], x: Tensor) -> None:
+    """Add the messages of a tensor to all other ranks, and of theirs to outs, by rank."""
+    for rank in link.others:
+        moves.receive(link.memory(outs[rank]), rank)
+    given = link.memory(x)
+    for rank in link.others:
+        moves.send(given, rank)
 
 
 def _reduce_chunks(
@@ -135,10 +142,10 @@ def _reduce_chunks(
     target: Tensor | None,
     own: Tensor | None = None,
 ) -> Waits:
-    """Reduce this rank's chunk of x, in pieces, into own; and hand pieces on into the target.
+    """Reduce this rank's chunk of x, in pieces, into own; and send pieces to the others' target.
 
-    target: x itself, where all ranks are to have all chunks; None: only this rank has its own
-    own: where this rank's chunk goes; None: into x
+    target: x itself, if all ranks are to have all chunks; None: each has only its own
+    own: the result's memory; None: the chunk of x
     """
     size, rank, item = link.size, link.rank, x.element_size()
     given = link.memory(x)
@@ -157,7 +164,7 @@ def _reduce_chunks(
     ]
 
     def piece(of: int, number: int) -> slice:
-        """The elements of a chunk's piece."""
+        """Return the elements of a chunk's piece."""
         first, last = bounds[of]
         return slice(min(first + number * each, last), min(first + (number + 1) * each, last))
 
@@ -165,7 +172,7 @@ def _reduce_chunks(
         return slice(part.start * item, part.stop * item)
 
     def exchange(number: int) -> Moves:
-        """Start to give the pieces of others away, and to get this rank's."""
+        """Start to send the pieces of other ranks' chunks, and to receive this rank's."""
         moves, here = link.step(), piece(rank, number)
         count = here.stop - here.start
         if count:
@@ -207,19 +214,14 @@ def reduce_scatter(
     ins: Sequence[Tensor],
     reductions: Sequence[Reduction],
 ) -> Waits:
-    """Reduce flat tensors; each rank has its equal share of the result."""
+    """Reduce flat tensors; each rank gets its equal share of the result."""
     if len(outs) == 1 and folded(ins[0].nbytes, link):
         (out,), (x,), (reduction,) = outs, ins, reductions
         count, given = out.numel(), link.memory(x)
         parts = [given[r * out.nbytes : (r + 1) * out.nbytes] for r in range(link.size)]
         found = yield from link.agree(text, parts=parts)
-        if count:
-            mine = x[link.rank * count : (link.rank + 1) * count]
-            operands = [
-                mine.clone() if rank == link.rank else inline_tensor(each, x, count)
-                for rank, each in enumerate(found)
-            ]
-            reduction.fold(operands, out)
+        mine = x[link.rank * count : (link.rank + 1) * count]
+        fold_inline(link, found, mine.clone(), reduction, out)
         return
     yield from link.agree(text)
     for out, x, reduction in zip(outs, ins, reductions, strict=True):
@@ -231,18 +233,18 @@ def reduce_scatter(
 def _scatter_sums(
     link: Link, x: Tensor, bounds: Sequence[tuple[int, int]], reduction: Reduction, out: Tensor
 ) -> Waits:
-    """Reduce into out this rank's chunk of x, which stays as it is."""
+    """Reduce this rank's chunk of x into out; x is not changed."""
     yield from _reduce_chunks(link, x, bounds, Unchanged(reduction, link.rank), None, out)
 
 
 class Unchanged:
-    """A reduction that overwrites no operand of this rank."""
+    """A reduction that does not overwrite this rank's operand."""
 
     def __init__(self, reduction: Reduction, rank: int) -> None:
         self._reduction, self._rank = reduction, rank
 
     def fold(self, operands: Sequence[Tensor], out: Tensor) -> None:
-        """Set out to the reduction."""
+        """Reduce operands, in their order, into out."""
         given = list(operands)
         if self._rank == 0 and len(given) > 2:
             out.copy_(given[0])
@@ -253,7 +255,7 @@ class Unchanged:
 def reduce_scatter_uneven(
     link: Link, text: str, out: Tensor, x: Tensor, counts: Sequence[int], reduction: Reduction
 ) -> Waits:
-    """Reduce a flat tensor; each rank has as many elements of the result as counts say."""
+    """Reduce a flat tensor; each rank gets counts[rank] elements of the result."""
     if len(set(counts)) == 1:
         yield from reduce_scatter(link, text, [out], [x], [reduction])
         return
@@ -266,7 +268,7 @@ def reduce_scatter_uneven(
 def all_gather(
     link: Link, text: str, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor]
 ) -> Waits:
-    """Give each rank's tensor to all: outs[i][rank] is ins[i] of that rank."""
+    """Send each rank's tensors to all: outs[i][rank] is ins[i] of that rank."""
     if len(ins) == 1 and max([each.nbytes for each in outs[0]]) <= link.room_bytes:
         found = yield from link.agree(text, link.memory(ins[0]))
         for each, came in zip(outs[0], found, strict=True):
@@ -275,18 +277,14 @@ def all_gather(
     yield from link.agree(text)
     moves = link.step()
     for out, x in zip(outs, ins, strict=True):
-        for rank in link.others:
-            moves.receive(link.memory(out[rank]), rank)
-        given = link.memory(x)
-        for rank in link.others:
-            moves.send(given, rank)
+        _to_all(moves, link, out, x)
         if out[link.rank].data_ptr() != x.data_ptr():
             out[link.rank].copy_(x)
     yield moves
 
 
 def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
-    """Give the root's tensors to all."""
+    """Send the root's tensors to all."""
     if len(xs) == 1 and xs[0].nbytes <= link.room_bytes:
         x = xs[0]
         found = yield from link.agree(text, link.memory(x) if link.rank == root else b"")
@@ -302,7 +300,7 @@ def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
 
 
 def _down_a_tree(link: Link, x: Tensor, root: int) -> Waits:
-    """Give the root's tensor to all, by those that have it."""
+    """Send the root's tensor to all, along a binomial tree."""
     place = (link.rank - root) % link.size
     memory, span = link.memory(x), 1
     while span < link.size:
@@ -316,7 +314,7 @@ def _down_a_tree(link: Link, x: Tensor, root: int) -> Waits:
 
 
 def _spread(link: Link, x: Tensor, root: int) -> Waits:
-    """Give the root's tensor to all: a chunk to each, which hand them on to one another."""
+    """Send the root's tensor to all: a chunk to each rank, which forwards it to the others."""
     bounds = [(a * x.element_size(), b * x.element_size()) for a, b in chunks(x.numel(), link.size)]
     memory, moves = link.memory(x), link.step()
     parts = [memory[start:stop] for start, stop in bounds]
@@ -339,16 +337,12 @@ def _spread(link: Link, x: Tensor, root: int) -> Waits:
 
 
 def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
-    """Reduce a flat tensor of all ranks into out on the root; others leave both as they are."""
+    """Reduce a flat tensor into the root's out; no other tensor is changed."""
     if folded(x.nbytes, link):
         given = [link.memory(x) if rank == root else b"" for rank in range(link.size)]
         found = yield from link.agree(text, parts=given)
-        if link.rank == root and x.numel():
-            operands = [
-                x.clone() if rank == root else inline_tensor(each, x, x.numel())
-                for rank, each in enumerate(found)
-            ]
-            reduction.fold(operands, out)
+        if link.rank == root:
+            fold_inline(link, found, x.clone(), reduction, out)
         return
     yield from link.agree(text)
     bounds = chunks(x.numel(), link.size)
@@ -365,7 +359,7 @@ def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, ou
 
 
 def gather(link: Link, text: str, outs: Sequence[Tensor], x: Tensor, root: int) -> Waits:
-    """Give all ranks' tensors to the root; outs: there, one for each rank."""
+    """Send all ranks' tensors to the root; outs: on the root, one for each rank."""
     yield from link.agree(text)
     moves = link.step()
     if link.rank == root:
@@ -378,7 +372,7 @@ def gather(link: Link, text: str, outs: Sequence[Tensor], x: Tensor, root: int) 
 
 
 def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int) -> Waits:
-    """Give each rank one of the root's tensors; xs: there, one for each rank."""
+    """Send each rank one of the root's tensors; xs: on the root, one for each rank."""
     yield from link.agree(text)
     moves = link.step()
     if link.rank == root:
@@ -397,10 +391,10 @@ def all_to_all(
     ins: Sequence[Memory],
     own: tuple[Tensor, Tensor],
 ) -> Waits:
-    """Give ins[rank] to each rank, which has it in its outs of this one.
+    """Send ins[rank] to each rank, which receives it in its outs[this rank].
 
-    own: what this rank has in its outs, and gives, of itself
-    Raises Mismatch on all ranks where one sends not what another expects.
+    own: this rank's tensors of outs and ins for itself
+    Raises Mismatch on all ranks if a rank does not send the length that another expects.
     """
     size, rank = link.size, link.rank
     row = array("q", [len(each) for each in (*ins, *outs)])
@@ -438,41 +432,38 @@ def all_to_all(
 
 
 def differing(text: str, source: int, to: int, sent: int, expected: int) -> Exception:
-    """Return the error of ranks that do not agree on the length of what one sends to another."""
+    """Return the error of two ranks that differ in the length of a message."""
     return Mismatch(
         f"{text}: rank {source} sends {sent} bytes to rank {to}, which expects {expected}"
     )
 
 
 def all_reduce_sparse(link: Link, text: str, x: Tensor) -> Waits:
-    """Sum sparse tensors in place; each rank's values are added in the order of ranks."""
+    """Sum sparse tensors in place, in the order of ranks."""
     yield from link.agree(text)
     own = x.coalesce()
     count = torch.tensor([own._nnz()], device="cpu")
     counts = [torch.empty_like(count) for _ in range(link.size)]
-    yield from _to_all(link, counts, count)
+    yield from _gather_uneven(link, counts, count)
     dense = own.values().shape[1:]
     indices = [own.indices().new_empty(own.sparse_dim(), int(n)) for n in counts]
     values = [own.values().new_empty(int(n), *dense) for n in counts]
-    yield from _to_all(link, indices, own.indices().contiguous())
-    yield from _to_all(link, values, own.values().contiguous())
+    yield from _gather_uneven(link, indices, own.indices().contiguous())
+    yield from _gather_uneven(link, values, own.values().contiguous())
     total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), x.shape).coalesce()
     x.copy_(total)
 
 
-def _to_all(link: Link, outs: Sequence[Tensor], x: Tensor) -> Waits:
-    """Give a tensor, whose length may differ by rank, to all."""
+def _gather_uneven(link: Link, outs: Sequence[Tensor], x: Tensor) -> Waits:
+    """Send a tensor, whose length may differ by rank, to all."""
     moves = link.step()
-    for rank in link.others:
-        moves.receive(link.memory(outs[rank]), rank)
-    for rank in link.others:
-        moves.send(link.memory(x), rank)
+    _to_all(moves, link, outs, x)
     outs[link.rank].copy_(x)
     yield moves
 
 
 class Received:
-    """The request of a receive, which remembers from where and how much has come."""
+    """The request of a receive, which knows the sender and the length afterwards."""
 
     def __init__(self, channel: Channel, request: Any, call: str, room_bytes: int) -> None:
         self._request, self._mpi = request, channel.mpi
@@ -480,7 +471,7 @@ class Received:
         self._call, self._room_bytes = call, room_bytes
 
     def Test(self) -> bool:  # as MPI's
-        """Whether the message has come. Raises Mismatch for a longer one."""
+        """Whether the message is complete. Raises Mismatch for a longer one."""
         try:
             return bool(self._request.Test(self._status))
         except self._mpi.Exception as error:
@@ -490,14 +481,14 @@ class Received:
             raise Mismatch(longer) from None
 
     def end(self) -> None:
-        """Leave a message that has not come to another receive."""
+        """Cancel the receive, so that a late message is left to another one."""
         if self._request != self._mpi.REQUEST_NULL:
             self._request.Cancel()
             self._request.Test()
 
     @property
     def source(self) -> int:
-        """The rank that sent it."""
+        """The rank of the sender."""
         return int(self._status.Get_source())
 
     @property
@@ -515,7 +506,7 @@ def receive(
     arrived: list[int],
     ends: list[Callable[[], None]],
 ) -> Waits:
-    """Receive a flat tensor; arrived: where the rank goes that sent it; ends: of the operation."""
+    """Receive a flat tensor; arrived: gets the sender's rank; ends: of the operation."""
     memory = channel.memory(x)
     for each in cut(memory) if len(memory) else [memory]:
         (request,) = channel.receive(each, source, tag)

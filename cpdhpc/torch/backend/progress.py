@@ -1,4 +1,4 @@
-"""Operations that proceed while their process computes, and torch's Work of each."""
+"""Operations that progress while their process computes, and their torch Work objects."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch.distributed import Work
 from ...ops.common import take_short_slices
 
 F = TypeVar("F", bound=Callable[..., Any])
-POLLS = 50  # before a wait gives up the core for the first time
-SPIN_S = 0.002  # for which a wait only gives up the core between two looks; then it sleeps
+POLLS = 50  # before a wait yields the core for the first time
+SPIN_S = 0.002  # during which a wait yields the core between polls; then it sleeps
 PAUSE_S = 5e-5
-LONG_S = 0.5  # of waiting, from which on it sleeps longer
+LONG_S = 0.5  # of waiting, after which it sleeps longer
 LONG_PAUSE_S = 1e-3
 NO_TIMEOUT = timedelta(0)
 
 
 class Broken(RuntimeError):
-    """MPI's error of a message, for example of a rank that has died."""
+    """An error of MPI for a message, for example if a rank has died."""
 
 
 class Step:
@@ -41,12 +41,22 @@ class Step:
         self.requests, self.ranks = requests, ranks
 
 
+class Until:
+    """A request other than a message: complete once a function returns True.
+
+    Test: the function, named as the method of MPI's requests
+    """
+
+    def __init__(self, is_done: Callable[[], bool]) -> None:
+        self.Test = is_done
+
+
 NOTHING = Step([], [])
-Program = Generator[Step, None, None]
+Waits = Generator[Step, None, Any]
 
 
 def pause(waited_s: float) -> None:
-    """Give up the core, for longer the longer a wait has taken."""
+    """Yield the core or sleep, depending on how long a wait has taken so far."""
     if waited_s < SPIN_S:
         os.sched_yield()
     else:
@@ -54,10 +64,10 @@ def pause(waited_s: float) -> None:
 
 
 class Calls(threading.local):
-    """In which callback of which call a thread is, and how many calls it has made there.
+    """The callback that a thread is in, as a path, and the number of calls made in it.
 
-    Threads of different ranks run callbacks at different times, so that calls are told apart by
-    this path and not by their order. The path of a call of the program itself is empty.
+    Threads of different ranks run callbacks at different times, so calls in them are matched by
+    path instead of order. The path is empty outside callbacks.
     """
 
     path = ""
@@ -65,7 +75,7 @@ class Calls(threading.local):
 
     @contextmanager
     def within(self, path: str) -> Iterator[None]:
-        """Run a block as the callback of that path."""
+        """Run a block as the callback with that path."""
         before = self.path, self.made
         self.path, self.made = path, 0
         try:
@@ -78,7 +88,7 @@ CALLS = Calls()
 
 
 class CallFuture(torch.futures.Future[Any]):
-    """A future of a call, whose callbacks may make calls: these match on all ranks."""
+    """The future of a call. Calls that its callbacks make are matched over the ranks."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -89,7 +99,7 @@ class CallFuture(torch.futures.Future[Any]):
         return f"{self._path}>{self._callbacks}"
 
     def then(self, callback: Callable[[Any], Any]) -> CallFuture:
-        """Return the future of what a callback returns for this one."""
+        """Return the future of the result of a callback, which is called with this future."""
         path = self._next()
         result = CallFuture(path)
 
@@ -106,7 +116,7 @@ class CallFuture(torch.futures.Future[Any]):
         return result
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back once there is a result or an error."""
+        """Call a function once there is a result or an error."""
         path = self._next()
 
         def done(_: Any) -> None:
@@ -117,7 +127,7 @@ class CallFuture(torch.futures.Future[Any]):
 
 
 def untraced(function: F) -> F:
-    """Keep torch.compile from tracing a function and what it calls; they run as they are."""
+    """Exclude a function, and those that it calls, from tracing by torch.compile."""
     tracer = torch._C._dynamo.eval_frame
     skip = tracer._FrameAction.SKIP
     tracer.set_code_exec_strategy(function.__code__, tracer._FrameExecStrategy(skip, skip))
@@ -125,7 +135,7 @@ def untraced(function: F) -> F:
 
 
 class Ended(Work):
-    """A call that has ended without an error."""
+    """The Work of a call that has already ended, without error."""
 
     def __init__(self, path: str, result: Any) -> None:
         super().__init__()
@@ -155,19 +165,19 @@ class Ended(Work):
 
 
 class Operation(Work):
-    """One call of a process group: a program of messages and sums, and how it ended.
+    """The Work of a call: a program of messages and sums, and its outcome.
 
-    channel: of its messages; program: yields what it waits for; call: its words in errors
-    path: see Calls; result: the tensors that are its future's value
-    timeout_s: the longest that it may take; ends: called at its end, whether it failed or not
-    step: what the program waits for, if it has begun
+    channel: of its messages; program: yields steps to wait for; call: its text in errors
+    path: see Calls; result: the tensors that its future returns
+    timeout_s: its time-out; ends: called at its end, also after an error
+    step: the one that the program waits for, if it has begun
     """
 
     def __init__(
         self,
         engine: Engine,
         channel: Any,
-        program: Program,
+        program: Waits,
         call: str,
         path: str,
         result: Any,
@@ -177,7 +187,7 @@ class Operation(Work):
     ) -> None:
         super().__init__()
         self.channel, self.call, self._path = channel, call, path
-        self.sources: list[int] = []  # of a receive: where the rank goes that sent
+        self.sources: list[int] = []  # of a receive: gets the rank of the sender
         self.finished = False
         self.error: BaseException | None = None
         self._ends = ends
@@ -186,18 +196,18 @@ class Operation(Work):
         self._begun_s = time.monotonic()
         self._timeout_s = timeout_s
         self._step = step
-        self._lock = threading.Lock()  # of the thread that moves it on
+        self._lock = threading.Lock()  # held by the thread that advances it
         self._future: Any = None
 
     def move(self) -> bool:
-        """Go on as far as messages allow; return whether the operation has finished.
+        """Advance as far as messages allow; return whether the operation has finished.
 
-        An interrupt (KeyboardInterrupt) ends it, and is raised here, too.
+        A KeyboardInterrupt ends the operation and is raised here, too.
         """
         if self.finished or not self._lock.acquire(blocking=False):
             return self.finished
         try:
-            if torch.is_inference_mode_enabled():  # other threads could not write what it makes
+            if torch.is_inference_mode_enabled():  # whose tensors other threads cannot write
                 with torch.inference_mode(False):
                     self._go_on()
             else:
@@ -215,7 +225,7 @@ class Operation(Work):
         return self.finished
 
     def _go_on(self) -> None:
-        """Let the program run as far as messages allow; raise StopIteration at its end."""
+        """Run the program as far as messages allow; raise StopIteration at its end."""
         while True:
             if self._step.requests and not self._test_all(self._step.requests):
                 if time.monotonic() - self._begun_s > self._timeout_s:
@@ -224,28 +234,27 @@ class Operation(Work):
             self._step = next(self._program)
 
     def end(self, error: BaseException) -> None:
-        """Let the operation fail if it has not finished."""
+        """Let the operation fail with an error, unless it has finished."""
         with self._lock:
             if not self.finished:
                 self._finish(error)
 
     def _late(self) -> Exception:
-        """Return the error of a time-out, which names the ranks that have not come."""
+        """Return the error of a time-out, with the ranks that are missing."""
         each = zip(self._step.requests, self._step.ranks, strict=True)
         absent = [rank for request, rank in each if not request.Test()]
         words = f"{self.call}: timeout after {self._timeout_s:.1f} s"
         return RuntimeError(words + self._waiting(absent))
 
     def _waiting(self, ranks: Iterable[int]) -> str:
-        """Return what is said of waiting for ranks."""
+        """Return the end of a message that names the ranks waited for."""
         who = ", ".join(map(str, sorted({rank for rank in ranks if rank >= 0})))
         return f" of waiting for rank {who or 'unknown'}"
 
     def _finish(self, error: BaseException | None) -> None:
-        """Note how the operation has ended.
+        """Record the outcome of the operation.
 
-        A program that messages have not come for stays where it is: MPI may still write to the
-        memory that it holds.
+        A failed program with incomplete messages is kept, as MPI may still write to its memory.
         """
         if error is not None and self._step.requests:
             self._engine.abandoned.append((self._step, self._program, self._result))
@@ -287,7 +296,7 @@ class Operation(Work):
         return self.move() and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of an operation, None where there is none."""
+        """Return the error of the operation, or None."""
         return self.error
 
     def synchronize(self) -> None:
@@ -299,14 +308,14 @@ class Operation(Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return the rank that sent what a receive has got; -1 for others."""
+        """Return the sender of a received message; -1 for other operations."""
         return self.sources[0] if self.sources else -1
 
     _source_rank = source_rank
 
     @untraced
     def get_future(self) -> Any:
-        """Return a future of the tensors; its callbacks run in a thread of their own."""
+        """Return a future of the tensors; its callbacks run in another thread."""
         with self._engine.futures:
             if self._future is not None:
                 return self._future
@@ -320,9 +329,9 @@ class Operation(Work):
 
 
 class Threads:
-    """Threads that call functions: another one if all are busy, as some wait for what others do.
+    """A pool of threads that grows if all are busy, because some wait for others.
 
-    The program may end while they are busy.
+    They are daemons: the program may end while they are busy.
     """
 
     def __init__(self) -> None:
@@ -330,7 +339,7 @@ class Threads:
         self._idle = threading.Semaphore(0)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function in a thread; return the future."""
+        """Call a function in a thread; return its future."""
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._run, name="cpdhpc-torch-future", daemon=True).start()
         future: Future[Any] = Future()
@@ -349,11 +358,11 @@ class Threads:
 
 
 class Engine:
-    """All operations of this process that are under way, and the thread that moves them on.
+    """All unfinished operations of this process, and the thread that advances them.
 
-    Who waits moves them, too; while nobody does, the thread looks now and then.
-    abandoned: what messages of operations that failed may still read and write
-    forked: whether this process is a copy of the one that MPI knows
+    Waits advance them, too. While no thread waits, this one polls at intervals.
+    abandoned: memory that messages of failed operations may still read and write
+    forked: whether this process is a fork of the one that started MPI
     """
 
     def __init__(self) -> None:
@@ -371,11 +380,11 @@ class Engine:
         os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:
-        """Note that this process, made by fork, has neither the thread nor a place in MPI."""
+        """Record that this process is a fork, without the thread and without MPI."""
         self.forked, self._thread = True, None
 
     def proceed(self, operation: Operation) -> None:
-        """Let an operation go on while nobody waits for it."""
+        """Let the thread advance an operation."""
         self.under_way[operation] = None
         if operation.finished:
             self.forget(operation)
@@ -388,11 +397,11 @@ class Engine:
                 self._wake.notify()
 
     def forget(self, operation: Operation) -> None:
-        """Let go of an operation that has finished."""
+        """Remove an operation that has finished."""
         self.under_way.pop(operation, None)
 
     def settle(self, channel: Any, limit_s: float) -> None:
-        """Let a channel's operations end; those that do not in limit_s fail."""
+        """Wait until a channel's operations end; those that take longer than limit_s fail."""
         begun_s = time.monotonic()
         for operation in [each for each in list(self.under_way) if each.channel is channel]:
             while not operation.move() and time.monotonic() - begun_s < limit_s:
@@ -400,9 +409,9 @@ class Engine:
             operation.end(RuntimeError(f"{operation.call}: the process group was destroyed"))
 
     def drive(self, operation: Operation, timeout_s: float) -> None:
-        """Move operations on until this one has finished; raise RuntimeError after timeout_s.
+        """Advance operations until this one has finished; raise RuntimeError after timeout_s.
 
-        timeout_s: 0: only the operation's own time-out ends it
+        timeout_s: 0: only the operation's own time-out applies
         """
         for _ in range(POLLS):
             if operation.move():
@@ -421,7 +430,7 @@ class Engine:
             self._driven.discard(operation)
 
     def _run(self) -> None:
-        """Move operations on, in the thread."""
+        """Advance operations, in the thread."""
         take_short_slices()
         begun_s = time.monotonic()
         while not self._ended:
@@ -443,8 +452,8 @@ class Engine:
                 time.sleep(LONG_PAUSE_S)
 
     def end(self) -> None:
-        """End the thread, so that MPI may end; what is under way stays as it is."""
-        if self.forked:  # the thread is the other process's, and may have held the lock
+        """End the thread, so that MPI can be finalized; operations stay unfinished."""
+        if self.forked:  # the thread belongs to the parent, and may have held the lock
             return
         self._ended = True
         with self._wake:

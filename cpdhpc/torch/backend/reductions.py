@@ -1,4 +1,4 @@
-"""Sums and other reductions of tensors of all ranks, in the order of ranks."""
+"""Sums and other reductions over ranks, in the order of ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch.distributed import ReduceOp
 
 Fold = Callable[..., torch.Tensor]
-Op: Any = ReduceOp.RedOpType  # torch's types do not know all of them
+Op: Any = ReduceOp.RedOpType  # torch's type stubs lack some of them
 
-NARROW = (torch.float16, torch.bfloat16)  # and those of 8 bits or less: folded in float32
-UNSIGNED = {  # dtype that torch does not calculate with -> one with the same sums and bits
+NARROW = (torch.float16, torch.bfloat16)  # reduced in float32, as are those of 8 bits or less
+UNSIGNED = {  # dtype without arithmetic in torch -> one with the same bits and sums
     torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
 }  # fmt: skip
 FOLDS: dict[Any, Fold] = {
@@ -35,8 +35,8 @@ SCALED = (Op.AVG, Op.PREMUL_SUM)
 class Reduction:
     """A reduction of one dtype over a number of ranks.
 
-    Values narrower than float32 are folded in it and rounded once, at the end.
-    Raises TypeError where the dtype has no such reduction.
+    Values narrower than float32 are reduced in float32 and rounded once, at the end.
+    Raises TypeError if the dtype has no such reduction.
     """
 
     def __init__(self, op: Any, dtype: torch.dtype, ranks: int) -> None:
@@ -57,7 +57,7 @@ class Reduction:
         self._view = UNSIGNED.get(dtype)
 
     def fold(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Set out, which may be one of the operands, to their reduction in their order.
+        """Reduce operands, in their order, into out, which may be one of them.
 
         Other operands may be overwritten.
         """
@@ -82,7 +82,7 @@ class Reduction:
             self._scaled(out)
 
     def _scaled(self, total: torch.Tensor) -> torch.Tensor:
-        """Divide the sum for a mean, in place; return it."""
+        """Return a sum, divided in place if a mean is wanted."""
         if self._mean:
             parts = torch.view_as_real(total) if total.is_complex() else total
             parts.div_(self.ranks, rounding_mode=None if parts.is_floating_point() else "trunc")
@@ -96,5 +96,5 @@ def reduction_of(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
 
 
 def premultiplied(op: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank gives to a reduction: its tensor, times a factor in PREMUL_SUM."""
+    """Return this rank's operand: its tensor, for PREMUL_SUM times the factor."""
     return tensor * op.__getstate__()[1] if op == ReduceOp.PREMUL_SUM else tensor

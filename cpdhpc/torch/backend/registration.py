@@ -1,7 +1,7 @@
-"""How torch comes to know the backend.
+"""Registration of the backend with torch.
 
-torch calls register as it is imported, by the entry point torch.backends. Importing cpdhpc.torch
-calls it, too, where torch is loaded. Nothing else is loaded before a process group is made.
+torch calls register when it is imported, by the entry point torch.backends. So does the import of
+cpdhpc.torch, if torch is loaded. Other modules are loaded when a process group is created.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ...errors import UserError
 from . import NAME
 
 DEVICES = ["cpu", "cuda"]
-OLDEST, NEWEST = (2, 13), (2, 14)  # of torch, with which the backend's tests ran
+OLDEST, NEWEST = (2, 13), (2, 14)  # versions of torch that the backend was tested with
 
 
 def register() -> None:
-    """Make the backend and mpi:// known to torch.distributed; once is enough."""
+    """Register the backend and mpi:// with torch.distributed, if they are not."""
     from torch import distributed
 
     if not distributed.is_available() or NAME in distributed.Backend.backend_list:
@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def loaded() -> Any:
-    """Return the module start. Raises UserError for a torch that cannot do what it needs."""
+    """Return the module start. Raises UserError for a torch that lacks what it needs."""
     import torch
 
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -45,10 +45,10 @@ def loaded() -> Any:
 
 
 def _create(options: Any, _: Any = None) -> Any:
-    """Return a process group, as torch asks a backend for it. Collective over its members."""
+    """Return a process group for torch. Collective over its members."""
     return loaded().create(options)
 
 
 def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, the rank and the number of ranks, as torch asks for. Collective."""
+    """Yield a store, the rank and the number of ranks, for torch. Collective."""
     yield loaded().rendezvous(url, **options)

@@ -1,4 +1,4 @@
-"""How process groups are made: the members find one another, and have a communicator."""
+"""Creation of process groups: the members find one another and get a communicator."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .progress import pause
 
 ADDRESS_BYTES = 1024
 CONNECT_S = 2.0  # for a connection to one of the addresses of a host
-SIOCGIFADDR = 0x8915  # Linux: the address of a network
-STORES: list[TCPStore] = []  # one at most, so that no rank loses it while others start
-STARTS = count()  # of all processes together, each with keys of its own in one store
+SIOCGIFADDR = 0x8915  # the address of a network interface: Linux, netdevice(7)
+STORES: list[TCPStore] = []  # at most one, kept alive while other ranks start
+STARTS = count()  # numbers of default groups, each with its own keys in the store
 START = "start the program by mpirun -n RANKS python ... or srun --mpi=pmix python ..."
 
 
 def mpi_with(ranks: int) -> Any:
-    """Return mpi4py.MPI; raise UserError unless it has at least so many processes, and threads."""
+    """Return mpi4py.MPI; raise UserError unless it has so many processes and allows threads."""
     mpi = running_mpi()
     there = mpi.COMM_WORLD.Get_size()
     if there < ranks:
@@ -53,10 +53,10 @@ def mpi_with(ranks: int) -> Any:
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> tuple[Any, int, int]:
-    """Return a store that all processes of MPI reach, the rank and their number. Collective.
+    """Return a store that all processes of MPI can use, the rank and their number. Collective.
 
-    url: "mpi://", which torch may have given rank and world_size
-    Raises UserError where MPI has other numbers.
+    url: "mpi://", to which torch may have added rank and world_size
+    Raises UserError if these differ from MPI's.
     """
     asked = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
     wanted = asked.get("world_size", int(os.environ.get("WORLD_SIZE", 1)))
@@ -73,15 +73,15 @@ def rendezvous(
 
 
 def shared_store(world: Any, timeout: timedelta) -> TCPStore:
-    """Return the store of all processes, which rank 0 keeps. Collective over MPI's world.
+    """Return the store of all processes, hosted by rank 0. Collective over MPI's world.
 
-    Raises RuntimeError where rank 0 does not come in time.
+    Raises RuntimeError if rank 0 is too late.
     """
     address = np.zeros(ADDRESS_BYTES, np.uint8)
     store = None
     if world.Get_rank() == 0:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        data = " ".join([str(store.port), socket.gethostname(), *addresses()]).encode()
+        data = " ".join([str(store.port), socket.gethostname(), *addresses().values()]).encode()
         data = data[:ADDRESS_BYTES].rpartition(b" ")[0] if len(data) > ADDRESS_BYTES else data
         address[: len(data)] = np.frombuffer(data, np.uint8)
     late = "init_process_group: waited {:.1f} s for rank 0"
@@ -92,22 +92,22 @@ def shared_store(world: Any, timeout: timedelta) -> TCPStore:
     return store
 
 
-def addresses() -> list[str]:
-    """Return the IPv4 addresses of this host that others may know, by network."""
-    found = []
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of each of this host's interfaces, except loopback."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # a network without an address
+            with suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [each for each in found if not each.startswith("127.")]
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return {name: each for name, each in found.items() if not each.startswith("127.")}
 
 
 def reachable(hosts: Sequence[str], port: int) -> str:
-    """Return the first of a host's name and addresses that can be connected to.
+    """Return the first of a host's name and addresses that accepts a connection.
 
-    Not all names are known everywhere. Returns the name if none can: torch's error then names it.
+    Other hosts may not know the name. If none accepts, returns the name, for torch's error.
     """
     for host in (["localhost"] if hosts[0] == socket.gethostname() else []) + [*hosts]:
         with suppress(OSError), socket.create_connection((host, port), CONNECT_S):
@@ -129,23 +129,23 @@ def create(options: Any) -> MpiGroup:
 
 
 def board_of(channel: Channel, timeout_s: float) -> Board | None:
-    """Return the board of a channel, if its ranks are on one node. Collective over them."""
+    """Return the board of a channel, None unless its ranks share a node. Collective."""
     memory, board = None, None
-    with suppress(OSError, AttributeError):  # memfd_create is Linux's, and may be forbidden
+    with suppress(OSError, AttributeError):  # only Linux has memfd_create, and may forbid it
         memory = Memory()
     place = bytes(PLACE_BYTES) if memory is None else memory.place
-    places = told_by_all(channel, place, timeout_s)
+    places = gathered(channel, place, timeout_s)
     if memory is not None and bytes(PLACE_BYTES) not in places:
         with suppress(OSError):
             board = memory.board(channel.rank, places)
-    found = told_by_all(channel, bytes([board is not None]), timeout_s)
+    found = gathered(channel, bytes([board is not None]), timeout_s)
     if memory is not None:
         memory.free()
     return board if all(map(any, found)) else None
 
 
-def told_by_all(channel: Channel, data: bytes, timeout_s: float) -> list[bytes]:
-    """Return what all ranks say, of one length. Collective. Raises RuntimeError when it is late."""
+def gathered(channel: Channel, data: bytes, timeout_s: float) -> list[bytes]:
+    """Return the data of all ranks, of equal length. Collective. Raises RuntimeError if late."""
     found = np.empty((channel.size, len(data)), np.uint8)
     request = channel.comm.Iallgather(np.frombuffer(data, np.uint8), found)
     wait_for(request, "new process group: waited {:.1f} s for another rank", timeout_s)
@@ -153,7 +153,7 @@ def told_by_all(channel: Channel, data: bytes, timeout_s: float) -> list[bytes]:
 
 
 def wait_for(request: Any, late: str, timeout_s: float) -> None:
-    """Wait for a request of MPI; raise RuntimeError after timeout_s."""
+    """Wait for a request of MPI. Raises RuntimeError, with the message late, after timeout_s."""
     begun_s = time.monotonic()
     while not request.Test():
         waited_s = time.monotonic() - begun_s
@@ -163,7 +163,7 @@ def wait_for(request: Any, late: str, timeout_s: float) -> None:
 
 
 def known_members(ranks: Sequence[int]) -> list[int] | None:
-    """Return the processes of MPI that are ranks of the default group, if that is of this kind."""
+    """Return the MPI processes of ranks of the default group, None if that is of another kind."""
     default = distributed.group.WORLD
     if ranks and isinstance(default, MpiGroup):
         return [default.members[each] for each in ranks]
@@ -173,10 +173,10 @@ def known_members(ranks: Sequence[int]) -> list[int] | None:
 def meet(
     store: Any, rank: int, size: int, process: int, members: list[int] | None, timeout_s: float
 ) -> list[int]:
-    """Return the processes of MPI that are a group's ranks, once all have come.
+    """Return the MPI processes of a group's ranks, once all have arrived.
 
-    members: where they are known already
-    Raises RuntimeError, which names those that have not come in timeout_s.
+    members: these processes, if they are known
+    Raises RuntimeError, with the missing ranks, after timeout_s.
     """
     limit = timedelta(seconds=timeout_s)
     store.set(f"process/{rank}", str(process))

@@ -1,12 +1,13 @@
-"""Collectives of few bits inside torch programs: what a process group sends as other formats."""
+"""Collectives in few bits inside torch programs: the wire formats of a process group."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,57 +20,29 @@ from ...methods import check_whole, said_by
 from ...world.mpi import World
 from .channel import Link
 from .group import MpiGroup
-from .programs import Tensor, Waits
-from .progress import Step
+from .programs import Tensor
+from .progress import Step, Until, Waits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ADDED = ("SUM", "AVG", "")  # and what is no reduction
+ADDED = ("SUM", "AVG", "")  # "": not a reduction
 FROM_BYTES = 1 << 16
 Way = Allreduce | Collective
 Choice = str | Mapping[str, Any] | None
 
 
-class Awaited:
-    """A request of what a thread does."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def Test(self) -> bool:
-        """Whether it is done; raises its error."""
-        return self._future.done() and self._future.result() is None
-
-
-class Turn:
-    """A request of the turn of a call: calls begin in the order in which they were issued."""
-
-    def __init__(self, turns: deque[Turn]) -> None:
-        self._turns = turns
-        turns.append(self)
-
-    def Test(self) -> bool:
-        """Whether all calls before have begun, or failed."""
-        return self._turns[0] is self
-
-    def end(self) -> None:
-        """Let the next one have its turn."""
-        with suppress(ValueError):  # it has it already
-            self._turns.remove(self)
-
-
 class Wires:
-    """The wires of a process group: the calls that travel in few bits, by a world of its own.
+    """The calls of a process group that are sent in few bits, over a world of its own.
 
-    methods: the name of a call -> how it travels; from_bytes: for tensors of so many bytes or more
+    methods: name of a call -> its all-reduce or collective; from_bytes: smallest size of tensors
     """
 
     def __init__(self, world: World, methods: Mapping[str, Way], from_bytes: int) -> None:
         self.world, self.methods, self.from_bytes = world, dict(methods), from_bytes
-        self._turns: deque[Turn] = deque()
+        self._turns: deque[object] = deque()  # calls that have not begun, in their order
         self._thread = ThreadPoolExecutor(1, "cpdhpc-torch-wires")
 
     def takes(self, name: str, tensor: Tensor, op: str) -> bool:
-        """Whether a call goes by a wire: with sums or means of many floating-point values."""
+        """Whether a call is sent in few bits."""
         return (
             name in self.methods
             and op in ADDED
@@ -78,7 +51,7 @@ class Wires:
         )
 
     def move(self, name: str, link: Link, call: str, x: Tensor, out: Tensor, op: str) -> Waits:
-        """Do a call of one flat tensor x; out: where its result goes, x itself in an all-reduce."""
+        """Return the program of a call of a flat tensor x; out: its result, x for an all-reduce."""
         method = self.methods[name]
         if op == "AVG":
             method = replace(method, op="mean")
@@ -90,17 +63,23 @@ class Wires:
             if into is not out:
                 out.copy_(into)
 
-        turn = Turn(self._turns)
-        link.ends.append(turn.end)
+        turn = object()
+        self._turns.append(turn)
+        link.ends.append(partial(self._end, turn))
         return self._in_turn(link, f"{call} as {method.wire}", run, turn)
 
-    def _in_turn(self, link: Link, call: str, run: Callable[[], None], turn: Turn) -> Waits:
-        """Compare a call, and run it in the thread, after those that were issued before."""
+    def _in_turn(self, link: Link, call: str, run: Callable[[], None], turn: object) -> Waits:
+        """Compare a call, and run it in the thread after those that were issued before."""
         yield from link.agree(call)
-        yield Step([turn], [-1])
+        yield Step([Until(lambda: self._turns[0] is turn)], [-1])
         job = self._thread.submit(run)
-        turn.end()
-        yield Step([Awaited(job)], [-1])
+        self._end(turn)
+        yield Step([Until(lambda: job.done() and job.result() is None)], [-1])
+
+    def _end(self, turn: object) -> None:
+        """Let the next call begin."""
+        with suppress(ValueError):  # ended already
+            self._turns.remove(turn)
 
     def free(self) -> None:
         """End the thread and free the world. Collective."""
@@ -109,7 +88,7 @@ class Wires:
 
 
 def method_of(name: str, choice: Choice) -> Way:
-    """Return how a call travels: a wire, or the arguments of the library's function by name."""
+    """Return the method of a call, given a wire or the arguments of the library's function."""
     options = {"wire": choice} if isinstance(choice, str) else dict(choice or {})
     try:
         if name == "all_reduce":
@@ -127,20 +106,20 @@ def set_wires(
     all_gather: Choice = None,
     from_bytes: int = FROM_BYTES,
 ) -> None:
-    """Let a process group's collectives travel in few bits from now on. Collective over it.
+    """Send a process group's collectives in few bits from now on. Collective over the group.
 
-        cpdhpc.torch.set_wires(reduce_scatter="e4m3", all_gather="e4m3")  # as FSDP2 needs
+        cpdhpc.torch.set_wires(reduce_scatter="e4m3", all_gather="e4m3")  # for FSDP2
 
     group: of the backend "cpdhpc"; None for the default one
     all_reduce, reduce_scatter, all_gather: a wire, or the arguments of cpdhpc.allreduce,
         cpdhpc.reduce_scatter or cpdhpc.all_gather as a mapping, for example {"wire": "e2m1fn",
-        "accumulate": "exact"}; None: no rounding, what torch asks for. Of torch's calls with one
-        tensor for all ranks, all_gather_into_tensor and reduce_scatter_tensor, which FSDP2 makes
-    from_bytes: tensors of a rank with fewer bytes travel as they are
-    Float32, bfloat16 and float16 tensors alone are rounded, and of reductions sums and means:
-    never integers, and nothing small, as flags and norms are. All ranks get the same bits. NaN and
-    infinity are NonFiniteGradient on all ranks, raised by wait.
-    Raises on all ranks alike TypeError and ValueError for what is wrong on any, or differs.
+        "accumulate": "exact"}; None: no rounding. The last two concern torch's
+        reduce_scatter_tensor and all_gather_into_tensor, the calls of FSDP2
+    from_bytes: tensors of a rank with fewer bytes are not rounded
+    Only float32, bfloat16 and float16 tensors are rounded, and only in sums, means and gathers.
+    Integers never are, nor, by from_bytes, flags and norms. All ranks get the same bits. For NaN
+    and infinity, wait raises NonFiniteGradient on all ranks.
+    Raises TypeError and ValueError on all ranks if arguments are wrong on one, or differ.
     """
     found = distributed.group.WORLD if group is None else group
     if not isinstance(found, MpiGroup):
