@@ -30,8 +30,10 @@ from cpdhpc.lab.report.history import history_report
 from cpdhpc.lab.report.points import seed_groups
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.folder import Folder
+from cpdhpc.lab.study.run_here import launch_of
 from cpdhpc.lab.study.site import Site
 from cpdhpc.lab.study.submit import fitting, scripts
+from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import load_study_file
 
 pytestmark = pytest.mark.mpi_skip
@@ -92,6 +94,8 @@ WRONG = {  # tables: what is said
     "no time": ({"command": {"time": "value"}}, "should be a time: s, ms"),
     "work": ({"command": {"work": "m"}}, "command.work: m is no factor of the sweep"),
     "heading": ({"sweep": {"least": [1]}}, "reports have a column of that name"),
+    "time": ({"sweep": {"time": [1]}}, "reports have a column of that name"),
+    "part of time": ({"sweep": {"a.time": [1]}}, "reports have a column of that name"),
     "metric": ({"sweep": {"value": [1]}}, "[metrics] has one of that name"),
     "column": ({"sweep": {"loss": [1]}}, "study files have another thing of that name"),
     "throughput": ({"scaling": "throughput"}, "needs [command] work"),
@@ -282,17 +286,59 @@ def test_a_build_that_fails_is_shown_and_is_tried_again(tmp_path: Path, run: Run
     assert (tmp_path / "log").read_text() == "built\n"
 
 
-def test_a_program_that_was_changed_is_not_compared(tmp_path: Path, run: Run) -> None:
-    script = tmp_path / "x.sh"
+def commit(folder: Path, message: str) -> str:
+    """Commit what a folder has as a repository of its own; return the commit."""
+    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", message, "--allow-empty"]):
+        subprocess.run([*git, *words], check=True)
+    done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+CHANGES = {  # what is done to a program between two cases of a study: the error
+    "edited": "the program differs from that of finished cases (SHA-256 ",
+    "committed": "the program differs from that of finished cases (commit ",
+    "beside": "",  # another file of its folder
+}
+
+
+@every("change", CHANGES)
+def test_a_program_that_was_changed_is_not_compared(change: str, tmp_path: Path, run: Run) -> None:
+    """The file of the study says which one was measured: its commit and its files."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    script = source / "x.sh"
     script.write_text("#!/bin/sh\necho value 1\n")
-    path = study_file(tmp_path, command={"argv": ["sh", "x.sh"]}, sweep={"n": [1]})
-    out = tmp_path / "out"
+    first = commit(source, "first")
+    argv = ["sh", "x.sh"]
+    path = study_file(source, command={"argv": argv}, sweep={"n": [1]})
     assert run("study", "run", path, "--out", out)[0] == 0
-    script.write_text("#!/bin/sh\necho value 2\n")
-    path = study_file(tmp_path, command={"argv": ["sh", "x.sh"]}, sweep={"n": [1, 2]})
+    (where,) = load_study_file(out / "study.h5").environments
+    assert where["program_commit"] == first and "program_changes" not in where
+    if change == "edited":
+        script.write_text("#!/bin/sh\necho value 2\n")
+    elif change == "committed":
+        commit(source, "second")
+    else:
+        (source / "notes").write_text("none\n")
+    path = study_file(source, command={"argv": argv}, sweep={"n": [1, 2]})
     assert run("study", "extend", path, "--out", out)[0] == 0
     status, shown = run("study", "resume", out)
-    assert status == 1 and "the program is another one than that of finished cases" in shown
+    assert status == bool(CHANGES[change]) and CHANGES[change] in shown
+
+
+def test_programs_that_factors_name_are_in_the_record(tmp_path: Path, run: Run) -> None:
+    """Each case has the hash of its own, by which a study does not tell its cases apart."""
+    for name in ("1", "2"):
+        (tmp_path / f"x{name}.sh").write_text(f"#!/bin/sh\necho value {name}\n")
+    commit(tmp_path, "both")
+    (tmp_path / "x1.sh").write_text("#!/bin/sh\necho value 3\n")
+    path = study_file(tmp_path, command={"argv": ["sh", "{study}/x{n}.sh"]})
+    assert run("study", "run", path, "--out", tmp_path / "out")[0] == 0
+    file = load_study_file(tmp_path / "out" / "study.h5")
+    assert not {"program", "program_of_case"} & file.points[0].factors.keys()
+    assert len({each["program_of_case"] for each in file.environments}) == 2
+    assert {each["program_changes"] for each in file.environments} == {"not committed"}
 
 
 def test_time_limits_may_change_and_what_is_measured_may_not(tmp_path: Path, run: Run) -> None:
@@ -546,6 +592,24 @@ JOBS = {  # what a scheduler puts into the environment of an element
     | {"LSB_DJOB_HOSTFILE": "{here}/hosts"},
     "flux": {"FLUX_ENCLOSING_ID": "7"},
 }
+
+
+@every("left", (False, True))
+def test_a_launcher_whose_number_a_killed_one_had_has_a_directory_of_its_own(
+    left: bool, tmp_path: Path
+) -> None:
+    """Open MPI names its directory by its process number, and ends if dead sockets are there."""
+    words, _ = launch_of("printenv PRTE_MCA_prte_tmpdir_base").command(Case("x", {}, 1, 1))
+    before = 'mkdir "$TMPDIR/ompi.$$"; ' * left + 'exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", before, "sh", *words],
+        env={"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (own,) = done.stdout.split() or [""]
+    assert bool(own) == left == (done.returncode == 0) and (not left or Path(own).is_dir())
 
 
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")  # else mpirun refuses

@@ -11,7 +11,8 @@ from rendering import FOLDER, GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, 
 
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.schedulers import SCHEDULERS
-from cpdhpc.lab.schedulers.base import Counts, Scheduler
+from cpdhpc.lab.schedulers.base import Scheduler
+from cpdhpc.lab.schedulers.launchers import Counts
 from cpdhpc.lab.schedulers.slurm import LAUNCHERS
 from cpdhpc.lab.study.cases import Batch
 from cpdhpc.lab.study.site import (

@@ -21,8 +21,8 @@ from cpdhpc.lab.study.report import study_report
 from cpdhpc.lab.study.spec import Study
 from cpdhpc.lab.study_data import Result
 from cpdhpc.lab.study_data.study_file import (
+    OPTIONAL,
     OUTCOMES,
-    WHERE_KNOWN,
     load_study_file,
     read_result,
     write_result,
@@ -97,7 +97,7 @@ def test_labelled_arrays_without_glue(tmp_path: Path, engine: Any) -> None:
         assert samples["is_warmup"].values[:, :3].tolist() == [[1, 1, 0]] * 4
         assert samples["is_warmup"].attrs["flag_meanings"] == "counts warm_up"
         assert samples["environment"].values.tolist() == [0] * 4
-        assert set(OUTCOMES) - set(WHERE_KNOWN) <= set(samples.variables)
+        assert set(OUTCOMES) - set(OPTIONAL) <= set(samples.variables)
         times = samples["time_s"].values[:, 2:]
     with xarray.open_dataset(path, group="summary", engine=engine) as summary:
         np.testing.assert_array_equal(summary["median_s"], np.median(times, axis=1))

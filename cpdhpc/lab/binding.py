@@ -1,22 +1,25 @@
-"""Where ranks sit: cores, sockets and NUMA domains that a process may use, and what was asked for.
+"""Where ranks sit: cores, sockets, NUMA domains and GPUs of a process, and whether as requested.
 
 It needs the standard library alone: a launcher starts this file on the ranks of any program.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-BINDINGS = ("none", "core", "socket", "numa")
+CORE_BINDINGS = ("none", "core", "socket", "numa")
+BINDINGS = (*CORE_BINDINGS, "gpu")  # "gpu": one GPU for a rank; its cores are the launcher's choice
 DISTRIBUTIONS = ("block", "cyclic")
 CPUS, NUMA = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")
-RANKS = (  # the launcher's, the scheduler's at last
+RANKS = (  # variables of launchers, and last of a scheduler
     "PMIX_RANK",
     "PMI_RANK",
     "PALS_RANKID",
@@ -28,7 +31,7 @@ Seat = Mapping[str, Any]
 
 
 def cpus_of(text: str) -> list[int]:
-    """Return the numbers of a list of the kernel's, as "0-3,8"."""
+    """Return the numbers of a list as the kernel writes it, as "0-3,8"."""
     found: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -44,7 +47,7 @@ def _read(path: Path) -> str:
 
 
 def _places() -> dict[str, dict[int, int]]:
-    """Return for each level of BINDINGS where each processor is; what is not known is 0."""
+    """Return for each level of CORE_BINDINGS where each processor is; 0 if that is not known."""
     online = cpus_of(_read(CPUS / "online")) or sorted(os.sched_getaffinity(0))
     core, package = dict[int, int](), dict[int, int]()
     for cpu in online:
@@ -59,10 +62,39 @@ def _places() -> dict[str, dict[int, int]]:
     return {"core": core, "socket": package, "numa": numa}
 
 
-def seat() -> dict[str, Any]:
+def gpus() -> dict[str, str]:
+    """Return the GPUs that this process sees by CUDA: UUID -> address on the bus.
+
+    {} if there is no CUDA driver, or it sees none. CUDA_VISIBLE_DEVICES alone would not tell: in
+    containers of processes (cgroups) the same number is a different GPU in each.
+    Source: CUDA driver API, device management; instances of MIG have a UUID each.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return {}
+    count, device = ctypes.c_int(0), ctypes.c_int(0)
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return {}
+    uuid_of = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+    found = {}
+    for number in range(count.value):
+        uuid, address = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
+        failed = (
+            cuda.cuDeviceGet(ctypes.byref(device), number)
+            or uuid_of(uuid, device)
+            or cuda.cuDeviceGetPCIBusId(address, len(address), device)
+        )
+        if not failed:
+            found[uuid.raw.hex()] = address.value.decode().lower()
+    return found
+
+
+def seat(bind: str = "") -> dict[str, Any]:
     """Return where this process may run: its host, rank, processors, and units of each level.
 
     "core", "socket", "numa": units that it may use; "all": how many the host has
+    "gpu": what gpus returns, if bind is "gpu": the driver is not loaded for other bindings
     """
     allowed = sorted(os.sched_getaffinity(0))
     places = _places()
@@ -72,13 +104,14 @@ def seat() -> dict[str, Any]:
         "cpus": allowed,
         **{level: sorted({of.get(cpu, 0) for cpu in allowed}) for level, of in places.items()},
         "all": {level: len({*of.values()}) for level, of in places.items()},
+        **({"gpu": gpus()} if bind == "gpu" else {}),
     }
 
 
 def misplaced(seats: Sequence[Seat], bind: str, distribution: str) -> str:
-    """Return in what ranks are not where they were to be, "" where they are.
+    """Return how ranks are not bound or distributed as requested, "" if they are.
 
-    bind: one of BINDINGS; distribution: one of DISTRIBUTIONS; "": whatever the launcher does
+    bind: one of BINDINGS; distribution: one of DISTRIBUTIONS; "": anything is right
     """
     for host, own in _by_host(seats).items():
         wrong = _unbound(own, bind) or _misdealt(own, distribution)
@@ -95,6 +128,10 @@ def _by_host(seats: Iterable[Seat]) -> dict[str, list[Seat]]:
 
 
 def _unbound(seats: Sequence[Seat], bind: str) -> str:
+    if bind == "gpu":
+        seen = [gpu for each in seats for gpu in each["gpu"]]
+        right = all(len(each["gpu"]) == 1 for each in seats) and len({*seen}) == len(seen)
+        return "" if right else f"bind is gpu, and ranks see {_gpus(seats)}"
     if bind in ("", "none"):
         free = len({tuple(each["cpus"]) for each in seats}) == 1
         return "" if free or not bind else f"bind is none, and ranks have {_units(seats, 'core')}"
@@ -109,7 +146,7 @@ def _unbound(seats: Sequence[Seat], bind: str) -> str:
 
 
 def _misdealt(seats: Sequence[Seat], distribution: str) -> str:
-    """Return how neighbours are not on one socket, or not on different ones, where these differ."""
+    """Return how ranks are not distributed as requested, if each has a single socket."""
     if not distribution or any(each["rank"] < 0 or len(each["socket"]) > 1 for each in seats):
         return ""
     order = [each["socket"][0] for each in seats]
@@ -127,14 +164,19 @@ def _units(seats: Sequence[Seat], level: str) -> str:
     return f"{level}s " + " | ".join(",".join(map(str, each[level])) for each in seats[:8])
 
 
+def _gpus(seats: Sequence[Seat]) -> str:
+    own = (",".join(each["gpu"].values()) or "none" for each in seats[:8])
+    return f"GPUs {' | '.join(own)}"
+
+
 def said(seats: Sequence[Seat]) -> str:
-    """Return in words where ranks are: of each host the cores, sockets and NUMA domains."""
-    rows = {
-        "; ".join(_units(own, level) for level in ("core", "socket", "numa"))
-        for own in _by_host(seats).values()
-    }
+    """Return a text that says which cores, sockets, NUMA domains and GPUs ranks of a host use."""
+    rows = set()
+    for own in _by_host(seats).values():
+        units = [_units(own, level) for level in ("core", "socket", "numa")]
+        rows.add("; ".join([*units, _gpus(own)] if "gpu" in own[0] else units))
     return f"ranks may use, of each host, {' or '.join(sorted(rows))}"
 
 
 if __name__ == "__main__":
-    print(json.dumps(seat()), flush=True)
+    print(json.dumps(seat(*sys.argv[1:])), flush=True)

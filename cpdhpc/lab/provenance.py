@@ -62,15 +62,30 @@ def cpu_clone() -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of the source tree that the package lies in, "" where it lies in none."""
+    """Return the commit of the source tree that the package lies in, "" if it lies in none."""
     source = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(source), "rev-parse", "--show-toplevel", "HEAD"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    lines = _git(source, "rev-parse", "--show-toplevel", "HEAD")
     inside = len(lines) == 2 and Path(lines[0]) == source
     return lines[1] if inside else ""
+
+
+def commit_of(directory: Path) -> tuple[str, bool]:
+    """Return the commit of the work tree of a directory, and whether files differ from it.
+
+    ("", False) outside of work trees. Files that git does not track are not compared.
+    """
+    lines = _git(directory, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    text = lines[0] if len(lines) == 1 else ""
+    return text.removesuffix("-dirty"), text.endswith("-dirty")
+
+
+def _git(directory: Path, *words: str) -> list[str]:
+    """Return the words that git prints, none if it fails."""
+    command = ["git", "--no-optional-locks", "-C", str(directory), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
 
 
 def identity() -> dict[str, str]:

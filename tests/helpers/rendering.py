@@ -44,6 +44,10 @@ COMMAND_STUDY = validate(
     "demo.toml",
 )
 GPU_STUDY = STUDY.model_copy(update={"sweep": {**STUDY.sweep, "device": ["gpu"]}})
+OWN_GPU = {"bind": ["gpu"]}  # of launchers with an option for it, and of one without
+OWN_GPU_WAYS = {"slurm": ["srun-pmix", "mpirun"], "pbs": ["pals"], "lsf": ["jsrun"]} | {
+    "flux": ["flux-run"]
+}
 
 
 def some_batches(study: Study = STUDY) -> list[Batch]:
@@ -66,7 +70,8 @@ def full_site(scheduler: str) -> Site:
 def golden() -> dict[Path, str]:
     """Text by path: arrays for each launcher, the sites' scripts and slurm/'s own.
 
-    Of each launcher one with CPUs, one with GPUs, and one of a study of programs.
+    Of each launcher one with CPUs, one with GPUs, and one of a study of programs; of some also one
+    with a GPU for each rank.
 
     A site with GPUs has the array of the study on GPUs.
     """
@@ -82,6 +87,12 @@ def golden() -> dict[Path, str]:
                 found[to / f"array-{launcher}-{kind}{suffix}"] = array_of(site, study=study)
             site = Site(scheduler=name, launcher=launcher)
             found[to / f"programs-{launcher}{suffix}"] = array_of(site, study=COMMAND_STUDY)
+            if launcher in OWN_GPU_WAYS[name]:
+                site = Site(scheduler=name, launcher=launcher, gpus_per_node=4)
+                for title, study in (("array", STUDY), ("programs", COMMAND_STUDY)):
+                    own = study.model_copy(update={"sweep": {**study.sweep, **OWN_GPU}})
+                    path = to / f"{title}-{launcher}-own-gpu{suffix}"
+                    found[path] = array_of(site, study=own)
         if name != DEFAULT:
             site = full_site(name)
             found[to / f"collect{suffix}"] = collect_script(site, "demo", FOLDER)

@@ -26,7 +26,7 @@ from cpdhpc.lab.study.batch import (
 from cpdhpc.lab.study.cases import batches, expand, load_study
 from cpdhpc.lab.study.collect import collect, find
 from cpdhpc.lab.study.folder import Folder
-from cpdhpc.lab.study_data.study_file import ALIKE
+from cpdhpc.lab.study_data.study_file import SAME_FOR_ALL
 from cpdhpc.lab.train import training
 from cpdhpc.store import StoreError
 
@@ -243,7 +243,9 @@ def test_cases_of_two_libraries_are_not_mixed(world, shared, monkeypatch):
     if world.process == 0:
         folder.case_file(other).unlink()
     there = provenance.identity()
-    assert there.keys() == ALIKE.keys() - {"program"}, "which studies of programs have"
+    assert there.keys() == SAME_FOR_ALL.keys() - {"program", "program_commit"}, (
+        "which studies of programs have"
+    )
     for name, value in there.items():
         monkeypatch.setattr(provenance, "identity", lambda n=name: there | {n: "another"})
         with pytest.raises(UserError, match=re.escape(f"{value or 'unknown'}, not another")):

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,15 +42,19 @@ class Lab:
     def __init__(self, directory: Path, apart: bool) -> None:
         self.directory, self.apart = directory, apart
 
-    def site(self, mpi: Mpi, launcher: str) -> Path:
-        """Write and return a profile for one way to start an MPI's ranks."""
-        path = self.directory / f"{launcher}-{mpi.name}.toml"
+    def site(self, mpi: Mpi, launcher: str, gpus: int = 0, setup: Sequence[str] = ()) -> Path:
+        """Write and return a profile for one way to start an MPI's ranks.
+
+        gpus: of a node; setup: further lines of the shell
+        """
+        path = self.directory / f"{launcher}-{mpi.name}{'-gpu' * (gpus > 0)}.toml"
         flags = ["--bind-to", "none"] if launcher == "mpirun" else []
         profile = {
-            "setup": [f"export PATH={mpi.programs}:$PATH"],
+            "setup": [f"export PATH={mpi.programs}:$PATH", *setup],
             "python": mpi.python,
             "launcher": launcher,
             "mpi_flags": flags,
+            "gpus_per_node": gpus,
         }
         path.write_text(dump_toml(profile))
         return path

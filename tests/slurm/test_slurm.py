@@ -6,10 +6,12 @@ from pathlib import Path
 
 import h5py
 import pytest
+from gpu_driver import two_gpus_in
 from lab import Lab, Mpi, logs
 from training import ROOT
 
 from cpdhpc.lab.study.folder import Folder, recorded
+from cpdhpc.lab.study_data.study_file import load_study_file
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi_skip]
 ONE = """
@@ -121,6 +123,47 @@ def test_ranks_are_where_they_were_asked_for(
     assert ("Open MPI" in library) == (way in ("mpirun", "srun-pmix"))
     if lab.apart:
         assert len(hosts) == 2 and set(hosts) < {"n1", "n2", "n3", "n4"}
+
+
+OWN_GPU = """
+kind = "command"
+[sweep]
+nodes = [1, 2]
+ppn = [1, 2]
+bind = "gpu"
+[command]
+argv = ["sh", "-c", "echo gpu $CUDA_VISIBLE_DEVICES"]
+[measure]
+warmup = 0
+block = 1
+min_repeats = 1
+max_repeats = 1
+[run]
+bundle = "nested"
+"""
+
+
+def test_each_rank_has_a_gpu_of_its_own(lab: Lab, openmpi: Mpi | str) -> None:
+    """All shapes in one job of 2 x 2 ranks: by srun's options, and by the line of sh."""
+    if isinstance(openmpi, str) or not lab.apart:
+        pytest.skip("needs Open MPI, and nodes with GPUs, which only root can make")
+    driver = two_gpus_in(lab.directory)
+    study = lab.file("own_gpu.toml", OWN_GPU)
+    setup = [f"export LD_LIBRARY_PATH={driver}"]
+    ways = ("srun-pmi2", "mpirun")
+    folders = [
+        lab.submit(study, lab.site(openmpi, way, 2, setup), f"own-gpu-{way}") for way in ways
+    ]
+    for folder in folders:
+        lab.finish(folder)
+        assert "4 cases: 4 finished" in lab.study("status", str(folder.path)), logs(folder)
+        file = load_study_file(folder.study_file)
+        for point in file.points:
+            where = file.environments[int(point.outcomes["environment"])]
+            first, second = "0000:a0:00.0", "0000:a1:00.0"
+            seen = f"{first} | {second}" if point.factors["ppn"] == 2 else first
+            assert where["placement"].endswith(f"GPUs {seen}"), where
+            assert len(where["hosts"].split()) == point.factors["nodes"]
 
 
 def test_the_wrong_launcher_is_an_error_with_its_cure(

@@ -1,4 +1,4 @@
-"""All-reduces and other collectives: ours, MPI's and gloo's, by size, method and ranks."""
+"""All-reduces and other collectives: of cpdhpc, MPI, gloo and NCCL, by size, method and ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _check_scaling(scaling: str) -> None:
 
 
 def _used(given: Factors) -> dict[str, Value]:
-    """Return the factors as the method has them; see Kind.used."""
+    """Return the factors, with the method's defaults; see Kind.used."""
     algorithm, wire = str(given["algorithm"]), str(given["wire"])
     device = device_used(given)
     found = {"size_bytes": given["size_bytes"], "algorithm": algorithm, "wire": wire} | device
@@ -85,14 +85,14 @@ def _used(given: Factors) -> dict[str, Value]:
     if name != ALL_REDUCE:
         return found | {"collective": name} | _used_by_other(name, given)
     if algorithm in BASELINES:
-        where = str(device.get("device", "cpu"))
-        if where not in BASELINE_DEVICES[algorithm]:
-            raise ValueError(f"{algorithm} takes no arrays of device {where}")
+        kind = str(device.get("device", "cpu"))
+        if kind not in BASELINE_DEVICES[algorithm]:
+            raise ValueError(f"{algorithm} takes no arrays of device {kind}")
         wires = BASELINES[algorithm]
         if wire not in wires:
             raise ValueError(f"{algorithm} has no wire {wire}, only {', '.join(wires)}")
         return found
-    if wire == "raw":  # which neither scaling nor rounding touches
+    if wire == "raw":  # has neither scaling nor rounding
         return found
     accumulate = _accumulate(algorithm, wire, str(given["accumulate"]))
     scaling = _scaling(wire, accumulate, str(given["value_scaling"]))
@@ -109,7 +109,7 @@ def _call(call: str, name: str, device: str) -> str:
 
 
 def _used_by_other(name: str, given: Factors) -> dict[str, Value]:
-    """Return the factors of values of another collective than the all-reduce."""
+    """Return the factors of scaling and accumulation of a collective other than the all-reduce."""
     algorithm, wire = str(given["algorithm"]), str(given["wire"])
     known = (*COLLECTIVES.get(name, ()), MPI)
     if algorithm not in known:
@@ -182,7 +182,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
-    """Make an all-reduce ready; see Kind.measure. Collective."""
+    """Prepare a collective; see Kind.measure. Collective."""
     factors, world = case.factors, place.world
     device = place.take_device(factors)
     with _torch_group(world, factors):
@@ -261,9 +261,9 @@ def _predicted_s(place: Place, timed: TimedCase, factors: Factors) -> float:
 
 @contextmanager
 def _torch_group(world: World, factors: Factors) -> Iterator[None]:
-    """Open torch's process group where the algorithm is its. Collective.
+    """Open torch's process group if the algorithm is torch's. Collective.
 
-    Raises UserError on all ranks where torch or what it needs is missing.
+    Raises UserError on all ranks if torch or one of its libraries is missing.
     """
     from .allreduce_cases import group_of, missing
 
@@ -278,9 +278,9 @@ ON_WIRE = ("wire", "value_scaling")  # what decides the bytes on the wire
 
 
 def _one_bound(file: StudyFile) -> StudyFile:
-    """Return a study with one bound for all cases of one place, size and bytes on the wire.
+    """Return a study with one bound for all cases of a shape, size and bytes on the wire.
 
-    It is the median over theirs: each has timed copies of its own, all of the same thing.
+    It is the median over their bounds: each case has timed copies of its own.
     """
     found: dict[frozenset[Any], list[float]] = {}
     for point in file.points:
@@ -315,9 +315,9 @@ def window(size_bytes: int) -> int:
 
 
 def share(name: str, ranks: int, size_bytes: int = 0) -> float:
-    """Return the least share of the data that leaves a rank that sends; as in nccl-tests.
+    """Return the least share of the data that leaves a rank that sends, as in nccl-tests.
 
-    Of ping_pong the message goes there and back; size_bytes: of the messages of a stream
+    The message of ping_pong goes there and back; size_bytes: of the messages of a stream
     """
     if name in PAIRS:
         return 2.0 if name == PING_PONG else float(window(size_bytes))
@@ -375,7 +375,7 @@ def _section(
     for group in groups:
         shapes.setdefault(group.shape, []).append(group)
     drawn = thinned(list(shapes.values()), SHAPES)
-    charts = [chart for alike in drawn for chart in _charts(file, alike, layout)]
+    charts = [chart for own in drawn for chart in _charts(file, own, layout)]
     notes = [f"Figures of {len(drawn)} of {len(shapes)} shapes."] if len(shapes) > SHAPES else []
     return Section(f"{title} by size", notes, [_table(file, title, groups, every)], charts)
 
@@ -385,7 +385,7 @@ def _size(group: SeedGroup) -> float:
 
 
 def _place(group: SeedGroup) -> tuple[Any, ...]:
-    """Return what all-reduces share that are compared."""
+    """Return the shape, size and device, which compared cases have in common."""
     return group.shape, _size(group), group.factors.get("device")
 
 
@@ -397,7 +397,7 @@ def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
 def _table(
     file: StudyFile, title: str, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]
 ) -> Table:
-    """Return the table of groups; every: of the study, among them what others are beside."""
+    """Return the table of groups; every: of the study, with those of mpi and memcpy."""
     from ..report import units
     from ..report.points import of_factors, quotient, times_as_fast, timing, varying
     from ..report.tables import Column, tabulate
@@ -434,7 +434,7 @@ Shown = Callable[["SeedGroup", "Estimate"], "Estimate"]  # of a group and a time
 
 
 def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Chart]:
-    """Return the figures of one shape, none where it has a single size."""
+    """Return the figures of one shape, none for a single size."""
     from ..report import units
     from ..report.figures import LIBRARIES
     from ..report.points import Line, is_baseline, label
@@ -458,11 +458,11 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
         for style, each in zip(LIBRARIES, baselines, strict=False)
     ]
     panels = layout.arrange(own or baselines, without=["size_bytes"])
-    where = "x".join(map(str, groups[0].shape[:2]))
+    ending = "x".join(map(str, groups[0].shape[:2]))
     if (name := _collective(groups[0])) != ALL_REDUCE:
-        where = f"{name}_{where}"
+        ending = f"{name}_{ending}"
     return [
-        _chart(file, *axis, panels, beside if own else [], f"{what}_by_size_{where}")
+        _chart(file, *axis, panels, beside if own else [], f"{what}_by_size_{ending}")
         for what, axis in shown.items()
     ]
 
@@ -481,15 +481,15 @@ def _chart(
         "the bandwidth of this machine was not measured" if ranks > 1 else "one rank sends nothing"
     )
     bounds = BOUNDED if known else f"No bound: {why}."
-    where = f"{units.count(ranks, 'rank')} on {units.count(nodes, 'node')}"
+    shape = f"{units.count(ranks, 'rank')} on {units.count(nodes, 'node')}"
     beside = (
         f" {' and '.join(line.name for line in baselines)} in every panel." if baselines else ""
     )
     return Chart(
         name,
-        f"{file.name}: {what} of {kind} by size, {where}",
+        f"{file.name}: {what} of {kind} by size, {shape}",
         [f"Medians of the slowest rank's times, bars: {file.percent} CI.{beside} {bounds}"],
-        f"{what.capitalize()} by size on {where}.",
+        f"{what.capitalize()} by size on {shape}.",
         panels_with(
             {title: _series(lines, baselines, shown) for title, lines in panels.lines.items()},
             Axis("float32 data of a rank", "size", ticks=sorted({_size(each) for each in groups})),
@@ -500,7 +500,7 @@ def _chart(
 
 
 def _series(own: Sequence[Line], baselines: Sequence[Line], shown: Shown) -> list[Series]:
-    """Return the lines, and the bound of our own."""
+    """Return the lines, and the bound of cpdhpc's."""
     from ..report.figures import BOUND, Series
     from ..report.points import drawn
 

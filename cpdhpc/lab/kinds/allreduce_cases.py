@@ -1,4 +1,4 @@
-"""Calls that all-reduces are timed by: ours, other libraries', memcpy; checked, with bounds."""
+"""Timed and checked calls of all-reduces: of cpdhpc, of other libraries, memcpy; with bounds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Data(NamedTuple):
 
 
 def window_data(numbers: Array, n: int, world: Ranks) -> Data:
-    """Return the data of this rank: a window of common numbers, at a place of its own."""
+    """Return the data of this rank: a window of common numbers that differs from other ranks'."""
     total = np.zeros(n)
     for rank in range(world.ranks):
         total += numbers[rank * APART : rank * APART + n]
@@ -126,7 +126,7 @@ class Arrays:
 
 @dataclass
 class TimedCase:
-    """A call to time, and what is known of it.
+    """A call to time, with its properties.
 
     name: how errors call it; exact: whether the sum must be exact, and so the data integers
     is_sum: whether it is a sum at all; same: whether all ranks get the same result
@@ -151,7 +151,7 @@ class TimedCase:
     error: float = np.nan
 
     def check(self, world: Ranks) -> None:
-        """Run once; set what is known afterwards. Collective.
+        """Run once and set chosen, wire_bytes and error. Collective.
 
         Raises ArithmeticError on all processes if ranks that should agree differ in a bit, or a
         result that should be exact is not.
@@ -221,7 +221,7 @@ def _memcpy(world: Ranks, arrays: Arrays) -> TimedCase:
 
 
 def _float32(library: str) -> Baseline:
-    """A library of torch.distributed in float32, in place, as DDP does."""
+    """Return the all-reduce of a library of torch.distributed in float32, in place as in DDP."""
 
     def case(world: Ranks, arrays: Arrays) -> TimedCase:
         data, out = arrays.integers, arrays.out
@@ -260,11 +260,11 @@ BASELINES: dict[str, Baseline] = {
 def bound_s(world: Ranks, wire_bytes: int, memcpy_s: float, link_s: float) -> float:
     """Return the least time of an all-reduce, from memory and from the links of the nodes.
 
-    wire_bytes: of a rank's data; memcpy_s: of its float32 data by all ranks at once, which read
-    and write as much as any all-reduce; link_s: of a byte on a node's link
-    2 (N - 1) / N of the bytes leave each of N nodes, if its ranks are summed first: Patarasuk,
-    Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009,
-    theorem 1.
+    wire_bytes: of a rank's data; memcpy_s: for its float32 data by all ranks at once, which read
+    and write as much as any all-reduce; link_s: for a byte on a node's link
+    2 (N - 1) / N of the bytes leave each of N nodes, if its ranks are summed first. Source:
+    Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC
+    69(2), 2009, theorem 1.
     """
     nodes = len(set(world.nodes))
     return max(memcpy_s, 2 * (nodes - 1) / nodes * wire_bytes * link_s)
@@ -285,7 +285,7 @@ GROUPS = ("gloo", "nccl")  # of torch.distributed
 def torch_group(world: Ranks, backend: str) -> Iterator[None]:
     """Open torch's default process group over the processes of world, and close it. Collective.
 
-    They find one another by a TCP store of process 0, on a port that is free.
+    They find one another by a TCP store of process 0, on a free port.
     backend: gloo, or nccl for arrays on CuPy's current GPU
     """
     import torch
@@ -327,8 +327,8 @@ def torch_group(world: Ranks, backend: str) -> Iterator[None]:
 def own_address() -> tuple[str, str]:
     """Return an interface of this host and its IPv4 address, by which other hosts reach it.
 
-    The one that the host's name stands for, else the first that is up and no loopback: a name may
-    be unknown, or stand for 127.0.1.1. Raises UserError if there is none.
+    It is that of the host's name, else the first that is not loopback: a name may be unknown, or
+    that of 127.0.1.1. Raises UserError if there is none.
     """
     from ...torch.backend.start import addresses
 
@@ -345,7 +345,7 @@ def own_address() -> tuple[str, str]:
 
 @contextmanager
 def named_interface(name: str) -> Iterator[None]:
-    """Let gloo take an interface in the block, "": its own choice; a user's choice stays."""
+    """Let gloo use an interface in the block, "" for its own choice; a user's choice stays."""
     if not name or "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return
@@ -368,7 +368,7 @@ def sum_float32(array: Any) -> None:
 def sum_half(x: Any, out: Any, dtype: str) -> None:
     """Sum float32[n] over processes into out in bfloat16 or float16, as DDP's hooks. Collective.
 
-    Conversion there and back is part of it, and the division by the number of processes is not.
+    Both conversions are part of it; a division by the number of processes is not.
     """
     import torch
     import torch.distributed as dist
@@ -411,7 +411,7 @@ def no_torch() -> str:
 
 
 def _lacks(library: str) -> str:
-    """Return what a library of torch.distributed lacks in this process, or ""."""
+    """Return why a library of torch.distributed cannot run in this process, or ""."""
     why = no_torch()
     if why or library != "nccl":
         return why

@@ -29,7 +29,7 @@ def _blocks(of: Factors) -> int:
 
 
 def _used(given: Factors) -> dict[str, Value]:
-    """Return the factors. Raises ValueError where the image is too small. See Kind.used."""
+    """Return the factors. Raises ValueError if the image is too small. See Kind.used."""
     if int(given["field"]) > int(given["image"]):
         raise ValueError(f"field={given['field']}: more than image={given['image']}")
     if int(given["pool"]) > _blocks(given):
@@ -55,12 +55,12 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 
 ENDLESS = 10**9  # iterations: more than are measured
-LEARNING_RATE = 1e-9  # noise is not to be learned, only the work is done
+LEARNING_RATE = 1e-9  # nothing is to be learned from noise
 
 
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
-    """Make an iteration on noise ready; see Kind.measure. Collective."""
+    """Prepare an iteration on noise; see Kind.measure. Collective."""
     import numpy as np
 
     from ..autoencoder.training import Stack, Step, set_process
@@ -90,7 +90,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
 
 
 def _job(of: Factors) -> Autoencoder:
-    """Return the job of a case. Raises ConfigError where it is none."""
+    """Return the job of a case. Raises ConfigError if its factors are none of a job."""
     from ..autoencoder.job import Autoencoder
 
     layer = {name: of[name] for name in ("field", "step", "maps", "pool")}
@@ -116,7 +116,7 @@ def _job(of: Factors) -> Autoencoder:
 
 
 def plan_bytes(layer: MacroLayer, batch: int) -> int:
-    """Return what leaves the rank that sends most in an iteration, as the plans say beforehand.
+    """Return the bytes that the rank that sends most sends in an iteration, by the plans.
 
     Cells go to the fields twice, forward and with the gradient of the reconstruction, which comes
     back once; responses go to the pools and their gradient comes back.
@@ -140,7 +140,7 @@ CAPTION = (
 
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
-    """Return rate of arithmetic, share of exchanges and bytes, besides the scaling."""
+    """Return rate of arithmetic, share of exchanges and bytes."""
     from ..report import units
     from ..report.points import of_factors, timing
     from ..report.scaling import Quantity, charts, doublings, from_zero, panels_over
@@ -189,7 +189,7 @@ def _exchanges(group: SeedGroup) -> Estimate:
 
 
 def _ideal_rate(group: SeedGroup) -> float:
-    """Return the rate with the base's rate a rank."""
+    """Return the rate if each rank had that of the base."""
     from ..report.points import quotient
 
     return quotient(_rate(group).value, group.efficiency.value)

@@ -1,4 +1,4 @@
-"""What a kind of study is: its factors, how a case of it is measured, what a report shows."""
+"""A kind of study: its factors, the measurement of a case, the sections of a report."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class Measure(Section):
-    """[measure]: how often, and when it is enough.
+    """[measure]: how often a case is measured.
 
-    A case is visited again and again, with others in between: warmup calls and then block repeats
-    a visit. After min_repeats it ends once the confidence interval of the median is within
-    relative of it on both sides, or max_time_s of calls are over; else after max_repeats. So many
-    cases take turns as interleave says.
+    Cases take turns: a visit to a case has warmup calls and then block repeats. After min_repeats
+    a case ends if the confidence interval of the median is within relative of it on both sides, or
+    if its calls took max_time_s; else it ends after max_repeats.
 
     warmup: calls before the repeats of a visit, which are kept and flagged; of trainings: steps
     block: repeats of a visit; min_repeats, max_repeats: of a case
-    confidence: of the interval of the median; relative: share of the median that is near enough
+    confidence: of the interval of the median
+    relative: largest distance of an end of the interval from the median, as a share of the median
     max_time_s: of a case's calls; interleave: cases that take turns; seed: of their order
     """
 
@@ -56,9 +56,9 @@ class Measure(Section):
         return self
 
     def is_over(self, repeats: int, spent_s: float, samples: Iterable[Array]) -> bool:
-        """Return whether a case has so many repeats, or took so long, that it ends.
+        """Return whether a case ends after so many repeats and so long a time.
 
-        samples: float64[n] of each quantity whose median is to be known well enough
+        samples: float64[n] of each quantity whose interval decides
         """
         if repeats < self.min_repeats:
             return False
@@ -68,15 +68,15 @@ class Measure(Section):
 
 
 class Asked(Protocol):
-    """What a measurement is told of its study: study.spec.Study has more."""
+    """The part of a study.spec.Study that a measurement reads."""
 
     @property
     def measure(self) -> Measure:
-        """How often, and when it is enough."""
+        """The table [measure]."""
 
     @property
     def job(self) -> Raw:
-        """The tables of the job file, where the kind needs one."""
+        """The tables of the job file, {} if the kind has none."""
 
 
 @dataclass
@@ -94,9 +94,9 @@ class Call:
 
 
 class Measuring(ABC):
-    """A case on its way.
+    """The measurement of a case.
 
-    done: whether it has all that it needs; virtual_ranks, timeout_s: of the world that it needs
+    done: whether it is complete; virtual_ranks, timeout_s: of the world that it needs
     """
 
     done = False
@@ -110,13 +110,13 @@ class Measuring(ABC):
     def visit(self, place: Place, caught: Caught) -> None:
         """Measure for a while. Collective over the ranks of the place.
 
-        Raises UserError, ArithmeticError or NonFiniteGradient, on all of them alike, where the
-        case cannot be measured; Interrupted where it stopped at a signal and can go on later.
+        Raises UserError, ArithmeticError or NonFiniteGradient on all of them if the case cannot be
+        measured; Interrupted if it stopped at a signal and can go on later.
         """
 
     @abstractmethod
     def result(self, place: Place) -> Result:
-        """Return what was measured, once it is done. Collective."""
+        """Return the result, once the measurement is done. Collective."""
 
 
 def device_of(job: Raw, used: Factors) -> str:
@@ -124,7 +124,7 @@ def device_of(job: Raw, used: Factors) -> str:
     return str(used.get("device", "cpu"))
 
 
-BEFORE = "before"  # of place.Launch.kept: where a finished case of the folder was measured
+BEFORE = "before"  # of place.Launch.kept: the environment of a finished case of the folder
 
 
 Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]
@@ -132,33 +132,33 @@ Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of study. Only its plain data is used on login nodes; functions load what they need.
+    """A kind of study. Login nodes use its plain data; functions load packages when called.
 
     factors: by name, in the order in which they are shown
-    work: the factor that says how large the problem is
-    further: (name, a value, the job's tables) -> a factor beyond those, or None where there is no
-        such; for what users add to the tables that jobs choose from
-    used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
-        to say the same are one case; raises ValueError for what cannot work
-    sample: what a repeat is, in words
-    measure: (study, case, place, check) -> the call that is timed, made ready; with check it is
-        first seen to do what it should; collective. A class, where a repeat is no call
-    sections: (study file, its points, layout) -> what a report shows besides the scaling
+    work: the factor that is the size of the problem
+    further: (name, a value, the job's tables) -> a factor that is not in factors, as a key of a
+        user's own table of the job, or None if there is no such factor
+    used: (factors, defaults included) -> those that this case uses, in one form for all
+        equivalent values; raises ValueError for values that do not go together
+    sample: what a repeat is, as text
+    measure: (study, case, place, check) -> the call that is timed, after its result was checked if
+        check is true; collective. A subclass of Measuring if a repeat is no call
+    sections: (study file, its points, layout) -> sections of a report besides the scaling
     fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
-        or None; by the models that the job itself reads, so that it finds nothing wrong later
-    time_s: (factors, ranks, repeats) -> about the seconds of so many repeats; 0: nothing is known,
-        as of trainings, where only the data and the model would tell: run.case_time_s says
-    panels: factors whose words have panels of their own in figures
+        or None. The job's own models decide, so that the job finds no further error
+    time_s: (factors, ranks, repeats) -> estimated seconds of so many repeats; 0 if there is no
+        estimate, as for trainings: run.case_time_s has one
+    panels: factors whose values have panels of their own in figures
     device: (tables of the job, factors that used returned) -> "cpu" or "gpu"
-    in_common: (study file) -> the file, with one value for all cases where each has measured the
-        same thing; a report begins with it
+    in_common: (study file) -> the file with one value for quantities that each case measured but
+        that do not depend on the case; a report begins with it
     laid_over: (tables of a job, changes) -> the tables with changes laid over them
     own_tables: names of the tables of a study file that are its job
     ready: (these tables, path of the study file) -> the job: checked, and with the content of files
         that they name. Raises ConfigError
     named: (tables of the job) -> the factors that it names, each with the key that does
     of_job: (this kind, tables of the job) -> the kind as it is with such a job
-    may_change: keys of the job, as "table.key", that decide no measurement
+    may_change: keys of the job, as "table.key", that do not affect measurements
     starts_ranks: whether its cases start ranks themselves: a batch is one process, without MPI
     """
 

@@ -80,7 +80,7 @@ DENSITY = 0.01
 
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
-    """Make an operation on a rank's share of the data ready; see Kind.measure. Collective."""
+    """Prepare an operation on a rank's share of the data; see Kind.measure. Collective."""
     import numpy as np
 
     from ...ops import cpu, kernel_threads, set_kernel_threads, to_host
@@ -143,14 +143,14 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
 
 
 def _shared(operation: str) -> int | None:
-    """Return how many values share a shift that is chosen on the way, if one is."""
+    """Return how many values share a shift, if the operation chooses shifts."""
     return SHARED.get(operation.rpartition(" ")[2])
 
 
 def _error(world: World, x: Any, cast: Cast, operation: str) -> float:
     """Return the error of x encoded and decoded, over all ranks' values. Collective.
 
-    As the operation rounds and scales; decode and hops are about the codes of plain encode.
+    It has the rounding and scaling of the operation; decode and hop have those of plain encode.
     """
     import numpy as np
 
@@ -168,7 +168,7 @@ def _error(world: World, x: Any, cast: Cast, operation: str) -> float:
     return float(np.sqrt(sums[0] / sums[1]))
 
 
-APART = 0.1  # of a row: operations below one another
+APART = 0.1  # distance of operations in a row of a figure, whose height is 1
 CAPTION = (
     "Rate: float32 data of all ranks / median time of the slowest. Of memcpy's: of the same data "
     "on as many ranks in this study; in brackets the interval, which takes in both medians'."
@@ -184,7 +184,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     for group in groups:
         places.setdefault(_place(group), []).append(group)
     drawn = styles(str(group.factors["operation"]) for group in groups if not _is_base(group))
-    panels = [_panel(place, alike, drawn) for place, alike in places.items()]
+    panels = [_panel(place, own, drawn) for place, own in places.items()]
     chart = Chart(
         "rate_by_format",
         f"{file.name}: rate of the codec",
@@ -229,9 +229,9 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
     series = []
     for index, (name, style) in enumerate(drawn.items()):
         aside = APART * (index - (len(drawn) - 1) / 2)
-        alike = [group for group in own if group.factors["operation"] == name]
-        rates = [_rate(group) for group in alike]
-        at = [aside + rows.index(_format(group)) for group in alike]
+        some = [group for group in own if group.factors["operation"] == name]
+        rates = [_rate(group) for group in some]
+        at = [aside + rows.index(_format(group)) for group in some]
         x, low, high = (list(column) for column in zip(*rates, strict=True)) if rates else ([],) * 3
         series.append(Series(name, style, x, at, join="none", x_low=low, x_high=high))
     for group in filter(_is_base, groups):
@@ -241,7 +241,7 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
 
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
-    """Return the table of groups; every: of the study, among them what others are beside."""
+    """Return the table of groups; every: of the study, with those of memcpy."""
     from ..report import units
     from ..report.points import of_factors, times_as_fast, timing
     from ..report.tables import Column, tabulate

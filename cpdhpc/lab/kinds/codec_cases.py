@@ -29,7 +29,7 @@ CHECKED = 5000  # values that are compared with the specification
 
 
 def format_of(name: str) -> Format:
-    """Return the format of a name; those of Microscaling too. Raises ValueError for another."""
+    """Return the format of a name, also of Microscaling. Raises ValueError for an unknown one."""
     return MICROSCALING.get(name) or parse_format(name)
 
 

@@ -1,4 +1,4 @@
-"""Calls that the collectives beside the all-reduce are timed by: ours, MPI's; checked."""
+"""Timed and checked calls of collectives other than the all-reduce: cpdhpc's and MPI's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .harness import on_device, whole
 
 
 class Given(NamedTuple):
-    """x: of this rank, float32, or None; result: that it must get, float64, or None; n: of all."""
+    """Data of a rank. x: float32, or None; result: float64, or None; n: values of the whole."""
 
     x: Array | None
     result: Any
@@ -26,10 +26,10 @@ class Given(NamedTuple):
 
 
 def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
-    """Return the data of this rank: parts of common numbers, at a place of its own.
+    """Return the data of this rank: a window of common numbers that differs from other ranks'.
 
-    name: of a collective; n: values of the whole array, or of each rank's in all_to_all
-    integers: small ones, whose sums are exact
+    name: of a collective; n: values of the whole array, for all_to_all of each rank's
+    integers: whether they are small integers, whose sums are exact
     """
     ranks, rank = world.ranks, world.rank
     rng, size = np.random.default_rng(0), n + ranks * APART
@@ -63,9 +63,9 @@ def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
 def collective_case(
     world: Ranks, method: Collective, data: Given, device: str = "cpu", call: str = "plain"
 ) -> TimedCase:
-    """Return the case of a collective of ours, called as "plain" or "prepared". Collective.
+    """Return the case of a collective, called as "plain" or "prepared". Collective.
 
-    Of algorithm "mpi" it is MPI's own, called without any of ours around it.
+    Algorithm "mpi" is MPI's own call, without any code of cpdhpc around it.
     """
     x = None if data.x is None else on_device(data.x, device)
     result = np.empty(0) if data.result is None else data.result
@@ -105,7 +105,7 @@ def collective_case(
 
 
 def _of_gpu(world: Ranks, move: Move) -> Move:
-    """Return what moves GPU arrays by MPI: as they are if it takes them, else by way of the host.
+    """Return a move for GPU arrays: by MPI itself if it takes them, else through the host.
 
     Collective.
     """
@@ -130,8 +130,8 @@ def _of_gpu(world: Ranks, move: Move) -> Move:
 def pair_case(world: Any, n: int, device: str = "cpu", window: int = 0) -> TimedCase:
     """Return the case of messages of MPI between pairs: rank i and rank i + p / 2. Collective.
 
-    A message of float32[n] goes there and back, all pairs at once; or, where window is above 0, so
-    many go one way, each into memory of its own, and a value back.
+    A message of float32[n] goes there and back, for all pairs at once. If window is above 0, so
+    many messages go one way, each into memory of its own, and a value goes back.
     """
     (mpi, comm), rank, half = world.plain_mpi(), world.rank, world.ranks // 2
     is_first, other = rank < half, (rank + half) % world.ranks

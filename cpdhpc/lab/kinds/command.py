@@ -1,4 +1,4 @@
-"""Any program as a kind of study: [command] starts it, its factors are the user's."""
+"""Any program as a kind of study: [command] starts it, and users name its factors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...config import ConfigError, Raw, parse_bytes
 from ..study_data import ABSENT, Factor, Factors, Value
-from ..study_data.study_file import ALIKE, FURTHER, OUTCOMES
+from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL
 from .base import Kind
 from .command_job import (
     BUILD,
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ..study_data.study_file import StudyFile
 
 COLUMNS = ("point", "repeat", "case_id", "time_s", "min_rank_time_s", "mean_rank_time_s")
-HEADINGS = {"repeats", "samples", "median", "least", "greatest", "baseline", "throughput"}
-TAKEN = {*COLUMNS, "is_warmup", "environment", *OUTCOMES, *ALIKE, *FOLDERS}
+HEADINGS = {"repeats", "samples", "median", "least", "greatest", "baseline", "throughput", "time"}
+TAKEN = {*COLUMNS, "is_warmup", "environment", *OUTCOMES, *SAME_FOR_ALL, *FOLDERS}
 
 
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     """Return why a case cannot be started. See Kind.fits."""
     command = job_of(job).command
-    shape = {"ranks": ranks, "nodes": ranks, "ppn": 1}  # whatever they are: numbers have formats
+    shape = {"ranks": ranks, "nodes": ranks, "ppn": 1}  # only their type matters for formats
     folders = {STUDY: command.directory, BUILD: command.directory}
     try:
         words(command, {**shape, **used}, folders)
@@ -55,7 +55,7 @@ def _no_nul(text: str) -> None:
 
 
 def _further(name: str, value: Value, job: Raw) -> Factor | None:
-    """Return the factor of any name, of the type that its first value has. See Kind.further."""
+    """Return the factor of any name, with the type of its first value. See Kind.further."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"sweep.{name}: should be letters, digits and _, with dots between")
     if name in TAKEN or name.startswith(FURTHER):

@@ -1,4 +1,4 @@
-"""[command] and [metrics] of a study of a program, and what factors make of them."""
+"""[command] and [metrics] of a study of a program, and their texts with factors filled in."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 
 class Metric(Section):
-    """[metrics.NAME]: a number that a run gives; one of regex, json, csv and hdf5 says where it is.
+    """[metrics.NAME]: a number of a run, found by one of regex, json, csv and hdf5.
 
     regex: of the output, by lines; its one group in brackets is the number
-    json: "FILE:a.b.0", a key, or a number in a list, after the other
+    json: "FILE:a.b.0": keys of tables, and numbers of elements of lists
     csv: "FILE:column", of a file whose first line names the columns; FILE.tsv has tabs
     hdf5: "FILE:/path" of a dataset
     unit: of the number, "1" for none
-    better: "lower" or "higher": a case ends once its median is known well enough, and --compare
+    better: "lower" or "higher": the interval of its median decides when a case ends, and --compare
         judges it; "": it is recorded and shown
-    take: what becomes of several values of a run: "one", there may be one only; "first", "last",
-        "min", "max", "sum", "mean", "median"; "all", each is a repeat
+    take: the use of several values of a run: "one": they are an error; "first", "last", "min",
+        "max", "sum", "mean", "median"; "all": each is a repeat
     """
 
     regex: Regex = ""
@@ -62,8 +62,8 @@ class Metric(Section):
     def _one_source(self) -> Metric:
         given = [name for name, text in self.sources.items() if text]
         if len(given) != 1:
-            told = " and ".join(given) or "none"
-            raise ValueError(f"needs one of regex, json, csv and hdf5: has {told}")
+            has = " and ".join(given) or "none"
+            raise ValueError(f"needs one of regex, json, csv and hdf5: has {has}")
         if self.regex and re.compile(self.regex).groups != 1:
             raise ValueError(f"regex={self.regex!r}: should have one group in brackets, the number")
         if not self.regex and not all(self.place):
@@ -72,12 +72,12 @@ class Metric(Section):
 
     @property
     def sources(self) -> dict[str, str]:
-        """What each of the keys says that one of must be given."""
+        """The texts of the keys that say where the number is; one of them is not empty."""
         return {"regex": self.regex, "json": self.json_, "csv": self.csv, "hdf5": self.hdf5}
 
     @property
     def place(self) -> tuple[str, str]:
-        """The file that the number is in, and the place there."""
+        """The file with the number, and the place in it."""
         file, _, place = (self.json_ or self.csv or self.hdf5).partition(":")
         return file, place
 
@@ -85,21 +85,21 @@ class Metric(Section):
 class Command(Section):
     """[command]: the program of a study, and how it is started.
 
-    argv: its words; {NAME} and {NAME:FORMAT} stand for factors, as Python formats them, {ranks},
-        {nodes} and {ppn} among them; {study} for the folder of the study file, {build} for that of
-        the build; {{ and }} for braces. A word with a factor that a case leaves out is left out.
-        A word that is the path of something beside the study file stands for it
+    argv: its words. {NAME} and {NAME:FORMAT} are replaced by factors, as Python formats them,
+        {ranks}, {nodes} and {ppn} included; {study} by the folder of the study file, {build} by
+        that of the build; {{ and }} by braces. A word with a factor that a case does not have is
+        left out. A word that is a path in the folder of the study file becomes the whole path
     build: lines of bash, run once per folder and machine in the folder of the study file, before
-        the first case; $CPDHPC_BUILD is a folder for what they make
-    launch: whether the site's launcher starts it on the case's ranks; false: it starts as it is
-    environment: variables that it gets, with factors as argv has them
-    files: names in its working folder, and the templates (jinja2) beside the study file that they
-        are made from; {{ NAME }} stands for a factor there
+        the first case; $CPDHPC_BUILD is a folder for their results
+    launch: whether the site's launcher starts it on the case's ranks; false: it starts once
+    environment: variables of the program, with factors as in argv
+    files: names in its working folder, and the paths of templates (jinja2) beside the study file
+        that they are made from; {{ NAME }} is a factor in them
     templates: the same with the text of the template in place of its path
-    timeout_s: of a run, which then has failed
+    timeout_s: time after which a run has failed
     success: regular expression that must be found in the output, by lines
     time: the metric, in a unit of time, that is the time of a repeat; "": the wall time of the run
-    work: the factor that says how large the problem is
+    work: the factor that is the size of the problem
     keep: whether files and output of the last run of a finished case are kept, in work/ID
     directory: of the study file, which is put here
     """
@@ -136,13 +136,13 @@ class Command(Section):
 
     @property
     def texts(self) -> dict[str, str]:
-        """What factors are filled into, but for templates, by key."""
+        """The texts that factors are filled into, by key; templates are not among them."""
         words = {f"argv[{i}]": word for i, word in enumerate(self.argv)}
         return words | {f"environment.{k}": _plain(v) for k, v in self.environment.items()}
 
 
 class Job(Section):
-    """The tables of a study of a program that say what is measured."""
+    """The tables of a study of a program that are its job."""
 
     command: Command
     metrics: dict[str, Metric] = Field(default_factory=dict)
@@ -169,7 +169,7 @@ class Job(Section):
 
     @property
     def deciding(self) -> list[str]:
-        """The metrics whose medians are to be known well enough."""
+        """The metrics whose intervals decide when a case ends."""
         return [name for name, metric in self.metrics.items() if metric.better]
 
 
@@ -188,9 +188,9 @@ def ready(tables: Raw, path: Path) -> Raw:
         try:
             texts[name] = ordinary.text(Path(home) / file)
         except (OSError, UnicodeDecodeError) as error:
-            told = getattr(error, "strerror", None) or error
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{path}: command.files.{name}: {file}: cannot be read: {told}"
+                f"{path}: command.files.{name}: {file}: cannot be read: {why}"
             ) from None
     whole = command.model_copy(update={"files": {}, "templates": texts, "directory": home})
     for name, text in texts.items():
@@ -213,7 +213,7 @@ def named(job: Raw) -> Iterator[tuple[str, str]]:
 
 @lru_cache(1024)
 def _parts(text: str, key: str) -> Sequence[tuple[str, str, str]]:
-    """Return the pieces of a text: what stands there, the factor after it or "", its format.
+    """Return the pieces of a text: literal text, the factor after it or "", and its format.
 
     Raises ConfigError, which begins with the key.
     """
@@ -224,8 +224,8 @@ def _parts(text: str, key: str) -> Sequence[tuple[str, str, str]]:
     parts = []
     for literal, name, spec, conversion in found:
         if name is not None and (not NAME.fullmatch(name) or conversion):
-            said = f"{{{name}{'!' + conversion if conversion else ''}}}"
-            raise ConfigError(f"command.{key}={text!r}: {said}: should be {{NAME}} of a factor")
+            field = f"{{{name}{'!' + conversion if conversion else ''}}}"
+            raise ConfigError(f"command.{key}={text!r}: {field}: should be {{NAME}} of a factor")
         parts.append((literal, name or "", spec or ""))
     return parts
 
@@ -236,10 +236,10 @@ def _plain(value: Text) -> str:
 
 
 def filled(text: str, key: str, factors: Factors, folders: Mapping[str, str]) -> str | None:
-    """Return a text with factors filled in, None where it names one that the case leaves out.
+    """Return a text with factors filled in, None if it names one that the case does not have.
 
-    folders: what {study} and {build} stand for
-    Raises ConfigError where a value has no such format, or has a NUL.
+    folders: values of {study} and {build}
+    Raises ConfigError if a value has no such format.
     """
     whole = ""
     given = {**factors, **folders}
@@ -266,7 +266,7 @@ def _environment() -> Any:
 
 @lru_cache(64)
 def _template(name: str, text: str) -> Template:
-    """Return a template. Raises ConfigError where it is none."""
+    """Return a template. Raises ConfigError for a wrong one."""
     from jinja2 import TemplateError
 
     try:
@@ -297,7 +297,7 @@ def rendered(command: Command, factors: Factors) -> dict[str, str]:
 
 
 def words(command: Command, factors: Factors, folders: Mapping[str, str]) -> list[str]:
-    """Return argv of a case; words beside the study file are whole paths. Raises ConfigError."""
+    """Return argv of a case, with whole paths of files beside the study. Raises ConfigError."""
     return _checked(_words(command, factors, folders), "argv")
 
 
@@ -326,7 +326,7 @@ def _is_there(path: Path) -> bool:
 
 
 def variables(command: Command, factors: Factors, folders: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the program gets, but for those left out. Raises ConfigError."""
+    """Return the variables of the program that the case has. Raises ConfigError."""
     found = {
         name: filled(_plain(value), f"environment.{name}", factors, folders)
         for name, value in command.environment.items()

@@ -1,4 +1,4 @@
-"""Runs of a program: built, started, watched, and what they gave read from output and files."""
+"""Runs of a program: it is built, started and watched, and its metrics are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -56,21 +56,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOOK_S = 0.2  # between two looks for signals
 END_S = 10.0  # for a program to end after SIGTERM
-BUILD_S = 7200.0  # for a build, and for one of another batch
+BUILD_S = 7200.0  # for a build, and for the wait for that of another batch
 PROBE_S = 300.0  # for a launcher to start ranks that do nothing
 RULE = "-----"
-LINES = 5  # of the output, the last, of a run that failed
+LINES = 5  # that are shown of a failed run, its last
 GUARD = "guard"
 SCRIPT, OUTPUT, ERRORS, FILES = "run.sh", "output.txt", "errors.txt", "files"
 
 
 class RunFailed(UserError):
-    """A run that counts as failed, or that cannot be started."""
+    """A run failed, or cannot be started."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. status: None where it was ended as it took too long."""
+    """The end of a process. status: None if it was ended because it took too long."""
 
     status: int | None
     time_s: float
@@ -91,7 +91,7 @@ done 2>/dev/null
 
 
 class Guard:
-    """A process that ends a program whose batch died, as by SIGKILL: its pipe is closed then."""
+    """A process that ends a program whose batch died, as by SIGKILL, which closes its pipe."""
 
     def __init__(self) -> None:
         command = ["/bin/sh", "-c", GUARDING, f"{END_S:g}"]
@@ -100,7 +100,7 @@ class Guard:
         )
 
     def watch(self, group: int | None, launched: bool = False) -> None:
-        """Let it end this group of processes, None for nobody's, where the batch dies. See _end."""
+        """Let it end this group of processes, None for none, if the batch dies. See _end."""
         assert self._process.stdin is not None
         first = "" if group is None else f"{group}" if launched else f"-{group}"
         with suppress(BrokenPipeError):
@@ -118,10 +118,10 @@ def run(
     guard: Guard,
     launched: bool = False,
 ) -> Ended:
-    """Run a command to its end, or for a time; outputs: files of what it prints, and of errors.
+    """Run a command to its end, or for a time.
 
-    launched: whether it begins with a launcher
-    Raises RunFailed where it cannot be started, Interrupted at a signal, once it has ended.
+    outputs: files of its output, and of its errors; launched: whether it begins with a launcher
+    Raises RunFailed if it cannot be started, Interrupted at a signal, once it has ended.
     """
     if caught.number:
         raise Interrupted(caught.number)
@@ -168,8 +168,9 @@ def run(
 def _end(process: subprocess.Popen[bytes], waiting: threading.Thread, launched: bool) -> None:
     """End a process and those of its session; a launcher gets SIGTERM alone, to end its ranks.
 
-    What helps it to reach other nodes, as srun does mpirun, must not end before them. Open MPI 5
-    under Slurm now and then ends before the ranks of its own node, which are of its session.
+    Processes by which it reaches other nodes, as srun of mpirun, must not end before these ranks.
+    Open MPI 5 under Slurm now and then ends before the ranks of its own node, which are in its
+    session.
     """
     with suppress(ProcessLookupError):
         (os.kill if launched else os.killpg)(process.pid, signal.SIGTERM)
@@ -181,8 +182,8 @@ def _end(process: subprocess.Popen[bytes], waiting: threading.Thread, launched: 
     waiting.join()
 
 
-def _told(ended: Ended, timeout_s: float) -> str:
-    """Return in words how a process failed, "" where it did not."""
+def _failure(ended: Ended, timeout_s: float) -> str:
+    """Return how a process failed, "" if it did not."""
     if ended.status is None:
         return f"is ended after timeout_s = {timeout_s:g} s"
     if ended.status < 0:
@@ -191,9 +192,9 @@ def _told(ended: Ended, timeout_s: float) -> str:
 
 
 def _last_lines(*paths: Path) -> str:
-    """Return the last lines of the first file that has some, in words.
+    """Return the last lines of the first file that has some, as text.
 
-    Between lines of dashes Open MPI says that a rank has failed: that is left out.
+    Lines from the first rule on are left out: there Open MPI says that a rank has failed.
     """
     for path in paths:
         with suppress(OSError):
@@ -206,9 +207,9 @@ def _last_lines(*paths: Path) -> str:
 
 
 def build(command: Command, folder: Path, caught: Caught, guard: Guard) -> Path:
-    """Return the place of a program's build, built unless such a machine has in this folder.
+    """Return the place of a program's build, which is built once per folder and sort of machine.
 
-    Raises RunFailed where it fails, Interrupted at a signal.
+    Raises RunFailed if it fails, Interrupted at a signal.
     """
     from ..provenance import processor
 
@@ -254,7 +255,7 @@ def _build(command: Command, text: str, place: Path, caught: Caught, guard: Guar
     ended = run(
         ["bash", "-c", text], Path(command.directory), outputs, BUILD_S, caught, environment, guard
     )
-    if wrong := _told(ended, BUILD_S):
+    if wrong := _failure(ended, BUILD_S):
         raise RunFailed(f"build: {wrong}: {_last_lines(*outputs[::-1])}: see {place}")
     store.put(place / "built.json", sealed_json({"built": True, "commands": text}))
 
@@ -262,20 +263,21 @@ def _build(command: Command, text: str, place: Path, caught: Caught, guard: Guar
 def probed(launch: Launch, case: Case, directory: Path, caught: Caught) -> dict[str, str]:
     """Return hosts and placement of a case's ranks, as each of them sees it.
 
-    Raises RunFailed where the launcher starts others than it was asked for, or elsewhere.
+    Raises RunFailed if the launcher starts other ranks than requested, or places them elsewhere.
     """
     before, environment = launch.command(case)
     outputs = directory / "ranks.txt", directory / "ranks_errors.txt"
     for path in outputs:
         path.unlink(missing_ok=True)
-    command = [*before, sys.executable, "-I", "-S", str(Path(binding.__file__).resolve())]
+    script = str(Path(binding.__file__).resolve())
+    command = [*before, sys.executable, "-I", "-S", script, case.seats[0]]
     guard = _once(launch, GUARD, Guard)
     ended = run(command, directory, outputs, PROBE_S, caught, environment, guard, True)
-    if wrong := _told(ended, PROBE_S):
+    if wrong := _failure(ended, PROBE_S):
         raise RunFailed(f"{launch.program}: {wrong}: {_last_lines(*outputs[::-1])}")
     seats = []
     for line in ordinary.text(outputs[0], "replace").splitlines():
-        with suppress(ValueError):  # what a launcher says itself
+        with suppress(ValueError):  # output of the launcher itself
             seats.append(json.loads(line))
     counts = Counter(each["host"] for each in seats)
     if len(seats) != case.ranks or {*counts.values()} != {case.ppn}:
@@ -292,7 +294,7 @@ def probed(launch: Launch, case: Case, directory: Path, caught: Caught) -> dict[
 
 
 def _version(program: str) -> str:
-    """Return the first line that a launcher says of its version, "" where it says none."""
+    """Return the first line of a launcher's --version, "" if it has none."""
     try:
         done = subprocess.run(
             [program, "--version"], capture_output=True, text=True, timeout=60, check=False
@@ -335,7 +337,7 @@ class Runs(Measuring):
         self.done = measure.is_over(repeats, self.spent_s, self._samples())
 
     def _samples(self) -> list[Array]:
-        """Return what is to be known well enough: metrics that are judged, else the time."""
+        """Return the samples that decide: of metrics with a direction, else of the time."""
         names = self.deciding or [""]
         return [self._columns(name)[0][self._columns(name)[2] == 0] for name in names]
 
@@ -347,18 +349,13 @@ class Runs(Measuring):
         return np.array([x for each in values for x in each], np.float64), runs, flags[runs]
 
     def _folders(self, launch: Launch, caught: Caught) -> dict[str, str]:
-        """Return what {study} and {build} are, once the program is built."""
-
-        guard = _once(launch, GUARD, Guard)
-
-        def made() -> Path:
-            return build(self.command, self.directory.parent.parent, caught, guard)
-
-        place = _once(launch, BUILD, made)
+        """Return the values of {study} and {build}, once the program is built."""
+        guard, folder = _once(launch, GUARD, Guard), self.directory.parent.parent
+        place = _once(launch, BUILD, lambda: build(self.command, folder, caught, guard))
         return {STUDY: self.command.directory, BUILD: str(place / BUILD)}
 
     def _place(self, launch: Launch, folders: Mapping[str, str], caught: Caught) -> None:
-        """Find out where the ranks of the case are, and what the program is."""
+        """Find out where the ranks of the case are, and which program it is. Raises RunFailed."""
         from ..provenance import processor, versions
 
         case = self.case
@@ -368,17 +365,20 @@ class Runs(Measuring):
             shape = case.nodes, case.ppn, *case.seats
             where = _once(launch, shape, lambda: probed(launch, case, self.directory, caught))
             where |= {"launcher": _once(launch, "version", lambda: _version(launch.program))}
-        program = _once(launch, "program", lambda: _digest(self.command, folders))
-        if program != (before := launch.kept.get(BEFORE, {}).get("program", program)):
-            raise RunFailed(
-                f"the program is another one than that of finished cases (SHA-256 {program[:12]}, "
-                f"not {before[:12]}): take another folder by --out"
-            )
+        argv = tuple(words(self.command, case.all_factors, folders))
+        program = _once(launch, argv, lambda: _program(self.command, argv, folders))
+        for name, title in (("program", "SHA-256"), ("program_commit", "commit")):
+            own = program.get(name, "")
+            if own != (before := launch.kept.get(BEFORE, {}).get(name, own)):
+                raise RunFailed(
+                    f"the program differs from that of finished cases ({title} {own[:12] or 'none'}"
+                    f", not {before[:12]}): choose another folder with --out"
+                )
         self.where = {
             **where,
             "processor": processor(),
             "cores": str(os.cpu_count()),
-            **({"program": program} if program else {}),
+            **program,
             "versions": json.dumps({k: versions()[k] for k in ("cpdhpc", "python")}),
             **facts(),
         }
@@ -397,12 +397,12 @@ class Runs(Measuring):
         ended = run(
             whole, files, outputs, command.timeout_s, caught, environment, guard, command.launch
         )
-        if wrong := _told(ended, command.timeout_s):
+        if wrong := _failure(ended, command.timeout_s):
             raise self._failed(f"{wrong}: {_last_lines(*outputs[::-1])}")
         text = "\n".join(ordinary.text(path, "replace") for path in outputs)
         if command.success and not re.search(command.success, text, re.MULTILINE):
-            told = _last_lines(*outputs)
-            raise self._failed(f"success = {command.success!r} is not in its output: {told}")
+            last = _last_lines(*outputs)
+            raise self._failed(f"success = {command.success!r} is not in its output: {last}")
         for name, metric in self.metrics.items():
             try:
                 found = taken(metric, numbers(metric, text, files))
@@ -457,7 +457,7 @@ class Runs(Measuring):
 
 
 def _once(launch: Launch, key: Hashable, make: Callable[[], T]) -> T:
-    """Return what make returns, or raise its RunFailed, the same again for later cases."""
+    """Return the result of make, or raise its RunFailed; it is called once for all cases."""
     if key not in launch.kept:
         try:
             launch.kept[key] = make()
@@ -469,11 +469,39 @@ def _once(launch: Launch, key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
-def _digest(command: Command, folders: Mapping[str, str]) -> str:
-    """Return the SHA-256 of the files that argv names whatever the factors are; "": of none."""
-    paths = [Path(word) for word in constant_words(command, folders)]
+def _program(command: Command, argv: Sequence[str], folders: Mapping[str, str]) -> dict[str, str]:
+    """Return the hashes of a program's files, and the commits of their folders, if there are any.
+
+    argv: the words of the case
+    "program": hash of the files that argv names for all cases; "program_of_case": of those that it
+    names by factors; "program_commit": commits, also that of the folder of the study file if the
+    program is built there; "program_changes": there if files differ from a commit
+    """
+    from ..provenance import commit_of
+
     first = shutil.which(command.argv[0])
-    paths = [*([Path(first)] if first else []), *(path for path in paths if path.is_absolute())]
+    named = [*([first] if first else []), *constant_words(command, folders)]
+    fixed = _files(named)
+    of_case = [path for path in _files(argv) if path not in fixed]
+    build = [Path(command.directory)] * bool(command.build)
+    places = dict.fromkeys([*(path.parent for path in (*fixed, *of_case)), *build])
+    commits = [commit_of(place) for place in places]
+    found = {
+        "program": _digest(fixed),
+        "program_of_case": _digest(of_case),
+        "program_commit": " ".join(dict.fromkeys(name for name, _ in commits if name)),
+        "program_changes": "not committed" * any(differs for _, differs in commits),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _files(texts: Iterable[str]) -> list[Path]:
+    """Return the files whose absolute paths are among some texts."""
+    return [path for path in map(Path, texts) if path.is_absolute() and path.is_file()]
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    """Return the SHA-256 of the SHA-256 of files, "" for none."""
     digests = []
     for path in paths:
         with suppress(OSError):
@@ -485,27 +513,27 @@ def numbers(metric: Metric, text: str, files: Path) -> list[float]:
     """Return the values of a metric in the output and the files of a run. Raises RunFailed."""
     if metric.regex:
         found: list[Any] = [each[1] for each in re.finditer(metric.regex, text, re.MULTILINE)]
-        said = f"regex = {metric.regex!r}"
+        source = f"regex = {metric.regex!r}"
     else:
         file, place = metric.place
-        said = f"{file}:{place}"
+        source = f"{file}:{place}"
         reader = _json if metric.json_ else _csv if metric.csv else _hdf5
         try:
             found = reader(files / file, place)
         except OSError as error:
             raise RunFailed(f"{file}: cannot be read: {error.strerror}") from None
         except (UserError, ValueError, csv.Error) as error:
-            raise RunFailed(f"{said}: {error}") from None
-    return [_number(each, said) for each in found]
+            raise RunFailed(f"{source}: {error}") from None
+    return [_number(each, source) for each in found]
 
 
-def _number(given: Any, said: str) -> float:
+def _number(given: Any, source: str) -> float:
     try:
         number = float("nan" if isinstance(given, bool | None) else given)
     except (TypeError, ValueError):
         number = float("nan")
     if not isfinite(number):
-        raise RunFailed(f"{said} is {given!r}: should be a number")
+        raise RunFailed(f"{source} is {given!r}: should be a number")
     return number
 
 
@@ -549,7 +577,7 @@ TAKE: dict[str, Callable[[list[float]], float]] = {
 
 
 def taken(metric: Metric, found: list[float]) -> list[float]:
-    """Return what counts of the values of a run. Raises RunFailed where there is none, or many."""
+    """Return the samples among the values of a run. Raises RunFailed for none, or too many."""
     if not found:
         source = next(f"{key} = {text!r}" for key, text in metric.sources.items() if text)
         raise RunFailed(f"{source}: found nothing")

@@ -1,4 +1,4 @@
-"""Exchanges of halos: ours beside MPI's datatypes and neighbour collectives."""
+"""Exchanges of halos: cpdhpc's, and those by MPI's datatypes and neighbour collectives."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TRANSFERS = ("exchange", "accumulate")
 OURS = (HALO_OURS, HALO_COPIED)
 BY_MPI = (*HALO_MPI_TYPES, HALO_PACKED)
 SPLITS = ("rows", "columns", "grid")
-CUT = "none"  # windows end with the domain
-BOUNDARIES_OF_MPI = (CUT, "zero", "wrap")  # nothing is shown backwards or many times
+CUT = "none"  # windows end at the edge of the domain
+BOUNDARIES_OF_MPI = (CUT, "zero", "wrap")  # those without reversed or repeated cells
 BYTES = {"float32": 4, "float64": 8, "float16": 2, "int8": 1, "int32": 4, "int64": 8}
-GUESS = 2e-9  # s per byte of a window, to prepare and to copy: a slow one
+GUESS = 2e-9  # s per byte of a window, prepared and copied by a slow machine
 
 
 def _check_wire(wire: str) -> None:
@@ -45,7 +45,7 @@ def _boundary(name: str) -> str:
 
 
 def _used(given: Factors) -> dict[str, Value]:
-    """Return the factors. Raises ValueError for what does not go together. See Kind.used."""
+    """Return the factors. Raises ValueError if they do not go together. See Kind.used."""
     way, wire, boundary = str(given["way"]), str(given["wire"]), str(given["boundary"])
     if way in BY_MPI and wire != "raw":
         raise ValueError(f"{way} has no wire {wire}, only raw")
@@ -71,7 +71,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
-    """Make an exchange ready; see Kind.measure. Collective."""
+    """Prepare an exchange; see Kind.measure. Collective."""
     from .halo_cases import open_cases, relative_error
 
     of, world = case.factors, place.world
@@ -120,7 +120,7 @@ def _setting(case: Case, ranks: int) -> Setting:
     return Setting("halo", spec_of(raw, f"case {case.id}"))
 
 
-NOT_COMPARED = ("way", "wire")  # factors in which what a case is compared with may differ
+NOT_COMPARED = ("way", "wire")  # factors in which compared cases may differ
 CAPTION = (
     "Sent: on the wire, by the rank that sends most, a call. Rate: bytes of its cells over the "
     "median time. Times as fast: as the fastest of subarray, persistent and alltoallw, which send "
@@ -152,7 +152,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         return times_as_fast(by_mpi.get(_cells(group)), group) if some else units.NONE
 
     lossy = any(group.mean("error") > 0 for group in groups)
-    known = list(HALO.factors)  # others are a benchmark's
+    known = list(HALO.factors)  # other factors are those of a benchmark
     names = sorted(
         varying([group.factors for group in groups]),
         key=lambda name: known.index(name) if name in known else -1,
@@ -171,7 +171,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
 
 def _cells(group: SeedGroup) -> frozenset[Any]:
-    """Return what points share that send the same cells."""
+    """Return the factors that points have in common if they send the same cells."""
     return frozenset(item for item in group.factors.items() if item[0] not in NOT_COMPARED)
 
 

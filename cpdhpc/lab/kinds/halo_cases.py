@@ -1,7 +1,7 @@
-"""The cases of the halo benchmark: ours, those that MPI codes write, and what must come out.
+"""The cases of the halo benchmark: cpdhpc's, those that MPI programs write, and right results.
 
-The right numbers are found by remainders, cell by cell, and not by the segments and pieces that
-plans are made of.
+The right numbers are computed by remainders, cell by cell, without the segments and pieces of
+plans.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ EXCHANGE, ACCUMULATE = "exchange", "accumulate"
 class HaloCase:
     """A call to time.
 
-    prepare: what the arrays must hold before a check; out: where the result is
-    expected: what it must be; free: what frees requests and datatypes
+    prepare: sets the arrays before a check; out: the result; expected: the right result
+    free: frees requests and datatypes
     """
 
     operation: str
@@ -54,7 +54,7 @@ class HaloCase:
     def check(self, world: Ranks) -> None:
         """Run once on fresh arrays. Collective.
 
-        Raises ArithmeticError on all ranks where a cell of one is wrong.
+        Raises ArithmeticError on all ranks if a cell of one is wrong.
         """
         self.prepare()
         world.barrier("bench halo")
@@ -68,13 +68,13 @@ class HaloCase:
 
 
 class Setting(NamedTuple):
-    """What is measured: a grid with halos, by a name."""
+    """A grid with halos, with a name."""
 
     name: str
     spec: HaloSpec
 
     def __str__(self) -> str:
-        """Return the keys in words."""
+        """Return the keys as text."""
         spec = self.spec
         trail = f" x {spec.trail}" if spec.trail else ""
         return (
@@ -145,7 +145,7 @@ def open_cases(
     check: bool = True,
     device: str = "cpu",
 ) -> Iterator[list[HaloCase]]:
-    """Yield the cases of a setting, checked unless they have been. Collective.
+    """Yield the cases of a setting, checked if check is true. Collective.
 
     ways: of OURS, COPIED and the names of WAYS; only possible_ways are taken, and accumulations
         only if has_sums
@@ -169,12 +169,12 @@ def open_cases(
 
 
 def has_sums(spec: HaloSpec) -> bool:
-    """Whether what an accumulation gives is known exactly."""
+    """Return whether the result of an accumulation is known exactly."""
     return spec.dtype != "bool" and (spec.wire == "raw" or "edge" not in spec.modes)
 
 
 def _has_datatypes(plan: WindowPlan) -> bool:
-    """Whether datatypes can say what this rank receives and sends."""
+    """Return whether datatypes can express the cells that this rank receives and sends."""
     pieces = [p for message in (*plan.sends, *plan.recvs) for p in message.pieces] + [*plan.local]
     return all(min(piece.steps) == 1 for piece in pieces)
 
@@ -194,8 +194,8 @@ def _case(
     source, out = (window, own) if adds else (own, window)
 
     def prepare() -> None:
-        out[...] = 77  # what must be overwritten
-        if way in WAYS and not adds:  # MPI codes fill what lies beyond the domain once
+        out[...] = 77  # must be overwritten
+        if way in WAYS and not adds:  # MPI programs fill cells beyond the domain once
             for fill in plan.fills:
                 window[fill.target.slices(plan.window.start)] = fill.value
         source[...] = given
@@ -215,7 +215,7 @@ Draw = Callable[[Array, Array, int], Array]  # (cells, places in a cell, rank) -
 def given_and_expected(
     operation: str, plan: WindowPlan, spec: HaloSpec, draw: Draw | None = None
 ) -> tuple[Array, Array]:
-    """Return what an operation is given, and what it must make of that, of spec's dtype.
+    """Return the input of an operation and its right result, of spec's dtype.
 
     draw: values by flat indices, and by 1 + the rank of a window, 0 for the domain; by default
     small integers that every format has. Sums are exact, or of float64.
@@ -248,10 +248,10 @@ def given_and_expected(
 def relative_error(
     world: Ranks, operation: str, plan: WindowPlan, spec: HaloSpec, device: str = "cpu"
 ) -> float:
-    """Return the error of a transfer of standard normal data, in the Euclidean norm. Collective.
+    """Return the relative error of a transfer of standard normal data. Collective.
 
-    Over what all ranks get, relative to what is exact: whole windows, with the cells that a rank
-    has itself, or the sums. Arrays are new ones, of float32.
+    It is in the Euclidean norm, over the results of all ranks: whole windows, with a rank's own
+    cells, or the sums. Arrays are new, of float32.
     """
     given, expected = given_and_expected(operation, plan, spec, _normal)
     call = plan.accumulate if operation == ACCUMULATE else plan.exchange
@@ -272,12 +272,12 @@ def _summed(values: Array, axis: int, cells: Array, extent: int) -> Array:
     return np.moveaxis(total, 0, axis)
 
 
-LARGEST = {True: 30, False: 2}  # by whether cells travel as they are: every format has 0, 1 and 2
+LARGEST = {True: 30, False: 2}  # by whether the wire is raw: every format has 0, 1 and 2
 FACTORS = 7, 13, 5  # of a cell's number, a window's rank and a further place
 
 
 def _integers(largest: int) -> Draw:
-    """Return what draws small integers that differ from cell to cell and window to window."""
+    """Return a function of small integers that differ from cell to cell and window to window."""
     of_cell, of_rank, of_place = FACTORS
 
     def draw(cells: Array, places: Array, rank: int) -> Array:
@@ -291,7 +291,7 @@ def _integers(largest: int) -> Draw:
 def _normal(cells: Array, places: Array, rank: int) -> Array:
     """Return standard normal values that float32 has, as float64[cells, places].
 
-    By their indices, as each rank needs the others'.
+    They are functions of the indices, as each rank needs those of the others.
     Source: Box, Muller: A note on the generation of random normal deviates, 1958.
     """
     index = (cells * places.size + places).astype(np.uint64)
@@ -306,7 +306,7 @@ NAMED = "fdbBhHiIlLqQFD?"  # dtypes, by NumPy's characters, for which every MPI 
 
 
 def _places(plan: WindowPlan, adds: bool) -> tuple[Places, Places]:
-    """Return where the messages that leave and come lie in the window; those to itself, too."""
+    """Return the boxes of sent and received messages in the window, also of those to itself."""
     own = [piece for piece in plan.local if not piece.is_itself]
     to_self = {plan.rank: own} if own else {}
     origin = plan.window.start
@@ -318,7 +318,7 @@ def _places(plan: WindowPlan, adds: bool) -> tuple[Places, Places]:
 
 
 class PackedPlaces:
-    """Contiguous memory for the cells of places of an array: of each rank one part."""
+    """Contiguous memory for the cells of places of an array, one part for each rank."""
 
     def __init__(self, array: Array, places: Places) -> None:
         sizes = {rank: sum(array[p].size for p in each) for rank, each in places.items()}
@@ -349,12 +349,12 @@ class PackedPlaces:
 
 
 class MpiMessages:
-    """What a rank's array gives to others and takes from them, for MPI.
+    """The messages of a rank's array to and from others, for MPI.
 
     array: C-contiguous, of NumPy or CuPy
-    sends, receives: of each other rank, or this one, in one order on both
-    adds: whether what comes is added to the array, one rank after the other
-    received: memory for what is to be added; outgoing, incoming: (buffer, rank) by datatypes
+    sends, receives: places by rank, this one included, in the same order on both ranks
+    adds: whether received cells are added to the array, rank by rank
+    received: memory for cells to be added; outgoing, incoming: (buffer, rank) by datatypes
     """
 
     def __init__(
@@ -363,11 +363,11 @@ class MpiMessages:
         self.mpi, self.comm, self.array, self.adds = mpi, comm, array, adds
         self.sends, self.receives = sends, receives
         self._made: list[Any] = []
-        # MPI reads and writes at once: a GPU must be done with the memory before.
+        # MPI reads and writes at once: a GPU must have finished with the memory before.
         self.ready: Run = whole(lambda: None, array)
 
     def use_datatypes(self) -> None:
-        """Make the datatypes of all messages: subarrays, or memory for what is to be added."""
+        """Make the datatypes of all messages: subarrays, or memory for cells to be added."""
         if self.array.dtype.char in NAMED:
             self._element = self.mpi.Datatype.fromcode(self.array.dtype.char)
         else:
@@ -383,12 +383,12 @@ class MpiMessages:
             ]
 
     def add(self) -> None:
-        """Add what has come, if that is asked for."""
+        """Add the received cells, if adds is true."""
         if self.received is not None:
             self.received.add()
 
     def keep(self, made: Any) -> Any:
-        """Return what was made, to be freed with the messages, the last one first."""
+        """Return an MPI object, after noting that it is freed with the messages, last one first."""
         self._made.append(made)
         return made
 
@@ -431,7 +431,7 @@ def subarrays(messages: MpiMessages) -> Run:
 
 
 def persistent(messages: MpiMessages) -> Run:
-    """Return the same by persistent requests."""
+    """Return persistent requests of datatypes of subarrays."""
     messages.use_datatypes()
     comm, mpi, keep = messages.comm, messages.mpi, messages.keep
     requests = [keep(comm.Recv_init(*each)) for each in messages.incoming]

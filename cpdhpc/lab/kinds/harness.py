@@ -1,4 +1,4 @@
-"""What benchmarks share: command lines, interleaved timing, points for the file of a study."""
+"""Common parts of benchmarks: command lines, interleaved timing, points for study files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def interleave(
     """Return the seconds of each call, float64[warmup + repeats] per case, the cases taking turns.
 
     before: called before each call, with the case's name, and not timed
-    Taking turns spreads a drift of the machine's speed over all cases alike.
+    The cases take turns so that a drift of the machine's speed affects all of them.
     """
     samples = {name: np.empty(warmup + repeats) for name in cases}
     for repeat in range(warmup + repeats):
@@ -111,7 +111,7 @@ def parse_sizes(text: str) -> list[int]:
 def parse_names(
     option: str, text: str, check: Callable[[str], object], apart: str = ","
 ) -> list[str]:
-    """Return the names in a list, with commas or so in between, each accepted by check.
+    """Return the names in a list that the text apart separates, each accepted by check.
 
     Raises UserError.
     """
@@ -125,7 +125,7 @@ def parse_names(
 
 
 def parse_methods(texts: Iterable[str]) -> list[str]:
-    """Return methods, NAME or NAME:OPTION=VALUE,..., given apart by spaces or by commas."""
+    """Return methods, NAME or NAME:OPTION=VALUE,..., from texts that are separated by commas."""
     found: list[str] = []
     for part in (part.strip() for text in texts for part in text.split(",")):
         if found and ":" in found[-1] and "=" in part.partition(":")[0]:
@@ -155,19 +155,19 @@ def parse_counts(option: str, text: str) -> list[int]:
 
 
 def check_options(arguments: argparse.Namespace, least: int, *options: str) -> None:
-    """Raise UserError unless these options are so large at least."""
+    """Raise UserError if one of these options is below least."""
     for option in options:
         if (given := getattr(arguments, option)) < least:
             raise UserError(f"--{option.replace('_', '-')} {given}: must be {least} or more")
 
 
 def check_out(path: Path | None, world: Ranks | None = None) -> None:
-    """Raise UserError where a file cannot be written there, before anything is measured.
+    """Raise UserError if a file cannot be written there, before anything is measured.
 
-    world: where the file is that of a study, whose nodes have equally many ranks
+    world: for the file of a study, whose nodes have equally many ranks
     """
     if path is not None and world is not None and len({*Counter(world.nodes).values()}) > 1:
-        raise UserError(f"--out {path}: the nodes have not equally many ranks: must be alike")
+        raise UserError(f"--out {path}: the nodes have not equally many ranks: must be equal")
     if path is not None:
         check_file(path, "--out")
 
@@ -175,7 +175,7 @@ def check_out(path: Path | None, world: Ranks | None = None) -> None:
 def add_repeats(
     parser: argparse.ArgumentParser, repeats: int, warmup: int, calls: str = "calls"
 ) -> None:
-    """Add the options that say how often; repeats, warmup: their defaults."""
+    """Add the options --repeats and, if warmup is not 0, --warmup, with these defaults."""
     add = options(parser)
     add("--repeats N", f"timed {calls}", repeats)
     if warmup:
@@ -185,22 +185,22 @@ def add_repeats(
 def add_samples(
     parser: argparse.ArgumentParser, repeats: int, warmup: int = 0, calls: str = "calls"
 ) -> None:
-    """Add the options of add_repeats, and that of the file of all samples."""
+    """Add the options of add_repeats, and --out for the file of all samples."""
     add_repeats(parser, repeats, warmup, calls)
     options(parser)("--out FILE.h5", "write every sample, for report", Path)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where arrays are."""
+    """Add --device and --oversubscribe-gpus."""
     add = options(parser)
     add("--device", "where arrays are", "cpu", choices=["cpu", "gpu"])
     add("--oversubscribe-gpus", "let processes of a node share GPUs")
 
 
 def take_device(arguments: argparse.Namespace, world: Ranks) -> str:
-    """Return what is said of the GPUs that the processes take, "" where they take none. Collective.
+    """Let each process take a GPU if --device is gpu; return a text about them. Collective.
 
-    Raises UserError on all processes where one finds no GPU, or shares it.
+    Raises UserError on all processes if one finds no GPU, or shares it.
     """
     if arguments.device == "cpu":
         return ""
@@ -231,7 +231,7 @@ def whole(run: Callable[[], object], like: Any) -> Callable[[], Any]:
 
 
 def comments(lines: Iterable[str]) -> list[str]:
-    """Return what is said above a table: a comment for each, in lines of at most 98 characters."""
+    """Return texts as comments above a table, in lines of at most 98 characters."""
     return [
         f"# {'  ' * (number > 0)}{part}"
         for text in lines
@@ -268,7 +268,7 @@ def machine_line(world: Ranks) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """What was timed. factors, outcomes: by name, as studies of the benchmark's kind have them.
+    """A case of a benchmark. factors, outcomes: as in studies of the benchmark's kind.
 
     times_s: float64[warmup + repeats, processes]
     """
@@ -289,9 +289,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a benchmark returns: points of a study of some kind; study.batch writes its file.
+    """The result of a benchmark: points of a study of a kind; study.batch writes its file.
 
-    cores: what own_cores said
+    cores: text of own_cores
     """
 
     benchmark: str
@@ -324,8 +324,8 @@ def message_times(
 ) -> list[float]:
     """Return seconds of a message of each size between two processes, medians. Collective.
 
-    Half of a message's way there and back, polled as the all-reduce does.
-    sizes: in bytes; device: where the bytes are
+    It is half the time of a message there and back, polled as in the all-reduce.
+    sizes: in bytes; device: of the memory of the messages
     """
     first, last = ends
     other = {first: last, last: first}.get(world.process)
@@ -355,7 +355,7 @@ def message_times(
 
 
 def nonnegative(a: Floats, b: Floats) -> Floats:
-    """Return the x >= 0 with which a @ x is nearest to b, whatever the columns' units."""
+    """Return the x >= 0 with which a @ x is nearest to b; columns of a may have any units."""
     from scipy.optimize import nnls
 
     scale = np.maximum(np.abs(a).max(axis=0), np.finfo(float).tiny)
@@ -370,7 +370,7 @@ def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
     return first, second
 
 
-FURTHER = {  # factors of benchmarks that studies have not: long name
+FURTHER = {  # factors of benchmarks that studies do not have: long name
     "chosen": "algorithm that auto has chosen",
     "setting": "name of a plan",
     "shape": "cells of the domain along each axis",

@@ -1,4 +1,4 @@
-"""Where a job runs: processes and nodes, ping-pong, energy."""
+"""The place of a job: its processes and nodes, ping-pong, energy."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..study_data import Case, Factors, Outcomes
 from .harness import ping_pong
 
 T = TypeVar("T")
-KEPT = 2  # data of cases that stay from one visit to the next, as they take turns
+KEPT = 2  # data of cases that stay in memory between visits
 POWERCAP = Path("/sys/class/powercap")
-LOOK_S = 60.0  # a counter of RAPL begins anew after 2**18 J or so, 9 minutes at 500 W
+LOOK_S = 60.0  # a counter of RAPL starts again after about 2**18 J, 9 minutes at 500 W
 
 
 class Meter:
-    """The counters of this node that this process may read; often only root may read RAPL's.
+    """The energy counters of this node that this process may read; often only root may read RAPL.
 
-    They count all that runs on the node, and what it takes when idle. psys, which holds the
-    packages, and their parts are left out.
+    They count the energy of all processes on the node, and of the idle node. Zones within a
+    package, and psys, which contains the packages, are left out.
     Source: Linux, Documentation/power/powercap; NVML, nvmlDeviceGetTotalEnergyConsumption.
     """
 
@@ -48,12 +48,12 @@ class Meter:
 
     @property
     def sources(self) -> str:
-        """What is counted, in words; "": nothing."""
+        """The counters as text, "" for none."""
         found = {"RAPL zones": self._zones, "GPUs by NVML": self._gpus}
         return ", ".join(f"{len(each)} {name}" for name, each in found.items() if each)
 
     def joules(self) -> float:
-        """Return the energy since some time, NaN where there is no counter."""
+        """Return the energy since a fixed time, NaN if there is no counter."""
         if not self.sources:
             return nan
         with self._lock:
@@ -67,7 +67,7 @@ class Meter:
         return [_number(path / "energy_uj") for path, _ in self._zones]
 
     def _look(self) -> None:
-        """Look at the counters more often than they begin anew, until the process ends."""
+        """Read the counters more often than they start again, until the process ends."""
         never = threading.Event()
         while not never.wait(LOOK_S):
             self.joules()
@@ -81,7 +81,7 @@ def _number(path: Path) -> int:
 
 
 def _zones(powercap: Path) -> list[tuple[Path, int]]:
-    """Return the directories of packages and memory that can be read, and where each wraps, uJ."""
+    """Return the readable zones of packages and memory: directory, and largest count in uJ."""
     found = []
     for path in sorted(powercap.glob("intel-rapl:*")):  # AMD's have that name too
         try:
@@ -96,7 +96,7 @@ def _zones(powercap: Path) -> list[tuple[Path, int]]:
 
 
 def _gpus() -> Sequence[Any]:
-    """Return NVML's handles of the GPUs that count energy, where nvidia-ml-py is installed."""
+    """Return NVML's handles of the GPUs that count energy, if nvidia-ml-py is installed."""
     if find_spec("pynvml") is None:
         return []
     nvml: Any = import_module("pynvml")
@@ -117,10 +117,10 @@ def _gpu_mj(handle: Any) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """What starts programs on ranks.
+    """The way to start programs on ranks.
 
-    command: (case) -> the words before a program that is to run on the case's ranks, and the
-        environment; program: the launcher; kept: what is found out once for all cases of a batch
+    command: (case) -> the words before a program that runs on the case's ranks, and the
+        environment; program: the launcher; kept: results that all cases of a batch share
     """
 
     command: Callable[[Case], tuple[list[str], Mapping[str, str]]]
@@ -153,9 +153,9 @@ class Place:
         self._kept: dict[Hashable, Any] = {}
 
     def take_device(self, factors: Factors) -> str:
-        """Return where a case's arrays are; on "gpu" each process has one of its own. Collective.
+        """Return the device of a case's arrays; for "gpu" each process takes its own. Collective.
 
-        Raises UserError on all processes where one finds no GPU, or shares it.
+        Raises UserError on all processes if one finds no GPU, or shares it.
         """
         device = str(factors.get("device", "cpu"))
         if device == "gpu":
@@ -164,7 +164,7 @@ class Place:
         return device
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what make gives for a key, the same again while it is one of the last KEPT."""
+        """Return the result of make for a key; the results of the last KEPT keys are kept."""
         found: T = self._kept.pop(key) if key in self._kept else make()
         self._kept[key] = found
         for old in list(self._kept)[:-KEPT]:
@@ -177,19 +177,19 @@ class Place:
         return ping_pong(self.world)[1] if len(set(self.world.nodes)) > 1 else 0.0
 
     def read_energy(self) -> float:
-        """Return what the counters of the node say, in J; 0 but on its first process of these."""
+        """Return the counters of the node in J on its first process of these, 0 on the others."""
         return 0.0 if self._meter is None else self._meter.joules()
 
     def energy_j(self, before: float) -> Outcomes:
-        """Return the energy of all nodes since each read_energy, if all count it. Collective."""
+        """Return the energy of all nodes since read_energy, if all can count it. Collective."""
         used = self.read_energy() - before
         energy_j = float(np.sum(self.world.gather(used)))
         return {} if np.isnan(energy_j) else {"energy_j": energy_j}
 
     def environment(self) -> dict[str, str]:
-        """Return where this is, the same for all cases of a job that use these ranks.
+        """Return the environment of all cases of a job that use these ranks.
 
-        On process 0, which writes; the others would only ask the file system the same.
+        It is {} on processes other than 0, which writes the files.
         """
         if self.world.process > 0:
             return {}
@@ -199,7 +199,7 @@ class Place:
 
 
 def environment(names: list[str], placement: str) -> dict[str, str]:
-    """Return where something was measured; names: of all processes' hosts."""
+    """Return the environment of a measurement; names: hosts of all processes."""
     return {
         "hosts": " ".join(dict.fromkeys(names)),
         **identity(),

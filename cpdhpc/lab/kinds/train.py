@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .base import Asked
     from .place import Place
 
-_ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
+_ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and long name
     "data.name": (str, "data set"),
     "data.dir": (str, "directory of the data set"),
     "data.test_share": (float, "share of the test samples"),
@@ -48,8 +48,8 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "model.name": (str, "model"),
     "model.hidden": (int, "values of the hidden layer of lenet"),
     "loss.name": (str, "loss"),
-    "loss.label_smoothing": (float, "share of targets that goes to all classes alike"),
-    "metric.name": (str, "what is told of the test samples beside the loss"),
+    "loss.label_smoothing": (float, "share of targets that is spread over all classes"),
+    "metric.name": (str, "score of the test samples beside the loss"),
     "augment.crop": (int, "zeros around images, of which their size is cut out"),
     "augment.flip": (bool, "whether half of the images are mirrored"),
     "augment.cutout": (int, "side of the square that is cut out of images"),
@@ -102,7 +102,7 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
 
 
 def _used(given: Factors) -> dict[str, Value]:
-    """Return the factors that have a value; the job's are used for the others. See Kind.used."""
+    """Return the factors that have a value; the others are as in the job. See Kind.used."""
     used = {name: value for name, value in given.items() if value != ABSENT}
     if used.get("train.overlap") and int(used.get("train.virtual_ranks", 1)) > 1:
         raise ValueError("train.overlap=true needs train.virtual_ranks=1")
@@ -110,7 +110,7 @@ def _used(given: Factors) -> dict[str, Value]:
 
 
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
-    """Return what the job does not take; those ranks without a sample in a batch idle."""
+    """Return why the job cannot run; ranks without a sample in a batch are no error."""
     try:
         given = _job(job, used, "case")
         given.check_ranks(ranks * given.train.virtual_ranks)
@@ -128,9 +128,9 @@ def _device(job: Raw, used: Factors) -> str:
 
 
 def _further(name: str, value: Value, job: Raw) -> Factor | None:
-    """Return the factor of a key of some row of a table of the job, or an argument of the user's.
+    """Return the factor of a key of a table of the job, or of an argument of a user's function.
 
-    What a function takes that a table imports only the ranks know, which call it.
+    The arguments of an imported function are not checked here: only ranks import it.
     """
     from ..train.job import keys_of
 
@@ -171,9 +171,9 @@ class _Training(Measuring):
         self.training, self.done = training, True
 
     def _note(self, iteration: int) -> list[int]:
-        """Write down that a process begins at an iteration; return where all of them began.
+        """Record that a process begins at an iteration; return the first iterations of all.
 
-        Raises UserError where the steps before it are of another library, commit or processor.
+        Raises UserError if the steps before it are of another library, commit or processor.
         """
         from ..provenance import difference, identity
 
@@ -198,7 +198,7 @@ class _Training(Measuring):
         return list(before["iterations"])
 
     def result(self, place: Place) -> Result:
-        """Return the times of all steps, and how training went."""
+        """Return the times of all steps, and the course of training."""
         from ...world.timeline import PHASES
 
         assert self.training is not None, "visit has come to its end"
@@ -208,7 +208,7 @@ class _Training(Measuring):
         times_s = np.full((len(steps["iteration"]), 3), np.nan)
         times_s[:, 0] = steps["time_s"].sum(axis=1)
         is_warmup = np.zeros(len(times_s), np.uint8)
-        for first in self.starts:  # each process is cold at first
+        for first in self.starts:  # each process has warm-up steps
             is_warmup[first : first + self.study.measure.warmup] = 1
         series = _series(training.record, training.samples)
         waited_s = steps["time_s"][:, PHASES.index("data")].sum()
@@ -257,7 +257,7 @@ def _series(record: Record, samples: int) -> Series:
 
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
-    unknown = np.full(layers["nonzero"].shape, np.nan)  # where the method does not count them
+    unknown = np.full(layers["nonzero"].shape, np.nan)  # for methods that do not count them
     seen = np.cumsum(steps["samples"])
     ends = 1 + np.searchsorted(seen, samples * epochs["epoch"])  # batches may grow
     losses = [each.mean() for each in np.split(steps["loss"], ends[:-1])]
@@ -326,7 +326,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
 
 def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
-    """Return what tells how well the trainings went: their loss where metrics or losses vary."""
+    """Return the score of the trainings: their loss if metrics or losses vary."""
     from ..report.fits import Score
 
     found = set()
@@ -337,7 +337,7 @@ def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
 
 
 def _outcome(measure: Score) -> str:
-    """Return the name of the outcome and of the series, behind "test_", that have the score."""
+    """Return the name of the outcome with the score; the series has it after "test_"."""
     return measure.label if measure.label in ("accuracy", "loss") else "score"
 
 

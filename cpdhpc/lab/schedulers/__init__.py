@@ -1,4 +1,4 @@
-"""Schedulers of clusters, a file each: all that is one's own is here, and only here."""
+"""Schedulers of clusters, a file each: no other part of cpdhpc depends on which one it is."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DEFAULT = "slurm"
 
 
 def current() -> Scheduler:
-    """Return the scheduler whose job this process is in, the default one outside of jobs."""
+    """Return the scheduler of the job that this process is in, or the default one."""
     return next((each for each in SCHEDULERS.values() if each.own_job()), SCHEDULERS[DEFAULT])
 
 
 def recorded() -> dict[str, Scheduler]:
-    """Return the schedulers that records name: the default one, and that of this job."""
+    """Return the schedulers in records: the default one, and that of this job."""
     return {k: each for k, each in SCHEDULERS.items() if k == DEFAULT or each.own_job()}
 
 
 def facts() -> dict[str, str]:
-    """Return, by recorded scheduler, JSON of its FACTS that this job's environment has."""
+    """Return the FACTS of this job's environment, as JSON, for each scheduler in records."""
     return {
         k: json.dumps({name: os.environ[name] for name in each.FACTS if name in os.environ})
         for k, each in recorded().items()

@@ -1,4 +1,4 @@
-"""Commands of schedulers, each with a time-out."""
+"""Commands of schedulers, each with a time-out, and errors by what they print."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import subprocess
 import time
 from pathlib import Path
 
-from .base import NoAnswer, SchedulerError
+from .base import NoAnswer, QueueFull, Refusal, SchedulerError
 
 TIMEOUT_S = 60.0
-LOOK_S = 0.2  # between looks at what a command that runs has said
-RETRIES_S = 5.0  # for a command that says that it tries again
+LOOK_S = 0.2  # between two looks at the output of a command
+RETRIES_S = 5.0  # for a command that prints that it tries again
 
 
 def call(
     title: str, command: list[str], until: re.Pattern[str] | None = None, reads: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, or for RETRIES_S if it says what until matches.
+    """Run a command to its end, or for RETRIES_S if its errors match until.
 
     title: of the scheduler; reads: the file that is its standard input
-    Raises NoAnswer after TIMEOUT_S, SchedulerError where it cannot be run.
+    Raises NoAnswer after TIMEOUT_S, SchedulerError if it cannot be run.
     """
     try:
         with (reads or Path(os.devnull)).open("rb") as stdin:
@@ -55,9 +55,9 @@ def _ended(
             out, err = process.communicate(timeout=LOOK_S)
         except subprocess.TimeoutExpired as late:
             waited_s = time.monotonic() - began_s
-            heard = (late.stderr or b"").decode(errors="replace")
-            if waited_s > RETRIES_S and until is not None and until.search(heard):
-                return subprocess.CompletedProcess(command, 1, "", heard)
+            errors = (late.stderr or b"").decode(errors="replace")
+            if waited_s > RETRIES_S and until is not None and until.search(errors):
+                return subprocess.CompletedProcess(command, 1, "", errors)
             if waited_s > TIMEOUT_S:
                 raise NoAnswer(f"{command[0]} has not answered in {TIMEOUT_S:g} s") from None
             continue
@@ -66,6 +66,35 @@ def _ended(
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> str:
-    """Return in a line what a command has said."""
+    """Return the output of a command in a line."""
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     return "; ".join(lines) or f"it ends with status {done.returncode} and says nothing"
+
+
+def no_answer(
+    command: str, done: subprocess.CompletedProcess[str], unsure: re.Pattern[str]
+) -> SchedulerError:
+    """Return the error of a question that failed: NoAnswer if its output matches unsure."""
+    text = answer(done)
+    return (NoAnswer if unsure.search(text) else SchedulerError)(
+        f"{command} does not answer: {text}"
+    )
+
+
+def not_submitted(
+    script: Path,
+    command: str,
+    done: subprocess.CompletedProcess[str],
+    unsure: re.Pattern[str],
+    full: re.Pattern[str],
+) -> SchedulerError:
+    """Return the error of a submission that failed, by the output of its command.
+
+    unsure, full: match the output if the request may have been read, and if there is no room
+    """
+    text = answer(done)
+    if unsure.search(text):
+        return NoAnswer(f"{script}: {command} has no answer: {text}")
+    if full.search(text):
+        return QueueFull(f"{script}: {command} takes no more: {text}")
+    return Refusal(f"{script}: {command} refuses it: {text}")

@@ -5,23 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from .base import (
-    Arrays,
-    JobState,
-    Launcher,
-    NoAnswer,
-    QueueFull,
-    Refusal,
-    SchedulerError,
-    States,
-    Taken,
-)
-from .calls import answer, call
-from .launchers import hydra, open_mpi
+from .base import Arrays, JobState, NoAnswer, SchedulerError, States, Taken
+from .calls import answer, call, no_answer, not_submitted
+from .launchers import Launcher, hydra, open_mpi
 
 TITLE, SUFFIX = "Flux", ".flux"
 ARRAYS: Arrays = "one"
@@ -29,10 +18,11 @@ FIRST = 0
 KEYS: Collection[str] = ("partition", "account", "constraint")
 FACTS: Collection[str] = ()
 LAUNCHERS = {
-    # Flux runs them in the job's own instance, and forwards no signal of flux run but SIGTERM.
+    # Flux runs them in the job's own instance, and flux run forwards SIGTERM only.
     "flux-run": Launcher(
         "flux run --ntasks={ranks} --nodes={nodes} --cores-per-task={cores}",
         gpus=" --gpus-per-task=1",
+        one_gpu=" --gpus-per-task=1 -o gpu-affinity=per-task",
         forward='flux job killall --force --signal="$1"',
         bind={"none": " -o cpu-affinity=off", "core": " -o cpu-affinity=per-task"},
         distribution={"block": " --taskmap=block"},
@@ -43,7 +33,7 @@ LAUNCHERS = {
     "mpiexec": hydra(' -hosts "$(flux hostlist --expand --delimiter=, local)"'),
 }
 OWN = ("--job-name", "--nodes", "-N", "--nslots", "-n", "--output", "--error", "--time-limit", "-t")
-SCRIPT = "cpdhpc_script"  # an attribute of each job that submit has handed over: its script's path
+SCRIPT = "cpdhpc_script"  # an attribute of each submitted job: the path of its script
 FORM = "{id.dec}\t{name}\t{state}\t{status}\t{returncode}\t{exception.type}\t{exception.note}"
 WAITING = {"DEPEND", "PRIORITY", "SCHED"}
 UNSURE = re.compile(
@@ -59,17 +49,17 @@ def own_job() -> str:
 
 
 def restarts() -> int:
-    """Return how often that job was put into the queue again: it never is."""
+    """Return 0: Flux puts no job into the queue again."""
     return 0
 
 
 def shape(nodes: int, ppn: int) -> str:
-    """Return what a job is asked for by, to have so many ranks on each node."""
+    """Return the options that request ppn ranks on each of some nodes."""
     return f"--nodes={nodes} --nslots={nodes * ppn}"
 
 
 def check_option(text: str) -> None:
-    """Raise ValueError for what is no option of flux batch, or one of OWN."""
+    """Raise ValueError unless it is an option of flux batch that neither scripts nor submit set."""
     if not text.startswith("-"):
         raise ValueError("should be an option of flux batch, as '--exclusive'")
     if re.split("[ =]", text)[0] in OWN:
@@ -77,7 +67,7 @@ def check_option(text: str) -> None:
 
 
 def check_path(path: str) -> str:
-    """Return why it would take a path for another one: it has tags in that of a log."""
+    """Return why Flux would read a path as another one: it replaces tags in that of a log."""
     return f"has {{{{, which {TITLE} takes otherwise" if "{{" in path else ""
 
 
@@ -87,7 +77,7 @@ def after(jobs: Iterable[int]) -> list[str]:
 
 
 def test_only(script: Path) -> str:
-    """Return what flux batch --dry-run says: whether it understands the script's options."""
+    """Return the result of flux batch --dry-run: whether it understands the script's options."""
     done = call(TITLE, ["flux", "batch", "--dry-run", str(script)])
     if done.returncode:
         return f"warning: --dry-run refuses it as things are: {answer(done)}"
@@ -97,7 +87,7 @@ def test_only(script: Path) -> str:
 def submit(script: Path, options: Iterable[str] = ()) -> int:
     """Submit a script and return the number of its job.
 
-    Raises QueueFull; NoAnswer, and taken tells then; Refusal.
+    Raises QueueFull, Refusal; NoAnswer, after which taken finds a job that was submitted.
     """
     known = f"--setattr=user.{SCRIPT}={json.dumps(str(script))}"
     done = call(TITLE, ["flux", "batch", known, *options, str(script)])
@@ -107,18 +97,13 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
         if not number.returncode:
             return int(number.stdout)
         raise NoAnswer(f"{script}: flux job id {name}: {answer(number)}")
-    said = answer(done)
-    if UNSURE.search(said):
-        raise NoAnswer(f"{script}: flux batch has no answer: {said}")
-    if FULL.search(said):
-        raise QueueFull(f"{script}: flux batch takes no more: {said}")
-    raise Refusal(f"{script}: flux batch refuses it: {said}")
+    raise not_submitted(script, "flux batch", done, UNSURE, FULL)
 
 
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-    scripts: as they were handed to flux batch, absolute
+    scripts: absolute paths, as in the calls of submit
     """
     paths = set(map(str, scripts))
     live = (number for (number, _), state in _listed([]).items() if state.live)
@@ -131,7 +116,7 @@ def taken(scripts: Collection[Path]) -> list[Taken]:
 
 
 def cancel(jobs: Iterable[int]) -> None:
-    """Cancel jobs. Raises SchedulerError where flux cancel does not do it."""
+    """Cancel jobs. Raises SchedulerError if flux cancel fails."""
     done = call(TITLE, ["flux", "cancel", *map(str, jobs)])
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode and not (lines and all("is inactive" in line for line in lines)):
@@ -139,13 +124,13 @@ def cancel(jobs: Iterable[int]) -> None:
 
 
 def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
-    """Return the states of jobs, each the one element of itself, of those that Flux remembers."""
+    """Return the states of jobs that Flux remembers, each as the element FIRST of itself."""
     numbers = [str(job) for job in sorted(set(jobs))]
     return _listed(numbers) if numbers else {}
 
 
 def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
-    """Return the mean power of jobs: Flux knows of none."""
+    """Return {}: Flux does not know the energy of jobs."""
     return {}
 
 
@@ -153,7 +138,7 @@ def _listed(numbers: list[str]) -> States:
     done = call(TITLE, ["flux", "jobs", "--no-header", f"--format={FORM}", *numbers])
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode and not (lines and all(map(UNKNOWN.search, lines))):
-        raise _no_answer(done)
+        raise no_answer("flux jobs", done, UNSURE)
     return dict(_row(line) for line in done.stdout.splitlines() if line.strip())
 
 
@@ -176,9 +161,3 @@ def _spec(number: int) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
         return {}, {}  # it has ended since
     found = json.loads(done.stdout)["attributes"]
     return found.get("system", {}), found.get("user", {})
-
-
-def _no_answer(done: subprocess.CompletedProcess[str]) -> SchedulerError:
-    said = answer(done)
-    kind = NoAnswer if UNSURE.search(said) else SchedulerError
-    return kind(f"flux jobs does not answer: {said}")

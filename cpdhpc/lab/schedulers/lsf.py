@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from .base import (
-    Arrays,
-    JobState,
-    Launcher,
-    NoAnswer,
-    QueueFull,
-    Refusal,
-    SchedulerError,
-    States,
-    Taken,
-)
-from .calls import answer, call
-from .launchers import hydra, open_mpi
+from .base import Arrays, JobState, SchedulerError, States, Taken
+from .calls import answer, call, no_answer, not_submitted
+from .launchers import Launcher, hydra, open_mpi
 
 TITLE, SUFFIX = "LSF", ".lsf"
 ARRAYS: Arrays = "any"
-FIRST = 1  # index 0 is that of a job that is no array
+FIRST = 1  # a job that is no array has index 0
 KEYS: Collection[str] = ("partition", "account", "qos", "constraint", "reservation")
 LAUNCHERS = {
     "mpirun": open_mpi(' --hostfile "$LSB_DJOB_HOSTFILE"'),  # with or without LSF in it
@@ -33,11 +22,12 @@ LAUNCHERS = {
     "jsrun": Launcher(
         "jsrun -n {ranks} -r {ppn} -a 1 -c {cores}",
         gpus=" -g 1",
+        one_gpu=" -g 1",
         bind={"none": " -b none", "core": " -b packed:{cores}"},
         distribution={"block": " -d packed"},
     ),
 }
-OWN = ("-J", "-n", "-W", "-o", "-oo", "-Q", "-w", "-I", "-K")  # what scripts and submit see to
+OWN = ("-J", "-n", "-W", "-o", "-oo", "-Q", "-w", "-I", "-K")  # set by scripts and submit
 FACTS: Collection[str] = ("LSB_QUEUE", "LSB_DJOB_NUMPROC", "LSF_VERSION")
 FIELDS = "jobid jobindex job_name stat exit_code pend_reason exit_reason command"
 UNSURE = re.compile("not responding|Cannot connect|timed out|is down|try later", re.IGNORECASE)
@@ -53,17 +43,17 @@ def own_job() -> str:
 
 
 def restarts() -> int:
-    """Return how often that job was put into the queue again: LSF says whether it was."""
+    """Return 1 if that job was put into the queue again, else 0: LSF does not say how often."""
     return int(os.environ.get("LSB_RESTART", "") == "Y")
 
 
 def shape(nodes: int, ppn: int) -> str:
-    """Return what a job is asked for by, to have so many ranks on each node."""
+    """Return the options that request ppn ranks on each of some nodes."""
     return f'-n {nodes * ppn} -R "span[ptile={ppn}]"'
 
 
 def check_option(text: str) -> None:
-    """Raise ValueError for what is no option of bsub, or one of OWN."""
+    """Raise ValueError unless it is an option of bsub, and none that scripts or submit set."""
     if not text.startswith("-"):
         raise ValueError("should be an option of bsub, as '-N'")
     if text.split()[0] in OWN:
@@ -71,7 +61,7 @@ def check_option(text: str) -> None:
 
 
 def check_path(path: str) -> str:
-    """Return why it would take a path for another one: it has its own words in that of a log."""
+    """Return why LSF would read a path as another one: it replaces some signs in that of a log."""
     return f'has % or ", which {TITLE} takes otherwise' if set(path) & set('%"') else ""
 
 
@@ -82,7 +72,7 @@ def after(jobs: Iterable[int]) -> list[str]:
 
 
 def test_only(script: Path) -> str:
-    """Return that nothing is known: bsub judges a script if it takes it."""
+    """Return that LSF has no test: bsub checks a script when it is submitted."""
     return f"{TITLE} says what it thinks of it when it is submitted"
 
 
@@ -90,26 +80,21 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
     """Submit a script and return the number of its job.
 
     bsub reads options from the script only if that is its input.
-    Raises QueueFull; NoAnswer, and taken tells then; Refusal.
+    Raises QueueFull, Refusal; NoAnswer, after which taken finds a job that was submitted.
     """
-    # The command of a job that is read from input is its text: the description has the path.
+    # The job has no path of a script that comes from standard input: its description has it.
     described = ["-Jd", str(script)]
     done = call(TITLE, ["bsub", *described, *options], reads=script)
     found = re.search(r"Job <(\d+)> is submitted", done.stdout)
     if not done.returncode and found is not None:
         return int(found[1])
-    said = answer(done)
-    if UNSURE.search(said):
-        raise NoAnswer(f"{script}: bsub has no answer: {said}")
-    if FULL.search(said):
-        raise QueueFull(f"{script}: bsub takes no more: {said}")
-    raise Refusal(f"{script}: bsub refuses it: {said}")
+    raise not_submitted(script, "bsub", done, UNSURE, FULL)
 
 
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-    scripts: as they were handed to bsub, absolute
+    scripts: absolute paths, as in the calls of submit
     """
     found: dict[tuple[int, str], list[int]] = {}
     paths = set(map(str, scripts))
@@ -122,16 +107,16 @@ def taken(scripts: Collection[Path]) -> list[Taken]:
 
 
 def cancel(jobs: Iterable[int]) -> None:
-    """Cancel jobs, arrays whole. Raises SchedulerError where bkill does not do it."""
+    """Cancel jobs, with all elements of arrays. Raises SchedulerError if bkill fails."""
     done = call(TITLE, ["bkill", *map(str, jobs)])
     if done.returncode:
         raise SchedulerError(f"bkill refuses it: {answer(done)}")
 
 
 def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
-    """Return the states of jobs and of all elements of arrays, of those that LSF remembers.
+    """Return the states of jobs and of all elements of arrays that LSF remembers.
 
-    That is for an hour or so after their end (CLEAN_PERIOD).
+    It remembers ended jobs for about an hour (CLEAN_PERIOD).
     """
     numbers = [str(job) for job in sorted(set(jobs))]
     rows = _rows(["-a", *numbers], FIELDS) if numbers else []
@@ -141,21 +126,21 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
 
 
 def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
-    """Return the mean power of jobs: LSF knows of none."""
+    """Return {}: LSF does not know the energy of jobs."""
     return {}
 
 
 def _rows(options: list[str], fields: str) -> list[dict[str, str]]:
-    """Return what bjobs says, a table from the names of fields for each job."""
+    """Return the tables of bjobs, one for each job, by names of fields."""
     done = call(TITLE, ["bjobs", "-json", "-o", fields, *options])
     if not done.stdout.strip():
         if done.returncode and "No " not in done.stderr and "not found" not in done.stderr:
-            raise _no_answer(done)
+            raise no_answer("bjobs", done, UNSURE)
         return []
     try:
         records = json.loads(done.stdout, strict=False)["RECORDS"]
     except (json.JSONDecodeError, KeyError, TypeError):
-        raise _no_answer(done) from None
+        raise no_answer("bjobs", done, UNSURE) from None
     return [row for row in records if "ERROR" not in row]  # "Job <12> is not found"
 
 
@@ -178,8 +163,3 @@ def _state(row: dict[str, str]) -> JobState:
         state, exit_code = "CANCELLED", None
     reason = row.get("PEND_REASON", "") if live else why
     return JobState(name, state, exit_code, reason.strip(), live)
-
-
-def _no_answer(done: subprocess.CompletedProcess[str]) -> SchedulerError:
-    said = answer(done)
-    return (NoAnswer if UNSURE.search(said) else SchedulerError)(f"bjobs does not answer: {said}")

@@ -6,24 +6,13 @@ import getpass
 import json
 import os
 import re
-import subprocess
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from .base import (
-    Arrays,
-    JobState,
-    Launcher,
-    NoAnswer,
-    QueueFull,
-    Refusal,
-    SchedulerError,
-    States,
-    Taken,
-)
-from .calls import answer, call
-from .launchers import hydra, open_mpi
+from .base import Arrays, JobState, SchedulerError, States, Taken
+from .calls import answer, call, no_answer, not_submitted
+from .launchers import Launcher, hydra, open_mpi
 
 TITLE, SUFFIX = "PBS", ".pbs"
 ARRAYS: Arrays = "run"
@@ -38,12 +27,12 @@ LAUNCHERS = {
         | {each: f" --cpu-bind {each}" for each in ("none", "socket", "numa")},
     ),
 }
-OWN = ("-J", "-N", "-S", "-j", "-o", "-e", "-I", "-C", "-z")  # what scripts and submit see to
+OWN = ("-J", "-N", "-S", "-j", "-o", "-e", "-I", "-C", "-z")  # set by scripts and submit
 FACTS: Collection[str] = ("PBS_QUEUE", "PBS_SERVER", "NCPUS")
 UNKNOWN = re.compile(r"Unknown Job Id", re.IGNORECASE)
 UNSURE = re.compile("cannot connect|Connection refused|timed out|Communication failure", re.I)
 FULL = re.compile("would exceed|exceeds? .*limit on number of jobs|limit .*jobs", re.IGNORECASE)
-STATES = {  # of jobs, by their letters: whether they live, and their name for all
+STATES = {  # letter of a state: whether such a job waits or runs, and the name of the state
     "B": (True, "BEGUN"),
     "E": (True, "EXITING"),
     "F": (False, "FINISHED"),
@@ -66,17 +55,17 @@ def own_job() -> str:
 
 
 def restarts() -> int:
-    """Return how often that job was put into the queue again: it is not said."""
+    """Return 0: PBS does not say how often that job was put into the queue again."""
     return 0
 
 
 def shape(nodes: int, ppn: int) -> str:
-    """Return what a job is asked for by, to have so many ranks on each node."""
+    """Return the options that request ppn ranks on each of some nodes."""
     return f"-l select={nodes}:mpiprocs={ppn} -l place=scatter"
 
 
 def check_option(text: str) -> None:
-    """Raise ValueError for what is no option of qsub, or one of OWN."""
+    """Raise ValueError unless it is an option of qsub, and none that scripts or submit set."""
     if not text.startswith("-"):
         raise ValueError("should be an option of qsub, as '-m e'")
     if text[:2] in OWN or re.match("-l *(select|place|walltime)", text):
@@ -84,46 +73,41 @@ def check_option(text: str) -> None:
 
 
 def check_path(path: str) -> str:
-    """Return why it would take a path for another one: it never does, as it gets none."""
+    """Return "": PBS gets no path, so it reads none as another one."""
     return ""
 
 
 def after(jobs: Iterable[int]) -> list[str]:
-    """Return the options by which a job waits until others have ended, if any have not."""
+    """Return the options by which a job waits for those of other jobs that have not ended."""
     ids = sorted({_number(each)[1] for each in _asked(jobs, finished=False)})
     return ["-W", f"depend=afterany:{':'.join(ids)}"] if ids else []
 
 
 def test_only(script: Path) -> str:
-    """Return that nothing is known: qsub judges a script if it takes it."""
+    """Return that PBS has no test: qsub checks a script when it is submitted."""
     return f"{TITLE} says what it thinks of it when it is submitted"
 
 
 def submit(script: Path, options: Iterable[str] = ()) -> int:
     """Submit a script and return the number of its job.
 
-    Raises QueueFull; NoAnswer, and taken tells then; Refusal.
+    Raises QueueFull, Refusal; NoAnswer, after which taken finds a job that was submitted.
     """
     done = call(TITLE, ["qsub", *options, str(script)])
     found = re.match(r"(\d+)", done.stdout)  # "12.server" or "12[].server"
     if not done.returncode and found is not None:
         return int(found[1])
-    said = answer(done)
-    if UNSURE.search(said):
-        raise NoAnswer(f"{script}: qsub has no answer: {said}")
-    if FULL.search(said):
-        raise QueueFull(f"{script}: qsub takes no more: {said}")
-    raise Refusal(f"{script}: qsub refuses it: {said}")
+    raise not_submitted(script, "qsub", done, UNSURE, FULL)
 
 
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-    scripts: as they were handed to qsub, absolute
+    scripts: absolute paths, as in the calls of submit
     """
     done = call(TITLE, ["qselect", "-u", getpass.getuser()])
     if done.returncode:
-        raise _no_answer("qselect", done)
+        raise no_answer("qselect", done, UNSURE)
     every = _jobs(done.stdout.split(), finished=False)
     found: dict[tuple[int, str], list[int]] = {}
     for at, job in every.items():
@@ -137,7 +121,7 @@ def taken(scripts: Collection[Path]) -> list[Taken]:
 
 
 def cancel(jobs: Iterable[int]) -> None:
-    """Cancel jobs, arrays whole. Raises SchedulerError where qdel does not do it."""
+    """Cancel jobs, with all elements of arrays. Raises SchedulerError if qdel fails."""
     ids = sorted({_number(each)[1] for each in _asked(jobs, finished=False)})
     if not ids:
         return
@@ -147,9 +131,9 @@ def cancel(jobs: Iterable[int]) -> None:
 
 
 def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
-    """Return the states of jobs and of all elements of arrays, of those that PBS remembers.
+    """Return the states of jobs and of all elements of arrays that PBS remembers.
 
-    Finished ones are remembered where the server keeps a history (job_history_enable).
+    It remembers finished jobs if the server keeps a history (job_history_enable).
     """
     return {
         (number, FIRST if index is None else index): _state(job)
@@ -160,7 +144,7 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
 
 
 def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
-    """Return the mean power of jobs: PBS knows of none."""
+    """Return {}: PBS does not know the energy of jobs."""
     return {}
 
 
@@ -174,7 +158,7 @@ def _state(job: dict[str, Any]) -> JobState:
 
 
 def _number(at: str) -> tuple[int, str, int | None]:
-    """Return of "12[3].server" the number, the id of the whole job, and the index."""
+    """Return the number, the id of the whole job, and the index in an id as "12[3].server"."""
     found = re.match(r"(\d+)(\[(\d*)\])?", at)
     if found is None:
         raise SchedulerError(f"qstat: {at!r} is no id of a job")
@@ -182,7 +166,7 @@ def _number(at: str) -> tuple[int, str, int | None]:
 
 
 def _asked(jobs: Iterable[int], finished: bool) -> dict[str, dict[str, Any]]:
-    """Return what qstat says of jobs, by their ids: as one job and as an array, whichever it is."""
+    """Return the tables of qstat for jobs, by their ids; each may be an array or not."""
     ids = [f"{job}{sign}" for job in sorted(set(jobs)) for sign in ("", "[]")]
     return _jobs(ids, finished)
 
@@ -193,7 +177,7 @@ def _jobs(ids: list[str], finished: bool) -> dict[str, dict[str, Any]]:
     done = call(TITLE, ["qstat", *["-x"] * finished, "-t", "-f", "-F", "json", *ids])
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode and not (lines and all(map(_forgotten, lines))):
-        raise _no_answer("qstat", done)
+        raise no_answer("qstat", done, UNSURE)
     try:
         return dict(json.loads(done.stdout or "{}", strict=False).get("Jobs", {}))
     except json.JSONDecodeError as error:
@@ -202,9 +186,3 @@ def _jobs(ids: list[str], finished: bool) -> dict[str, dict[str, Any]]:
 
 def _forgotten(line: str) -> bool:
     return bool(UNKNOWN.search(line)) or "has finished" in line
-
-
-def _no_answer(command: str, done: subprocess.CompletedProcess[str]) -> SchedulerError:
-    said = answer(done)
-    kind = NoAnswer if UNSURE.search(said) else SchedulerError
-    return kind(f"{command} does not answer: {said}")

@@ -1,41 +1,31 @@
-"""Slurm: its launchers, options and variables, and its commands, each with a time-out."""
+"""Slurm: its launchers, options and variables, and its commands."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from .base import (
-    Arrays,
-    JobState,
-    Launcher,
-    NoAnswer,
-    QueueFull,
-    Refusal,
-    SchedulerError,
-    States,
-    Taken,
-)
-from .calls import answer, call
-from .launchers import hydra, open_mpi
+from .base import Arrays, JobState, NoAnswer, Refusal, SchedulerError, States, Taken
+from .calls import answer, call, no_answer, not_submitted
+from .launchers import Launcher, hydra, open_mpi
 
 TITLE, SUFFIX = "Slurm", ".sbatch"
 ARRAYS: Arrays = "any"
 FIRST = 0
 KEYS: Collection[str] = ("partition", "account", "qos", "constraint", "reservation")
-# srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
-# --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
-# are a little later would be killed, and theirs would be srun's status.
+# srun does not inherit cpus-per-task from sbatch. After a rank has died the others end --wait
+# seconds later. They do not end at once, by --kill-on-bad-exit: if all ranks end with status 85,
+# those that are a little later would be killed, and srun would have their status.
 SRUN = (
     "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} "
     '--cpus-per-task="${{{{SLURM_CPUS_PER_TASK:-1}}}}" '
     "--kill-on-bad-exit=0 --wait=60"
 )
-IN_ORDER = " --distribution=block:block --cpu-bind=cores"  # by itself it deals ranks to sockets
+IN_ORDER = " --distribution=block:block --cpu-bind=cores"  # by default ranks go to sockets in turn
 PART = " --nodes={nodes}"
+ONE_GPU = " --gpus-per-node={ppn} --gpu-bind=per_task:1"  # a lone rank is not bound, but has one
 BIND = {
     "none": " --cpu-bind=none",
     "core": " --cpu-bind=cores",
@@ -43,8 +33,8 @@ BIND = {
     "numa": " --cpu-bind=ldoms",
 }
 DISTRIBUTION = {"block": " --distribution=block:block", "cyclic": " --distribution=block:cyclic"}
-# A launcher that runs in the batch shell gets the signal from that shell (B:): sent to all steps it
-# would hit Open MPI's daemons, and mpirun would end with status 0. Of srun the ranks are the step.
+# A launcher that runs in the batch shell gets the signal from that shell (B:). Sent to all steps,
+# it would end Open MPI's daemons, and mpirun with status 0. The step of srun is the ranks.
 LAUNCHERS = {
     "mpirun": open_mpi(given='"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"'),
     "mpiexec": hydra(
@@ -53,7 +43,13 @@ LAUNCHERS = {
     ),
     **{
         f"srun-{name}": Launcher(
-            SRUN.format(plugin), IN_ORDER, "USR1", part=PART, bind=BIND, distribution=DISTRIBUTION
+            SRUN.format(plugin),
+            IN_ORDER,
+            "USR1",
+            one_gpu=ONE_GPU,
+            part=PART,
+            bind=BIND,
+            distribution=DISTRIBUTION,
         )
         for name, plugin in (("pmix", "pmix"), ("pmi2", "pmi2"), ("cray", "cray_shasta"))
     },
@@ -93,12 +89,12 @@ def restarts() -> int:
 
 
 def shape(nodes: int, ppn: int) -> str:
-    """Return what a job is asked for by, to have so many ranks on each node."""
+    """Return the options that request ppn ranks on each of some nodes."""
     return f"--nodes={nodes} --ntasks-per-node={ppn}, not for --ntasks alone"
 
 
 def check_option(text: str) -> None:
-    """Raise ValueError for what is no option of sbatch, or one of OWN."""
+    """Raise ValueError unless it is an option of sbatch, and none that scripts or submit set."""
     if not text.startswith("-"):
         raise ValueError("should be an option of sbatch, as '--mail-type=END'")
     word = text.split()[0].partition("=")[0]
@@ -108,23 +104,23 @@ def check_option(text: str) -> None:
 
 
 def check_path(path: str) -> str:
-    """Return why it would take a path for another one: % in that of a log, or of a directory."""
+    """Return why Slurm would read a path as another one: % or a backslash in that of a log."""
     return f"has % or \\, which {TITLE} takes otherwise" if set(path) & set("%\\") else ""
 
 
 def after(jobs: Iterable[int]) -> list[str]:
-    """Return the options by which sbatch lets a job wait until others have ended, if any."""
+    """Return the options by which a job waits until others have ended, if any."""
     numbers = ":".join(map(str, sorted(jobs)))
     return [f"--dependency=afterany:{numbers}"] if numbers else []
 
 
-# sbatch itself asks a full queue 15 times in 2 min, and says so once it has been refused.
+# sbatch itself tries a full queue 15 times in 2 min, and prints that after the first refusal.
 RETRIES = re.compile("sleeping and retrying|disabled, retrying")
 FULL = re.compile(
     f"{RETRIES.pattern}|SubmitJob|Resource temporarily unavailable|temporarily unable to accept"
 )
-# Older versions of Slurm do not name the limit: it may be of jobs, or of the size of one.
-POLICY, OTHER_LIMIT = "accounting/QOS policy", re.compile(r"error: (Assoc|QOS)\w+")
+# Older versions of Slurm do not name the limit: it may be of jobs, or of the size of a job.
+POLICY, OTHER_LIMIT = re.compile("accounting/QOS policy"), re.compile(r"error: (Assoc|QOS)\w+")
 UNSURE = re.compile(  # the request may have been read all the same
     "Socket timed out|Unable to contact|Zero Bytes were|standby mode|connection failure|"
     "Connection (reset|refused|timed out)",
@@ -154,47 +150,45 @@ FIELDS = {  # of squeue, with the width of each column
 
 
 def test_only(script: Path) -> str:
-    """Return what sbatch --test-only says of a script: when and where it could start, or why not.
+    """Return the output of sbatch --test-only: when and where a script could start, or why not.
 
-    What it refuses sbatch may take all the same: a job whose nodes are drained waits for them.
-    Raises NoAnswer, SchedulerError where there is no sbatch.
+    sbatch may take the script in spite of that: a job whose nodes are drained waits for them.
+    Raises NoAnswer; SchedulerError if there is no sbatch.
     """
     done = call(TITLE, ["sbatch", "--test-only", str(script)])
-    said = answer(done)
-    if done.returncode and UNSURE.search(said):
-        raise NoAnswer(f"sbatch --test-only has no answer: {said}")
-    return f"warning: --test-only refuses it as things are: {said}" if done.returncode else said
+    text = answer(done)
+    if done.returncode and UNSURE.search(text):
+        raise NoAnswer(f"sbatch --test-only has no answer: {text}")
+    return f"warning: --test-only refuses it as things are: {text}" if done.returncode else text
 
 
 def submit(script: Path, options: Iterable[str] = ()) -> int:
     """Submit a script and return the number of its job.
 
-    Raises QueueFull; NoAnswer, and taken tells then; Refusal.
+    Raises QueueFull, Refusal; NoAnswer, after which taken finds a job that was submitted.
     """
     done = call(TITLE, ["sbatch", "--parsable", *options, str(script)], until=RETRIES)
     found = re.match(r"(\d+)", done.stdout)  # "12" or "12;cluster"
     if not done.returncode and found is not None:
         return int(found[1])
-    said = answer(done)
-    if UNSURE.search(said):
-        raise NoAnswer(f"{script}: sbatch has no answer: {said}")
-    if FULL.search(said) or (POLICY in said and not OTHER_LIMIT.search(said)):
-        raise QueueFull(f"{script}: sbatch takes no more: {said}")
-    if LONGEST_ARRAY in said:
-        said += ": max_array of the site profile should be Slurm's MaxArraySize"
-        said += " (docs/reference/sites.md)"
-    raise Refusal(f"{script}: sbatch refuses it: {said}")
+    text = answer(done)
+    full = POLICY if POLICY.search(text) and not OTHER_LIMIT.search(text) else FULL
+    error = not_submitted(script, "sbatch", done, UNSURE, full)
+    if isinstance(error, Refusal) and LONGEST_ARRAY in text:
+        advice = "max_array of the site profile should be Slurm's MaxArraySize"
+        raise Refusal(f"{error}: {advice} (docs/reference/sites.md)")
+    raise error
 
 
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-    scripts: as they were handed to sbatch, absolute
+    scripts: absolute paths, as in the calls of submit
     """
-    form = "--format=%F %K %j %o"  # the last is the script's path
+    form = "--format=%F %K %j %o"  # the last is the path of the script
     done = call(TITLE, ["squeue", f"--user={os.getuid()}", "--array", "--noheader", form])
     if done.returncode:
-        raise _no_answer(done)
+        raise no_answer("squeue", done, UNSURE)
     found: dict[tuple[int, str], list[int]] = {}
     for line in done.stdout.splitlines():
         job = re.fullmatch(r"(\d+) (\S+) (\S+) (.*)", line)
@@ -205,22 +199,22 @@ def taken(scripts: Collection[Path]) -> list[Taken]:
 
 
 def cancel(jobs: Iterable[int]) -> None:
-    """Cancel jobs, arrays whole. Raises SchedulerError where scancel does not do it."""
+    """Cancel jobs, with all elements of arrays. Raises SchedulerError if scancel fails."""
     done = call(TITLE, ["scancel", *map(str, jobs)])
     if done.returncode:
         raise SchedulerError(f"scancel refuses it: {answer(done)}")
 
 
 def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ()) -> States:
-    """Return the states of jobs and of all elements of arrays, of those that Slurm remembers.
+    """Return the states of jobs and of all elements of arrays that Slurm remembers.
 
-    squeue first, which needs no accounting; sacct for what squeue has forgotten, if it answers.
-    elements: those that are looked for; squeue may have forgotten some of an array alone
-    Raises SchedulerError where squeue does not answer.
+    They are squeue's, which needs no accounting, and sacct's for jobs that squeue has forgotten.
+    elements: those that the caller needs; squeue may have forgotten some of an array alone
+    Raises SchedulerError if squeue does not answer.
     """
     wanted = set(jobs)
     found: States = {}
-    for job in sorted(wanted):  # one by one: one that is forgotten is an error of all
+    for job in sorted(wanted):  # one by one: squeue fails if it has forgotten one of several
         found |= _queued(job)
     forgotten = wanted - {job for job, _ in found}
     forgotten |= {each[0] for each in elements if each not in found}
@@ -228,11 +222,11 @@ def states(jobs: Iterable[int], elements: Iterable[tuple[int, int | None]] = ())
 
 
 def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
-    """Return the mean power of ended jobs, of those whose energy Slurm has counted.
+    """Return the mean power in W of those ended jobs whose energy Slurm has counted.
 
-    That is ConsumedEnergy over the elapsed time, of whole nodes, if the site has a plugin for it
+    It is ConsumedEnergy over the elapsed time, of whole nodes, if the site has a plugin for it
     (AcctGatherEnergyType). Source: sacct(1), ConsumedEnergyRaw, in joules.
-    jobs: ids, as own_job has them in the job
+    jobs: ids, as own_job returns them in the job
     """
     if not jobs:
         return {}
@@ -245,7 +239,7 @@ def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in done.stdout.splitlines() if not done.returncode else ():
         job, energy_j, elapsed_s, state = line.split("|")
-        ended = state and not live(state.split()[0])  # a step, as 12.batch, is in its job's line
+        ended = state and not live(state.split()[0])  # the line of a job includes its steps
         if job in jobs and ended and energy_j.isdigit() and elapsed_s.isdigit():
             power_w = float(energy_j) / max(int(elapsed_s), 1)
             found |= {job: power_w} if power_w > 0 else {}
@@ -253,7 +247,7 @@ def mean_power_w(jobs: Collection[str]) -> dict[str, float]:
 
 
 def ask(command: list[str]) -> str:
-    """Return what a command of Slurm prints. Raises SchedulerError if it fails."""
+    """Return the output of a command of Slurm. Raises SchedulerError if it fails."""
     done = call(TITLE, command)
     if done.returncode:
         raise SchedulerError(f"{command[0]} does not answer: {answer(done)}")
@@ -272,13 +266,8 @@ def _queued(job: int) -> States:
     if done.returncode:
         if "Invalid job id" in done.stderr:
             return {}
-        raise _no_answer(done)
+        raise no_answer("squeue", done, UNSURE)
     return dict(_row(line) for line in done.stdout.splitlines() if line.strip())
-
-
-def _no_answer(done: subprocess.CompletedProcess[str]) -> SchedulerError:
-    said = answer(done)
-    return (NoAnswer if UNSURE.search(said) else SchedulerError)(f"squeue does not answer: {said}")
 
 
 def _row(line: str) -> tuple[tuple[int, int | None], JobState]:
@@ -290,8 +279,8 @@ def _row(line: str) -> tuple[tuple[int, int | None], JobState]:
     waited = int(status)  # as waitpid has it
     exit_code = None if live(state) or waited & 0x7F else waited >> 8
     reason = "" if reason == "None" else reason
-    place = int(job), int(index) if index.isdigit() else None
-    return place, JobState(name, state, exit_code, reason, live(state))
+    element = int(job), int(index) if index.isdigit() else None
+    return element, JobState(name, state, exit_code, reason, live(state))
 
 
 def _accounted(jobs: set[int]) -> States:
@@ -304,16 +293,16 @@ def _accounted(jobs: set[int]) -> States:
         done = call(TITLE, ["sacct", *flags, *options])
     except SchedulerError:
         return {}  # squeue has answered; this is a second source
-    if done.returncode:  # 1 where accounting is switched off
+    if done.returncode:  # 1 if accounting is switched off
         return {}
     return {k: v for line in done.stdout.splitlines() for k, v in _accounted_rows(line).items()}
 
 
 def _accounted_rows(line: str) -> States:
-    """Return the states that a line is of: "12", "12_3", or what never started, "12_[0-3,7%2]"."""
-    job, name, said, status = line.split("|")
+    """Return the states in a line: of "12", "12_3", or "12_[0-3,7%2]", which never started."""
+    job, name, words, status = line.split("|")
     number, _, indices = job.partition("_")
-    state = said.split()[0]  # "CANCELLED by 1000"
+    state = words.split()[0]  # "CANCELLED by 1000"
     code, _, signal = status.partition(":")
     exit_code = None if live(state) or signal != "0" else int(code)
     found = JobState(name, state, exit_code, "", live(state))

@@ -1,9 +1,8 @@
-"""What Slurm says of a cluster: partitions, nodes, limits, ways to start ranks."""
+"""A cluster by the answers of Slurm: partitions, nodes, limits, ways to start ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .base import SchedulerError
@@ -14,7 +13,7 @@ UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a partition that are the same. cores: of one, without further threads of each."""
+    """Identical nodes of a partition. cores: of a node, not counting further threads of a core."""
 
     count: int
     cores: int
@@ -25,7 +24,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition. nodes: the sorts of its nodes, the most numerous first; None: no limit."""
+    """A partition. nodes: by sort, the most numerous sort first; None: no limit."""
 
     name: str
     is_default: bool
@@ -47,7 +46,7 @@ class Partition:
 
 
 def partitions() -> list[Partition]:
-    """Return the partitions that this user sees. Raises SchedulerError without an answer."""
+    """Return the partitions that this user sees. Raises SchedulerError if Slurm does not answer."""
     sorts: dict[str, list[Nodes]] = {}
     for line in ask(["sinfo", "--noheader", "--format=%R|%D|%z|%m|%G"]).splitlines():
         name, count, shape, memory, gres = line.split("|")
@@ -56,33 +55,33 @@ def partitions() -> list[Partition]:
         sorts.setdefault(name.strip(), []).append(nodes)
     found = []
     for line in ask(["scontrol", "show", "partition", "--oneliner"]).splitlines():
-        said = dict(re.findall(r"(\w+)=(\S+)", line))
-        name = said.get("PartitionName", "")
+        keys = dict(re.findall(r"(\w+)=(\S+)", line))
+        name = keys.get("PartitionName", "")
         if name not in sorts:
             continue
-        most = said.get("MaxNodes", "UNLIMITED")
+        most = keys.get("MaxNodes", "UNLIMITED")
         found.append(
             Partition(
                 name,
-                said.get("Default") == "YES",
-                said.get("State", "UP") == "UP",
+                keys.get("Default") == "YES",
+                keys.get("State", "UP") == "UP",
                 tuple(sorted(sorts[name], key=lambda each: -each.count)),
                 int(most) if most.isdecimal() else None,
-                minutes(said.get("MaxTime", "UNLIMITED")),
+                minutes(keys.get("MaxTime", "UNLIMITED")),
             )
         )
     return found
 
 
 def gpus_of(gres: str) -> int:
-    """Return the GPUs in "gpu:a100:4(S:0-1),nvme:1", or "gpu:4"."""
+    """Return the number of GPUs in "gpu:a100:4(S:0-1),nvme:1", or "gpu:4"."""
     parts = re.sub(r"\([^)]*\)", "", gres).split(",")
     words = [part.split(":") for part in parts if part.partition(":")[0] == "gpu"]
     return sum(int(each[-1]) if each[-1].isdecimal() else 1 for each in words)
 
 
 def minutes(text: str) -> int | None:
-    """Return a time as Slurm writes it, [DAYS-]HOURS:MINUTES:SECONDS; None for no limit."""
+    """Return the minutes in Slurm's [DAYS-]HOURS:MINUTES:SECONDS; None for no limit."""
     if text.upper() in UNLIMITED:
         return None
     days, _, clock = text.rpartition("-")
@@ -91,14 +90,14 @@ def minutes(text: str) -> int | None:
 
 
 def settings() -> dict[str, str]:
-    """Return the configuration, by name. Raises SchedulerError where Slurm has no answer."""
+    """Return the configuration, by name. Raises SchedulerError if Slurm does not answer."""
     lines = ask(["scontrol", "show", "config"]).splitlines()
     pairs = (line.partition("=") for line in lines if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def mpi_plugins() -> list[str]:
-    """Return what srun --mpi can be, [] where it does not say."""
+    """Return the values that srun --mpi may have, [] if srun does not answer."""
     try:
         text = ask(["srun", "--mpi=list"])
     except SchedulerError:
@@ -107,14 +106,10 @@ def mpi_plugins() -> list[str]:
 
 
 def accounts(user: str) -> list[str]:
-    """Return the accounts of a user, [] where there is no accounting."""
+    """Return the accounts of a user, [] if there is no accounting."""
     words = ["show", "associations", f"user={user}", "format=account"]
     try:
         text = ask(["sacctmgr", "--noheader", "--parsable2", *words])
     except SchedulerError:
         return []
-    return _each_once(line.strip() for line in text.splitlines())
-
-
-def _each_once(words: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(word for word in words if word))
+    return list(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))

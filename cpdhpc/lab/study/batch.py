@@ -1,4 +1,4 @@
-"""What ranks measure: the cases of a batch, visit by visit, and the points of a benchmark."""
+"""Measurements on ranks: the cases of a batch, visit by visit, and the points of a benchmark."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ ADVICE = (
 
 
 class PlacementError(UserError):
-    """The processes of a job are not where they should be."""
+    """The processes of a job have other nodes or cores than requested."""
 
 
 def prove(world: Ranks, nodes: int, ppn: int) -> None:
     """Raise PlacementError unless world is nodes times ppn processes. Collective.
 
-    MPI is asked, not the scheduler, whose variables are wrong under mpirun.
+    The counts are MPI's: variables of the scheduler are wrong under mpirun.
     """
     asked = f"asked for were {nodes * ppn} (nodes x ranks per node: {nodes} x {ppn})"
     if world.processes != nodes * ppn:
@@ -82,7 +82,7 @@ def members(nodes: Sequence[int], case: Case) -> list[int]:
 
 
 class TimedCalls(Measuring):
-    """A case whose repeats are calls that all ranks do together; calls: see Kind.measure."""
+    """A case whose repeats are collective calls of its ranks; calls: see Kind.measure."""
 
     def __init__(self, study: Study, case: Case, directory: Path, calls: Calls) -> None:
         super().__init__(study, case, directory)
@@ -94,12 +94,12 @@ class TimedCalls(Measuring):
 
     @property
     def counted(self) -> Array:
-        """Times of the repeats that count, of the slowest rank, float64[n]."""
+        """Times of the repeats without warm-ups, of the slowest rank, float64[n]."""
         times: Array = self.times_s[self.is_warmup == 0, 0]
         return times
 
     def visit(self, place: Place, caught: Caught) -> None:
-        """Make the call ready and time it a few times. Collective."""
+        """Prepare the call and time it a few times. Collective."""
         world, measure = place.world, self.measure
         left = measure.max_repeats - len(self.counted)
         with _cores(world, self.case) as cores:
@@ -120,7 +120,7 @@ class TimedCalls(Measuring):
             self.spent_j += float(energy["energy_j"])
             self.outcomes["energy_j"] = self.spent_j / len(self.times_s)
         self.spent_s += float(world.max(spent_ns)[0]) / 1e9
-        counted = self.counted  # the same on all ranks, as all that is looked at is
+        counted = self.counted  # the same on all ranks, as all inputs of the decision are
         self.done = measure.is_over(len(counted), self.spent_s, [counted])
 
     def result(self, place: Place) -> Result:
@@ -129,12 +129,9 @@ class TimedCalls(Measuring):
 
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 85  # exit statuses; 85: start it again
-PAUSE_S = 0.002  # between the looks of ranks that wait for smaller cases
-UNMEASURABLE = (
-    UserError,
-    ArithmeticError,
-    NonFiniteGradient,
-)  # what kinds raise on all ranks alike
+PAUSE_S = 0.002  # between two tests by ranks that wait for a case on other ranks
+# Errors of cases that kinds raise, each on all ranks
+UNMEASURABLE = (UserError, ArithmeticError, NonFiniteGradient)
 
 
 def measure_batch(
@@ -147,13 +144,13 @@ def measure_batch(
 ) -> int:
     """Measure the cases of a batch that are not finished; return the exit status. Collective.
 
-    path: of the study's folder; nodes, ppn: what the job asked for, by default the batch's shape
-    launch: what starts the ranks of cases whose kind does that itself, from this one process
-    Raises UserError on all processes alike: PlacementError where they are not what was asked for.
+    path: of the study's folder; nodes, ppn: as the job requested, by default the batch's shape
+    launch: starts the ranks of cases from this one process, if their kind needs that
+    Raises UserError on all processes; PlacementError if they are not as requested.
     """
     folder = Folder(path)
     mark = folder.claim_file(number)
-    # First of all: who reads the claim may send a signal, and all ranks are here when it is made.
+    # First of all: a reader of the claim may send a signal, and all ranks must then catch it.
     with catching() as caught:
         study, batch = world.agreed(lambda: _load(folder, number))
         if study.of_kind.starts_ranks != (launch is not None):
@@ -164,7 +161,7 @@ def measure_batch(
             _check_shape(world, batch)
             _check_seats(world, batch)
         cases, claim = world.on_first(lambda: _begin(folder, batch, launch))
-        some = cast(World, world)  # Alone has what runs of programs ask of it
+        some = cast(World, world)  # Alone has all methods that runs of programs call
         runner = _Runner(some, folder, study, cases, claim.restarts, caught, launch)
         runner.run(number)
         state = "stopped" if runner.status == UNFINISHED else "ended"
@@ -181,7 +178,7 @@ def _load(folder: Folder, number: int) -> tuple[Study, Batch]:
 
 
 def _check_shape(world: Ranks, batch: Batch) -> None:
-    """Raise UserError where a job's shape, proven, is too small for a case of the batch."""
+    """Raise UserError if a job's shape is too small for a case of the batch."""
     for case in batch.cases:
         if len(members(world.nodes, case)) != case.ranks:
             raise UserError(
@@ -190,56 +187,60 @@ def _check_shape(world: Ranks, batch: Batch) -> None:
 
 
 def _check_seats(world: Ranks, batch: Batch) -> None:
-    """Raise PlacementError unless ranks are bound and distributed as asked for. Collective."""
+    """Raise PlacementError unless ranks are bound and distributed as requested. Collective."""
     if any(batch.seats):
-        seats = world.gather(binding.seat() | {"rank": world.process})
+        seats = world.gather(binding.seat(batch.seats[0]) | {"rank": world.process})
         if wrong := binding.misplaced(seats, *batch.seats):
             raise PlacementError(f"batch {batch.number}: {wrong}: the launcher places them")
 
 
 @contextmanager
 def _cores(world: Ranks, case: Case) -> Iterator[str]:
-    """Yield where ranks are: on cores of their own, or where the case says. Collective."""
-    if any(case.seats):
-        yield binding.said(world.gather(binding.seat() | {"rank": world.process}))
+    """Bind ranks to cores of their own, unless the case binds them; yield a text. Collective."""
+    bind, distribution = case.seats
+    seats = ""
+    if bind or distribution:
+        seats = binding.said(world.gather(binding.seat(bind) | {"rank": world.process}))
+    if bind not in ("", "gpu") or distribution:
+        yield seats
         return
     with own_cores(world) as cores:
-        yield cores
+        yield f"{cores}; {seats}" if seats else cores
 
 
 def _begin(folder: Folder, batch: Batch, launch: Launch | None) -> tuple[list[Case], Claim]:
-    """Return the cases that are not finished, and the claim of this start."""
+    """Return the unfinished cases, and the claim of this start."""
     path = folder.claim_file(batch.number)
     before = read_claim(path)
     if before is not None and before.alive():
         raise FolderError(
             f"batch {batch.number}: is being measured by {before}: wait for it, or end it there"
         )
-    finished = _check_alike(folder, None if launch is None else machine())
+    finished = _check_same(folder, None if launch is None else machine())
     if launch is not None:
         launch.kept[BEFORE] = finished
     cases = []
     for case in batch.cases:
         if folder.finished(case):
             if launch is None:
-                folder.clear_work(case)  # where its process was killed before it could
+                folder.clear_work(case)  # if its process was killed before it did that
         else:
             folder.failure_file(case).unlink(missing_ok=True)
             cases.append(case)
     return cases, Claim.begin(path)
 
 
-def _check_alike(folder: Folder, own: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return where a finished case was measured, {} where there is none.
+def _check_same(folder: Folder, own: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return the environment of a finished case, {} if there is none.
 
-    own: in what that is to agree with this job; None: in all of this process's identity
-    Raises FolderError where that was otherwise than this job would.
+    own: the part of this job's environment that must agree with it; None: provenance.identity
+    Raises FolderError if it does not agree.
     """
     for path in folder.cases.glob("*.h5"):
         try:
             before = read_environment(path)
         except StoreError:
-            continue  # it is damaged, and another one tells
+            continue  # it is damaged: another case has the same environment
         if wrong := difference(before, own):
             raise FolderError(
                 f"{folder.path}: holds cases measured with {wrong}, and times of both would be "
@@ -255,12 +256,12 @@ class Alone(Loopback):
     def part(
         self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 0.0
     ) -> Alone:
-        """Return this world: whatever runs on ranks, it is started from here."""
+        """Return this world: cases start their ranks from here."""
         return self
 
 
 class _Runner:
-    """The cases of a batch, group by group, visit by visit. Collective, all of it."""
+    """The cases of a batch, group by group, visit by visit. All methods are collective."""
 
     def __init__(
         self,
@@ -274,7 +275,7 @@ class _Runner:
     ) -> None:
         self.folder, self.study, self.cases = folder, study, cases
         self.restarts, self.caught, self.launch = restarts, caught, launch
-        # All wait here for ranks that measure, which have time-outs of their own that end the job.
+        # Ranks wait here for those that measure, whose own time-outs end the job.
         everyone = world.part(range(world.processes), timeout_s=math.inf)
         assert everyone is not None
         self.world = everyone
@@ -290,7 +291,7 @@ class _Runner:
         return FAILED if self.failed else FINISHED
 
     def run(self, number: int) -> None:
-        """Measure all cases, or until a signal."""
+        """Measure all cases, until a signal comes."""
         order = np.random.default_rng([self.study.measure.seed, number])
         shuffled = [self.cases[i] for i in order.permutation(len(self.cases))]
         size = self.study.measure.interleave if self.study.run.bundle != "case" else 1
@@ -300,7 +301,7 @@ class _Runner:
                 return
 
     def _group(self, cases: Sequence[Case], order: np.random.Generator) -> None:
-        """Measure some cases in turns: a visit to each, then the next round, in another order."""
+        """Measure some cases in turns: a visit to each, then the next round in another order."""
         pending = {case.id: each for case in cases if (each := self._start(case))}
         while pending:
             for name in [list(pending)[i] for i in order.permutation(len(pending))]:
@@ -310,7 +311,7 @@ class _Runner:
                     return
 
     def _start(self, case: Case) -> Measuring | None:
-        """Return the measuring of a case; None where its factors turn out not to fit."""
+        """Return the measuring of a case, None if it cannot be measured."""
         measure, work = self.study.of_kind.measure, self.folder.work(case)
         error: Exception | None = None
         found: Measuring | None = None
@@ -321,7 +322,7 @@ class _Runner:
                 found = TimedCalls(self.study, case, work, measure)
         except UNMEASURABLE as problem:
             error = problem
-        wrong = _first(self.world.gather(_told(error)))
+        wrong = _first(self.world.gather(_line(error)))
         if wrong:
             self._fail(case, wrong)
             return None
@@ -339,19 +340,19 @@ class _Runner:
             except UNMEASURABLE as problem:
                 error = problem
         self.world.barrier("a case on other ranks", 0.0 if place else PAUSE_S)
-        told = self.world.gather((measuring.done, _told(error), self.caught.number))
-        self.stopped = any(number for _, _, number in told)
-        wrong = _first(text for _, text, _ in told)
+        every = self.world.gather((measuring.done, _line(error), self.caught.number))
+        self.stopped = any(number for _, _, number in every)
+        wrong = _first(text for _, text, _ in every)
         if wrong:
             self._fail(measuring.case, wrong)
             return True
-        if any(done for done, _, _ in told):
+        if any(done for done, _, _ in every):
             self._finish(measuring, place)
             return True
         return False
 
     def _place(self, measuring: Measuring) -> Place | None:
-        """Return where a case runs, None on ranks that have no part in it."""
+        """Return the place of a case, None on ranks that do not measure it."""
         case = measuring.case
         key = (case.nodes, case.ppn, measuring.virtual_ranks, measuring.timeout_s)
         if key not in self.places:
@@ -385,7 +386,7 @@ class _Runner:
         self._say(f"finished {case.id}")
 
     def _fail(self, case: Case, wrong: str) -> None:
-        """Write from process 0 why a case cannot be measured; the others go on."""
+        """Write from process 0 why a case cannot be measured; other cases go on."""
         self.failed += 1
         self._say(f"failed {case.id}: {wrong}")
         path = self.folder.failure_file(case)
@@ -396,8 +397,8 @@ class _Runner:
             print(f"[{self.finished + self.failed}/{len(self.cases)}] {text}", flush=True)
 
 
-def _told(error: Exception | None) -> str:
-    """Return an error in a line, "" where there is none."""
+def _line(error: Exception | None) -> str:
+    """Return an error in a line, "" for none."""
     return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -409,19 +410,19 @@ def _first(texts: Iterable[str]) -> str:
 def write_benchmark(
     measured: Measured, arguments: argparse.Namespace, world: Ranks | None = None
 ) -> None:
-    """Write what a benchmark has measured to --out, if that is given. Collective.
+    """Write the points of a benchmark to --out, if that is set. Collective.
 
     world: None for a benchmark of one process
-    Raises UserError on all processes where the file cannot be written.
+    Raises UserError on all processes if the file cannot be written.
     """
     path, ranks = arguments.out, world or Loopback()
     if path is None or not measured.points:
         return
-    where = hosts(ranks)
+    names = hosts(ranks)
 
     def write() -> None:
-        places = environment(where, measured.cores)
-        points = [_result(study, point, measured.warmup, places, ranks) for point in found]
+        of_all = environment(names, measured.cores)
+        points = [_result(study, point, measured.warmup, of_all, ranks) for point in found]
         write_study(path, study, points, of_benchmark=further)
 
     found = measured.points
@@ -445,8 +446,8 @@ def _study(measured: Measured) -> Study:
 
 
 def _result(
-    study: Study, point: Point, warmup: int, places: dict[str, str], world: Ranks
+    study: Study, point: Point, warmup: int, of_all: dict[str, str], world: Ranks
 ) -> tuple[Case, Result]:
     nodes = len(set(world.nodes))
     case = make_case(study, point.factors, nodes, world.ranks // nodes)
-    return case, Result(*over_ranks(point.times_s, warmup), point.outcomes, places)
+    return case, Result(*over_ranks(point.times_s, warmup), point.outcomes, of_all)

@@ -1,4 +1,4 @@
-"""From a study file to its cases, by products, exclusions and rules, and to batches for jobs."""
+"""From a study file to its cases, by products, exclusions and rules, and to batches of jobs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ..settings import blaming, override
 from ..study_data import ABSENT, SEATS, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
-SLUG = 60  # characters of an id that are there to be read
-NOT_OF_A_JOB = ("compare", "name")  # of a job file: factors take the place of its rows
-NOT_MEASURED = ("seed", "interleave")  # of [measure]: they order cases
+SLUG = 60  # characters of the readable part of an id
+NOT_OF_A_JOB = ("compare", "name")  # tables of a job file that factors replace
+NOT_MEASURED = ("seed", "interleave")  # keys of [measure] that only order cases
 
 
 def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
@@ -59,7 +59,7 @@ def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
 
 
 def _deciding(study: Study) -> Raw:
-    """Return the tables of the job without keys that decide no measurement."""
+    """Return the tables of the job without keys that do not affect measurements."""
     if not (keys := study.of_kind.may_change):
         return study.job
     return {
@@ -69,7 +69,7 @@ def _deciding(study: Study) -> Raw:
 
 
 def shown(value: Value, units: str = "1") -> str:
-    """Return a value as people write it: bytes in the largest unit that divides them."""
+    """Return a value as text: bytes in the largest unit that divides them."""
     if units == "byte" and isinstance(value, int) and value > 0:
         unit = next(name for name, size in reversed(UNITS.items()) if value % size == 0 and name)
         return f"{value // UNITS[unit]}{unit}"
@@ -84,7 +84,7 @@ SAME = "same"  # base.ranks: speed-ups are at the same number of ranks
 
 @dataclass(frozen=True)
 class Expansion:
-    """The cases of a study, and those that cannot be measured, each with the reason."""
+    """The cases of a study, and the impossible ones, each with the reason."""
 
     cases: list[Case]
     impossible: list[tuple[Case, str]]
@@ -93,7 +93,7 @@ class Expansion:
 def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
     """Return the study of a file, with settings "table.key=value" laid over it.
 
-    Raises ConfigError for whatever is wrong in it, with a suggestion for what is unknown.
+    Raises ConfigError for any mistake in it, with a suggestion for an unknown name.
     """
     return blaming(lambda some: _load(path, some), settings, path)
 
@@ -109,7 +109,7 @@ def _load(path: Path, settings: Iterable[str]) -> Study:
 
 
 def _laid_over(raw: Raw, changes: Raw) -> Raw:
-    """Return a study's tables with changes laid over them, over its job as its kind does that."""
+    """Return a study's tables with changes laid over them; its kind does that for the job."""
     job, change, kind = raw.get("job"), changes.get("job"), _kind(raw)
     laid = merge(raw, changes)
     if kind is not None and isinstance(job, dict) and isinstance(change, dict):
@@ -118,7 +118,7 @@ def _laid_over(raw: Raw, changes: Raw) -> Raw:
 
 
 def _kind(raw: Raw) -> Kind | None:
-    """Return the kind that a study names, None where there is no such: Study tells."""
+    """Return the kind that a study names, None if it is unknown: Study raises the error."""
     try:
         return kind_of(str(raw.get("kind")))
     except ConfigError:
@@ -126,7 +126,7 @@ def _kind(raw: Raw) -> Kind | None:
 
 
 def _flat_factors(raw: Raw) -> Raw:
-    """Return the tables of factors with keys as "train.batch", which TOML nests unless quoted."""
+    """Return the tables of factors with keys as "train.batch", which are nested tables in TOML."""
     tables = {key: raw[key] for key in ("sweep", "weak", "base") if isinstance(raw.get(key), dict)}
     rows = {key: raw[key] for key in ("zip", "exclude") if isinstance(raw.get(key), list)}
     return {key: flatten(table) for key, table in tables.items()} | {
@@ -136,7 +136,7 @@ def _flat_factors(raw: Raw) -> Raw:
 
 
 def _job(path: Path, raw: Raw) -> Any:
-    """Return the tables of the job that a study names, or those that it holds itself."""
+    """Return the tables of the job file that a study names, or of the job in the study itself."""
     train, kind = raw.get("train"), _kind(raw)
     if kind is not None and kind.own_tables:
         given = {name: raw[name] for name in kind.own_tables if name in raw}
@@ -162,16 +162,16 @@ def _job(path: Path, raw: Raw) -> Any:
 
 
 def _varies(raw: Raw, name: str) -> bool:
-    """Return whether a factor is in the sweep of a file, or in lists that go together."""
+    """Return whether a factor is in [sweep] or [[zip]] of a file."""
     rows = raw.get("zip", [])
     tables = [raw.get("sweep"), *(rows if isinstance(rows, list) else [])]
     return any(name in table for table in tables if isinstance(table, dict))
 
 
 def _without_seeds(job: Raw, *names: str) -> Raw:
-    """Return the tables of a job without keys of [train] that the factor seed takes the place of.
+    """Return the tables of a job without keys of [train] that the factor seed replaces.
 
-    An inline seed stays, as ids of cases are made of it; the factor is laid over it.
+    A seed in the study itself stays, because ids of cases depend on it; the factor is laid over it.
     """
     train = job.get("train")
     if not isinstance(train, dict):
@@ -180,7 +180,7 @@ def _without_seeds(job: Raw, *names: str) -> Raw:
 
 
 def check_factors(study: Study, source: str) -> None:
-    """Raise ConfigError, which begins with source, for what expand cannot make cases of."""
+    """Raise ConfigError, which begins with source, if expand cannot make cases of the study."""
     try:
         _check_factors(study)
     except ConfigError as error:
@@ -212,9 +212,9 @@ def _check_factors(study: Study) -> None:
 
 
 def axes(study: Study) -> list[list[Point]]:
-    """Return the lists whose product the sweep is: a factor each, or those that are zipped.
+    """Return the lists whose product is the sweep: one for each factor, and for each zip.
 
-    Raises ConfigError for an unknown factor, a value that cannot be and an empty list.
+    Raises ConfigError for an unknown factor, a wrong value and an empty list.
     """
     found = [
         [{name: value} for value in _values(study, name, given, f"sweep.{name}")]
@@ -231,55 +231,53 @@ def axes(study: Study) -> list[list[Point]]:
     return found
 
 
-def _zipped(study: Study, table: Raw, where: str) -> list[Point]:
-    columns = {
-        name: _values(study, name, given, f"{where}.{name}") for name, given in table.items()
-    }
+def _zipped(study: Study, table: Raw, key: str) -> list[Point]:
+    columns = {name: _values(study, name, given, f"{key}.{name}") for name, given in table.items()}
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) != 1:
-        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ConfigError(f"{where}: lists should be of one length: {told or 'there is none'}")
+        each = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ConfigError(f"{key}: lists should be of one length: {each or 'there is none'}")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _values(study: Study, name: str, given: Any, where: str) -> list[Value]:
-    factor = _factor(study, name, where.rpartition(f".{name}")[0])
+def _values(study: Study, name: str, given: Any, key: str) -> list[Value]:
+    factor = _factor(study, name, key.rpartition(f".{name}")[0])
     values = given if isinstance(given, list) else [given]
     if not values:
-        raise ConfigError(f"{where}: is empty: a factor needs a value")
-    found = [_value(factor, value, where) for value in values]
-    return list(dict.fromkeys(found)) if where.startswith("sweep") else found
+        raise ConfigError(f"{key}: is empty: a factor needs a value")
+    found = [_value(factor, value, key) for value in values]
+    return list(dict.fromkeys(found)) if key.startswith("sweep") else found
 
 
-def _factor(study: Study, name: str, where: str) -> Factor:
+def _factor(study: Study, name: str, table: str) -> Factor:
     known = SHAPE | dict(study.factors)
     if name not in known:
         raise ConfigError(
-            f"{where}.{name}: unknown factor of kind {study.kind}: {suggest(name, known)}"
+            f"{table}.{name}: unknown factor of kind {study.kind}: {suggest(name, known)}"
         )
     return known[name]
 
 
-def _value(factor: Factor, value: Any, where: str) -> Value:
+def _value(factor: Factor, value: Any, key: str) -> Value:
     if value == ABSENT and factor.default == ABSENT:
         return ABSENT
     try:
         return factor.parse(value)
     except ValueError as error:
-        raise ConfigError(f"{where}={value!r}: {reason(error, value)}") from None
+        raise ConfigError(f"{key}={value!r}: {reason(error, value)}") from None
 
 
-def _row(study: Study, row: Mapping[str, Any], where: str) -> Point:
+def _row(study: Study, row: Mapping[str, Any], table: str) -> Point:
     return {
-        name: _value(_factor(study, name, where), value, f"{where}.{name}")
+        name: _value(_factor(study, name, table), value, f"{table}.{name}")
         for name, value in row.items()
     }
 
 
 def base_factors(study: Study) -> Point:
-    """Return the factors by which a study picks what speed-ups are relative to.
+    """Return the factors that pick the base points of speed-ups.
 
-    ranks = "same" is none of them: it says that the base has as many ranks.
+    ranks = "same" is not among them: it means that the base has as many ranks as the point.
     """
     named = {key: value for key, value in study.base.items() if (key, value) != ("ranks", SAME)}
     return _row(study, named, "base")
@@ -288,7 +286,7 @@ def base_factors(study: Study) -> Point:
 def expand(study: Study) -> Expansion:
     """Return the cases in the order of the sweep, the last list fastest, each case once.
 
-    Raises ConfigError where nothing is left.
+    Raises ConfigError if there is none.
     """
     cases: dict[str, Case] = {}
     impossible: dict[str, tuple[Case, str]] = {}
@@ -307,7 +305,7 @@ def expand(study: Study) -> Expansion:
 
 
 def _points(study: Study) -> Iterator[tuple[Point, str | None]]:
-    """Yield every point that exclusions and constraints leave, and what is wrong with its shape."""
+    """Yield the points that exclusions and constraints leave, each with an error of its shape."""
     excluded = [_row(study, row, "exclude") for row in study.exclude]
     constraints = [Constraint(text) for text in study.constraints]
     defaults = {name: factor.default for name, factor in study.factors.items()}
@@ -324,7 +322,7 @@ def _points(study: Study) -> Iterator[tuple[Point, str | None]]:
 
 
 def _shape(given: Point) -> tuple[Point, str | None]:
-    """Return nodes, ppn and ranks; with ranks given, ppn is the most per node."""
+    """Return nodes, ppn and ranks, and what is wrong with them; with ranks, ppn is a maximum."""
     ppn = int(given.get("ppn", 1))
     if "ranks" not in given:
         nodes = int(given.get("nodes", 1))
@@ -353,17 +351,17 @@ def _case(study: Study, point: Point) -> tuple[Case, str | None]:
 
 
 START_S = 10.0  # to start MPI and Python on all ranks
-SETUP_S = 0.5  # of a case: its data and its check
-TRAINING_S = 60.0  # for a case of which nothing is known
+SETUP_S = 0.5  # for the data of a case and its check
+TRAINING_S = 60.0  # for a case without an estimate
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a job does: cases on at most nodes * ppn ranks.
+    """The cases of a job, on at most nodes * ppn ranks.
 
-    time_s: about how long it takes; has_gpus: whether a case needs a GPU for each rank
+    time_s: estimate; has_gpus: whether a case needs a GPU for each rank
     seats: how its ranks are bound and distributed
-    limit_s: what the study allows it, which is no less: a job that takes longer goes on in another
+    limit_s: the most that the study allows, not below time_s: the rest goes on in another job
     """
 
     number: int
@@ -382,7 +380,7 @@ class Batch:
 
     @property
     def rank_hours(self) -> float:
-        """Time of all ranks together."""
+        """Estimated time, times the ranks."""
         return self.time_s * self.ranks / 3600
 
 
@@ -400,7 +398,7 @@ def case_time_s(study: Study, case: Case) -> float:
 def case_limit_s(study: Study, case: Case) -> float:
     """Return how long a case may take: a visit may begin until its calls took max_time_s.
 
-    Of a training, and where run.case_time_s says it, that is the estimate.
+    For a training, and if run.case_time_s is set, that is the estimate.
     """
     measure, about_s = study.measure, case_time_s(study, case)
     visit_s = _guess_s(study, case, measure.block + measure.warmup)
@@ -416,7 +414,7 @@ def _guess_s(study: Study, case: Case, calls: int) -> float:
 def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
     """Return the jobs of all cases of a study, small shapes first, numbered from 0.
 
-    The numbers depend on the study alone, whatever is finished.
+    The numbers depend on the study alone, not on finished cases.
     """
     ordered = sorted(cases, key=lambda case: (*_shape_of(study, case), case.id))
     if study.run.bundle == "nested":  # the largest shape of each device
@@ -431,22 +429,22 @@ def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
 
 
 def _shape_of(study: Study, case: Case) -> tuple[int, int, bool, tuple[str, str]]:
-    """Return what the cases of a job have in common: ranks, nodes, GPUs, where ranks sit."""
+    """Return what the cases of a job have in common: ranks, nodes, GPUs, binding."""
     return case.ranks, case.nodes, *_job_of(study, case)
 
 
 def _job_of(study: Study, case: Case) -> tuple[bool, tuple[str, str]]:
-    """Return what cases of a job have in common whatever their ranks are."""
+    """Return what the cases of a job have in common besides ranks and nodes."""
     return uses_gpus(study, case), case.seats
 
 
 def uses_gpus(study: Study, case: Case) -> bool:
     """Whether a case needs a GPU for each rank."""
-    return study.of_kind.device(study.job, case.factors) == "gpu"
+    return "gpu" in (study.of_kind.device(study.job, case.factors), case.seats[0])
 
 
 def _cut(study: Study, cases: Sequence[Case]) -> list[list[Case]]:
-    """Return the cases in parts that take no longer than batch_time_s, if a case does not."""
+    """Return the cases in parts of at most batch_time_s; a longer case is a part of its own."""
     parts: list[list[Case]] = [[]]
     left_s = study.run.batch_time_s - START_S
     for case in cases:

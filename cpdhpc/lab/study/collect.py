@@ -1,4 +1,4 @@
-"""From the files of cases to the study file: all of them as labelled arrays, with speed-ups."""
+"""From the files of cases to the study file: labelled arrays of all cases, with speed-ups."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..schedulers.base import Scheduler
 from ..study_data import SHAPE, Array, Case, Factor, Result, Value
 from ..study_data.statistics import ratio_intervals, summarise
 from ..study_data.study_file import (
-    ALIKE,
     FURTHER,
     METRIC,
     NO_INTEGER,
+    OPTIONAL,
     OUTCOMES,
+    SAME_FOR_ALL,
     SCHEMA,
     SERIES,
     WALL,
-    WHERE_KNOWN,
     read_result,
 )
 from .cases import SAME, base_factors, expand
@@ -38,10 +38,10 @@ from .submit import kept_site
 
 @dataclass(frozen=True)
 class Base:
-    """How base points are found.
+    """The rule that finds base points.
 
-    named: factors that pick them; free: those in which a point may differ from its base
-    work: the factor that says how large the problem is
+    named: factors of base points; free: factors in which a point may differ from its base
+    work: the factor that is the size of the problem
     """
 
     named: Mapping[str, Value]
@@ -60,10 +60,10 @@ class Base:
         return cls(named, frozenset({*varies, *named, *shape}), work)
 
     def points(self, cases: Sequence[Case]) -> npt.NDArray[np.int64]:
-        """Return the index of each case's base among cases, -1 where there is none.
+        """Return the index of each case's base among cases, -1 for none.
 
-        It agrees with the case in all factors that are not free, has what is named, and is the
-        smallest such: fewest ranks, then least work.
+        The base agrees with the case in all factors that are not free, and has those that are
+        named. Among several it has the fewest ranks, then the least work.
         """
         tables: dict[tuple[str, ...], dict[tuple[Value, ...], int]] = {}
         for index in sorted(range(len(cases)), key=lambda i: self._size(cases[i])):
@@ -78,7 +78,7 @@ class Base:
     def _find(
         self, tables: Mapping[tuple[str, ...], Mapping[tuple[Value, ...], int]], case: Case
     ) -> int:
-        """Return a case's base; one that a study names need not use all factors of the case."""
+        """Return a case's base, -1 for none; a named base need not use all factors of the case."""
         factors = case.all_factors
         own = {name for name in factors if name not in self.free}
         for names, table in sorted(tables.items(), key=lambda item: -len(item[0])):
@@ -93,7 +93,7 @@ class Base:
         return case.ranks, float(case.factors.get(self.work, 0))
 
     def work_ratio(self, cases: Sequence[Case], base: npt.NDArray[np.int64]) -> list[float]:
-        """Return each case's work over that of its base, 1 where the problem is the same."""
+        """Return each case's work over that of its base: 1: the same problem, NaN: no base."""
         works = [float(case.factors.get(self.work, 1)) for case in cases]
         return [
             work / works[index] if index >= 0 else float("nan")
@@ -113,7 +113,7 @@ Points = Sequence[tuple[Case, Result]]
 Variables = dict[str, Variable]
 BY = ("point",)
 MISSING: dict[type, Any] = {str: "", int: -1, float: np.nan, bool: -1}
-OF_FACTORS = MISSING | {int: NO_INTEGER}  # users' may be -1
+OF_FACTORS = MISSING | {int: NO_INTEGER}  # a factor of a user may be -1
 DTYPES: dict[type, Any] = {str: str, int: np.int64, float: np.float64, bool: np.int8}
 SUMMARY = {  # column: long name; all but n in seconds
     "n": "repeats that count, without warm-ups",
@@ -141,15 +141,15 @@ def write_study(
     missing: int = 0,
     of_benchmark: Mapping[str, Factor] | None = None,
 ) -> None:
-    """Write a study file from finished cases; missing: how many others the study has.
+    """Write a study file, see docs/reference/hdf5.md, from finished cases.
 
-    of_benchmark: of points that no sweep has made, the factors that their kind has not
-    docs/reference/hdf5.md says what is in it. Raises OSError where it cannot be written,
-    ValueError where there is no case.
+    missing: number of other cases of the study
+    of_benchmark: factors that the kind does not have, if a benchmark made the points
+    Raises StoreError if the file cannot be written, ValueError if there is no point.
     """
     if not points:
         raise ValueError("write_study: points: must be one or more")
-    points = told_apart(points)
+    points = with_differences(points)
     environments = list(dict.fromkeys(_text(result.environment) for _, result in points))
     known = dict(study.factors) | dict(of_benchmark or {})
     samples = _samples(known, points, environments)
@@ -173,12 +173,12 @@ def write_study(
     store.write(path, groups, attributes, {"summary": of_summary})
 
 
-def told_apart(points: Points) -> Points:
-    """Return points with what of ALIKE is not the same in all as a factor of each.
+def with_differences(points: Points) -> Points:
+    """Return points with those of SAME_FOR_ALL in which they differ as factors.
 
     So no speed-up is across two libraries, commits or processors.
     """
-    apart = [name for name in ALIKE if len({r.environment.get(name) for _, r in points}) > 1]
+    apart = [name for name in SAME_FOR_ALL if len({r.environment.get(name) for _, r in points}) > 1]
     if not apart:
         return points
     return [
@@ -249,7 +249,7 @@ def _samples(factors: Mapping[str, Factor], points: Points, environments: list[s
 def _factors(factors: Mapping[str, Factor], points: Points) -> Variables:
     """Return the shape, and every factor that a point uses."""
     used = {name for case, _ in points for name in case.all_factors}
-    known = {**SHAPE, **factors, **{k: Factor(text, str) for k, text in ALIKE.items()}}
+    known = {**SHAPE, **factors, **{k: Factor(text, str) for k, text in SAME_FOR_ALL.items()}}
     return {
         name: Variable(
             BY,
@@ -275,12 +275,12 @@ def _outcomes(points: Points) -> Variables:
             BY, _column(kind, [result.outcomes.get(name) for _, result in points]), text, units
         )
         for name, (kind, text, units) in (OUTCOMES | further).items()
-        if name not in WHERE_KNOWN or any(name in result.outcomes for _, result in points)
+        if name not in OPTIONAL or any(name in result.outcomes for _, result in points)
     }
 
 
 def _summary(study: Study, points: Points, samples: Variables) -> Variables:
-    """Return medians, intervals and speed-ups of the repeats that count."""
+    """Return medians, intervals and speed-ups of the repeats without warm-ups."""
     counted = np.where(samples["is_warmup"].data == 0, samples["time_s"].data, np.nan)
     columns = summarise(counted, study.measure.confidence)
     cases, rule = [case for case, _ in points], Base.of(study)
@@ -327,18 +327,18 @@ def _training(points: Points) -> Variables:
         "epoch": Variable(("epoch",), np.arange(1, epochs + 1), "epoch, from 1"),
     }
     for name, (text, units) in SERIES["training"].items():
-        if name in WHERE_KNOWN and not any(name in each for each in series):
+        if name in OPTIONAL and not any(name in each for each in series):
             continue
         data = np.full((len(points), epochs), np.nan)
         for index, each in enumerate(series):
-            if name in each:  # files of older versions lack some
+            if name in each:  # files of older versions do not have all
                 data[index, : len(each[name])] = each[name]
         found[name] = Variable((*BY, "epoch"), data, text, units)
     return found
 
 
 def _telemetry(points: Points) -> Variables:
-    """Return the telemetry of all points, whose layers may be others."""
+    """Return the telemetry of all points, whose layers may differ."""
     series = [result.series.get("telemetry", {}) for _, result in points]
     layers = list(dict.fromkeys(str(name) for each in series if each for name in each["layer"]))
     samples = max(len(each["iteration"]) for each in series if each)
@@ -411,7 +411,7 @@ SERIES_OF = {"training": _training, "telemetry": _telemetry}
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in a folder. rejected: files that are left out, each with the reason."""
+    """The cases of a folder. rejected: files that are left out, each with the reason."""
 
     results: list[tuple[Case, Result]]
     missing: list[Case]
@@ -419,10 +419,10 @@ class Found:
 
 
 def collect(study: Study, folder: Folder) -> Found:
-    """Write the study file of a folder, and print what is in it and what is left out.
+    """Write the study file of a folder, and print which cases it has and which are left out.
 
-    Nothing is deleted or changed but the study file. Raises FolderError where no case is finished,
-    StoreError where the file cannot be written.
+    No other file is deleted or changed. Raises FolderError if no case is finished, StoreError if
+    the file cannot be written.
     """
     found = find(folder, expand(study).cases)
     for name, reason in found.rejected.items():
@@ -431,7 +431,7 @@ def collect(study: Study, folder: Folder) -> Found:
         raise FolderError(f"{folder.cases}: no case of study {study.name} is finished")
     results = with_energy(found.results, kept_site(folder).by)
     write_study(folder.study_file, study, results, len(found.missing))
-    for name in ALIKE:
+    for name in SAME_FOR_ALL:
         values = {_known(result, [name])[name] for _, result in found.results}
         if len(values) > 1:
             print(f"{name} is a factor, as the cases differ in it: {', '.join(map(str, values))}")
@@ -441,10 +441,10 @@ def collect(study: Study, folder: Folder) -> Found:
 
 
 def with_energy(points: Points, by: Scheduler) -> Points:
-    """Return points with the energy of a repeat where no counter was read but the scheduler knows.
+    """Return points with the energy of a repeat by the scheduler, if no counter was read.
 
-    That is the mean power of the point's job by the mean time of a repeat: of whole nodes, other
-    cases of the job and what is idle included.
+    It is the mean power of the point's job times the mean time of a repeat: of whole nodes, and of
+    all cases of the job.
     """
     jobs = {
         str(result.outcomes["job_id"])
@@ -468,7 +468,7 @@ def _energised(result: Result, power_w: Mapping[str, float]) -> Result:
 
 
 def find(folder: Folder, cases: list[Case]) -> Found:
-    """Return the results of cases, which of them have none, and files that are none of theirs."""
+    """Return the results of cases, the cases without one, and files that are left out."""
     results, missing, rejected = [], [], dict[str, str]()
     files = {path.name for path in folder.cases.glob("*.h5") if not path.name.startswith(".")}
     for case in cases:

@@ -1,4 +1,4 @@
-"""A site file that writes itself, from what Slurm or this machine says."""
+"""A site file made from the answers of Slurm, or from this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .site import Site
 
 @dataclass(frozen=True)
 class Finding:
-    """A key of a site file. value: None where it is not known; note: a comment before it."""
+    """A key of a site file. value: None if it is not known; note: a comment before it."""
 
     key: str
     value: str | int | list[str] | None
@@ -37,14 +37,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Discovered:
-    """What was found out. about: of the whole; findings: of keys; others: further comments."""
+    """A site file. about: its first comment; findings: its keys; others: further comments."""
 
     about: str
     findings: Sequence[Finding]
     others: Sequence[str] = ()
 
     def toml(self) -> str:
-        """Return the site file. What could not be found out is a comment."""
+        """Return the text of the file. Keys that could not be found out are comments."""
         head = [f"# {self.about}", "# docs/reference/sites.md says what each key means."]
         rest = ["", *(f"# {line}" for line in self.others)] if self.others else []
         text = "\n".join([*head, "", *map(str, self.findings), *rest]) + "\n"
@@ -53,10 +53,10 @@ class Discovered:
 
 
 def discover(partition: str | None = None) -> Discovered:
-    """Return what can be found out here: of Slurm if it answers, else of this machine.
+    """Return a site file for Slurm if it answers, else for this machine.
 
     partition: of Slurm, by default its own default
-    Raises UserError for a partition that is not there.
+    Raises UserError for an unknown partition.
     """
     try:
         found = slurm_site.partitions()
@@ -131,11 +131,11 @@ def _account() -> Iterator[Finding]:
 
 
 def _launcher(plugins: Sequence[str]) -> Iterator[Finding]:
-    """Yield the launcher: that of the MPI on PATH, else what srun can do."""
+    """Yield the launcher: that of the MPI on PATH, else srun with a plugin that it has."""
     for name in ("mpirun", "mpiexec"):
         path = shutil.which(name)
         if path is not None and is_open_mpi(path) == (name == "mpirun"):
-            yield Finding("launcher", name, f"{path}, on PATH where this was written")
+            yield Finding("launcher", name, f"{path}, on PATH when this was written")
             return
     for plugin in ("pmix", "pmi2"):
         if any(each.startswith(plugin) for each in plugins):
@@ -148,13 +148,13 @@ def _launcher(plugins: Sequence[str]) -> Iterator[Finding]:
 def _modules() -> Iterator[Finding]:
     loaded = [word for word in os.environ.get("LOADEDMODULES", "").split(":") if word]
     if loaded:
-        yield Finding("modules", loaded, "loaded where this was written")
+        yield Finding("modules", loaded, "loaded when this was written")
     else:
         yield Finding("modules", None, "none is loaded here: jobs get the environment of submit")
 
 
 def _machine(why: str) -> Discovered:
-    """Return what this machine has, for studies that run here."""
+    """Return a site file for studies that run on this machine."""
     findings = [
         Finding("nodes", 1),
         Finding("cores_per_node", _cores()),
@@ -167,7 +167,7 @@ def _machine(why: str) -> Discovered:
 
 
 def _cores() -> int:
-    """Return the cores that this process may use, each once however many threads it has."""
+    """Return the number of cores that this process may use."""
     allowed = os.sched_getaffinity(0)
     siblings = set()
     for cpu in allowed:
@@ -180,7 +180,7 @@ def _cores() -> int:
 
 
 def _gpus() -> int:
-    """Return the GPUs that NVIDIA's driver shows, 0 without one."""
+    """Return the number of GPUs that NVIDIA's driver lists, 0 without a driver."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""The folder of a study: its frozen text, finished cases, logs, jobs."""
+"""The folder of a study: its frozen text, finished cases, logs and jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..study_data.study_file import read_result
 from .cases import load_study
 from .spec import Study
 
-MAY_CHANGE = (  # neither cases nor numbers
+MAY_CHANGE = (  # keys that change neither cases nor their numbers
     "run.throttle",
     "run.retries",
     "run.case_time_s",
@@ -37,43 +37,41 @@ MAY_CHANGE = (  # neither cases nor numbers
     "train.target_accuracy",
     "train.tolerance",
 )
-
-
-MOST_NAME = 255  # bytes, of most file systems
-MOST_PATH = 3500  # bytes: a path has 4,095 on Linux, and files below it have long names
+MOST_NAME = 255  # bytes, the limit of most file systems
+MOST_PATH = 3500  # bytes: Linux allows 4,095, and files in the folder have long names
 FROZEN = "# Frozen: study extend adds levels. SHA-256 of what follows: "
 
 
 class FolderError(UserError):
-    """A folder that cannot be used for a study."""
+    """A folder cannot be used for a study."""
 
 
 def _may_change(kind: str) -> tuple[str, ...]:
-    """Return the keys of a study that are free in a folder. Raises ConfigError: no such kind."""
+    """Return the keys of a study that may change in a folder. Raises ConfigError: unknown kind."""
     return MAY_CHANGE + tuple(f"job.{key}" for key in kind_of(kind).may_change)
 
 
 def _digest(tables: Raw) -> str:
-    """Return the SHA-256 of what a study's tables say, but for what may change, in hexadecimal."""
-    said, free = flatten(tables), _may_change(str(tables.get("kind")))
-    rows = {key: value for key, value in said.items() if key not in free}
+    """Return the SHA-256, in hexadecimal, of a study's tables without the keys that may change."""
+    free = _may_change(str(tables.get("kind")))
+    rows = {key: value for key, value in flatten(tables).items() if key not in free}
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory and what lies where in it."""
+    """A directory, and the paths in it."""
 
     path: Path
 
     @property
     def study_toml(self) -> Path:
-        """The study with every default filled in."""
+        """The study, with all defaults filled in."""
         return self.path / "study.toml"
 
     @property
     def study_file(self) -> Path:
-        """What collect writes."""
+        """The file that collect writes."""
         return self.path / "study.h5"
 
     @property
@@ -83,7 +81,7 @@ class Folder:
 
     @property
     def logs(self) -> Path:
-        """Directory of what jobs print, and of the claims of batches."""
+        """Directory of the output of jobs, and of the claims of batches."""
         return self.path / "logs"
 
     @property
@@ -92,38 +90,38 @@ class Folder:
         return self.path / "scripts"
 
     def case_file(self, case: Case) -> Path:
-        """Return where the file of a case is, or will be."""
+        """Return the path of the file of a case."""
         return self.cases / f"{case.id}.h5"
 
     def failure_file(self, case: Case) -> Path:
-        """Return where it is told why a case failed."""
+        """Return the path of the file that says why a case failed."""
         return self.cases / f"{case.id}.failed.txt"
 
     def failure(self, case: Case) -> str:
-        """Return why a case failed; "" where nothing is told."""
+        """Return why a case failed, "" if there is no record of that."""
         try:
             return ordinary.text(self.failure_file(case), "replace").strip()
         except OSError:
             return ""
 
     def work(self, case: Case) -> Path:
-        """Return the directory for what a case leaves on its way, as checkpoints."""
+        """Return the directory of the intermediate files of a case, as checkpoints."""
         return self.path / "work" / case.id
 
     def clear_work(self, case: Case) -> None:
-        """Remove what a case left on its way, once it is finished."""
+        """Remove the intermediate files of a case, once it is finished."""
         shutil.rmtree(self.work(case), ignore_errors=True)
 
     def claim_file(self, number: int) -> Path:
-        """Return where it is told who runs a batch."""
+        """Return the path of the claim of the process that runs a batch."""
         return self.logs / f"batch-{number}.json"
 
     def log_file(self, number: int) -> Path:
-        """Return where a batch that runs on this machine prints to."""
+        """Return the path of the output of a batch that runs on this machine."""
         return self.logs / f"batch-{number}.log"
 
     def check_path(self) -> None:
-        """Raise FolderError if a scheduler or a shell would take the path for another one."""
+        """Raise FolderError if a scheduler or a shell would read the path as another one."""
         whole = str(self.path.absolute())
         wrong = next(filter(None, (each.check_path(whole) for each in SCHEDULERS.values())), "")
         if not whole.isprintable():
@@ -138,7 +136,7 @@ class Folder:
             raise FolderError(f"folder {whole[:MOST_NAME]!r}: {wrong}: another --out, or directory")
 
     def check_there(self) -> None:
-        """Raise FolderError unless this is the folder of some study."""
+        """Raise FolderError unless this is the folder of a study."""
         if not self.study_toml.exists():
             raise FolderError(f"{self.path}: is no folder of a study: nothing was run there yet")
 
@@ -149,12 +147,12 @@ class Folder:
         self._check_same(study)
 
     def freeze(self, study: Study) -> None:
-        """Write the study, with a digest that tells when the file is changed by hand."""
+        """Write the study, with a digest by which a change by hand is found."""
         text = study.toml()
         store.put(self.study_toml, f"{FROZEN}{_digest(tomllib.loads(text))}\n{text}")
 
     def _check_frozen(self) -> None:
-        """Raise FolderError where the frozen study was changed by hand."""
+        """Raise FolderError if the frozen study was changed by hand."""
         if self._digest_before():
             raise FolderError(
                 f"{self.study_toml}: was changed by hand, and cases measured before would count no "
@@ -163,10 +161,10 @@ class Folder:
             )
 
     def _digest_before(self) -> str:
-        """Return the digest of the frozen study before it was changed by hand, "" where it was not.
+        """Return the digest of the frozen study before it was changed by hand, "" if it was not.
 
-        Folders of older versions have none, and are taken as they are. Raises FolderError for what
-        is no TOML and has no digest: nobody knows then which study it was.
+        Folders of older versions have no digest, and their study counts as unchanged.
+        Raises FolderError if the file is not TOML and has no digest: the study is then unknown.
         """
         try:
             head = ordinary.text(self.study_toml, "replace").partition("\n")[0]
@@ -185,13 +183,13 @@ class Folder:
     def prepare(self, study: Study) -> None:
         """Make the directories and write the study, unless it is there already.
 
-        A frozen copy that was changed by hand is written anew from the study that it was made of.
-        Raises FolderError where the folder holds another study, or cannot be written.
+        A frozen copy that was changed by hand is restored from the study that it was made of.
+        Raises FolderError if the folder holds another study, or cannot be written.
         """
         self.check_path()
         try:
-            its_own = _digest(tomllib.loads(study.toml()))
-            if self.study_toml.exists() and self._digest_before() != its_own:
+            own = _digest(tomllib.loads(study.toml()))
+            if self.study_toml.exists() and self._digest_before() != own:
                 self._check_frozen()
                 self._check_same(study)
             for directory in (self.path, self.cases, self.logs, self.scripts):
@@ -220,14 +218,14 @@ class Folder:
     def study(self) -> Study:
         """Return the frozen study.
 
-        Raises ConfigError where there is none, FolderError where it was changed by hand.
+        Raises ConfigError if there is none, FolderError if it was changed by hand.
         """
         study = load_study(self.study_toml)
         self._check_frozen()
         return study
 
     def finished(self, case: Case) -> bool:
-        """Return whether the case's file is what collect takes; nothing else is trusted."""
+        """Return whether the case has a file that collect accepts; no other record counts."""
         path = self.case_file(case)
         if not path.exists():
             return False
@@ -247,7 +245,7 @@ EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
 class Job:
     """A job that was submitted.
 
-    number: of its scheduler; name: as that shows it, and in names of logs
+    number: that the scheduler gave it; name: in the scheduler's lists, and in names of logs
     batches: number of the batch -> index in the array; empty for the job that collects
     """
 
@@ -256,17 +254,17 @@ class Job:
     batches: dict[int, int]
 
     def log(self, folder: Folder, batch: int) -> Path:
-        """Return where the job of a batch prints to."""
+        """Return the path of the output of the job of a batch."""
         return folder.logs / f"{self.name}-{self.number}_{self.batches[batch]}.log"
 
     def shown(self, batch: int) -> str:
-        """Return the number of a batch's job as it is shown."""
+        """Return the number of a batch's job as messages have it."""
         return f"{self.number}_{self.batches[batch]}"
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What the record of jobs holds; of schema 1 it had no digest."""
+    """The record of jobs; schema 1 had no digest."""
 
     schema: Literal[1, 2]
     jobs: list[Job]
@@ -275,7 +273,7 @@ class _Record:
 def recorded(folder: Folder) -> list[Job]:
     """Return the jobs of a study, the oldest first.
 
-    Raises FolderError where the record cannot be read.
+    Raises FolderError if the record cannot be read.
     """
     path = folder.path / RECORD
     try:
@@ -291,7 +289,7 @@ def recorded(folder: Folder) -> list[Job]:
 
 
 def record(folder: Folder, job: Job) -> None:
-    """Add a job to the record. Raises FolderError where it cannot be written."""
+    """Add a job to the record. Raises FolderError if it cannot be written."""
     path = folder.path / RECORD
     jobs = _Record(2, [*recorded(folder), job])
     try:
@@ -301,7 +299,7 @@ def record(folder: Folder, job: Job) -> None:
 
 
 def forget_jobs(folder: Folder) -> None:
-    """Remove the record of jobs and the claims of batches, as their numbers change."""
+    """Remove the record of jobs and the claims of batches, because batches get new numbers."""
     try:
         for path in (folder.path / RECORD, *folder.logs.glob("batch-*.json")):
             path.unlink(missing_ok=True)

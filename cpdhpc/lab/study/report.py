@@ -45,7 +45,14 @@ from ..report.tables import (
     words,
 )
 from ..study_data import SHAPE, Array, Case, Factors, Value
-from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
+from ..study_data.study_file import (
+    SAME_FOR_ALL,
+    Point,
+    ReportError,
+    StudyFile,
+    check_arrays,
+    read_result,
+)
 from .cases import expand
 from .folder import Folder
 from .spec import Study
@@ -54,7 +61,7 @@ NOT_SHOWN = ("study", "title", "kind", "scaling", "sample", "work", "Conventions
 
 
 def rules(file: StudyFile) -> list[str]:
-    """Return the rules, after Hoefler and Belli (SC15)."""
+    """Return how the figures were made, in sentences. Source: Hoefler and Belli, SC15."""
     return [
         f"A repeat is {file.attributes.get('sample', 'one call')}. Times are {file.times}.",
         *_repeats(file)(file.toml.get("measure", {})),
@@ -159,13 +166,13 @@ def _plain(value: str) -> str:
     return value
 
 
-SHARED = "ranks share cores"  # how the environment says it
+SHARED = "ranks share cores"  # begins the placement of such ranks; see world.cores
 
 
 def _missing(file: StudyFile, is_chosen: Callable[[Factors], bool]) -> list[Listed]:
-    """Return the cases without a point, and what could not be measured, each with the reason."""
+    """Return the cases without a point, and the impossible ones, each with the reason."""
     if file.benchmark:
-        return []  # its points are what was asked for
+        return []  # it has no further cases
     try:
         study = validate(Study, dict(file.toml), str(file.path))
         found = expand(study)
@@ -194,11 +201,11 @@ def _missing(file: StudyFile, is_chosen: Callable[[Factors], bool]) -> list[List
 
 def _asked(point: Point) -> Iterator[tuple[str, Value]]:
     """Yield the factors of a point that its study names."""
-    return ((name, value) for name, value in point.factors.items() if name not in ALIKE)
+    return ((name, value) for name, value in point.factors.items() if name not in SAME_FOR_ALL)
 
 
 def _why(file: StudyFile, case: Case) -> str:
-    """Return what the folder of the study says of a case, if the file still lies in it."""
+    """Return why a case has no point, by the folder of the study if the file is still in it."""
     folder = Folder(file.path.parent)
     if folder.case_file(case).exists():
         try:
@@ -211,7 +218,7 @@ def _why(file: StudyFile, case: Case) -> str:
 
 
 def _shared(file: StudyFile) -> list[Listed]:
-    """Return the points whose ranks had no cores of their own."""
+    """Return the points whose ranks shared cores."""
     found: dict[str, list[str]] = {}
     for point in file.points:
         index = int(point.outcomes.get("environment", -1))
@@ -226,7 +233,7 @@ def _reserves(file: StudyFile) -> list[Listed]:
     asked = file.toml.get("measure", {}) if not file.benchmark else {}
     relative = asked.get("relative", float("inf"))
     few = [point for point in file.points if isnan(point.summary["ci_low_s"])]
-    stops = file.kind != "train"  # which goes to its end, however wide the interval is
+    stops = file.kind != "train"  # a training does not stop at an interval
     wide = [point for point in file.points if stops and _half_width(point) > relative]
     fast = [p for p in file.points if p.summary["median_s"] < p.outcomes.get("bound_s", 0.0)]
     restarted = [point for point in file.points if point.outcomes.get("restarts", 0) > 0]
@@ -241,16 +248,16 @@ def _reserves(file: StudyFile) -> list[Listed]:
 
 
 def _half_width(point: Point) -> float:
-    """Return how far the ends of the interval are from the median, as a share of it."""
+    """Return the larger distance of an end of the interval from the median, as a share of it."""
     s = point.summary
     reach = max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"])
     return quotient(reach, s["median_s"])
 
 
 def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
-    """Return the report of a study, of all that it has or what is chosen.
+    """Return the report of a study, of all points or the chosen ones.
 
-    Raises ReportError for an unknown kind, or a choice that cannot be.
+    Raises ReportError for an unknown kind, or a choice that the file cannot have.
     """
     try:
         kind = kind_of(file.kind)
@@ -288,7 +295,7 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
 
 
 def _facts(file: StudyFile, found: Sequence[SeedGroup], total: int) -> list[tuple[str, str]]:
-    """Return what is said first of the points that are chosen; total: how many the study has."""
+    """Return the facts that begin the report, of the chosen points; total: number of all points."""
     missing = int(file.attributes.get("missing", 0))
     ranks = sorted({group.ranks for group in found})
     repeats = [len(point.times_s) for point in file.points]
@@ -318,7 +325,11 @@ def _facts(file: StudyFile, found: Sequence[SeedGroup], total: int) -> list[tupl
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """Methods at the same places. by: method -> slowdown against the fastest, at each place."""
+    """Methods compared at shared settings.
+
+    words, numbers: factors that are the method, and those that are the setting
+    by: method -> slowdown against the fastest, at each setting
+    """
 
     words: Sequence[str]
     numbers: Sequence[str]
@@ -331,7 +342,7 @@ class Slowdowns:
 
 
 def _slowdowns(found: Sequence[SeedGroup]) -> Slowdowns | None:
-    """Return how far methods are behind the fastest; None without several methods and places."""
+    """Return the slowdowns of methods; None without several methods at two settings or more."""
     found = [group for group in found if group.factors.get("algorithm") != MEMCPY]  # sums nothing
     factors = [group.factors for group in found]
     differing = varying(factors, ())
@@ -343,26 +354,26 @@ def _slowdowns(found: Sequence[SeedGroup]) -> Slowdowns | None:
     shared = [each for each in places.values() if len(each) > 1]
     if len(shared) < 2:
         return None
-    behind: dict[str, list[float]] = {}
+    by: dict[str, list[float]] = {}
     for each in shared:
         best_s = min(group.time_s.value for group in each)
         for group in each:
             name = label(group.factors, words) or units.NONE
-            behind.setdefault(name, []).append(quotient(group.time_s.value, best_s))
-    return Slowdowns(words, numbers, behind)
+            by.setdefault(name, []).append(quotient(group.time_s.value, best_s))
+    return Slowdowns(words, numbers, by)
 
 
 def _fastest(slowdowns: Slowdowns | None) -> list[Section]:
-    """Return how often each method is the fastest, if there are some."""
+    """Return how often each method is the fastest, if methods are compared."""
     if slowdowns is None:
         return []
-    behind, numbers, words = slowdowns.by, slowdowns.numbers, slowdowns.words
+    by, numbers, words = slowdowns.by, slowdowns.numbers, slowdowns.words
     columns: list[Column[str]] = [
         Column(" ".join(heading(name) for name in words), numbers=False),
-        Column("places", lambda name: str(len(behind[name]))),
-        Column("fastest\nat", lambda name: str(behind[name].count(1.0))),
-        Column("slowdown against\nthe fastest: median", lambda n: units.digits(median(behind[n]))),
-        Column("largest", lambda name: units.digits(max(behind[name]))),
+        Column("places", lambda name: str(len(by[name]))),
+        Column("fastest\nat", lambda name: str(by[name].count(1.0))),
+        Column("slowdown against\nthe fastest: median", lambda n: units.digits(median(by[n]))),
+        Column("largest", lambda name: units.digits(max(by[name]))),
     ]
     caption = (
         f"A place is one setting of {', '.join(map(heading, numbers))}. Slowdown: time over that "
@@ -378,7 +389,7 @@ def _finding(
     slowdowns: Slowdowns | None,
     sections: Sequence[Section],
 ) -> str:
-    """Return what was found: by the sections, how it scales, and which method is fastest."""
+    """Return the results in sentences: of the sections, the scaling, and the fastest method."""
     most = max(group.ranks for group in found)
     far = [
         group
@@ -478,7 +489,7 @@ CAPTION = (
 
 
 def compress_report(path: Path) -> Report:
-    """Return the report of a file. Raises ReportError where it lacks an array of bench compress."""
+    """Return the report of a file. Raises ReportError if it lacks an array of bench compress."""
     groups, attributes = store.read(path)
     check_arrays(path, groups, {"points": NEEDED}, "is not the file of bench compress")
     points = groups["points"]

@@ -1,4 +1,4 @@
-"""Measure a study on this machine, batch after batch under mpirun, and collect what is finished."""
+"""Measure a study on this machine, batch after batch under mpirun, and collect finished cases."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ...config import UserError
 from ...whole_files import open_own
 from ..claim import read_claim
 from ..kinds.place import Launch
+from ..schedulers.launchers import OWN_GPU
 from ..signals import INTERRUPTED, Caught, catching
 from ..study_data import Case
 from .cases import Batch, batches, expand
@@ -41,7 +42,7 @@ class LaunchError(UserError):
 def launcher() -> str:
     """Return the path of the launcher: the first on PATH, else that beside this Python.
 
-    Raises LaunchError where there is none.
+    Raises LaunchError if there is none.
     """
     beside = str(Path(sys.executable).parent)
     for path in (None, beside):
@@ -53,7 +54,7 @@ def launcher() -> str:
 
 
 def is_open_mpi(path: str) -> bool:
-    """Return whether a launcher is Open MPI's. Raises LaunchError where it does not run."""
+    """Return whether a launcher is Open MPI's. Raises LaunchError if it does not run."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=60, check=False
@@ -66,19 +67,21 @@ def is_open_mpi(path: str) -> bool:
 def local_command(
     ranks: int, seats: tuple[str, str] = ("", "")
 ) -> tuple[list[str], dict[str, str]]:
-    """Return what to put before a command that runs on so many ranks here, and its environment.
+    """Return the words that start a command on so many ranks here, and its environment.
 
-    seats: how they are bound and distributed; by themselves they are not bound
-    Allows more ranks than cores, and root, both of which Open MPI refuses unless told; waiting
-    ranks give way where ranks share a core.
+    seats: how ranks are bound and distributed; by default they are not bound
+    More ranks than cores are allowed, and root, which Open MPI refuses by default. If there are
+    more ranks than cores, waiting ranks yield.
     """
     (bind, deal), path, environment = seats, launcher(), dict(os.environ)
+    starter = list(OWN_GPU) if bind == "gpu" else []
+    bind = "" if starter else bind
     crowded = ranks > (os.cpu_count() or 1)
     if not is_open_mpi(path):
         environment |= {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} if crowded else {}
         words = ["-bind-to", bind] if bind else []
         words += ["-map-by", {"block": "core"}.get(deal, "socket")] if deal else []
-        return [path, *words, "-n", str(ranks)], environment
+        return [path, *words, "-n", str(ranks), *starter], environment
     environment |= {"OMPI_MCA_mpi_yield_when_idle": "1"} if crowded else {}
     if os.geteuid() == 0:
         for name in ("OMPI", "PRTE"):
@@ -86,13 +89,14 @@ def local_command(
             environment |= {f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     words = ["--oversubscribe", "--bind-to", bind or "none"]
     words += ["--map-by", {"block": "core"}.get(deal, "package")] if deal else []
-    return [path, *words, "-n", str(ranks)], environment
+    return [path, *words, "-n", str(ranks), *starter], environment
 
 
 def launch_of(words: str | None) -> Launch:
-    """Return what starts the programs of a batch: words of a shell, or None for this machine.
+    """Return the launch of the programs of a batch.
 
-    words: before the program, in terms of $ranks, $ppn (ranks per node) and $nodes
+    words: of a shell, before the program, with $ranks, $ppn (ranks per node) and $nodes; None: by
+        the launcher of this machine
     """
     if words is None:
         here = cache(local_command)
@@ -100,7 +104,8 @@ def launch_of(words: str | None) -> Launch:
 
     def by(case: Case) -> tuple[list[str], dict[str, str]]:
         shape = f"ranks={case.ranks} ppn={case.ppn} nodes={case.nodes}"
-        return ["/bin/sh", "-c", f'{shape}; exec {words} "$@"', "sh"], dict(os.environ)
+        line = f'{shape}; {OWN_SESSION}; exec {words} "$@"'
+        return ["/bin/sh", "-c", line, "sh"], dict(os.environ)
 
     return Launch(by, words.split()[0])
 
@@ -127,11 +132,11 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.bar.stop()
 
     def start(self, text: str, finished: int) -> None:
-        """Begin a batch, some of whose cases are finished already."""
+        """Show the start of a batch, some of whose cases are finished."""
         self.bar.update(self.task, description=text)
         self.bar.advance(self.task, finished)
         if self.bar.disable:
@@ -139,7 +144,7 @@ class Display:
             self.line(f"{text}{known}")
 
     def update(self, folder: Folder, todo: Sequence[Case]) -> list[Case]:
-        """Return those of the cases that are not finished yet."""
+        """Return the unfinished cases, and advance the bar by the others."""
         left = [case for case in todo if not folder.finished(case)]
         self.bar.advance(self.task, len(todo) - len(left))
         return left
@@ -151,12 +156,14 @@ class Display:
 
 LOOK_S = 0.2  # between two looks at a batch
 GRACE_S = 60.0  # for a batch to write its checkpoint after Ctrl-C
-LOG_LINES = 15  # the last of a batch that ends without an error of ours: its launcher's reason
-# Open MPI names its directory by its process number: one that another user, or a launcher that was
-# killed, has left there ends a later launcher of that number (status 213). So each gets its own.
+LOG_LINES = 15  # shown of a batch that ends without an error of cpdhpc: its launcher's reason
+# Open MPI names its directory by its process number. A directory of another user, or of a launcher
+# that was killed, ends a later launcher of that number (status 213). So each gets its own.
 SESSIONS = "PRTE_MCA_prte_tmpdir_base"
-LOST_S = 30.0  # for a launcher to end after its ranks, which Open MPI 5 now and then does not
-SEARCH_S = 5.0  # between two looks for ranks
+# The same in a job, where the directory is that of each node: another one only if it is there.
+OWN_SESSION = f'[ ! -e "${{TMPDIR:-/tmp}}/ompi.$$" ] || export {SESSIONS}="$(mktemp -d)"'
+LOST_S = 30.0  # for a launcher to end after its ranks: Open MPI 5 now and then does not end
+SEARCH_S = 5.0  # between two searches for ranks
 
 
 def measure(study: Study, folder: Folder) -> int:
@@ -195,7 +202,7 @@ def _reasons(folder: Folder, unfinished: Sequence[tuple[Batch, list[Case]]]) -> 
 
 
 def _check_idle(folder: Folder, jobs: Sequence[Batch]) -> None:
-    """Raise FolderError where another run measures here."""
+    """Raise FolderError if another run measures in the folder."""
     for job in jobs:
         claim = read_claim(folder.claim_file(job.number))
         if claim is not None and claim.alive():
@@ -210,7 +217,7 @@ def _unfinished(folder: Folder, cases: Sequence[Case]) -> list[Case]:
 
 
 def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: Caught) -> None:
-    """Run a batch, and again where it fails and the study allows, until a signal."""
+    """Run a batch, and again if it fails and the study has retries, until a signal comes."""
     todo = _unfinished(folder, job.cases)
     display.start(f"batch {job.number}, {job.ranks} rank(s)", len(job.cases) - len(todo))
     for _ in range(1 + study.run.retries):
@@ -226,15 +233,15 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: C
             display.line(
                 f"batch {job.number}: status {status}, {len(todo)} case(s) left: see {log}"
             )
-            told = all(folder.failure(case) for case in todo)
-            for line in () if told else _last_words(log, before):
+            known = all(folder.failure(case) for case in todo)
+            for line in () if known else _last_words(log, before):
                 display.line(line)
 
 
 def _last_words(log: Path, start: int) -> list[str]:
     """Return a batch's last error, else its last lines, else that its log is empty.
 
-    start: the place in the log from which it is looked at
+    start: the first byte of the log that is read
     """
     lines = ordinary.content(log)[start:].decode(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("cpdhpc: error:")]
@@ -245,16 +252,16 @@ def _last_words(log: Path, start: int) -> list[str]:
 def _launch(
     study: Study, folder: Folder, job: Batch, todo: list[Case], display: Display, caught: Caught
 ) -> int:
-    """Run a batch once, under mpirun if its ranks measure; return its exit status."""
+    """Run a batch once, under mpirun unless its kind starts ranks; return its exit status."""
     name, prefix, environment = "programs", list[str](), dict(os.environ)
     if not study.of_kind.starts_ranks:
         name, (prefix, environment) = "batch", local_command(job.ranks, job.seats)
     command = [*prefix, sys.executable, "-m", "cpdhpc", name, str(folder.path), str(job.number)]
     path = folder.log_file(job.number)
     with ExitStack() as opened:
-        with _told(str(path)):
+        with _writable(str(path)):
             log = opened.enter_context(open(path, "ab", opener=open_own))
-        with _told("directory for temporary files"):
+        with _writable("directory for temporary files"):
             sessions = opened.enter_context(
                 tempfile.TemporaryDirectory(prefix="cpdhpc-", ignore_cleanup_errors=True)
             )
@@ -281,9 +288,9 @@ def _launch(
 
 
 class Watch:
-    """Looks now and then whether a launcher's ranks are gone, and it is not.
+    """Finds out whether a launcher goes on after its ranks have ended.
 
-    command: of each rank, with its arguments; without /proc nothing is ever seen
+    command: of each rank, with its arguments; without /proc no rank is ever found
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -291,7 +298,7 @@ class Watch:
         self._search_s = self._seen_s = 0.0
 
     def lost(self) -> bool:
-        """Return whether ranks have been there, and for LOST_S none has been."""
+        """Return whether ranks were found, and none in the last LOST_S."""
         now_s = time.monotonic()
         if now_s >= self._search_s:
             self._search_s = now_s + min(SEARCH_S, LOST_S)
@@ -301,15 +308,15 @@ class Watch:
 
 
 def _command_lines() -> Iterator[bytes]:
-    """Yield what the living processes of this machine were started with."""
+    """Yield the command lines of the processes of this machine."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # ended since, or another user's
             yield path.read_bytes()
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Raise FolderError for an OSError, as where no file can be made on a full disk."""
+def _writable(what: str) -> Iterator[None]:
+    """Raise FolderError for an OSError, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -317,7 +324,7 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _stop(process: subprocess.Popen[bytes], mark: Path, caught: Caught) -> None:
-    """Ask ranks that measure to write what they have; end what has not begun, or takes too long."""
+    """Ask ranks that measure for a checkpoint; end ranks that have not begun, or take too long."""
     claim = read_claim(mark)
     if claim is not None and claim.alive():
         process.send_signal(signal.SIGUSR1)

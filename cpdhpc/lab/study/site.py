@@ -1,4 +1,4 @@
-"""What a cluster wants: its site file, and the scripts of its jobs."""
+"""A cluster: its site file, and the scripts of its jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pydantic import (
 from ...config import Section, UserError, Whole, among, dump_toml, one_of, validate
 from ...whole_files import check_sealed, read_file_of
 from ..schedulers import DEFAULT, SCHEDULERS
-from ..schedulers.base import FIELDS, Counts, Launcher, Scheduler, script
+from ..schedulers.base import Scheduler, script
+from ..schedulers.launchers import FIELDS, OWN_GPU, Counts, Launcher
 from .cases import Batch
 from .spec import Study
 
@@ -38,17 +39,21 @@ def launch(
     seats: tuple[str, str] = ("", ""),
     part: bool = False,
 ) -> str:
-    """Return the words of the shell before the program; flags come last, and so win.
+    """Return the words of the shell before the program; flags come after the other options.
 
     cores: of a rank
     near_gpus: whether each rank is to be near its GPU; has_gpus: whether it has one
-    seats: how ranks are bound and distributed. Raises UserError for what the launcher cannot do
+    seats: how ranks are bound and distributed
     part: whether ranks may start on some of the job's nodes
+    Raises UserError for a binding or distribution that the launcher has no option for.
     """
+    bind, distribution = seats
     command = way.start(counts, cores, seats)
     command += way.part.format(nodes=counts.nodes) * part
-    near_gpus = near_gpus and not any(seats)
-    return " ".join([command + way.in_order * near_gpus + way.gpus * has_gpus, *map(quote, flags)])
+    command += way.in_order * (near_gpus and bind in ("", "gpu") and not distribution)
+    command += way.one_gpu.format(ppn=counts.ppn) if bind == "gpu" else way.gpus * has_gpus
+    starter = OWN_GPU if bind == "gpu" and not way.one_gpu else ()
+    return " ".join([command, *map(quote, flags), *map(quote, starter)])
 
 
 def _line(text: str) -> str:
@@ -69,7 +74,7 @@ def _option(text: str, info: ValidationInfo) -> str:
 
 
 def _launcher(name: str, info: ValidationInfo) -> str:
-    """Check the name of a launcher, or one's own: its command with the fields of FIELDS."""
+    """Check the name of a launcher, or a command with the fields of FIELDS."""
     if "{" not in name:
         return among(_of(info).LAUNCHERS)(name)
     try:
@@ -89,7 +94,7 @@ def _first_launcher(given: dict[str, Any]) -> str:
 
 
 def _of(info: ValidationInfo) -> Scheduler:
-    return SCHEDULERS[info.data.get("scheduler", DEFAULT)]  # a wrong one has its own error
+    return SCHEDULERS[info.data.get("scheduler", DEFAULT)]  # a wrong name has its own error
 
 
 def _list(value: object) -> object:
@@ -109,17 +114,17 @@ Options = Annotated[tuple[Option, ...], BeforeValidator(_list), Field(strict=Fal
 class Site(Section):
     """A cluster, or a partition of one: a table of a TOML file.
 
-    modules are loaded first, then the lines of setup run, in bash; either may fail the job.
-    scheduler: what runs its jobs
+    modules are loaded first, then the lines of setup run, in bash; an error there ends the job.
+    scheduler: that runs its jobs
     directives: further options of the scheduler, as "--mail-type=END"
-    python: what starts Python in a job; container: an image that it is in, started by runtime
-    nodes, cores_per_node, max_time_min: the most that a job may ask for; None: not known
-    gpus_per_node: a job whose ranks use GPUs asks for one for each rank
+    python: words that start Python in a job; container: its image, started by runtime
+    nodes, cores_per_node, max_time_min: the most that a job may request; None: not known
+    gpus_per_node: a job whose ranks use GPUs requests one for each rank
     launcher: a name, or a command with {ranks} in it
     cpus_per_rank: cores
-    grace_s: how long before the time limit a job is told to write its checkpoint
+    grace_s: time before the limit at which a job is asked for its checkpoint
     max_array: one more than the largest index of an array
-    max_requeues: how often a job may put itself into the queue again
+    max_requeues: the most often that a job may put itself into the queue again
     """
 
     name: Word = "local"
@@ -175,7 +180,7 @@ class Site(Section):
 
     @property
     def command(self) -> str:
-        """The words of the shell that start Python, in the container where there is one."""
+        """The words of the shell that start Python, in the container if there is one."""
         inside = [] if self.container is None else [self.runtime, quote(self.container)]
         return " ".join([*inside, self.python])
 
@@ -184,7 +189,7 @@ class Site(Section):
         return dump_toml(self.model_dump())
 
     def refusal(self, nodes: int, ppn: int, has_gpus: bool = False) -> str | None:
-        """Return why a job of this shape cannot run here; None where nothing speaks against it.
+        """Return why a job of this shape cannot run here, None if it can.
 
         ppn: ranks per node; has_gpus: whether each rank needs a GPU
         """
@@ -205,10 +210,10 @@ class Site(Section):
 
 
 def load_site(path: Path | None) -> Site:
-    """Return the profile of a file, named after it unless it has a name; None: the defaults.
+    """Return the profile of a file, by default of its name; for None the default profile.
 
-    Raises ConfigError, one line, for a file that cannot be used; StoreError for a copy that submit
-    made and that is damaged, or was changed.
+    Raises ConfigError for a file that cannot be used; StoreError for a copy by submit that is
+    damaged, or was changed.
     """
     if path is None:
         return Site()
@@ -217,7 +222,7 @@ def load_site(path: Path | None) -> Site:
 
 
 MORE_TO_DO = 85  # exit status of ranks that USR1 stopped and that wrote a checkpoint
-SPARE = 1.5  # times what a study allows a batch is what its job may take
+SPARE = 1.5  # a job's time limit over the time that a study allows its batch
 START_S = 60.0  # for the start of the job and its ranks
 COLLECT_MIN = 15
 
@@ -227,7 +232,7 @@ class Array:
     """Batches of one shape, which run as one array.
 
     has_gpus: whether the ranks use GPUs; seats: how they are bound and distributed
-    start: the batch whose element has the index first
+    start: number of the batch whose element has the index first
     """
 
     nodes: int
@@ -247,7 +252,7 @@ class Array:
 
     @property
     def shape(self) -> str:
-        """What each of its jobs asks for, in words."""
+        """The request of each of its jobs, as text."""
         gpus = f", {self.ppn} GPU{'s' * (self.ppn > 1)} a node" if self.has_gpus else ""
         return f"{self.nodes} x {self.ppn} ranks{gpus}"
 
@@ -269,7 +274,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
-    """Return the arrays that batches run as: one per shape, more if an array is too short."""
+    """Return the arrays of batches: one per shape, more if an array cannot be that long."""
     longest = 1 if site.by.ARRAYS == "one" else site.max_array - site.by.FIRST
 
     def key(batch: Batch) -> tuple[int, int, bool, tuple[str, str], int]:
@@ -328,7 +333,7 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
 
 
 def collect_script(site: Site, study: str, folder: Path) -> str:
-    """Return the script that gathers what is finished; it is submitted with what it waits for."""
+    """Return the script that collects; the jobs that it waits for are options of its submission."""
     return script(
         site.by,
         "collect",
@@ -348,7 +353,7 @@ def collect_script(site: Site, study: str, folder: Path) -> str:
 
 
 def minutes(time_s: float, site: Site) -> int:
-    """Return the time limit of a job, in minutes, for a batch that is allowed so many seconds."""
+    """Return the time limit of a job, in minutes, for a batch that may take so many seconds."""
     wanted = math.ceil((SPARE * time_s + START_S + site.grace_s) / 60)
     return wanted if site.max_time_min is None else min(wanted, site.max_time_min)
 
@@ -365,16 +370,16 @@ def parallel_script(
 ) -> str:
     """Return a script that starts ranks and forwards signals to them.
 
-    shape: nodes and ranks per node that the job asks for
-    counts: what starts
-    has_gpus: whether it asks for a GPU for each rank
+    shape: nodes and ranks per node that the job requests
+    counts: of the ranks that start
+    has_gpus: whether it requests a GPU for each rank
     by_ranks: whether Python runs on all ranks; else it is one process, which starts ranks itself
     seats: how ranks are bound and distributed
-    values: what else the template needs
+    values: further values for the template
     """
     nodes, ppn = shape
     way, cores = site.way, site.cpus_per_rank
-    told = way if by_ranks else Launcher(way.command)  # one process of the batch shell
+    signals = way if by_ranks else Launcher(way.command)  # one process of the batch shell
     return script(
         site.by,
         template,
@@ -395,8 +400,8 @@ def parallel_script(
             part=not by_ranks,
         ),
         program=way.program,
-        signal=told.signal,
-        forward=told.forward,
+        signal=signals.signal,
+        forward=signals.forward,
         more_to_do=MORE_TO_DO,
         **values,
     )
@@ -404,7 +409,7 @@ def parallel_script(
 
 @dataclass(frozen=True)
 class Program:
-    """What a script runs. shape: nodes and ranks per node, unless it is submitted with others."""
+    """A script's request. shape: nodes and ranks per node, unless it is submitted with others."""
 
     shape: tuple[int, int]
     time_min: int
@@ -418,7 +423,7 @@ PROGRAMS = {  # name of the template and of the script: what it runs
 
 
 def scripts(site: Site) -> dict[str, str]:
-    """Return the text of a site's scripts by the names of their files; slurm/ has the defaults'."""
+    """Return the texts of a site's scripts by file name; slurm/ has those of the default site."""
     title = "Open MPI, CPUs" if site == Site() else f"site {site.name}"
     counts = Counts('"$((nodes * ppn))"', '"$ppn"', '"$nodes"')
     return {

@@ -1,4 +1,4 @@
-"""A study as its TOML file says it: what is varied, how it is measured, how jobs are made of it."""
+"""A study as in its TOML file: factors, how cases are measured, how they become jobs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of fa
 class Constraint:
     """An expression, as "ranks <= 8" or "not (algorithm == 'tree' and size_bytes > 2**24)".
 
-    Comparisons, and, or, not, arithmetic, in, and the names of factors; nothing else.
-    Raises ConfigError where it is none.
+    It has comparisons, and, or, not, in, arithmetic and names of factors only.
+    Raises ConfigError for any other text.
     """
 
     def __init__(self, text: str) -> None:
@@ -40,7 +40,7 @@ class Constraint:
             raise ConfigError(f"constraints: {text}: is no expression: {ALLOWED}") from None
 
     def holds(self, factors: Factors) -> bool:
-        """Return whether it is true of a case. Raises ConfigError where it cannot be said."""
+        """Return whether it is true of a case. Raises ConfigError if it has no truth value."""
         from simpleeval import (
             FeatureNotAvailable,
             FunctionNotDefined,
@@ -72,9 +72,9 @@ class Constraint:
 
 
 def _nested(factors: Factors) -> Raw:
-    """Return "gradient.wire" as a table, so that an expression can name it."""
+    """Return factors as "gradient.wire" in nested tables, so that expressions can name them."""
     result: Raw = {}
-    for name, value in factors.items():  # of each constraint and point: no table is copied
+    for name, value in factors.items():  # called for each constraint and point: copies no table
         *tables, last = name.split(".")
         here = result
         for part in tables:
@@ -89,11 +89,11 @@ class TrainedJob(Section):
     """[train]: the job file of a study of trainings.
 
     job: its path, from the study file's directory
-    target_loss: test loss whose steps and samples the report compares over batches; not given: the
-        least that all batches reach
-    target_accuracy: in place of a loss, %
-    tolerance: points below float32 that count as the same accuracy where the report draws the bits
-        that batches need
+    target_loss: the report compares the steps and samples that batches need to this test loss; by
+        default the least that all batches reach
+    target_accuracy: the same in %, in place of a loss
+    tolerance: points below float32 that count as the same accuracy in the report's figure of the
+        bits that batches need
     """
 
     job: str = ""
@@ -111,10 +111,11 @@ class TrainedJob(Section):
 class Run(Section):
     """[run]: how cases become jobs.
 
-    bundle: "case" a job each; "shape" cases of one shape together, up to batch_time_s a job;
-        "nested" one job of the largest shape of each device, smaller cases on some of its ranks
-    batch_time_s: of all cases of a job, at most
-    case_time_s: estimate for a case, where the kind has none or a better one is known
+    bundle: "case": a job for each case; "shape": cases of one shape share jobs of up to
+        batch_time_s; "nested": one job of the largest shape of each device, and smaller cases on
+        some of its ranks
+    batch_time_s: the most that all cases of a job may take
+    case_time_s: estimate for a case, in place of the kind's
     throttle: jobs of the study at a time, 0 for any number; retries: of a job that fails
     """
 
@@ -133,19 +134,19 @@ def _known_kind(name: str) -> str:
 class Study(Section):
     """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
 
-    name: part of file names; the file's where it is not given
-    kind: what is measured; "package.module:NAME" is a kind of one's own, which is imported
-    scaling: what is compared: "strong", one problem on more ranks; "weak", as many times the
-        problem as ranks; "throughput", sizes on equal ranks
+    name: part of file names; by default that of the file
+    kind: what is measured; "package.module:NAME" is a kind of your own, which is imported
+    scaling: what is compared: "strong", one problem on more ranks; "weak", a problem that grows
+        with the ranks; "throughput", sizes on equal ranks
     sweep: a list or a value for each factor; cases are their product
     zip: lists of one length that go together, as one axis of the product
-    exclude: cases in which all of these match are left out
+    exclude: cases that match all factors of a row are left out
     constraints: expressions of factors that must be true, as "ranks <= 8"
-    weak: with weak scaling: a factor's value for each rank
-    base: what the base point of a speed-up has; ranks = "same": as many ranks as the point
+    weak: with weak scaling: a factor's value per rank
+    base: factors of the base point of a speed-up; ranks = "same": as many ranks as the point
     job: the tables of the job file, which load_study puts here
-    formats: tables [formats.NAME] of formats of one's own, as in job files; where values name one,
-        its numbers take the place of the name
+    formats: tables [formats.NAME] of formats of your own, as in job files; the numbers of a format
+        take the place of its name in values
     """
 
     name: Name
@@ -183,19 +184,19 @@ class Study(Section):
 
     @cached_property
     def of_kind(self) -> Kind:
-        """What is known of the study's kind."""
+        """The study's kind, as it is with its job."""
         kind = kind_of(self.kind)
         return kind.of_job(kind, self.job)
 
     @cached_property
     def factors(self) -> dict[str, Factor]:
-        """The kind's factors, and further ones that the sweep names."""
+        """The kind's factors, and further factors that the sweep names."""
         found = {**self.of_kind.factors, **SEATS}
         tables = (self.sweep, *self.zip, self.weak)
         for name, given in (pair for table in tables for pair in table.items()):
             values = [v for v in (given if isinstance(given, list) else [given]) if v != ABSENT]
             if name not in found and name not in SHAPE and values:
-                # Of whole numbers and others all are numbers.
+                # A factor with whole numbers and others is of type float.
                 value = next((each for each in values if type(each) is float), values[0])
                 factor = self.of_kind.further(name, value, self.job)
                 found |= {} if factor is None else {name: factor}

@@ -1,4 +1,4 @@
-"""What became of a study's cases: by their files, the claims of batches, and jobs."""
+"""The states of a study's cases, by their files, the claims of batches, and jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIVE = ("running", "pending")
 
 @dataclass(frozen=True)
 class State:
-    """Where a case stands: one of STATES, with a word on why."""
+    """The state of a case, one of STATES, and the reason."""
 
     case: Case
     batch: int
@@ -37,10 +37,10 @@ class State:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a study stands.
+    """The state of a study.
 
-    site: that jobs were submitted to, or would be
-    queue: "answers", "nothing submitted", or why it has not said where jobs stand
+    site: to which jobs were, or would be, submitted
+    queue: "answers", "nothing submitted", or why the scheduler did not answer
     endings: the last lines of the logs of jobs with failed cases
     """
 
@@ -51,7 +51,7 @@ class Standing:
 
     @property
     def silent(self) -> bool:
-        """Whether the scheduler has jobs of the study, and has not said where they stand."""
+        """Whether the scheduler has jobs of the study, and did not answer."""
         return self.queue not in ("answers", "nothing submitted")
 
     @cached_property
@@ -70,15 +70,15 @@ class Standing:
 
     @property
     def live(self) -> bool:
-        """Whether something waits or runs."""
+        """Whether a case waits or runs."""
         return any(self.counts[state] for state in LIVE)
 
 
 def look(study: Study, folder: Folder) -> Standing:
-    """Return where a study stands, by its files and by the scheduler if that answers."""
+    """Return the state of a study, by its files, and by the scheduler if that answers."""
     jobs, site = recorded(folder), kept_site(folder)
     found = states(study, folder)
-    if jobs or (folder.path / SITE).exists():  # which is written before the first job goes in
+    if jobs or (folder.path / SITE).exists():  # written before the first job is submitted
         found = with_submission(found, study, site, jobs)
     else:
         found = list(map(_of_this_machine, found))
@@ -96,7 +96,7 @@ def look(study: Study, folder: Folder) -> Standing:
 
 
 def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
-    """Return where every case stands, by its file and the claim of its batch.
+    """Return the state of every case, by its file and the claim of its batch.
 
     job_alive: whether a job waits or runs
     """
@@ -126,14 +126,14 @@ def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) 
         return "failed", f"its batch, started {claim.started} on {claim.host}, died"
     if claim is None:
         return "missing", ""
-    # One that ended has finished or failed all of its cases: this one's file was removed, or it
-    # was none of them.
+    # A batch that ended has finished or failed all of its cases: the file of this one was removed,
+    # or it was not among them.
     no_file = "there is no file of it, though its batch has ended"
     return "missing", "its batch was stopped" if claim.state == "stopped" else no_file
 
 
 def _of_this_machine(each: State) -> State:
-    """Return where a case of no submission stands, with the reason if `study run` leaves it out."""
+    """Return the state of a case of no submission, with the reason if study run leaves it out."""
     if each.state != "missing" or each.detail or each.case.nodes == 1:
         return each
     why = f"needs {each.case.nodes} nodes, and study run has one: ppn is {each.case.ppn}"
@@ -146,7 +146,7 @@ def newest(jobs: Iterable[Job]) -> dict[int, Job]:
 
 
 def with_submission(found: list[State], study: Study, site: Site, jobs: list[Job]) -> list[State]:
-    """Return where every case stands, for those of no job as the last submission left them."""
+    """Return states in which cases of no job are as the last submission left them."""
     every, last = batches(study, expand(study).cases), newest(jobs)
     refused = {batch.number: why for batch, why in fitting(every, site)[1]}
     shown = []
@@ -163,7 +163,7 @@ def with_submission(found: list[State], study: Study, site: Site, jobs: list[Job
 def with_jobs(
     found: list[State], folder: Folder, jobs: list[Job], states: States, title: str
 ) -> list[State]:
-    """Return where every case stands, for those that are not finished as their jobs stand."""
+    """Return states in which unfinished cases have the state of their job."""
     last = newest(jobs)
     return [
         _refined(each, folder.failure(each.case), last[each.batch], states, title)
@@ -175,29 +175,29 @@ def with_jobs(
 
 def _refined(each: State, failure: str, job: Job, states: States, title: str) -> State:
     known = f"job {job.shown(each.batch)}"
-    said = states.get((job.number, job.batches[each.batch]))
-    if said is None or said.name != job.name:
+    job_state = states.get((job.number, job.batches[each.batch]))
+    if job_state is None or job_state.name != job.name:
         if each.state == "damaged":
             return each
-        told = f": {each.detail}" if each.detail else ""
-        return replace(each, state="failed", detail=f"{known}: {title} has forgotten it{told}")
-    reason = f" ({said.reason})" if said.reason else ""
-    if said.state == "PENDING":
+        why = f": {each.detail}" if each.detail else ""
+        return replace(each, state="failed", detail=f"{known}: {title} has forgotten it{why}")
+    reason = f" ({job_state.reason})" if job_state.reason else ""
+    if job_state.state == "PENDING":
         return replace(each, state="pending", detail=known + reason)
-    told = f": {failure}" if failure else ""
-    if said.live:  # a batch begins without failures: one that is there is of this run
+    why = f": {failure}" if failure else ""
+    if job_state.live:  # a batch begins without failures: one that is there is of this run
         state = "failed" if failure else "running"
-        return replace(each, state=state, detail=f"{known} {said.state}{told}")
-    if each.state == "damaged" and said.exit_code == 0:
+        return replace(each, state=state, detail=f"{known} {job_state.state}{why}")
+    if each.state == "damaged" and job_state.exit_code == 0:
         return each
     if each.state == "damaged" and not failure:
-        told = f": {each.detail}"
-    code = "" if said.exit_code is None else f", exit code {said.exit_code}"
-    detail = f"{known} {said.state}{code}{reason}{told}"
-    if said.state == "CANCELLED" and not failure:  # by study cancel, or scancel
+        why = f": {each.detail}"
+    code = "" if job_state.exit_code is None else f", exit code {job_state.exit_code}"
+    detail = f"{known} {job_state.state}{code}{reason}{why}"
+    if job_state.state == "CANCELLED" and not failure:  # by study cancel, or scancel
         state = "damaged" if each.state == "damaged" else "missing"
         return replace(each, state=state, detail=f"{detail}: study resume submits it again")
-    if said.exit_code == 0 and not failure:  # its file was there, and is not any more
+    if job_state.exit_code == 0 and not failure:  # its file was removed
         return replace(each, state="missing", detail=f"{detail}, and there is no file")
     return replace(each, state="failed", detail=detail)
 

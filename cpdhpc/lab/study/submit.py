@@ -1,4 +1,4 @@
-"""Jobs of a study: submission, as far as the queue takes them, cancellation, more cases."""
+"""Jobs of a study: submission until the queue is full, cancellation, and more cases."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .site import Array, Site, array_script, arrays, collect_script, load_site
 from .spec import Study
 
 COLLECT = "collect"  # name of a script
-PAUSES_S = (2.0, 10.0, 30.0)  # before what has no answer is tried again
-SITE = "site.toml"  # in the folder: the profile of the last submit
+PAUSES_S = (2.0, 10.0, 30.0)  # before a submission without an answer is tried again
+SITE = "site.toml"  # in the folder: the profile of the last submission
 Say = Callable[[str], None]
 
 
 def kept_site(folder: Folder) -> Site:
-    """Return the profile of the last submission, the default one if it is lost: resume tells."""
+    """Return the profile of the last submission, or the default one if that is lost."""
     try:
         return load_site(folder.path / SITE)
     except UserError:
@@ -44,7 +44,7 @@ def fitting(every: Iterable[Batch], site: Site) -> tuple[list[Array], Refused]:
 
 def unfinished(study: Study, folder: Folder) -> list[Batch]:
     """Return the batches with cases that have no finished file."""
-    # All batches are made, whatever the site has: a job finds its own by the number.
+    # All batches are made, for any site: a job finds its batch by the number.
     return [
         batch
         for batch in batches(study, expand(study).cases)
@@ -62,13 +62,19 @@ def queued(jobs: list[Job], states: States) -> dict[int, int]:
     }
 
 
+def alive(jobs: list[Job], states: States) -> list[Job]:
+    """Return the jobs that wait or run, or of which an element does."""
+    found = {(number, each.name) for (number, _), each in states.items() if each.live}
+    return [job for job in jobs if (job.number, job.name) in found]
+
+
 def script_file(folder: Folder, site: Site, name: str) -> Path:
-    """Return where the script of an array goes, by its name, or that which collects."""
+    """Return the path of a script: name is that of an array, or COLLECT."""
     return folder.scripts / f"{name}{site.by.SUFFIX}"
 
 
 def scripts(study: Study, folder: Folder, site: Site, todo: list[Array]) -> dict[Path, str]:
-    """Return the scripts of arrays and then the collecting one, by the paths that they get."""
+    """Return the texts of the scripts of arrays, and of the collecting one, by their paths."""
     found = {
         script_file(folder, site, array.name): array_script(array, site, study, folder.path)
         for array in todo
@@ -79,7 +85,7 @@ def scripts(study: Study, folder: Folder, site: Site, todo: list[Array]) -> dict
 
 @dataclass(frozen=True)
 class Submitted:
-    """What a submission came to.
+    """The result of a submission.
 
     jobs: the new ones; left: batches that can be submitted once there is room
     """
@@ -89,11 +95,11 @@ class Submitted:
 
 
 def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> Submitted:
-    """Submit all that is neither finished nor queued, or as much of it as the queue takes now.
+    """Submit all batches that are neither finished nor queued, until the queue is full.
 
-    What is refused for good is left out, and the rest goes in.
-    Raises UserError if something was refused, after all else is submitted; if nothing answers; if
-    another process submits the same study at this moment.
+    Scripts that the scheduler refuses are left out, and the others are submitted.
+    Raises UserError if a script was refused, after all others are submitted; if the scheduler does
+    not answer; if another process submits the same study now.
     """
     folder.prepare(study)
     with alone(folder.path / LOCK, "study submit", say):
@@ -104,7 +110,7 @@ def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> Submitted
     jobs = recorded(folder)
     known = site.by.states(job.number for job in jobs)
     busy = queued(jobs, known)
-    live = {number for (number, _), state in known.items() if state.live}
+    live = {job.number for job in alive(jobs, known)}
     for job in _adopt(folder, site.by, busy, say):
         jobs.append(job)
         live.add(job.number)
@@ -116,17 +122,18 @@ def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> Submitted
     if not todo and (not busy or collected):
         return Submitted([], [])
     store.put(folder.path / SITE, sealed(site.toml()))
-    under_way = _Submission(study, folder, site, say)
-    under_way.arrays(todo, {*busy.values()})
-    under_way.collecting({*busy.values(), *(job.number for job in under_way.new)})
-    under_way.tell()
-    return Submitted(under_way.new, under_way.left)
+    submission = _Submission(study, folder, site, say)
+    submission.arrays(todo, {*busy.values()})
+    submission.collecting({*busy.values(), *(job.number for job in submission.new)})
+    submission.conclude()
+    return Submitted(submission.new, submission.left)
 
 
 def _adopt(folder: Folder, by: Scheduler, busy: Mapping[int, int], say: Say) -> list[Job]:
-    """Record and return live jobs that nobody lived to record, or whose submission got no answer.
+    """Record and return live jobs whose submitter died first, or got no answer.
 
-    busy: batches that wait or run. A job of these alone went in twice: it is cancelled.
+    busy: batches that wait or run. A job of such batches alone was submitted twice: it is
+    cancelled.
     """
     scripts = [path.resolve() for path in folder.scripts.glob(f"*{by.SUFFIX}")]
     if not scripts:  # nothing was ever submitted
@@ -149,10 +156,10 @@ def _adopt(folder: Folder, by: Scheduler, busy: Mapping[int, int], say: Say) -> 
 
 
 class _Submission:
-    """A submission under way.
+    """A submission.
 
-    new: jobs that have gone in; full: what is said once there is no room, and left: what then
-    waits for room; refusals: of scripts that it will never take
+    new: submitted jobs; full: the scheduler's message, once there is no room; left: batches that
+    then wait for room; refusals: its messages about scripts that it will never take
     """
 
     def __init__(self, study: Study, folder: Folder, site: Site, say: Say) -> None:
@@ -166,8 +173,8 @@ class _Submission:
     def arrays(self, todo: list[Array], queued: set[int]) -> None:
         """Submit arrays, until there is no room.
 
-        queued: jobs of the study. With a throttle each array waits for those before, as the
-        throttle holds within one alone.
+        queued: jobs of the study. With a throttle each array waits for those before it, because
+        the scheduler's throttle holds within an array only.
         """
         throttle = self.study.run.throttle
         apart = max(throttle, 1) if self.by.ARRAYS == "one" else 1  # jobs of one element at a time
@@ -183,7 +190,7 @@ class _Submission:
             self.left += array.batches[count:]
 
     def _part(self, array: Array, options: list[str]) -> int:
-        """Submit an array, or half of it, or a quarter, ...; return how many batches went in."""
+        """Submit an array, or half of it, or a quarter, ...; return how many batches it has."""
         path = script_file(self.folder, self.site, array.name)
         count = len(array.batches)
         self._write(path, array_script(array, self.site, self.study, self.folder.path))
@@ -203,7 +210,7 @@ class _Submission:
         return count
 
     def collecting(self, after: set[int]) -> None:
-        """Submit the job that collects after others, if there are any and there is room."""
+        """Submit the job that collects when others have ended, if there is room."""
         if not after:
             return
         path = script_file(self.folder, self.site, COLLECT)
@@ -216,8 +223,8 @@ class _Submission:
         self._went_in(Job(number, f"{self.study.name}-collect", {}))
         self.say(f"job {number}: collects when they have ended, however they end")
 
-    def tell(self) -> None:
-        """Say what waits for room. Raises UserError where something will never go in."""
+    def conclude(self) -> None:
+        """Print which batches wait for room. Raises UserError if a script was refused."""
         if self.left:
             cases = sum(len(batch.cases) for batch in self.left)
             self.say(
@@ -232,7 +239,7 @@ class _Submission:
             )
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a script, and say what the scheduler thinks of it."""
+        """Write a script, and print the scheduler's opinion of it."""
         store.put(path, text)
         try:
             self.say(f"{path}: {self.by.test_only(path.resolve())}")
@@ -240,14 +247,14 @@ class _Submission:
             self.say(f"{path}: {error}")
 
     def _went_in(self, job: Job) -> None:
-        record(self.folder, job)  # at once: were we killed now, this job would still be known
+        record(self.folder, job)  # at once: if this process is killed now, the job is still known
         self.new.append(job)
 
     def _once(self, script: Path, options: list[str]) -> int:
-        """Submit a script and return the number of its job, once, however slow the answer.
+        """Submit a script once, however slow the answer, and return the number of its job.
 
-        If there is none the queue tells whether it went in; else it is tried again. Raises as
-        submit of the scheduler.
+        Without an answer the queue is searched for the job; if it is not there, the script is
+        submitted again. Raises as submit of the scheduler.
         """
         script, silent = script.resolve(), ""
         for pause_s in (*PAUSES_S, None):
@@ -261,7 +268,7 @@ class _Submission:
                 if pause_s is not None:
                     self.say(f"{silent}: looks whether it went in, in {pause_s:g} s")
                     time.sleep(pause_s)
-            except QueueFull:  # said halfway perhaps, by one that went in after that
+            except QueueFull:  # perhaps printed by a command that submitted the job after that
                 if (number := self._taken(script)) is None:
                     raise
                 return number
@@ -271,7 +278,7 @@ class _Submission:
         )
 
     def _taken(self, script: Path) -> int | None:
-        """Return the number of a live job of a script that is not recorded; None: there is none."""
+        """Return the number of a live, unrecorded job of a script, None if there is none."""
         known = {job.number for job in recorded(self.folder)}
         new = (each.number for each in self.by.taken([script]) if each.number not in known)
         return next(new, None)
@@ -290,35 +297,29 @@ def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say
 
 
 def cancel(folder: Folder, say: Say = print) -> None:
-    """Cancel the jobs of a study that wait or run, the collecting one too, and no other's.
+    """Cancel the jobs of a study that wait or run, the collecting one included.
 
-    Raises SchedulerError if it does not answer.
+    Raises SchedulerError if the scheduler does not answer.
     """
     by = kept_site(folder).by
     with alone(folder.path / LOCK, "study submit or cancel", say):
         _adopt(folder, by, {}, say)
         jobs = recorded(folder)
-        known = by.states(job.number for job in jobs)
-        names = {job.number: job.name for job in jobs}
-        live = {
-            number
-            for (number, _), state in known.items()
-            if state.live and state.name == names[number]
-        }
-        if not live:
+        names = {job.number: job.name for job in alive(jobs, by.states(job.number for job in jobs))}
+        if not names:
             say(f"{folder.path}: no job of it waits or runs")
             return
-        by.cancel(sorted(live))
-    for number in sorted(live):
+        by.cancel(sorted(names))
+    for number in sorted(names):
         say(f"job {number}, {names[number]}: cancelled")
 
 
 def extend(study: Study, folder: Folder, say: Say = print) -> None:
-    """Give a folder a study that has all of its cases, and more.
+    """Replace the study of a folder by one that has all of its cases, and more.
 
-    Batches are numbered anew, so nothing may wait or run: the claims and the record of jobs are of
-    the old numbers and go. Files of cases and of failures stay: an id means the same case.
-    Raises FolderError where a case of the folder is not in the study, or something is under way.
+    Batches get new numbers, so no batch may wait or run, and the claims and the record of jobs are
+    removed. Files of cases and of failures stay: an id means the same case.
+    Raises FolderError if a case of the folder is not in the study, or a batch waits or runs.
     """
     folder.check_there()
     with alone(folder.path / LOCK, "study submit or extend", say):
@@ -341,15 +342,12 @@ def extend(study: Study, folder: Folder, say: Say = print) -> None:
 
 
 def _check_idle(folder: Folder, study: Study) -> None:
-    """Raise FolderError where a batch is measured, or a job waits or runs."""
+    """Raise FolderError if a batch is measured, or a job waits or runs."""
     jobs = recorded(folder)
-    known = kept_site(folder).by.states(job.number for job in jobs)
-    for job in jobs:
-        own = (at for (number, _), at in known.items() if number == job.number)
-        if any(at.live and at.name == job.name for at in own):
-            raise FolderError(
-                f"{folder.path}: extend: job {job.number} waits or runs: wait, or study cancel"
-            )
+    for job in alive(jobs, kept_site(folder).by.states(job.number for job in jobs)):
+        raise FolderError(
+            f"{folder.path}: extend: job {job.number} waits or runs: wait, or study cancel"
+        )
     for batch in batches(study, expand(study).cases):
         claim = read_claim(folder.claim_file(batch.number))
         if claim is not None and not jobs and claim.alive() is not False:

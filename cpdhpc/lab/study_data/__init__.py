@@ -1,4 +1,4 @@
-"""Factors of studies, the cases that they make, and what a case gave: plain data."""
+"""Factors of studies, cases, and results of cases: plain data."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or f
 
 @dataclass(frozen=True)
 class Factor:
-    """Something that a study may vary.
+    """A quantity that a study may vary.
 
     type: int, float, str or bool; units: as in the study file
-    default: the value where a study says nothing; None: it must say, ABSENT: the factor is unused
-    check: raises ValueError for a value of the right type that cannot be
+    default: the value if a study has none; None: the study needs one; ABSENT: it is then unused
+    check: raises ValueError for a wrong value of the right type
     """
 
     long_name: str
@@ -35,7 +35,7 @@ class Factor:
     check: Callable[[Any], object] = lambda value: None
 
     def parse(self, given: Any) -> Value:
-        """Return a value of a study's file; sizes may have a unit. Raises ValueError."""
+        """Return a value of a study's TOML file; sizes may have a unit. Raises ValueError."""
         value: Any = given
         if self.units == "byte" and isinstance(given, str):
             value = parse_bytes(given)
@@ -50,7 +50,7 @@ class Factor:
 
 
 def at_least(least: float) -> Callable[[float], None]:
-    """Return a check that raises for a number below."""
+    """Return a check that raises ConfigError for a smaller number."""
 
     def check(value: float) -> None:
         if value < least:
@@ -65,7 +65,7 @@ def positive(long_name: str, default: int | None) -> Factor:
 
 
 def float32_size(long_name: str) -> Factor:
-    """Return the factor that says how many bytes of float32 there are; a study must say it."""
+    """Return a factor that is a number of bytes of float32, which a study needs."""
 
     def check(size_bytes: int) -> None:
         if size_bytes < 4 or size_bytes % 4:
@@ -78,7 +78,7 @@ DEVICE = Factor("where arrays are: cpu, gpu", str, check=among(("cpu", "gpu")))
 
 
 def device_used(given: Factors) -> dict[str, Value]:
-    """Return the factor device where it is a GPU: on the CPU a case is what it always was."""
+    """Return the factor device if it is a GPU: on the CPU cases keep the ids of older versions."""
     return {"device": "gpu"} if given.get("device") == "gpu" else {}
 
 
@@ -88,8 +88,8 @@ SHAPE = {  # factors of every kind; ranks = nodes * ppn
     "ranks": Factor("ranks", int, check=at_least(1)),
 }
 
-SEATS = {  # factors of every kind, of which a launcher is told; unused: as it does by itself
-    "bind": Factor("what a rank is bound to: none, core, socket, numa", str, check=among(BINDINGS)),
+SEATS = {  # factors of every kind that become options of launchers; unused: their defaults
+    "bind": Factor(f"what a rank is bound to: {', '.join(BINDINGS)}", str, check=among(BINDINGS)),
     "distribution": Factor(
         "ranks of a node along its sockets: block, cyclic", str, check=among(DISTRIBUTIONS)
     ),
@@ -98,7 +98,7 @@ SEATS = {  # factors of every kind, of which a launcher is told; unused: as it d
 
 @dataclass(frozen=True)
 class Case:
-    """A point. factors: those of its kind that it uses; the shape is beside them."""
+    """A case. factors: those of its kind that it uses, without nodes and ppn."""
 
     id: str
     factors: Factors = field(hash=False)
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def seats(self) -> tuple[str, str]:
-        """How ranks are bound and distributed, "" for as the launcher does by itself."""
+        """How ranks are bound and distributed, "" for the launcher's default."""
         return str(self.factors.get("bind", "")), str(self.factors.get("distribution", ""))
 
     @property
@@ -127,11 +127,11 @@ Series = Mapping[str, Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class Result:
-    """What a case gave.
+    """The result of a case.
 
     times_s: float64[repeats, 3], of every repeat the slowest rank's time, the fastest's, the mean
     is_warmup: uint8[repeats]
-    outcomes: some of study_file.OUTCOMES; environment: where, as text
+    outcomes: some of study_file.OUTCOMES; environment: of machine, software and job
     series: by group of study_file.SERIES, the columns with "epoch" int64[epochs], or with
         "iteration" int64[samples] and "layer" str[layers]
     """

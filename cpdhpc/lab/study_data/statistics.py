@@ -1,7 +1,7 @@
 """Statistics of repeated times: medians with rank-based intervals, and when repeats are enough.
 
 Times are not normally distributed, so intervals come from order statistics and assume only that
-repeats are independent. After Hoefler, Belli: Scientific benchmarking of parallel computing
+repeats are independent. Source: Hoefler, Belli: Scientific benchmarking of parallel computing
 systems, SC15, rules 5, 6 and 8.
 """
 
@@ -18,12 +18,12 @@ Array = npt.NDArray[Any]
 
 @cache
 def median_rank(n: int, confidence: float) -> int:
-    """Return j: from the j-th smallest to the j-th largest of n samples is an interval.
+    """Return j: the interval of the median is from the j-th smallest to the j-th largest sample.
 
-    It holds the median with a probability of confidence or more, whatever the distribution:
-    1 - 2 P(B < j) with B ~ Binomial(n, 1/2); j is the largest such. 0: n is too small for any.
+    For any distribution it holds the median with a probability of 1 - 2 P(B < j), B ~
+    Binomial(n, 1/2). j is the largest for which this is confidence or more; 0 if n is too small.
     Source: Le Boudec: Performance evaluation of computer and communication systems, 2010,
-    theorem 2.1, with the two sides alike.
+    theorem 2.1, for two equal tails.
     """
     if n == 0:
         return 0
@@ -35,7 +35,7 @@ def median_rank(n: int, confidence: float) -> int:
 
 
 def median_interval(samples: Array, confidence: float) -> tuple[float, float]:
-    """Return the lower and the upper end of the interval of the median; NaN where n is too small.
+    """Return the lower and the upper end of the interval of the median; NaN if n is too small.
 
     samples: float64[n], in any order
     """
@@ -56,8 +56,8 @@ def is_enough(samples: Array, confidence: float, relative: float) -> bool:
 def summarise(times: Array, confidence: float) -> dict[str, Array]:
     """Return the columns of a summary, each of [points].
 
-    times: float64[points, repeats], NaN where a point has no sample that counts
-    Quantiles lie on straight lines between neighbouring samples.
+    times: float64[points, repeats], NaN for warm-ups and missing repeats
+    Quantiles are interpolated linearly between neighbouring samples.
     """
     ordered = np.sort(times, axis=1)  # NaN goes to the end
     n = np.sum(~np.isnan(times), axis=1)
@@ -105,11 +105,11 @@ def _intervals(ordered: Array, n: Array, confidence: float) -> tuple[Array, Arra
 
 
 def ratio_intervals(times: Array, base: Array, confidence: float) -> tuple[Array, Array, Array]:
-    """Return, for each point, median time of its base over its own, with an interval.
+    """Return the median time of each point's base over its own, and the ends of its interval.
 
-    times: as for summarise; base: int64[points], the index of each one's base, -1 for none
-    The ends are ratios of ends of both medians' intervals, each of which fails half as often as
-    the ratio's may (Bonferroni), so the ratio's interval holds with confidence or more.
+    times: as for summarise; base: int64[points], the index of each point's base, -1 for none
+    The ends are ratios of the ends of both medians' intervals. Each of these fails with half the
+    probability that the ratio's may (Bonferroni), so the ratio's holds with confidence or more.
     """
     each = 1 - (1 - confidence) / 2
     ordered, n = np.sort(times, axis=1), np.sum(~np.isnan(times), axis=1)
@@ -118,5 +118,5 @@ def ratio_intervals(times: Array, base: Array, confidence: float) -> tuple[Array
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = median[base] / median, low[base] / high, high[base] / low
     ratio, least, most = (np.where(base >= 0, value, np.nan) for value in ratios)
-    own = base == np.arange(len(base))  # a ratio to itself is 1, without any doubt
+    own = base == np.arange(len(base))  # the ratio to itself is exactly 1
     return tuple(np.where(own, 1.0, value) for value in (ratio, least, most))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""HDF5 files of studies: that of a case, and that of all."""
+"""HDF5 files of studies: of a case, and of all cases."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from . import Array, Case, Factors, Result, Value
 SCHEMA = 1  # of files of cases and of studies
 NO_INTEGER = -(2**63)  # in columns of whole factors; attribute missing_integer, -1 in older files
 OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s
-ALIKE = {  # of environments: what cases must agree in to be compared, see provenance.identity
+SAME_FOR_ALL = {  # of environments: cases that differ in them are not compared; see provenance
     "mpi_library": "MPI library",
     "git_commit": "commit of cpdhpc",
     "processor": "processor",
     "program": "program, by the SHA-256 of its files",
+    "program_commit": "commit of the program's source",
 }
 OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "error": (float, "relative error in the Euclidean norm; NaN: not known", "1"),
@@ -56,7 +57,7 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "predicted_s": (float, "predicted time of a repeat; NaN: none", "s"),
     "energy_j": (
         float,
-        "energy of the nodes in a repeat, mean over all, warm-ups and what is idle included",
+        "energy of the nodes in a repeat, mean over all repeats, warm-ups and idle parts included",
         "J",
     ),
     "accuracy": (float, "test samples that are right at the end; NaN: no training", "%"),
@@ -69,8 +70,8 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
 }
 METRIC, WALL = "metric_", "wall_s"  # begins groups of metrics of programs; the one of wall times
 FURTHER = "test_"  # begins the names of outcomes by further metrics, as jobs call them
-# without a column where no case has them
-WHERE_KNOWN = ("predicted_s", "energy_j", "score", "data_share", "test_score")
+# Columns that a file lacks if no case has them
+OPTIONAL = ("predicted_s", "energy_j", "score", "data_share", "test_score")
 SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units
     "training": {
         "test_accuracy": ("test samples that are right", "%"),
@@ -93,7 +94,7 @@ SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, u
 
 
 def write_result(path: Path, case: Case, result: Result) -> None:
-    """Write the file of a finished case. Raises StoreError where it cannot be written."""
+    """Write the file of a finished case. Raises StoreError if it cannot be written."""
     repeats = len(result.times_s)
     samples = {
         "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups included"),
@@ -108,7 +109,7 @@ def write_result(path: Path, case: Case, result: Result) -> None:
         "outcomes": dict(result.outcomes),
         "environment": dict(result.environment),
     }
-    attributes = {  # few: each costs time to read where there are thousands of cases
+    attributes = {  # few, as a study may have thousands of cases to read
         "kind": "case",
         "case_id": case.id,
         "record": json.dumps(record),
@@ -119,14 +120,14 @@ def write_result(path: Path, case: Case, result: Result) -> None:
 
 
 def read_environment(path: Path) -> Mapping[str, str]:
-    """Return where a case was measured, by its file. Raises StoreError as read_result."""
+    """Return the environment in the file of a case. Raises StoreError as read_result."""
     return _read(path, path.stem).environment
 
 
 def read_result(path: Path, case: Case) -> Result:
-    """Return what a case's file holds.
+    """Return the result in the file of a case.
 
-    Raises StoreError where the file is missing, damaged, not complete or another case's.
+    Raises StoreError if the file is missing, damaged, not complete or of another case.
     """
     return _read(path, case.id)
 
@@ -168,16 +169,16 @@ NEEDED = {
 
 
 class ReportError(UserError):
-    """Files that no report can be made of."""
+    """A file cannot be shown in a report."""
 
 
 @dataclass(frozen=True)
 class Point:
     """A case that was measured.
 
-    factors: only those that it uses; outcomes, summary: NaN where there is none
-    times_s: float64[repeats], the slowest rank's, without warm-ups
-    base: index of the point that its speed-up is relative to, -1 for none
+    factors: those that it uses; outcomes, summary: NaN for a missing value
+    times_s: float64[repeats], of the slowest rank, without warm-ups
+    base: index of the base point of its speed-up, -1 for none
     metrics: float64[samples] of each metric of a program, without warm-ups
     """
 
@@ -198,7 +199,7 @@ class Point:
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study. training, telemetry: arrays by point, empty where the kind has none."""
+    """A study. training, telemetry: arrays by point, empty if the kind has none."""
 
     path: Path
     attributes: Mapping[str, Any]
@@ -215,12 +216,12 @@ class StudyFile:
 
     @property
     def kind(self) -> str:
-        """What was measured."""
+        """The kind of its cases, or of those that a benchmark is like."""
         return str(self.attributes["kind"])
 
     @property
     def benchmark(self) -> bool:
-        """Whether the points are a benchmark's: of no sweep, and no repeat was asked for more."""
+        """Whether a benchmark made the points: without a sweep, with fixed numbers of repeats."""
         return bool(self.attributes.get("benchmark", 0))
 
     @property
@@ -235,12 +236,12 @@ class StudyFile:
 
     @property
     def percent(self) -> str:
-        """Confidence level in words."""
+        """Confidence level as text."""
         return f"{100 * self.level:g} %"
 
     @property
     def base_rule(self) -> str:
-        """What speed-up is relative to, in words."""
+        """The rule that finds base points of speed-ups, as text."""
         return str(self.rules["base"])
 
     @property
@@ -250,7 +251,7 @@ class StudyFile:
 
     @cached_property
     def toml(self) -> Mapping[str, Any]:
-        """The study as it was asked for. Raises ReportError where it is no TOML."""
+        """The tables of the study. Raises ReportError if its text is not TOML."""
         try:
             return tomllib.loads(str(self.attributes["study"]))
         except tomllib.TOMLDecodeError as error:
@@ -258,21 +259,21 @@ class StudyFile:
 
     @property
     def times(self) -> str:
-        """What the times are, in words."""
+        """The meaning of the times, as text."""
         if self.kind != "command":
             return "the slowest rank's times"
         return f"the metric {self.time}" if self.time else "the wall times of runs"
 
     @property
     def time(self) -> str:
-        """The metric of a program that is its time; "" for the wall time, and of other kinds."""
+        """The metric of a program that is its time; "" for the wall time, and for other kinds."""
         if self.kind != "command":
             return ""
         return str(self.toml.get("job", {}).get("command", {}).get("time", ""))
 
     @property
     def metrics(self) -> Mapping[str, Mapping[str, Any]]:
-        """What a study of a program says of its metrics, by name; that of wall times, if it has."""
+        """Unit and direction of each metric of a study of a program, and of its wall times."""
         asked = dict(self.toml.get("job", {}).get("metrics", {}))
         there = {name for point in self.points for name in point.metrics}
         wall = {WALL: {"unit": "s", "better": "lower"}} if WALL in there else {}
@@ -285,7 +286,10 @@ class StudyFile:
 
 
 def load_study_file(path: Path | str) -> StudyFile:
-    """Return a study. Raises StoreError for what cannot be read, ReportError for what is none."""
+    """Return a study.
+
+    Raises StoreError if the file cannot be read, ReportError if it is not the file of a study.
+    """
     groups, attributes = store.read(path)
     schema = attributes.get("cpdhpc_schema")
     if schema != SCHEMA:
@@ -317,13 +321,13 @@ def _check(path: Path | str, groups: Groups, attributes: Mapping[str, Any]) -> N
 
 
 def check_arrays(
-    path: Path | str, groups: Groups, needed: Mapping[str, Sequence[str]], said: str
+    path: Path | str, groups: Groups, needed: Mapping[str, Sequence[str]], otherwise: str
 ) -> None:
-    """Raise ReportError, which ends as said, unless a file has these arrays, by group."""
+    """Raise ReportError, which ends with otherwise, unless a file has these arrays, by group."""
     for group, names in needed.items():
         for name in names:
             if name not in groups.get(group, {}):
-                raise ReportError(f"{path}: has no /{group}/{name}: {said}")
+                raise ReportError(f"{path}: has no /{group}/{name}: {otherwise}")
 
 
 def _points(groups: Groups, missing: int) -> list[Point]:
@@ -334,7 +338,7 @@ def _points(groups: Groups, missing: int) -> list[Point]:
     factors = {k: v.tolist() for k, v in columns.items() if k not in (*NO_FACTORS, *scores)}
     outcomes = {k: columns[k].tolist() for k in (*NUMBERS, *scores) if k in columns}
     figures = {k: v.tolist() for k, v in summary.items() if v.shape == (count,)}
-    # Of factors that are true or false -1 is neither.
+    # In columns of true and false, -1 is a missing value.
     without = {k: -1 if columns[k].dtype == np.int8 else missing for k in factors}
     counted = np.isfinite(samples["time_s"]) & (samples["is_warmup"] == 0)
     metrics = {
@@ -358,7 +362,7 @@ def _points(groups: Groups, missing: int) -> list[Point]:
 
 
 def _by_point(group: Mapping[str, Array], count: int) -> list[Array]:
-    """Return the samples of a metric that count, of each point; they are in the points' order."""
+    """Return the samples of a metric of each point, without warm-ups; they are in its order."""
     counts = group["is_warmup"] == 0
     ends = np.searchsorted(group["point_index"][counts], np.arange(1, count))
     return np.split(group["value"][counts], ends)

@@ -1,13 +1,13 @@
 #!/bin/bash
-# How all-reduces scale with the ranks: site local.
+# The scaling of all-reduces with the ranks: site local.
 #
 #   flux batch [--nodes=N --nslots=RANKS] allreduce_scaling.flux \
 #       [STUDY.toml] [--set KEY=VALUE ...]
 #
 # GPUs are for --set sweep.device=gpu (docs/howto/gpu.md).
-# All cases run in this one job, on 1, 2, 4, ... of its ranks by turns, so that they compare. What
-# comes out is a folder below results with a file per case, study.h5 and report.html. Submitted
-# again, the job goes on with what its folder lacks; other settings have another folder.
+# All cases run in this one job, on 1, 2, 4, ... of its ranks in turn, so that they compare. The
+# result is a folder below results with a file per case, study.h5 and report.html. Submitted again,
+# the job measures the cases that its folder lacks; other settings have another folder.
 # flux: --job-name=allreduce_scaling
 # flux: --nodes=2
 # flux: --nslots=4
@@ -54,12 +54,12 @@ trap "kill $!" EXIT
 
 flux run --ntasks="$((nodes * ppn))" --nodes="$nodes" --cores-per-task=1 python -m cpdhpc batch "$folder" 0 --nodes "$nodes" --ppn "$ppn" &
 launched=$!
-[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a number
+[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a process number
 while true; do
     wait "$launched"
     status=$?
     [ -n "$signalled" ] || break
-    signalled='' # it was the wait that ended by the signal, not the ranks
+    signalled='' # the signal ended the wait, not the ranks
 done
 
 if [ "$status" = 85 ]; then

@@ -9,7 +9,7 @@
 # flux: --output='results/demo/logs/demo-2x2-gpu-from2-{{id.dec}}_0.log'
 
 index=0 # there are no arrays
-# This environment is the one that flux batch was called in. To load another one: module load ..., and
+# The environment is that in which flux batch was called. To load another one: module load ..., and
 # source .../bin/activate here, or in a site profile: modules, setup, container (docs/reference/sites.md).
 set -u
 export OMP_NUM_THREADS="4"
@@ -32,12 +32,12 @@ trap "kill $!" EXIT
 
 mpiexec -n 4 -hosts "$(flux hostlist --expand --delimiter=, local)" -ppn 2 -bind-to core:4 python -m cpdhpc batch results/demo $((2 + index)) --nodes 2 --ppn 2 &
 launched=$!
-[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a number
+[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a process number
 while true; do
     wait "$launched"
     status=$?
     [ -n "$signalled" ] || break
-    signalled='' # it was the wait that ended by the signal, not the ranks
+    signalled='' # the signal ended the wait, not the ranks
 done
 
 if [ "$status" = 85 ]; then

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Gathers the cases of study demo that are finished into one file.
+# Collects the finished cases of study demo in one file.
 # flux: --job-name=demo-collect
 # flux: --nodes=1
 # flux: --nslots=1

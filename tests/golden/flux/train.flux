@@ -6,7 +6,7 @@
 #
 # GPUs are for jobs with device = "gpu" (docs/howto/gpu.md).
 # Records go to results/ + the job file's name. Before its time is over the job writes a checkpoint
-# and ends; submitted once more, it goes on with what is not complete.
+# and ends; submitted once more, it goes on with incomplete rows.
 # flux: --job-name=train
 # flux: --nodes=1
 # flux: --nslots=2
@@ -48,12 +48,12 @@ trap "kill $!" EXIT
 
 flux run --ntasks="$((nodes * ppn))" --nodes="$nodes" --cores-per-task=1 python -m cpdhpc train "$@" --resume &
 launched=$!
-[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a number
+[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a process number
 while true; do
     wait "$launched"
     status=$?
     [ -n "$signalled" ] || break
-    signalled='' # it was the wait that ended by the signal, not the ranks
+    signalled='' # the signal ended the wait, not the ranks
 done
 
 if [ "$status" = 85 ]; then

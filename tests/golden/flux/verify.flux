@@ -1,11 +1,11 @@
 #!/bin/bash
-# Prove that cpdhpc is right on these nodes, and how fast it is: site local.
+# Check that cpdhpc is right on these nodes, and how fast it is: site local.
 #
 #   flux batch [--nodes=N --nslots=RANKS] verify.flux \
 #       [--quick] [--device gpu] [ARGUMENTS of cpdhpc verify]
 #
-# What is found goes to verify-JOB.h5 and verify-JOB.html in the folder that flux batch is called in.
-# docs/howto/verify.md says what is checked.
+# Results are in verify-JOB.h5 and verify-JOB.html, in the folder that flux batch is called in.
+# docs/howto/verify.md lists the checks.
 # flux: --job-name=verify
 # flux: --nodes=1
 # flux: --nslots=2
@@ -44,12 +44,12 @@ trap "kill $!" EXIT
 
 flux run --ntasks="$((nodes * ppn))" --nodes="$nodes" --cores-per-task=1 python -m cpdhpc verify --out "$found.h5" --html "$found.html" "$@" &
 launched=$!
-[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a number
+[ -z "$signalled" ] || forward "$signalled" # it came before the ranks had a process number
 while true; do
     wait "$launched"
     status=$?
     [ -n "$signalled" ] || break
-    signalled='' # it was the wait that ended by the signal, not the ranks
+    signalled='' # the signal ended the wait, not the ranks
 done
 
 if [ "$status" = 85 ]; then
