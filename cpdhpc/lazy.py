@@ -10,7 +10,7 @@ from importlib import import_module
 EXTRAS = {  # package -> extra of setup.cfg that installs it
     **dict.fromkeys(("torch", "pydantic", "tomli_w"), "torch"),
     **dict.fromkeys(
-        ("h5py", "jinja2", "matplotlib", "rich", "scipy", "simpleeval", "sklearn"), "lab"
+        ("h5py", "jinja2", "matplotlib", "rich", "scipy", "shtab", "simpleeval", "sklearn"), "lab"
     ),
     "cupy": "gpu12",
 }

@@ -1,27 +1,31 @@
-"""docs/reference/commands.md from the command line: `python tests/command_page.py` writes it."""
+"""Makes docs/reference/commands.md from the command line: `python tests/command_page.py`."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
 
-from cpdhpc.lab.cli import COMMANDS, Command, Group, parser
+from cpdhpc.lab.commands import COMMANDS, SECTIONS, Command, Group
+from cpdhpc.lab.commands.parsing import parser
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "commands.md"
 HEAD = """# Commands and their options
 
-Made of the command line's parsers, by `python tests/command_page.py`; a test compares. It is what
+Made from the command line's parsers by `python tests/command_page.py`; a test compares. It is what
 `python -m cpdhpc COMMAND --help` shows. Every command has `--help`; `python -m cpdhpc --version`
-shows the version.
+shows the version. `cpdhpc` is `python -m cpdhpc`.
+
+`docs/howto/install.md` says how your shell completes them.
 """
 
 
-def commands() -> Iterator[list[str]]:
+def commands(of: Mapping[str, Command | Group] = COMMANDS) -> Iterator[list[str]]:
     """Every command, and every action of one."""
-    for name, row in COMMANDS.items():
+    for name, row in of.items():
         if isinstance(row, Command) or row.default:
             yield [name]
         if isinstance(row, Group):
@@ -61,16 +65,35 @@ def rows(of: argparse.ArgumentParser) -> Iterator[str]:
             yield f"| `{shown(action)}` | {' '.join(text.split())}{needed} |"
 
 
+def example_lines(of: argparse.ArgumentParser) -> list[str]:
+    """The examples of a command's help, as one types them."""
+    return re.findall(r"^    (.*)$", of.epilog or "", re.MULTILINE)
+
+
+def words_of(example: str) -> list[str]:
+    """The words of an example after mpirun and cpdhpc, without a redirection."""
+    words = shlex.split(re.sub(r"^mpirun -n 2 ", "", example).partition(" > ")[0])
+    assert words[0] == "cpdhpc", example
+    return words[1:]
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of a description, wrapped; indented ones keep their lines."""
+    for part in text.strip().split("\n\n"):
+        yield part if part.startswith("    ") else fill(part, 100, break_on_hyphens=False)
+
+
 def page() -> str:
     """The page, whole."""
     lines = [HEAD]
-    for command in commands():
-        of = parser_of(command)
-        parts = inspect.cleandoc(of.description or "").split("\n\n")
-        lines += [f"## {' '.join(command)}", ""]
-        lines += ["\n\n".join(fill(part, 100, break_on_hyphens=False) for part in parts), ""]
-        if len(of._actions) > 1:
-            lines += [*rows(of), ""]
+    for title, rows_of in SECTIONS.items():
+        lines += [f"## {title.capitalize()}", ""]
+        for command in commands(rows_of):
+            of = parser_of(command)
+            lines += [f"### {' '.join(command)}", "", "\n\n".join(paragraphs(of.description or ""))]
+            lines += ["", of.epilog or "", ""]
+            if len(of._actions) > 1:
+                lines += [*rows(of), ""]
     return "\n".join(lines)
 
 

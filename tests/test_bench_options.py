@@ -189,7 +189,7 @@ def test_wrong_inputs_are_one_line(
 def test_empty_words_and_negative_ones(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["train", "x.toml", "--out", ""], "--out is empty: a variable of the shell"),
-        (["darray", "show", "--shape", "-8,8"], "begins with - goes after =, as --option=-1"),
+        (["darray", "show", "--shape", "-8,8"], "begins with - after =, for example --option=-1"),
     ):
         with pytest.raises(SystemExit):
             main(words)

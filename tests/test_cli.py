@@ -18,7 +18,8 @@ import cpdhpc
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.lab.autoencoder import job as autoencoder_job
-from cpdhpc.lab.cli import COMMANDS, main
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands import COMMANDS
 from cpdhpc.lab.train import job as train_job
 from cpdhpc.world.mpi import World
 
@@ -26,6 +27,7 @@ BUG = """
 import sys
 import cpdhpc.lab.provenance
 from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands import COMMANDS
 from cpdhpc.world.mpi import World
 
 if World().rank == 1:
@@ -89,7 +91,7 @@ def test_keys_that_help_shows_are_keys_of_the_job(
     path.write_text(text)
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    (keys,) = re.findall(r"as (\S+) or (\S+);", " ".join(capsys.readouterr().out.split()))
+    (keys,) = re.findall(r"for example (\S+) or (\S+);", " ".join(capsys.readouterr().out.split()))
     assert load(path, list(keys))
     with pytest.raises(UserError, match=r"unknown key train\.no_such_key"):
         load(path, [*keys, "train.no_such_key=3"])
@@ -104,13 +106,17 @@ def test_keys_that_help_shows_are_keys_of_the_job(
             "unknown option --metods: did you mean --methods?",
         ),
         ("train x.toml --ste train.epochs=1", "train: unknown option --ste: did you mean --set?"),
-        ("study status x y", "study status: y: is one argument more than there are: -h shows all"),
+        ("study status x y", "study status: y: is one argument too many: -h shows all"),
         ("bench allreduce --device tpu", "bench allreduce: --device tpu: did you mean gpu or cpu?"),
         ("report x --tolerance y", "report: --tolerance y: must be a number"),
         ("bench predict x --ranks y", "bench predict: --ranks y: must be an integer"),
-        ("precision replay x --ranks 2,y", "--ranks 2,y: must be integers, as 2,4"),
+        ("precision replay x --ranks 2,y", "--ranks 2,y: must be integers, for example 2,4"),
+        (
+            "study status x --watch -1",
+            "--watch -1: must be a number of seconds above 0",
+        ),
         ("train x.toml --timeout -1", "train: --timeout -1: must be a number of seconds above 0"),
-        ("report x --png", "--png expected one argument: one that begins with - goes after ="),
+        ("report x --png", "--png expected one argument: write one that begins with - after ="),
     ],
 )
 def test_a_wrong_command_line_is_one_line_that_says_what_was_meant(
@@ -204,6 +210,7 @@ class Slow(types.ModuleType):
 sys.modules["cpdhpc.world.mpi"] = Slow("cpdhpc.world.mpi")
 sys.argv = ["cpdhpc", "bench", "latency"]
 from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands import COMMANDS
 main()
 """
 PLANS = """
@@ -218,6 +225,7 @@ def wait(arguments):
 study.run_plan = wait
 sys.argv = ["cpdhpc", "study", "plan", "x.toml"]
 from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands import COMMANDS
 sys.exit(main())
 """
 

@@ -119,7 +119,7 @@ def test_a_machine_without_slurm_is_written_down(
     site = load_site(path)
     assert (site.nodes, site.gpus_per_node) == (1, 2) and site.cores_per_node >= 1
     assert main(["study", "site", "discover", "--out", str(path)]) == 2
-    assert "is there already: name another file" in capsys.readouterr().err
+    assert "exists: name another file" in capsys.readouterr().err
     study = ROOT / "inputs" / "study_smoke.toml"
     assert main(["study", "plan", str(study), "--site", str(path)]) == 0
     with pytest.raises(UserError, match="--partition x: sinfo is not on PATH"):

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.mpi_skip
 FOLDERS = [ROOT / "docs" / name for name in ("howto", "tutorials")]
 PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md")) if page.stem != "index"]
 # These name commands in passing, or need a cluster or GPUs; test_tutorial.py has the last one.
-NOT_RUN = {"choose", "coming_from", "gpu", "moving_from_0.2", "verify", "first_study"}
+NOT_RUN = {"choose", "coming_from", "gpu", "install", "moving_from_0.2", "verify", "first_study"}
+NOT_RUN |= {"try_commands"}  # tests/test_readme.py runs these
 RUN = [page for page in PAGES if page.stem not in NOT_RUN]
 QUICKER = {  # what is added to commands that measure
     "bench allreduce": ["--repeats", "2", "--sizes", "64KiB"],

@@ -270,10 +270,10 @@ def test_scores_are_the_sum_over_epochs_whatever_the_memory(
     found = influence(*asked)
     told = capsys.readouterr().out
     in_parts = influence(*asked, "--memory", 1, "--out", trained / "parts.h5")
-    assert "passes over them: 1" in told and "is there already" not in told
+    assert "passes over them: 1" in told and "exists" not in told
     assert "passes over them: 6" in capsys.readouterr().out
     influence(*asked, "--out", trained / "parts.h5")
-    assert "parts.h5: is there already: its scores will be replaced" in capsys.readouterr().out
+    assert "parts.h5: exists: its scores will be replaced" in capsys.readouterr().out
     for name, values in found.items():
         assert values.tobytes() == in_parts[name].tobytes(), name
     job = validate(Job, {"name": "x", "data": {"name": "digits", "test_share": 0.8}}, "x")

@@ -1,4 +1,4 @@
-"""What the README says to type is typed here; on two ranks in tests/mpi/test_mpi_readme.py."""
+"""Commands of the README and of its how-to pages; on two ranks in tests/mpi/test_mpi_readme.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cpdhpc.lab.cli import main
 
 pytestmark = pytest.mark.mpi_skip
 README = (ROOT / "README.md").read_text()
+HOWTO = ROOT / "docs" / "howto"
 BATCHES = """
 import torch
 torch.manual_seed(0)
@@ -36,17 +37,16 @@ QUICKER = {  # what is added to the commands that measure or train
 ON_TWO_RANKS = ["mpirun", "-n", "2"]
 
 
-def block(language: str) -> str:
-    """The README's one code block in a language."""
-    found = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    assert len(found) == 1
-    return str(found[0])
+def blocks(language: str, text: str = README) -> list[str]:
+    """The code blocks of a page in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def commands() -> list[tuple[list[str], bool]]:
-    """The README's commands without what starts them, made quick, and whether on two ranks."""
+    """The commands of try_commands.md without mpirun, made quick, and whether on two ranks."""
     found = []
-    for line in block("sh").splitlines():
+    (lines,) = blocks("sh", (HOWTO / "try_commands.md").read_text())
+    for line in lines.splitlines():
         words = shlex.split(line)
         parallel = words[:3] == ON_TWO_RANKS
         words = words[3:] if parallel else words
@@ -57,8 +57,9 @@ def commands() -> list[tuple[list[str], bool]]:
 
 
 def diff() -> list[str]:
-    """The lines of what is changed in a torch loop."""
-    return block("diff").splitlines()
+    """The lines that a torch loop needs."""
+    (lines,) = blocks("diff", (HOWTO / "plain_loop.md").read_text())
+    return lines.splitlines()
 
 
 def lay_out(directory: Path) -> None:
@@ -94,7 +95,8 @@ def test_make_targets_are_there_and_run_by_ci() -> None:
         )
 
 
-def test_map_names_what_exists() -> None:
-    rows = README.split("## Map")[1]
-    for name in re.findall(r"`([\w./]+/|cpdhpc/[\w./]+|docs/[\w.]+)`", rows):
-        assert any(root.joinpath(name).exists() for root in (ROOT, ROOT / "cpdhpc")), name
+def test_paths_exist() -> None:
+    paths = re.findall(r"`([\w./]+/|(?:cpdhpc|docs)/[\w./]+)`", README)
+    assert len(paths) > 40
+    for path in set(paths) - {"docs/_build/html/index.html"}:  # which `make docs` writes
+        assert (ROOT / path).exists() or (ROOT / "cpdhpc" / path).exists(), path

@@ -227,7 +227,7 @@ def test_tasks_without_float32_are_refused(directory: Path, tmp_path: Path, caps
     with pytest.raises(UserError, match="no float32 all-reduce of several ranks among the runs"):
         report_tasks([directory, tmp_path], WIDE)
     assert main(["report", str(directory), "--tasks", "--x", "ranks"]) == 2
-    assert "--tasks: goes not with --compare" in capsys.readouterr().err
+    assert "--tasks: excludes --compare" in capsys.readouterr().err
 
 
 def test_a_picture_is_what_its_name_says(directory: Path, tmp_path: Path) -> None:

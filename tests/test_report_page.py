@@ -283,7 +283,7 @@ def test_axes_series_and_panels_can_be_chosen(two_shapes: StudyFile, name: str) 
 
 
 def test_a_choice_of_figures_that_nothing_shows_is_refused(allreduce: Path) -> None:
-    with pytest.raises(UserError, match="choose figures: go with --html or --figures"):
+    with pytest.raises(UserError, match="choose figures: add --html or --figures"):
         report([allreduce], choice=Choice(x="ranks"))
 
 
@@ -312,7 +312,7 @@ def test_a_choice_that_cannot_be_is_one_line(
 def test_command_line(allreduce: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(allreduce), "--quiet"]) == 0
     assert main(["report", str(allreduce), "--png", str(tmp_path / "a.png")]) == 2
-    assert "--figures DIR writes those of studies" in capsys.readouterr().err
+    assert "--figures DIR draws studies" in capsys.readouterr().err
     for words in (["--fail-on-slower"], ["--png", "a.png", "--compare", str(allreduce)]):
         assert main(["report", str(allreduce), *words]) == 2
         assert words[0] in capsys.readouterr().err

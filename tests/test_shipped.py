@@ -101,7 +101,7 @@ def test_examples_are_written_from_a_wheel_too(tmp_path: Path) -> None:
 def test_examples_overwrite_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples", str(tmp_path)]) == 0
     assert main(["examples", str(tmp_path)]) == 2
-    assert "inputs is there already: name another folder" in capsys.readouterr().err
+    assert "inputs exists: name another folder" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
@@ -139,6 +139,7 @@ DIGITS = "inputs/cots_digits.toml --set train.iterations=1 --out"
             "matplotlib is not installed: pip install 'cpdhpc[lab]'",
         ),
         ("h5py", f"autoencoder {DIGITS}", "h5py is not installed: pip install 'cpdhpc[lab]'"),
+        ("shtab", "completion bash", "shtab is not installed: pip install 'cpdhpc[lab]'"),
         ("numpy", "info", "numpy is not installed: pip install numpy"),
         ("mpi4py", "info", "mpi4py is not installed: pip install mpi4py"),
         ("tomli_w", "--help", "tomli_w is not installed: pip install 'cpdhpc[lab]'"),
@@ -174,7 +175,10 @@ def test_what_starts_mpirun_is_not_started_by_it(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert main(["study", action, str(ROOT / "inputs" / "study_smoke.toml")]) == 2
-    assert f"study {action}: starts mpirun itself: not 2 times by it" in capsys.readouterr().err
+    assert (
+        f"study {action}: calls mpirun itself: start one copy of it, not 2"
+        in capsys.readouterr().err
+    )
 
 
 def test_unknown_commands_are_told_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:

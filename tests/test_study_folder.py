@@ -19,7 +19,8 @@ from studies import fill, small_study, some_result, study_file
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.lab.claim import Claim, read_claim
-from cpdhpc.lab.cli import COMMANDS, main
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.commands import COMMANDS
 from cpdhpc.lab.study.cases import batches, expand, load_study
 from cpdhpc.lab.study.collect import collect, find
 from cpdhpc.lab.study.folder import Folder, FolderError, Job, record, recorded

@@ -53,7 +53,7 @@ class Lgc(DenseMessages):
     exclude: layers that travel whole in float32, as do all layers of one dimension; in the paper
         the first ones
     plain: layers whose chosen values travel without autoencoder; in the paper the last one
-    wire, algorithm, scaling: of the all-reduce of codes and of the values of plain layers
+    wire, algorithm, scaling: options of the all-reduce of codes and of values of plain layers
     Source: Abrahamyan, Chen, Bekoulis, Deligiannis: Learned gradient compression for distributed
     deep learning, IEEE TNNLS 2021, arXiv 2103.08870. Here the leader chooses for "server" too, and
     no server is needed: its input goes to all ranks.

@@ -40,7 +40,7 @@ class OneBit(Aggregator):
     a layer's weights in torch's layout. Layers of one dimension travel in float32.
     error_feedback: the error is added to a rank's next gradient
     dense_epochs: until then all layers travel in float32
-    algorithm: of the all-reduce of layers of one dimension
+    algorithm: algorithm of the all-reduce of layers of one dimension
     Source: Seide et al.: 1-bit stochastic gradient descent, Interspeech 2014, section 3.1.
     """
 

@@ -1,11 +1,11 @@
-"""Options of commands, a line each; --set KEY=VALUE, laid over a file's; files to be written."""
+"""Options of commands, one line each; --set KEY=VALUE; checks of files to be written."""
 
 from __future__ import annotations
 
 import os
 import re
 import tomllib
-from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +20,8 @@ def override(
 ) -> Raw:
     """Return raw with "a.b=value" settings applied; values are TOML, or .5, or else strings.
 
-    lay: how all of them together are laid over raw; None: by merge
-    Raises ConfigError for a setting of another form, or one that goes through a plain value.
+    lay: function that applies all of them to raw; None: merge
+    Raises ConfigError for a setting of another form, or if a key before the last is no table.
     """
     changes: Raw = {}
     for setting in settings:
@@ -38,12 +38,12 @@ def override(
 
 
 def options(parser: ArgumentParser | _ArgumentGroup) -> Callable[..., None]:
-    """Return what adds an argument to a parser: add("--every N", help, default or type).
+    """Return a function that adds an argument to a parser: add("--every N", help, default or type).
 
-    Without a word for its value an option is a flag; further: as of add_argument
+    An option without a word for its value is a flag. Further arguments are those of add_argument.
     """
 
-    def add(form: str, said: str, given: Any = None, **further: Any) -> None:
+    def add(form: str, text: str, given: Any = None, **further: Any) -> None:
         name, _, value = form.partition(" ")
         if value:
             further["metavar"] = value
@@ -55,40 +55,64 @@ def options(parser: ArgumentParser | _ArgumentGroup) -> Callable[..., None]:
                 further.setdefault("type", type(given))
         elif not value:
             further["action"] = "store_true"
-        parser.add_argument(name, help=said, **further)
+        parser.add_argument(name, help=text, **further)
 
     return add
 
 
-def add_settings(parser: ArgumentParser, said: str, key: str = "KEY") -> None:
-    """Add the option --set to a command line; said: its help."""
-    parser.add_argument("--set", action="append", default=[], metavar=f"{key}=VALUE", help=said)
+def seconds(text: str) -> float:
+    """Return a time above zero; raise ArgumentTypeError for any other text."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ArgumentTypeError(f"{text}: must be a number of seconds above 0")
+    return value
+
+
+def add_timeout(parser: ArgumentParser) -> None:
+    """Add the time after which a wait for other processes ends the job, and the file of a trace."""
+    add = options(parser)
+    add(
+        "--timeout SECONDS",
+        "end the job if a wait takes longer, and print who waits for whom (default 600)",
+        seconds,
+    )
+    add(
+        "--trace FILE",
+        "write a timeline of each rank for Perfetto; FILE.gz is compressed "
+        "(docs/reference/timelines.md)",
+        Path,
+    )
+
+
+def add_settings(parser: ArgumentParser, text: str, key: str = "KEY") -> None:
+    """Add the option --set to a command line; text: its help."""
+    parser.add_argument("--set", action="append", default=[], metavar=f"{key}=VALUE", help=text)
 
 
 def settings_of(arguments: Namespace) -> list[str]:
-    """Return the settings of a command line: what --set gives, and --timeout."""
+    """Return the settings of a command line: those of --set, and --timeout."""
     timeout_s = arguments.timeout
     return [*arguments.set, *([] if timeout_s is None else [f"train.timeout_s={timeout_s!r}"])]
 
 
 def blaming(load: Callable[[list[str]], T], settings: Iterable[str], path: Path) -> T:
-    """Return what a file is with settings; the setting without which it can be used is blamed.
-
-    Raises ConfigError.
-    """
+    """Return load(settings). Raises ConfigError that names the setting without which load works."""
     given = list(settings)
     try:
         return load(given)
     except ConfigError as error:
-        said = str(error).removeprefix(f"{path}: ")
-        if said.startswith("--set"):
+        reason = str(error).removeprefix(f"{path}: ")
+        if reason.startswith("--set"):
             raise
         for i, setting in enumerate(given):
             try:
                 load(given[:i] + given[i + 1 :])
             except ConfigError:
                 continue
-            raise ConfigError(f"--set {setting}: {said}") from None
+            raise ConfigError(f"--set {setting}: {reason}") from None
         raise
 
 
@@ -97,9 +121,9 @@ def _value(text: str, setting: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
         if text[:1] in ("[", "{", '"', "'"):
-            said = str(error).partition(" (at ")[0]
-            raise ConfigError(f"--set {setting}: is not a TOML value: {said}") from None
-        # TOML has 0.1 and 1.0 only, people type .1 and 1. too
+            reason = str(error).partition(" (at ")[0]
+            raise ConfigError(f"--set {setting}: is not a TOML value: {reason}") from None
+        # TOML has only 0.1 and 1.0; people also type .1 and 1.
         short = re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", text, re.IGNORECASE)
         return float(text) if short else text
 
@@ -110,13 +134,13 @@ def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
         here = here.get(part, {})
         if not isinstance(here, dict):
             table = ".".join(parts[:depth])
-            more = f"but several: change the file, or give all, as {table}=[{{...}}]"
-            said = f"is not a table{f', {more}' if isinstance(here, list) else ''}"
-            raise ConfigError(f"--set {setting}: {table} {said}")
+            more = f", but several: change the file, or set all of them: {table}=[{{...}}]"
+            several = more if isinstance(here, list) else ""
+            raise ConfigError(f"--set {setting}: {table} is not a table{several}")
 
 
 def check_file(path: Path, option: str) -> None:
-    """Raise UserError where no file can be written at a path; option: as --out, for the message."""
+    """Raise UserError if no file can be written at a path; option: for example --out."""
     if not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"{option} {path}: {path.parent} is no directory that can be written to")
     if path.is_dir():
@@ -124,7 +148,7 @@ def check_file(path: Path, option: str) -> None:
 
 
 def check_picture(path: Path, option: str) -> None:
-    """Raise UserError where no picture can be written at a path: as check_file, and its ending."""
+    """Raise UserError if no picture can be written at a path, or if its ending is of no picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     check_file(path, option)

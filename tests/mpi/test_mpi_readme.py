@@ -1,4 +1,4 @@
-"""What the README and docs/reference/darray.md say to type for two ranks."""
+"""The commands and Python of the README, of its how-to pages and of darray.md on two ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_readme import BATCHES, block, commands, diff, lay_out
+import torch
+from test_readme import BATCHES, blocks, commands, diff, lay_out
 from training import ROOT
 
+import cpdhpc.torch
 from cpdhpc.lab.cli import main
 from cpdhpc.world.mpi import World
 
@@ -45,9 +47,10 @@ def test_commands(world: World, directory: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_ten_lines_of_python(world: World) -> None:
-    assert len([line for line in block("python").splitlines() if line]) <= 10
+    code, _ = blocks("python")
+    assert len([line for line in code.splitlines() if line]) <= 10
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(block("python"), {})
+        exec(code, {})
     for number, shown in enumerate(world.gather(out.getvalue())):
         assert re.search(rf"^{number} \[\d+\] \[", shown, re.MULTILINE)
         (texts,) = re.findall(r"^simulated \[(.*?)\] of \[(.*?)\]", shown, re.MULTILINE)
@@ -64,6 +67,23 @@ def test_ten_lines_of_arrays(world: World) -> None:
     said = "0 of 96 cells of windows wrong"
     for rank, shown in enumerate(world.gather(out.getvalue())):
         assert re.search(rf"^{rank} \(6, 8\) 48\.0 .*{said}", shown, re.MULTILINE), shown
+
+
+def test_three_lines_for_torch(world: World) -> None:
+    _, code = blocks("python")
+    assert len([line for line in code.splitlines() if line]) == 3
+    here: dict[str, Any] = {"torch": torch}
+    exec(code, here)
+    try:
+        value = torch.full((1 << 15,), 1 + 2.0**-8)  # e4m3 has 1 and 1 + 2**-3 there
+        torch.distributed.all_reduce(value)
+        assert value.tolist() == [2.0] * value.numel()
+        few = torch.full((4,), 1 + 2.0**-8)
+        torch.distributed.all_reduce(few)  # below 64 KiB nothing is rounded
+        assert few.tolist() == [2 + 2.0**-7] * 4
+    finally:
+        cpdhpc.torch.set_wires()
+        torch.distributed.destroy_process_group()
 
 
 def test_four_lines_in_a_torch_loop(world: World) -> None:

@@ -48,11 +48,11 @@ class Source(Section):
     name: digits: of scikit-learn, 8 x 8; idx: the file path, in the format of MNIST; array: a .npy
         file, path, [n, height, width] or with channels last, uint8 or floats in 0..1, read as
         needed; folder: image files in path, of one size or larger than size; synthetic: noise
-    path: of the file or folder, if name needs one
-    tile: images are laid side by side, so many in a row and a column, each time in another order
+    path: path of the file or folder, if name needs one
+    tile: number of images side by side along both axes, each time in another order
     held_out: share of the images that training never sees, evenly spaced; for probe
     size: side of the random squares that are cut out; 0: nothing is cut
-    channels: of synthetic images; 1 or 3 of files: grey or colours
+    channels: channels of synthetic images; for files 1 or 3: grey or colours
     prepare: none; contrast: each square to mean 0 and variance 1; whiten: the same after a filter
         f exp(-(f / f0)^4) that flattens the spectrum of natural images
     Source of whiten: Olshausen, Field: Emergence of simple-cell receptive field properties, Nature
@@ -238,12 +238,12 @@ LOADERS = {
 class Layer(Section):
     """[[layer]]: filters, L2 pooling and local contrast normalisation, one after the other.
 
-    field, step: side of the receptive field, and from one block of filters to the next, in cells
+    field, step: side of the receptive field, and distance of blocks of filters, in cells
     maps: filters of a block, which all see the block's receptive field
-    pool, pool_step: side of a pool, and from one to the next, in blocks
+    pool, pool_step: side of a pool, and distance of pools, in blocks
     contrast: side of the neighbourhood of the normalisation, in pools; odd
     sparsity: weight of the pooled responses in the objective
-    epsilon: added to the squares under the root of a pool; floor: the least divisor of contrast
+    epsilon: added to the squares under the root of a pool; floor: least divisor of contrast
     """
 
     field: Positive
@@ -363,15 +363,16 @@ MAY_DIFFER = (  # from the job of a checkpoint: the model is the same except for
 class Train(Section):
     """[train]: stochastic gradient descent with momentum, one layer after the other.
 
-    iterations: of each layer; batch: images of an iteration, the same on all ranks
-    learning_rate, momentum: of the steps; seed: of weights and images; dtype: of all values
-    checkpoint_every: iterations; timeout_s: the longest wait for others
-    cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
-        default: as square as possible
-    threads: of torch, 0 for the cores that the rank owns
+    iterations: iterations of each layer; batch: images of an iteration, the same on all ranks
+    learning_rate, momentum: rate and momentum of the steps; seed: seed of weights and images
+    dtype: dtype of all values
+    checkpoint_every: iterations between checkpoints; timeout_s: longest wait for other processes
+    cell_procs, block_procs: ranks along both axes of cells, and of blocks and pools; default: as
+        square as possible
+    threads: threads of torch, 0 for the cores that the rank owns
     keep_memory: freed memory stays with the process, see keep_freed_memory: memory for batches and
         the outputs of lower layers is not cleared again
-    device: where layers compute: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
+    device: device of the layers: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
     """
 
     iterations: Positive = 200
@@ -393,7 +394,7 @@ class Train(Section):
 class Autoencoder(Section):
     """A whole file; layers are trained in order, each on the output of those before it.
 
-    name: of its files; default: the job file's
+    name: part of file names; default: the name of the job file
     """
 
     name: Name

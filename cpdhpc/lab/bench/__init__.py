@@ -1,1 +1,1 @@
-"""Benchmarks: one file each; their rows are in cpdhpc.lab.cli."""
+"""Benchmarks: one file each; their rows are in cpdhpc.lab.commands."""

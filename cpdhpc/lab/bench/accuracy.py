@@ -1,8 +1,8 @@
 """Error of sums: algorithms, accumulations and scalings over ranks, simulated on one process.
 
-Ranks contribute data of DATA. The error is ||result - sum|| / ||sum||, norms and sum in float64.
-The bytes are those of all ranks over the least of one rounding format, 2 (p - 1) / p of the data
-from each rank.
+The ranks contribute one of DATA. The error is ||result - sum|| / ||sum||, the norms and the sum
+in float64; the bytes are those of all ranks over the least of one rounding format: 2 (p - 1) / p of
+the data from each rank.
 """
 
 from __future__ import annotations
@@ -92,18 +92,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     few = "e4m3,e3m2fn,e2m1fn,e1m1fn"
     add = options(parser)
-    add("--ranks N,...", "of sums", "2,8,32,128,512,1024")
+    add("--ranks N,...", "numbers of ranks", "2,8,32,128,512,1024")
     add("--formats NAME,...", "formats", few)
     add(
         "--ways NAME,...",
-        f"algorithms, with a way to accumulate as ring:requantise, or all: of {USUAL},"
-        f"{','.join(SCHEDULES)}, of {','.join(ACCUMULATES)},{EXACT}",
+        f"algorithms, with a way to accumulate as ring:requantise, or all: {USUAL},"
+        f"{','.join(SCHEDULES)}, with {','.join(ACCUMULATES)},{EXACT}",
         WAYS,
     )
-    add("--scalings NAME,...", f"or all: of {','.join(SCALINGS).replace(', ', ' ')}", "tile")
-    add("--data NAME,...", f"of {','.join(DATA)}", "agreeing,noise")
-    add("--values N", "of each rank", 2048)
-    add("--seeds N", "errors are medians over so many", 1)
+    add("--scalings NAME,...", f"scalings, or all: {','.join(SCALINGS).replace(', ', ' ')}", "tile")
+    add("--data NAME,...", f"data: {','.join(DATA)}", "agreeing,noise")
+    add("--values N", "values of each rank", 2048)
+    add("--seeds N", "number of seeds; errors are medians over them", 1)
     add("--csv FILE.csv", "write all errors and bytes", Path)
     add("--png FILE.png", "draw the errors", Path)
 
@@ -252,10 +252,10 @@ def add_rounding(parser: argparse.ArgumentParser) -> None:
     parser.description = run_rounding.__doc__
     add = options(parser)
     add("--formats NAME,...", "formats", DEFAULT_FORMATS)
-    add("--values N", "that are drawn", 1 << 20, type=int)
+    add("--values N", "number of values to draw", 1 << 20, type=int)
     add(
         "--gradients FILE.h5",
-        "recorded gradients (train.record_gradients), rounded as well",
+        "also round recorded gradients (train.record_gradients)",
         [],
         nargs="*",
         type=Path,
@@ -326,9 +326,13 @@ def add_batchnorm(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.description = getdoc(run_batchnorm)
     add = options(parser)
-    add("--settings RANGE:BITS,...", "of sums and of codes", "36720:4,16384:4,16384:8,4096:2")
-    add("--channels N", "of each setting", 200)
-    add("--seed N", "that they are drawn by", 0)
+    add(
+        "--settings RANGE:BITS,...",
+        "ranges of sums, and bits of codes",
+        "36720:4,16384:4,16384:8,4096:2",
+    )
+    add("--channels N", "channels of each setting", 200)
+    add("--seed N", "seed of the draw", 0)
 
 
 def drawn(rng: np.random.Generator, channels: int, most: int, bits: int) -> tuple[Array, Array]:

@@ -66,13 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--collective NAME",
-        f"allreduce, or {','.join(COLLECTIVES)}, of whose whole array sizes are; beside MPI's own",
+        f"allreduce, or {','.join(COLLECTIVES)}, beside MPI's own; sizes are of the whole array",
         ALL_REDUCE,
     )
-    add("--baselines NAME,...", f"of {','.join(BASELINES)} (default: those that can run)")
+    add("--baselines NAME,...", f"baselines: {','.join(BASELINES)} (default: all that can run)")
     add_samples(parser, 9, 2)
     add_all(parser, "every call of each method, and the columns of nccl-tests")
-    add("--predict MACHINE.toml", "show predictions; used by auto", Path)
+    add("--predict MACHINE.toml", "file of bench fit: show predictions, and choose for auto", Path)
 
 
 def add_all(parser: argparse.ArgumentParser, what: str) -> None:
@@ -85,14 +85,14 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--calls NAME,...",
-        "plain; prepared; shared: prepared, with arrays of empty_shared if ranks of a node "
-        "share memory; graphs: prepared, as CUDA graphs (default: those that the device knows)",
+        "plain; prepared; shared: prepared, with arrays of empty_shared, which ranks of a node "
+        "share; graphs: prepared, as CUDA graphs (default: all that the device has)",
     )
     add(
         "--link GBIT",
-        "rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong); "
-        "bound: the longer of memcpy, of the array by all ranks at once, and of 2 (N - 1) / N of "
-        "the bytes on the wire at that rate, N nodes",
+        "rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong). The "
+        "bound is the longer of a memcpy of the array by all ranks at once, and of 2 (N - 1) / N "
+        "of the bytes on the wire at that rate, for N nodes",
         float,
     )
 
@@ -103,14 +103,14 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     add("--sizes SIZE,...", "bytes of float32: 1MiB,16MiB or first:last:xFACTOR", "64KiB:16MiB:x16")
     add(
         "--algorithms NAME,...",
-        f"of {','.join(SCHEDULES)},{AUTO}: the fastest whose error stays as ranks grow",
+        f"{','.join(SCHEDULES)}, or {AUTO}: the fastest whose error does not grow with the ranks",
         "ring,tree,direct",
     )
-    add("--wires NAME,...", "raw, formats, mxfp4", "raw,e4m3")
-    add("--scalings NAME,...", f"of {','.join(SCALINGS)}", "tile")
+    add("--wires NAME,...", "raw, names of formats, mxfp4", "raw,e4m3")
+    add("--scalings NAME,...", f"scalings: {','.join(SCALINGS)}", "tile")
     add(
         "--accumulate NAME,...",
-        f"of {','.join(ACCUMULATES)}, or default, the algorithm's own",
+        f"{','.join(ACCUMULATES)}, or default: that of the algorithm",
         "default",
     )
 

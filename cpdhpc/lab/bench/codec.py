@@ -52,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add_device(parser)
     add = options(parser)
-    add("--mib MIB", "of float32", 64, type=float)
+    add("--mib MIB", "size of the array of float32", 64, type=float)
     add("--formats NAME,...", "formats", DEFAULT_FORMATS)
-    add("--density SHARE", "selected", 0.01)
-    add("--operations NAME,...", f"of {', '.join(CODEC_OPERATIONS)}", DEFAULT_OPERATIONS)
-    add("--threads N,...", "of the CPU", "1")
+    add("--density SHARE", "share of values that sparse methods select", 0.01)
+    add("--operations NAME,...", f"operations: {', '.join(CODEC_OPERATIONS)}", DEFAULT_OPERATIONS)
+    add("--threads N,...", "threads of the CPU", "1")
     add(
         "--clones NAME,...",
-        f"loops of the CPU, of {', '.join(cpu.clones())}; without: {cpu.clone()}",
+        f"loops of the CPU: {', '.join(cpu.clones())}; default: {cpu.clone()}",
     )
     add_samples(parser, 9, calls="calls of each case")
 

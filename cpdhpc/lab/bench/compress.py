@@ -1,10 +1,10 @@
 """Compressors side by side on recorded gradients, averaged again without training.
 
-Bytes are counted in the messages, with everything in them; agreements by MPI's own collectives are
-counted apart, for each process. Times are those of one process, with a barrier before each
-collective. If a process has several ranks, they select and encode one after another, and their
-messages stay in memory. Phases are shares of a profile of processor time, by the names of
-functions: travel has the engine and the waits, decode the additions.
+Bytes are those of all messages; the bytes of MPI's own collectives, by which ranks agree, are
+counted apart, by process. Times are those of one process, with a barrier before each collective. A
+process simulates several ranks unless mpirun has started as many: then their selecting and encoding
+come one after another, and messages stay in memory. Phases are shares of a profile of processor
+time, by the names of functions: travel has the engine and the waits, decode the additions.
 """
 
 from __future__ import annotations
@@ -338,24 +338,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--gradients FILE.h5",
-        "of precision record or train.record_gradients, of one run (default: digits, now)",
+        "files of precision record or train.record_gradients, of one run (default: digits, now)",
         Path,
         nargs="+",
     )
     add(
         "--values N",
-        "normal numbers instead of gradients, N a rank: what methods cost large models",
+        "use N normal numbers of each rank instead of gradients, as of large models",
         int,
     )
     add(
         "--methods NAME[:OPTION=VALUE,...]",
-        "compressors, apart by spaces or commas, as lowbit:wire=e3m0 (default: all)",
+        "compressors, separated by spaces or commas, as lowbit:wire=e3m0 (default: all)",
         list(COMPRESSORS),
         nargs="+",
     )
     add(
         "--settings",
-        "recommended: methods as a job's train.settings has them (default: given)",
+        "recommended: options of methods are those of train.settings (default: given)",
         "given",
         choices=get_args(SettingsOf),
     )

@@ -1,10 +1,9 @@
-"""Benchmark of halo exchanges beside MPI's own ways, on arrays of the same size.
+"""Time halo exchanges beside MPI's own ways, on the same arrays.
 
-Cases are those of studies of kind halo. Ours and MPI's work in an array with the halo around the
-rank's own cells; "copied" is ours with own cells in another array, so that they are copied too.
-subarray: Isend and Irecv of subarray datatypes, without and with persistent requests; alltoallw:
-MPI_Neighbor_alltoallw of them; packed: slices of NumPy copied to buffers and back. accumulate adds
-the halos to the cells that they show.
+cpdhpc and MPI exchange in an array that holds the halo around the rank's own cells; "copied" is
+cpdhpc with the cells in another array, which are copied too. subarray: Isend and Irecv of subarray
+datatypes, plain and by persistent requests; alltoallw: MPI_Neighbor_alltoallw of them; packed:
+slices of NumPy copied to buffers and back. accumulate adds the halos to the cells that they show.
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ def add_overlap(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--overlap",
-        "instead: a stencil with blocking and with overlapped exchange, equal in every bit",
+        "time a stencil with blocking and overlapped exchange instead; both have the same bits",
     )
-    add("--passes N", "how often the stencil is computed", 1)
+    add("--passes N", "number of times that the stencil is computed", 1)
     add(
         "--link GBIT",
-        "rate of a link, for the bound, 1e9 bit/s (default: the time of the exchange)",
+        "rate of a link for the bound, 1e9 bit/s (default: the time of the exchange)",
         float,
     )
 
@@ -256,11 +255,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
     add = options(parser)
-    add("--usual NAME,...", f"of {usual_text}", ",".join(USUAL))
-    add("--operations NAME,...", f"of {','.join(OPERATIONS)}", EXCHANGE)
-    add("--ways NAME;...", "parted by semicolons", "; ".join(ALL_WAYS))
+    add("--usual NAME,...", f"cases: {usual_text}", ",".join(USUAL))
+    add("--operations NAME,...", f"operations: {','.join(OPERATIONS)}", EXCHANGE)
+    add("--ways NAME;...", "ways, separated by semicolons", "; ".join(ALL_WAYS))
     add_options(parser)
-    add("--calls N", "calls of a sample (default: as fill a millisecond)", 0)
+    add("--calls N", "calls of a sample (default: as many as fill a millisecond)", 0)
     add_device(parser)
     add_overlap(parser)
     add_samples(parser, 31, 3, "samples")

@@ -1,6 +1,6 @@
-"""The cost of a layer of the autoencoder on each of many ranks: bytes, memory and FLOP.
+"""Count the bytes, memory and FLOP of a layer of the autoencoder on each of many ranks.
 
-Nothing is run: plans are geometry, and every number follows from the sizes.
+Nothing runs: plans are geometry, and every number follows from the sizes of the options.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Cost(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     sizes = {
-        "ranks": (64, "number of ranks, a square grid or nearly"),
+        "ranks": (64, "number of ranks, in a grid that is square if possible"),
         "image": (200, "side of the images"),
-        "channels": (3, "values of a pixel"),
+        "channels": (3, "values of each pixel"),
         "field": (10, "side of a receptive field"),
-        "step": (1, "from one block of filters to the next"),
-        "maps": (1024, "filters of a block"),
+        "step": (1, "distance from one block of filters to the next"),
+        "maps": (1024, "filters of each block"),
         "pool": (3, "side of a pool, in blocks"),
-        "batch": (96, "images of an iteration"),
+        "batch": (96, "images of each iteration"),
     }
     add = options(parser)
     for name, (default, text) in sizes.items():

@@ -1,4 +1,4 @@
-"""bench fit and bench predict: the times of a machine that predictions need, and predictions."""
+"""python -m cpdhpc bench fit and predict: the model of a machine, and the times it predicts."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class Sample(NamedTuple):
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("--out MACHINE.toml", "the file", Path, required=True)
-    add("--format NAME", "of the codec's times", "e4m3")
+    add("--out MACHINE.toml", "file of the model", Path, required=True)
+    add("--format NAME", "format of the codec's times", "e4m3")
     add_repeats(parser, 30, 1)
     add(
         "--beside MACHINE.toml",
-        "show the predictions of an earlier fit too, for cores as far apart as then",
+        "also show the predictions of an earlier fit, for cores as far apart as then",
         Path,
     )
     add("--quick", "small sizes only, for tests")
@@ -366,9 +366,9 @@ def judged(machine: Machine, samples: Sequence[Sample]) -> str:
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("machine MACHINE.toml", "written by bench fit", Path)
+    add("machine MACHINE.toml", "file of bench fit", Path)
     add("--ranks N", "number of ranks", int, required=True)
-    add("--ranks-per-node N", "for the steps of hier", 1)
+    add("--ranks-per-node N", "ranks of each node, for the steps of hier", 1)
     add_choices(parser)
 
 

@@ -1,7 +1,7 @@
-"""Steps of each optimiser beside torch's fused ones, for the layers of a residual network.
+"""Time steps of each optimiser beside torch's fused ones, over the layers of a residual network.
 
-Gradients are ready; nothing is sent. The optimisers take turns, each with weights and states of its
-own, so that caches hold little of the data of a step, as after a backward pass.
+Gradients exist before; nothing is sent. The optimisers take turns, each with its own weights and
+states, so that caches hold little of the data of a step, as after a backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--widths", default="64,128,256,448", metavar="N,...", help="channels of the stages"
     )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch")
     add_repeats(parser, 20, 3, "steps")
 
 

@@ -47,9 +47,9 @@ COMPUTE, REDUCE, IN_TURN, OVERLAPPED = CASES = "compute", "reduce", "in turn", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("file FILE.toml", "a job, as of train", Path)
-    add_settings(parser, "lay a value over the file's, as train.batch=120; may be repeated")
-    add("--rows NAME,...", "of the file's rows (default: all)")
+    add("file FILE.toml", "a job of train", Path)
+    add_settings(parser, "replace a value of the file, as train.batch=120; may be repeated")
+    add("--rows NAME,...", "rows of the file (default: all)")
     add_repeats(parser, 10, 2, "steps")
 
 

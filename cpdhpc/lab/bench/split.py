@@ -1,8 +1,8 @@
 """Benchmark of networks whose images are split over ranks, beside plain torch on a rank's part.
 
-The plain network computes as many pixels as a rank owns, on all ranks at once: the time of a rank
-if borders and statistics cost nothing. "forward" is a call of the network, "both" a call and its
-backward pass, down to the gradient of the images.
+The plain network computes as many pixels as a rank owns, on all ranks at once. That is a rank's
+time if borders and statistics cost nothing. "forward" is a call of the network, "both" with its
+backward, down to the gradient of the images.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ FORWARD, BOTH = "forward", "both"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("--networks NAME,...", f"of {', '.join(NETWORKS)}", ",".join(NETWORKS))
-    add("--sizes N,...", "of square images", "128,256")
-    add("--grid ROWSxCOLUMNS", "of ranks (default: ranks x 1)")
+    add("--networks NAME,...", f"networks: {', '.join(NETWORKS)}", ",".join(NETWORKS))
+    add("--sizes N,...", "sides of square images", "128,256")
+    add("--grid ROWSxCOLUMNS", "grid of ranks (default: ranks x 1)")
     add("--width N", "channels", 24)
-    add("--images N", "of a batch", 2)
+    add("--images N", "images of a batch", 2)
     add(
         "--link GBIT",
         "rate of each rank's link, 1e9 bit/s: adds the bytes that a rank sends, the bound and "

@@ -1,8 +1,8 @@
 """A training step of your model: alone, by DistributedDataParallel, by FSDP2 and by each method.
 
-MODEL is a job file, as of train, whose model, data, loss and optimizer are taken; or a
-module:function that returns a torch.nn.Module: inputs are random then, the loss is the mean square
-of the outputs and the optimizer is SGD with momentum. Each row has a copy of the model, and the
+MODEL is a job file of train, which gives model, data, loss and optimizer; or a module:function that
+returns a torch.nn.Module: then inputs are random, the loss is the mean square of the outputs and
+the optimizer is SGD with momentum. Each row has a copy of the model, and the
 rows take steps in turns: forward, backward, mean of the gradients, optimizer. "alone" sends
 nothing. "ddp" is DistributedDataParallel over gloo, or over nccl on GPUs; "hook" is the
 same with ddp_hook. --backends adds rows "ddp" and "fsdp", DistributedDataParallel and FSDP2 over
@@ -70,18 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
     add("what MODEL", "a job, FILE.toml, or module:function of a model")
-    add_settings(parser, "lay a value over the job's, as train.batch=120; may be repeated")
-    add("--batch N", "samples of a rank, for module:function", 2)
+    add_settings(parser, "replace a value of the job, as train.batch=120; may be repeated")
+    add("--batch N", "samples of each rank, for module:function", 2)
     add("--input N,...", "shape of a sample, for module:function", "3,32,32")
     add("--tokens N", "samples are integers below N, for module:function", 0)
     add(
         "--methods NAME[:OPTION=VALUE,...]",
-        "compressors, apart by spaces or commas",
+        "compressors, separated by spaces or commas",
         METHODS,
         nargs="+",
     )
     add_backends(parser, [])
-    add("--device", "where a model by module:function is", "cpu", choices=["cpu", "gpu"])
+    add("--device", "device of the model, for module:function", "cpu", choices=["cpu", "gpu"])
     add_repeats(parser, 10, 2, "steps")
 
 

@@ -1,8 +1,8 @@
-"""Samples a second that many workers would train on, by compressor, over links of several speeds.
+"""Predict the samples/s of many workers, by compressor, over links of several speeds.
 
-A worker computes a batch, then all workers average their gradients. The time of a step is the sum
-of both; nothing overlaps. Computation is measured once, or an option has its speed. The time of
-averaging is predicted from the collectives that each compressor calls for the network's layers.
+Each worker computes a batch, then all average their gradients. The time of a step is the sum of
+both; nothing overlaps. Computation is measured once, or is an option. The time of averaging is
+predicted from the collectives that each compressor calls for the network's layers.
 Source: the performance model of Wen et al.: TernGrad, NIPS 2017, section 5, with other terms.
 """
 
@@ -228,22 +228,26 @@ MEASURED_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("--network NAME", ", ".join(NETWORKS), "resnet50")
+    add("--network NAME", "network: " + ", ".join(NETWORKS), "resnet50")
     add(
         "--methods NAME",
-        "compressors, apart by spaces or commas (default: all)",
+        "compressors, separated by spaces or commas (default: all)",
         list(COMPRESSORS),
         nargs="+",
     )
-    add("--batch N", "samples of a worker", 32)
-    add("--workers N,...", "numbers of them", "1,2,4,8,16,32,64,128,256,512")
-    add("--links GBIT,...", "rates, 1e9 bit/s", "1,10,100,400")
+    add("--batch N", "samples of each worker", 32)
+    add("--workers N,...", "numbers of workers", "1,2,4,8,16,32,64,128,256,512")
+    add("--links GBIT,...", "rates of links, 1e9 bit/s", "1,10,100,400")
     compute = options(parser.add_mutually_exclusive_group())
     compute("--rate RATE", "samples/s of one worker, as you measured", float)
-    compute("--tflops TFLOPS", "of one worker in training (default: measured here)", float)
-    add("--machine MACHINE.toml", "times, written by bench fit (default: round figures)", Path)
-    add("--algorithms NAME,...", "an all-reduce takes the fastest of these", "ring,rhd")
-    add("--bucket-mib MIB", "as of a job", 25.0)
+    compute("--tflops TFLOPS", "TFLOP/s of one worker in training (default: measured here)", float)
+    add(
+        "--machine MACHINE.toml",
+        "file of bench fit (default: times of round figures)",
+        Path,
+    )
+    add("--algorithms NAME,...", "algorithms, of which an all-reduce takes the fastest", "ring,rhd")
+    add("--bucket-mib MIB", "size of buckets, as in a job", 25.0)
     add("--png FILE.png", "draw the figures", Path)
 
 

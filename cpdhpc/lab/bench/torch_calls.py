@@ -1,7 +1,7 @@
-"""Collectives of torch.distributed over MPI, by size, beside gloo; the cases take turns.
+"""Time collectives of torch.distributed over MPI by size, beside gloo; the cases take turns.
 
-Times are of whole calls of torch, from a barrier to the end of the slowest rank. Both backends are
-of one program, whose ranks are on cores of their own where there are enough.
+Times are those of whole calls of torch, from a barrier to the end of the slowest rank. One program
+has both backends; each of its ranks has its own core if there are enough.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--sizes SIZE,...",
-        "of a call's larger tensor: 1MiB,16MiB or first:last:xFACTOR",
+        "bytes of the larger tensor of a call: 1MiB,16MiB or first:last:xFACTOR",
         "64:64MiB:x8",
     )
     add_repeats(parser, 10, 2)

@@ -1,4 +1,4 @@
-"""Write job files, job scripts and pages that come with the package."""
+"""python -m cpdhpc examples: copies the job files, job scripts and pages of the package."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ BUILT = ("_build", "api")  # folders in docs of a clone that `make docs` writes
 
 def add_examples(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of examples."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where they go")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder that gets them")
 
 
 def run_examples(arguments: argparse.Namespace) -> None:
-    """Write job files, job scripts and pages, and print the folders.
+    """Copy job files, job scripts and pages, and print the folders.
 
-    Raises UserError where one is there already, or cannot be written.
+    Raises UserError if one exists or cannot be written.
     """
     targets = {name: arguments.directory / name for name in EXAMPLES}
     for target in targets.values():
         if target.exists():
-            raise UserError(f"examples: {target} is there already: name another folder")
+            raise UserError(f"examples: {target} exists: name another folder")
     for name, target in targets.items():
         try:
             ignored = shutil.ignore_patterns("__pycache__", *BUILT)
             shutil.copytree(folder(name), target, ignore=ignored, copy_function=_copy)
         except (OSError, shutil.Error, StoreError) as error:
-            said = getattr(error, "strerror", None) or error
-            raise UserError(f"examples: {target}: cannot be written: {said}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"examples: {target}: cannot be written: {reason}") from None
         print(target)
 
 

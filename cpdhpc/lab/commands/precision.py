@@ -1,4 +1,4 @@
-"""python -m cpdhpc precision record, replay, search: what tensors of a training need."""
+"""Arguments and output of python -m cpdhpc precision: presets, show, record, replay, search."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ def _counts(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(each) for each in _names(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: must be integers, as 2,4") from None
+        raise argparse.ArgumentTypeError(f"{text}: must be integers, for example 2,4") from None
 
 
 def add_record(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of precision record."""
     parser.description = (
-        "Train a job file's run as train does, and record what passes through layers: keys of "
-        "[record]. Exit statuses and the run's own files are those of train."
+        "Train the run of a job file like train, and record the tensors of its layers. The options "
+        "are keys of [record]. Exit statuses and the run's own files are those of train."
     )
     add = options(parser)
     add("file FILE.toml", "the job, of one run", Path)
-    add("--layers PATTERN,...", 'as "conv*" (default all)', _names)
-    add("--tensors KIND,...", f"of {', '.join(KINDS)}", _names)
-    add("--every N", "iterations apart, from 0", int)
-    add("--count N", "so many of them at most (default 20)", int)
-    add("--iterations N,...", "in place of --every", _counts)
-    add("--max-mib MIB", "of all arrays (default 256)", float)
+    add("--layers PATTERN,...", 'names of layers, for example "conv*" (default all)', _names)
+    add("--tensors KIND,...", f"kinds of tensors: {', '.join(KINDS)}", _names)
+    add("--every N", "record every Nth iteration, from 0", int)
+    add("--count N", "record at most N iterations (default 20)", int)
+    add("--iterations N,...", "record these iterations, instead of --every", _counts)
+    add("--max-mib MIB", "largest size of all arrays (default 256)", float)
     add(
         "--thin",
-        "where arrays take more than --max-mib, keep the rows that fit instead of refusing",
+        "keep the rows that fit if arrays exceed --max-mib, instead of an error",
         default=None,
     )
     add("--out FILE.h5", "the recording", Path)
     add("--results DIR", "the run's own files (default: results/ + FILE's name)", Path)
-    add_settings(parser, "as train")
-    add("--resume", "as train")
+    add_settings(parser, "the same as of train")
+    add("--resume", "the same as of train")
 
 
 OPTIONS = ("layers", "tensors", "every", "count", "iterations", "max_mib", "thin")
 
 
 def run_record(arguments: argparse.Namespace, world: World) -> int:
-    """Train, and record what the options say. Collective.
+    """Train, and record the tensors of the options. Collective.
 
-    Raises ConfigError on all alike, before training, where they ask for no iteration; UserError
-    behind all runs where some diverged.
+    Raises ConfigError on all ranks before training if no iteration would be recorded, and UserError
+    after all runs if some diverged.
     """
     from ..train.checkpoint import Files
     from ..train.command import train
@@ -88,11 +88,11 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return what the options are as settings of the job, and how they were given."""
+    """Return the options as settings of the job, each with its form on the command line."""
     found = {}
     for name in OPTIONS:
         if (value := getattr(arguments, name)) is not None:
-            # rich arrays of several lines are for files: a setting is one line
+            # dump_toml writes long arrays in several lines; a setting is one line
             setting = " ".join(f"record.{dump_toml({name: value})}".split())
             given = ",".join(map(str, value)) if isinstance(value, tuple) else value
             found[setting] = f"--{name.replace('_', '-')} {given}"
@@ -102,7 +102,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
 def _recording(file: Path, settings: list[str], given: dict[str, str]) -> list[Job]:
     """Return the runs of a job file; given: see _settings.
 
-    Raises ConfigError where one would record no iteration, or an option is wrong.
+    Raises ConfigError if a run would record no iteration, or an option is wrong.
     """
     from ..train.job import load
 
@@ -126,28 +126,32 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of precision replay."""
     asked = Question()
     parser.description = (
-        "What formats, sums over ranks and products do to the tensors of a recording, without "
-        "training. Needs neither torch nor MPI."
+        "Compute the errors that formats, sums over ranks and products make in the tensors of a "
+        "recording, without training. Needs neither torch nor MPI."
     )
     add = options(parser)
-    add("file FILE.h5", "of precision record", Path)
+    add("file FILE.h5", "file of precision record", Path)
     for name, metavar, text, default in (
-        ("formats", "NAME", "tensors are rounded to", asked.formats),
-        ("scalings", "NAME", "how they are brought into the range", asked.scalings),
-        ("accumulates", "NAME", "products are summed in", asked.accumulates),
+        ("formats", "NAME", "formats that tensors are rounded to", asked.formats),
+        ("scalings", "NAME", "ways to scale tensors into the range of a format", asked.scalings),
+        ("accumulates", "NAME", "formats that products are summed in", asked.accumulates),
     ):
         shown = f"{text} (default {','.join(default)})"
         add(f"--{name} {metavar},...", shown, _names)
-    add("--ranks N,...", "gradients are summed over (default: 2,4,...)", _counts)
+    add(
+        "--ranks N,...",
+        "numbers of ranks that gradients are summed over (default: 2,4,...)",
+        _counts,
+    )
     add("--out FILE.h5", "the results (default: FILE.replay.h5)", Path)
     add("--html FILE.html", "write one self-contained page", Path)
-    add("--figures DIR", "write every figure: PNG, SVG", Path)
-    add("--csv DIR", "write every table, all digits", Path)
+    add("--figures DIR", "write every figure as PNG and SVG", Path)
+    add("--csv DIR", "write every table with all digits", Path)
     add("--quiet", "print no table")
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Replay a recording, write the results and show them as report does."""
+    """Replay a recording, write the results, and show them like report."""
     from .report import Outputs, report
 
     of = arguments
@@ -171,38 +175,38 @@ def run_replay(arguments: argparse.Namespace) -> int:
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of precision search."""
     parser.description = (
-        "Find the fewest bits of each layer, in which its gradients travel or its products are "
-        "computed, by trainings of a job of one row, under a budget of accuracy or of the "
-        "gradient's error. What it may cost is printed first."
+        "Find the fewest bits in which the gradients of each layer travel, or its products are "
+        "computed, within a budget of accuracy or of the gradient's error. The search trains a job "
+        "of one row many times, and first prints how much that may cost."
     )
     add = options(parser)
     add("file FILE.toml", "a job of one row, with seeds", Path)
     add(
         "--over",
-        "what has few bits: gradients that travel (wire, the default), operands and sums of "
-        "products (arithmetic), or both",
+        "search the bits of gradients that travel (wire, the default), of operands and sums of "
+        "products (arithmetic), or of both",
         OVER[0],
         choices=OVER,
     )
-    add("--budget POINTS", "accuracy below float32, mean over seeds", float)
+    add("--budget POINTS", "accuracy that may be lost to float32, mean over seeds", float)
     add(
         "--gradient-error SHARE",
-        "in place of it: error of the mean gradient relative to the float64 one",
+        "instead of --budget: relative error of the mean gradient, compared with float64",
         float,
     )
     add(
         "--trials N",
-        "trainings at most, each of all seeds, float32, uniform and unseen ones included",
+        "most trainings, each of all seeds; float32, uniform bits and unseen seeds count",
         40,
     )
-    add("--test-seeds N", "seeds beyond the job's to test the result with", 1)
-    add_settings(parser, "of the job")
-    add("--out DIR", "of the search (default: results/ + FILE's name + -search)", Path)
-    add("--resume", "go on with the search in DIR")
+    add("--test-seeds N", "number of further seeds that test the result", 1)
+    add_settings(parser, "replace a value of the job; may be repeated")
+    add("--out DIR", "folder of the search (default: results/ + FILE's name + -search)", Path)
+    add("--resume", "continue the search in DIR")
 
 
 def run_search(arguments: argparse.Namespace, world: World) -> int:
-    """Search, print the tables, write evidence and policy. Collective."""
+    """Search, print the tables, and write evidence and policy. Collective."""
     from ..precision.evidence import FILE, Evidence, asked_of
     from ..precision.search import POLICY, Search
     from ..signals import catching
@@ -225,7 +229,7 @@ def run_search(arguments: argparse.Namespace, world: World) -> int:
 
 def add_presets(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of presets."""
-    options(parser)("name NAME", "print this one as TOML", nargs="?")
+    options(parser)("name NAME", "print this preset as TOML", nargs="?")
 
 
 def run_presets(arguments: argparse.Namespace) -> None:
@@ -247,11 +251,11 @@ def run_presets(arguments: argparse.Namespace) -> None:
 def add_show(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of show."""
     options(parser)("file FILE.toml", "the job", Path)
-    add_settings(parser, "lay a value over the file's; may be repeated")
+    add_settings(parser, "replace a value of the file; may be repeated")
 
 
 def run_show(arguments: argparse.Namespace) -> None:
-    """Print a table of each row of a job file: layers, and what each obeys. Raises UserError."""
+    """Print the precision of each layer, for each row of a job file. Raises UserError."""
     from ..train.job import load
 
     jobs = {job.name: job for job in reversed(load(arguments.file, arguments.set))}
@@ -265,12 +269,12 @@ def _table(job: Job) -> list[str]:
     from ..train.setup import build_model
 
     model = build_model(job, job.data.load())
-    said, left = resolved(model, job.precision), unconverted(model)
+    precisions, left = resolved(model, job.precision), unconverted(model)
     rows = []
     for name, layer in model.named_modules():
-        if layer._parameters or name in said:
-            told = said[name].told() if name in said else "float32"
-            told += f"; {BY_TORCH}" if name in left else ""
-            rows.append((name, type(layer).__name__, told))
+        if layer._parameters or name in precisions:
+            words = precisions[name].told() if name in precisions else "float32"
+            words += f"; {BY_TORCH}" if name in left else ""
+            rows.append((name, type(layer).__name__, words))
     widths = [max(len(row[at]) for row in rows) for at in (0, 1)]
-    return [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {told}" for name, kind, told in rows]
+    return [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {words}" for name, kind, words in rows]

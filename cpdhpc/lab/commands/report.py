@@ -1,4 +1,4 @@
-"""Tables of studies and training runs; on demand figures, and a page that needs no other file."""
+"""Show studies and training runs as tables, and on demand as figures and as one page."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _verify_report(path: Path) -> Report:
     return report_of(path)
 
 
-VERIFY = "verify"  # kind of files of that command
-TOP = 5  # samples that raised or lowered a loss most, as influence has it
-OF_KIND = {  # by attribute of files
+VERIFY = "verify"  # kind of the files that verify writes
+TOP = 5  # samples that raised or lowered a loss most, the default of influence
+OF_KIND = {  # by the attribute "kind" of a file
     REPLAY: replay_report,
     "precision search": _search_report,
     VERIFY: _verify_report,
@@ -63,7 +63,7 @@ OF_KIND = {  # by attribute of files
 
 @dataclass(frozen=True)
 class Loaded:
-    """The studies in the order given, the runs, oldest first, and what could not be read.
+    """The studies in the order given, the runs, oldest first, and the errors of other files.
 
     others: reports of files of bench compress, and of the kinds of OF_KIND
     """
@@ -75,9 +75,9 @@ class Loaded:
 
 
 def load(paths: Sequence[Path]) -> Loaded:
-    """Return what files hold; one that cannot be read is named and keeps no other back.
+    """Return the contents of files; an unreadable one is named, and the others are read.
 
-    A directory stands for the study file in it, else for all records in it. Raises UserError where
+    A directory stands for the study file in it, else for all records in it. Raises UserError if
     nothing can be read.
     """
     studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
@@ -161,7 +161,7 @@ def page(reports: Sequence[Report]) -> str:
 
 
 MOST_POINTS = 30  # of a picture as SVG, which then has some 60 KB
-ROWS = 50  # of a table that the page holds as they are; the script unpacks the others
+ROWS = 50  # of a table that are HTML in the page; its script unpacks the others
 
 
 def packed(text: str) -> str:
@@ -174,20 +174,20 @@ def _json(value: object) -> str:
 
 
 def address(chart: Chart) -> str:
-    """Return a figure as the address of an image: pixels where there is much to draw."""
+    """Return a figure as the address of an image: of pixels if it has many points."""
     kind, media = ("webp", "webp") if chart.points > MOST_POINTS else ("svg", "svg+xml")
     return f"data:image/{media};base64,{b64encode(image(chart, kind)).decode()}"
 
 
-WIDTH = 140  # columns of a table that goes to no terminal
+WIDTH = 140  # columns of a table if the output is no terminal
 MOST = 10_000  # columns that a table may need
-LINES = 5  # of what is listed below the tables
-INCOMPLETE = 1  # exit status where a file could not be read
+LINES = 5  # of each list below the tables
+INCOMPLETE = 1  # exit status if a file could not be read
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where reports go besides the terminal: a page, and directories of files."""
+    """Outputs of reports besides the terminal: a page, and directories of files."""
 
     html: Path | None = None
     figures: Path | None = None
@@ -197,7 +197,7 @@ class Outputs:
     terminal: bool | None = None
 
     def check(self) -> None:
-        """Raise ReportError for a page whose directory is not there, before anything is drawn."""
+        """Raise ReportError before anything is drawn if the directory of the page is missing."""
         check_place(self.html)
 
     def give(
@@ -209,7 +209,7 @@ class Outputs:
     ) -> int:
         """Write and print reports; return the exit status. Raises ReportError.
 
-        Files come first: who reads what is printed may stop in its middle, as head does.
+        Files come first, as the reader of the output may end early, for example head.
         last: a line below the tables; png: a figure that was written
         """
         if unreadable:
@@ -218,8 +218,8 @@ class Outputs:
             reports = [first, *reports[1:]]
         written = [*([] if png is None else [png]), *self.write(reports)]
         if unreadable:
-            what = units.count(len(unreadable), "file")
-            print(f"cpdhpc: {what} not read: {'; '.join(unreadable)}", file=sys.stderr)
+            files = units.count(len(unreadable), "file")
+            print(f"cpdhpc: {files} not read: {'; '.join(unreadable)}", file=sys.stderr)
         show(reports, self.terminal, self.quiet)
         for line in [*([last] if last else []), *(f"wrote {path}" for path in written)]:
             print(line)
@@ -228,7 +228,7 @@ class Outputs:
         return INCOMPLETE if unreadable else 0
 
     def write(self, reports: Sequence[Report]) -> list[Path]:
-        """Write all files that are asked for and return their paths. Raises ReportError."""
+        """Write the files of all outputs and return their paths. Raises ReportError."""
         written = list[Path]()
         if self.html is not None:
             store.put(self.html, page(reports).encode())
@@ -251,25 +251,23 @@ PLAIN = Outputs()
 def report(
     paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | None = None, choice: Choice = ALL
 ) -> int:
-    """Print the tables of studies and runs, write what outputs ask for; return the exit status.
+    """Print the tables of studies and runs, write the outputs; return the exit status.
 
-    png: of runs, one figure; choice: of the points and figures of studies
-    Raises UserError where nothing can be read, a place cannot be written to, or no run is complete.
+    png: one figure of the runs; choice: of the points and figures of studies
+    Raises UserError if nothing can be read, an output cannot be written, or no run is complete.
     """
     outputs.check()
     check_place(png)
     loaded = load(paths)
     if choice != ALL and not loaded.studies:
-        raise ReportError("--where, --x, --y, --by, --panel: are for studies; came none")
+        raise ReportError("--where, --x, --y, --by, --panel: need a study; there is none")
     reports = [study_report(file, choice) for file in loaded.studies]
     if choice.draws and not (outputs.html or outputs.figures):
-        raise ReportError("--x, --y, --by, --panel: choose figures: go with --html or --figures")
+        raise ReportError("--x, --y, --by, --panel: choose figures: add --html or --figures")
     of_runs = runs_report(loaded.runs, run_groups(loaded.runs)) if loaded.runs else None
     if png is not None:
         if of_runs is None:
-            raise ReportError(
-                f"--png {png}: is of training runs; --figures DIR writes those of studies"
-            )
+            raise ReportError(f"--png {png}: draws training runs; --figures DIR draws studies")
         _draw(overview(of_runs.charts), png)
     shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
     return outputs.give(shown, loaded.unreadable, png=png)
@@ -283,7 +281,7 @@ def _draw(chart: Chart, path: Path) -> None:
 def report_tasks(paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | None = None) -> int:
     """Print how far methods are from float32 in several tasks, a folder of runs each, and draw it.
 
-    Returns the exit status. Raises UserError as report does, and where a task has no float32.
+    Returns the exit status. Raises the errors of report, and UserError if a task has no float32.
     """
     outputs.check()
     check_place(png)
@@ -305,18 +303,17 @@ def compare_files(
 ) -> int:
     """Print what changed from a reference to a study; return how many points are slower.
 
-    Of two files of verify: print them side by side, and return 0.
+    Two files of verify are printed side by side, and 0 is returned.
     before: a study, or a TOML file that names one with tolerances (compare.Reference), or a
-        library as keep makes it, whose last study before this one counts
-    fails: whether it is asked for that nothing is slower
-    Raises UserError for anything but two studies of one kind, or files of verify; behind the
-    tables, where it fails if something is slower, but no point can be judged.
+        library that keep has made, of which the last study before this one is taken
+    fails: raise UserError after the tables if no point can be judged
+    Raises UserError for anything but two studies of one kind, or two files of verify.
     """
     outputs.check()
     of_verify = after.is_file() and other_files.is_hdf5(after)
     if of_verify and store.read_attributes(after).get("kind") == VERIFY:
         if fails or tolerance is not None:
-            raise ReportError("--tolerance, --fail-on-slower: are of studies")
+            raise ReportError("--tolerance, --fail-on-slower: need studies")
         from ..verify.pages import side_by_side
 
         outputs.give([side_by_side(after, before)])
@@ -337,7 +334,7 @@ def history(
 ) -> int:
     """Print one metric of a study over days and commits, and draw it; return 0. Raises UserError.
 
-    paths: files of studies, and folders of them, as --keep makes
+    paths: files of studies, and folders of them, for example of --keep
     """
     outputs.check()
     check_place(png)
@@ -364,12 +361,12 @@ def keep(paths: Sequence[Path], library: Path) -> None:
 def _study(path: Path) -> StudyFile:
     loaded = load([path])
     if len(loaded.studies) != 1 or loaded.runs or loaded.others:
-        raise ReportError(f"--compare: {path}: is no study")
+        raise ReportError(f"--compare: {path}: must be a study")
     return loaded.studies[0]
 
 
 def check_place(path: Path | None) -> None:
-    """Raise ReportError for a file whose directory is not there, or that holds data."""
+    """Raise ReportError if the directory of a file is missing, or if the file holds data."""
     if path is not None and not path.parent.is_dir():
         raise ReportError(f"{path}: cannot be written: there is no such directory")
     if path is not None and path.is_file() and other_files.is_hdf5(path):
@@ -388,7 +385,7 @@ def show(reports: Sequence[Report], terminal: bool | None, quiet: bool) -> None:
 
 
 def _print_listed(console: Console, listed: Listed) -> None:
-    """Print what is not as it was asked for, only the first of many."""
+    """Print a list, if it is long only its first items."""
     more = len(listed.items) - LINES
     lines = [*listed.items[:LINES], *([f"and {more} more: --html lists all"] if more > 0 else [])]
     for line in (f"{listed.what}:" if lines else listed.what, *(f"  {line}" for line in lines)):
@@ -410,7 +407,7 @@ def _print(console: Console, of: Report) -> None:
 
 
 def _print_table(console: Console, table: RichTable) -> None:
-    """Print a table, beyond the console's width where words would not fit: rich leaves them out."""
+    """Print a table, wider than the console if words would not fit, which rich would drop."""
     unbounded = console.options.update(width=MOST)
     room, least = console.width, console.measure(table, options=unbounded).minimum
     console.width = max(room, least)
@@ -419,13 +416,13 @@ def _print_table(console: Console, table: RichTable) -> None:
 
 
 def _put(directory: Path | None, name: str, content: bytes) -> list[Path]:
-    """Write a file of a directory, which is made if need be; nothing without a directory."""
+    """Write a file to a directory, which is created if it is missing; without one do nothing."""
     if directory is None:
         return []
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ReportError(f"{directory}: cannot be made: {error.strerror}") from None
+        raise ReportError(f"{directory}: cannot be created: {error.strerror}") from None
     store.put(directory / name, content)
     return [directory / name]
 
@@ -443,42 +440,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
     )
     add("--html FILE.html", "write one self-contained page", Path)
-    add("--figures DIR", "write every figure: PNG, SVG", Path)
-    add("--csv DIR", "write every table, all digits", Path)
-    add("--latex DIR", "write every table for booktabs", Path)
+    add("--figures DIR", "write every figure as PNG and SVG", Path)
+    add("--csv DIR", "write every table with all digits", Path)
+    add("--latex DIR", "write every table for LaTeX with booktabs", Path)
     add("--png FILE.png", "draw training runs", Path)
-    add("--tasks", "each path has the runs of a task: methods beside its float32, a panel for each")
+    add("--tasks", "compare methods with float32; each path has the runs of one task")
     add("--quiet", "print no table")
-    add("--keep DIR", "put studies into a library: DIR/STUDY/SYSTEM/DATE-COMMIT.h5", Path)
+    add("--keep DIR", "copy studies into a library: DIR/STUDY/SYSTEM/DATE-COMMIT.h5", Path)
     add(
         "--history NAME",
-        "time, an outcome, or a metric of a program over days and commits: of files, or folders "
-        "of a library",
+        "show time, an outcome, or a metric of a program over days and commits, from files or "
+        "folders of a library",
     )
     _add_choice(parser)
     _add_compare(parser)
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    for_figures = parser.add_argument_group("points and figures of studies, by names of factors")
+    for_figures = parser.add_argument_group("points and figures of studies, by factors")
     for_figures.add_argument(
         "--where",
         action="append",
         default=[],
         metavar="NAME=VALUE,...",
-        help="only such points; also != < <= > >=; may be repeated",
+        help="show only these points; also != < <= > >=; may be repeated",
     )
     add = options(for_figures)
     add("--x NAME", "factor along the x axis", "")
     add(
         "--y NAME",
-        "time (default), speedup, efficiency, throughput in its studies, or an outcome",
+        "time (default), speedup, efficiency, throughput of throughput studies, or an outcome",
         "",
     )
-    for name, text in (("by", "a series"), ("panel", "a panel")):
+    for name, text in (("by", "one series"), ("panel", "one panel")):
         add(
             f"--{name} NAME,...",
-            f"{text} for each value of these",
+            f"{text} for each value of these factors",
             [],
             type=lambda given: given.split(","),
         )
@@ -488,30 +485,33 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--compare FILE",
-        "what changed since this study, the one that a TOML file names with tolerances, or the "
-        "last one of this study and system in a library of --keep; two files of verify stand "
-        "side by side",
+        "show what changed since another study: its file, a TOML file that names it with "
+        "tolerances, or a library of --keep, whose last study of this name and system is taken; "
+        "or show two files of verify side by side",
         Path,
     )
-    add("--tolerance SHARE", "with --compare: how much longer a point may take, as 0.05", float)
-    add("--fail-on-slower", f"with --compare: exit status {SLOWER} where a point is slower")
+    add(
+        "--tolerance SHARE",
+        "with --compare: share by which a point may be slower, for example 0.05",
+        float,
+    )
+    add("--fail-on-slower", f"with --compare: return exit status {SLOWER} if a point is slower")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show studies and training runs that are files already, or what changed between two."""
+    """Show studies and training runs, or what changed between two."""
     of = arguments
     outputs = Outputs(of.html, of.figures, of.csv, of.latex, of.quiet)
     choice = Choice(of.x, of.y, tuple(of.by), tuple(of.panel), tuple(of.where))
-    if of.tasks:
+    if of.tasks or of.history is not None:
         if of.compare or choice != ALL:
-            raise UserError("--tasks: goes not with --compare, --where, --x, --y, --by, --panel")
-        return report_tasks(of.files, outputs, of.png)
-    if of.history is not None:
-        if of.compare or choice != ALL:
-            raise UserError("--history: goes not with --compare, --where, --x, --y, --by, --panel")
+            option = "--tasks" if of.tasks else "--history"
+            raise UserError(f"{option}: excludes --compare, --where, --x, --y, --by, --panel")
+        if of.tasks:
+            return report_tasks(of.files, outputs, of.png)
         return history(of.files, of.history, outputs, of.png)
     status = _run_studies(of, outputs, choice)
-    if of.keep is not None:  # after it was compared with what is there
+    if of.keep is not None:  # after the comparison with the library
         keep(of.files, of.keep)
     return status
 
@@ -521,11 +521,11 @@ def _run_studies(of: argparse.Namespace, outputs: Outputs, choice: Choice) -> in
     if of.compare is None:
         for name in ("fail_on_slower", "tolerance"):
             if getattr(of, name):
-                raise UserError(f"--{name.replace('_', '-')}: goes with --compare")
+                raise UserError(f"--{name.replace('_', '-')}: needs --compare")
         return report(of.files, outputs, of.png, choice)
     if of.png or choice != ALL:
-        raise UserError("--compare: goes not with --png, --where, --x, --y, --by, --panel")
+        raise UserError("--compare: excludes --png, --where, --x, --y, --by, --panel")
     if len(of.files) != 1:
-        raise UserError(f"--compare: needs one study beside the reference; came {len(of.files)}")
+        raise UserError(f"--compare: takes one study besides the reference, not {len(of.files)}")
     slower = compare_files(of.files[0], of.compare, outputs, of.tolerance, of.fail_on_slower)
     return SLOWER if slower and of.fail_on_slower else 0

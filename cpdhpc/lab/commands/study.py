@@ -1,4 +1,4 @@
-"""python -m cpdhpc study ..., batch and scripts: the arguments of each, and what it prints."""
+"""Arguments and output of python -m cpdhpc study, batch, programs and scripts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import store
 from ...config import UserError, suggest
-from ..settings import add_settings, options
+from ..settings import add_settings, options, seconds
 from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
 from ..study.folder import Folder, recorded
 from ..study.site import Site, load_site
@@ -29,10 +29,10 @@ HASH = 8  # hexadecimal digits in the name of a folder
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that all actions have."""
+    """Add the arguments of all actions."""
     add = options(parser)
     add("study STUDY.toml", "the study, or the folder of one", Path)
-    add_settings(parser, "lay a value over the file's, as sweep.ranks=[1,2]; may be repeated")
+    add_settings(parser, "replace a value of the file, as sweep.ranks=[1,2]; may be repeated")
     add("--out DIR", "folder of the study (default: results/ + NAME)", Path)
 
 
@@ -42,15 +42,15 @@ def add_site(parser: argparse.ArgumentParser) -> None:
 
 
 def add_study_and_site(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of actions that look at a cluster."""
+    """Add the arguments of actions that use the profile of a cluster."""
     add_study(parser)
     add_site(parser)
 
 
 def study_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
-    """Return the study that the arguments name, and its folder, which need not be there yet.
+    """Return the study that the arguments name, and its folder, which may not exist yet.
 
-    Raises ConfigError for what is wrong in the file.
+    Raises ConfigError if the file is wrong.
     """
     if arguments.study.is_dir():
         folder = Folder(arguments.study)
@@ -60,10 +60,7 @@ def study_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
 
 
 def folder_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
-    """Return the study and its folder, which must be this study's.
-
-    Raises FolderError where it is not there, or is another study's.
-    """
+    """Return the study and its folder. Raises FolderError if that is missing or another study's."""
     study, folder = study_of(arguments)
     folder.check(study)
     return study, folder
@@ -73,7 +70,7 @@ add_plan = add_submit = add_resume = add_study_and_site
 add_run = add_collect = add_extend = add_cancel = add_study
 
 
-def run_plan(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> None:
     """Print the plan."""
     study, folder = study_of(arguments)
     folder.check_path()
@@ -89,15 +86,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
     several = sum(len(job.cases) for job in jobs if job.nodes > 1)
     if several and arguments.site is None:
         lines.append(
-            f"{several} of {len(expansion.cases)} cases need several nodes (ppn: ranks on a node, "
-            "at most): `study run` leaves them out here, `study submit` takes them"
+            f"{several} of {len(expansion.cases)} cases need several nodes (ppn: most ranks on a "
+            "node): `study run` skips them, `study submit` submits them"
         )
     print(*plan_table(study, jobs), "", *lines, _kept(folder, expansion.cases), sep="\n")
-    return 0
 
 
 def _kept(folder: Folder, cases: Sequence[Case]) -> str:
-    """Return where a study goes, and what of it is there already."""
+    """Return the folder of a study, and how many of its cases are in it."""
     if not folder.study_toml.exists():
         return f"folder: {folder.path}"
     there = {case.id for case in expand(folder.study()).cases}
@@ -108,7 +104,7 @@ def _kept(folder: Folder, cases: Sequence[Case]) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
-    """Yield the lines of a table; words: the column to the left, the others are numbers."""
+    """Yield the lines of a table; words: the column aligned to the left, of others than numbers."""
     # Rich takes 2 ms a row to find the widths, which is 15 s for a study of thousands of cases.
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for row in (headings, ["-" * width for width in widths], *rows):
@@ -118,7 +114,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) -
 
 
 def plan_table(study: Study, jobs: Sequence[Batch]) -> Iterator[str]:
-    """Return the cases, batch by batch, with the factors that vary."""
+    """Return the lines of a table: cases by batch, with the factors that vary."""
     cases = [(str(job.number), case) for job in jobs for case in job.cases]
     names = varying([case for _, case in cases])
     rows = [
@@ -134,21 +130,21 @@ def plan_table(study: Study, jobs: Sequence[Batch]) -> Iterator[str]:
 
 
 def varying(cases: Sequence[Case]) -> list[str]:
-    """Return the shape, and the factors that are not the same in all cases."""
+    """Return the names of the shape, and of the factors that differ between cases."""
     names = dict.fromkeys(name for case in cases for name in case.factors)
     several = [name for name in names if len({case.factors.get(name) for case in cases}) > 1]
     return ["nodes", "ppn", "ranks", *several]
 
 
 def shown_factor(study: Study, case: Case, name: str) -> str:
-    """Return a factor as it is shown, "" where the case has none."""
+    """Return a factor with its unit, "" if the case has none."""
     value = case.all_factors.get(name)
     known = SHAPE | dict(study.factors)
     return "" if value is None else shown(value, known[name].units)
 
 
 def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
-    """Return what the study takes in all."""
+    """Return lines on the time and the ranks of the whole study."""
     cases = [case for job in jobs for case in job.cases]
     hours = sum(job.rank_hours for job in jobs)
     longest_s = max((job.time_s for job in jobs), default=0.0)
@@ -157,7 +153,7 @@ def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
     lines = [
         f"{study.name}: {study.scaling} scaling of {study.kind}: {len(cases)} cases in {len(jobs)} "
         f"batch(es), about {hours:.3g} rank hours (ranks x time) and {longest_s:.0f} s a batch; "
-        f"allowed are {limit_s:.0f} s a batch"
+        f"the limit is {limit_s:.0f} s a batch"
     ]
     asked = Counter((job.nodes, job.ppn) for job in jobs if job.has_gpus)
     for (nodes, ppn), count in asked.items():
@@ -172,31 +168,30 @@ def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
 
 
 def refusals(impossible: Sequence[tuple[Case, str]]) -> list[str]:
-    """Return how many cases are impossible, by reason."""
+    """Return a line for each reason, with the number of impossible cases."""
     reasons = Counter(reason for _, reason in impossible)
     return [f"impossible, {count} case(s): {reason}" for reason, count in reasons.items()]
 
 
-def run_render(arguments: argparse.Namespace) -> int:
-    """Print the scripts, each under its name, or the one that is asked for."""
+def run_render(arguments: argparse.Namespace) -> None:
+    """Print all scripts, each under its name, or the one of --script."""
     study, folder = study_of(arguments)
     folder.check_path()
     print(render(study, folder, load_site(arguments.site), arguments.script), end="")
-    return 0
 
 
 def add_render(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of render."""
     add_study_and_site(parser)
     options(parser)(
-        "--script NAME", "print this one alone, as its scheduler takes it: 2x4 or collect"
+        "--script NAME", "print only this script, ready for the scheduler: 2x4 or collect"
     )
 
 
 def render(study: Study, folder: Folder, site: Site, only: str | None = None) -> str:
     """Return the scripts of a study as text; only: the name of one.
 
-    Raises UserError where there is no such script, or the site has room for none.
+    Raises UserError if there is no such script, or if no batch fits the site.
     """
     from ..study.submit import fitting, scripts
 
@@ -212,33 +207,33 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
 
 def run_submit(arguments: argparse.Namespace) -> int:
-    """Submit, keep the site's profile for resume; return 0, or 1 if the queue is full now."""
+    """Submit, and keep the site's profile for resume; return 1 if the queue is full, else 0."""
     from ..study.submit import submit
 
     study, folder = study_of(arguments)
-    _say_impossible(study)
+    _print_impossible(study)
     return 1 if submit(study, folder, load_site(arguments.site)).left else 0
 
 
-def _say_impossible(study: Study) -> None:
+def _print_impossible(study: Study) -> None:
     for line in refusals(expand(study).impossible):
         print(line)
 
 
 def run_run(arguments: argparse.Namespace) -> int:
-    """Measure what is not finished; return 0 where all cases are finished, else 1, or 130."""
+    """Measure the unfinished cases; return 0 if all are finished, 130 if interrupted, else 1."""
     from ..study.run_here import measure
 
     study, folder = study_of(arguments)
-    _say_impossible(study)
+    _print_impossible(study)
     folder.prepare(study)
     return measure(study, folder)
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
-    """Go on with a study; return 0 where all is finished or submitted, else 1, or 130.
+    """Continue a study; return 0 if all cases are finished or submitted, else 1, or 130.
 
-    --site, or a folder that was submitted from: submit, with the site of the last time by default
+    It submits if --site is given or if it was submitted before, by default to the same site.
     """
     from ..study.submit import SITE, submit
 
@@ -255,12 +250,12 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of status."""
     add_study(parser)
     add = options(parser)
-    add("--summary", "how many cases of each shape, not each of them")
-    add("--json", "print JSON, a line each time")
+    add("--summary", "count the cases of each shape instead of listing them")
+    add("--json", "print one line of JSON")
     add(
         "--watch SECONDS",
-        f"look again and again (default every {WATCH_S:g} s) while something waits or runs",
-        float,
+        f"repeat after SECONDS (default {WATCH_S:g}) while cases wait or run",
+        seconds,
         nargs="?",
         const=WATCH_S,
     )
@@ -269,24 +264,21 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 WATCH_S = 30.0
 
 
-def run_status(arguments: argparse.Namespace) -> int:
+def run_status(arguments: argparse.Namespace) -> None:
     """Print the states of all cases, and the ends of the logs of jobs that failed."""
     from ..study.status import look
 
     study, folder = folder_of(arguments)
-    every_s = arguments.watch
-    if every_s is not None and not every_s > 0:
-        raise UserError(f"--watch {every_s:g}: should be a time above zero, in seconds")
     while True:
         standing = look(study, folder)
         if arguments.json:
             print(json.dumps(_status_json(study, folder, standing, arguments.summary)))
         else:
             print(*_status_lines(study, standing, arguments.summary), sep="\n")
-        if every_s is None or not standing.live:
-            return 0
+        if arguments.watch is None or not standing.live:
+            return
         sys.stdout.flush()
-        time.sleep(every_s)
+        time.sleep(arguments.watch)
 
 
 def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
@@ -307,9 +299,10 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
             yield f"{batch:>5}  {case:<{width}}  {state:<11}  {why}".rstrip()
         yield from standing.endings
     if standing.silent:
-        yield f"{standing.site.by.TITLE} is not asked: {standing.queue}: this is what the files say"
-    told = ", ".join(f"{n} {name}" for name in STATES if (n := standing.counts[name]))
-    yield f"{study.name}: {len(standing.cases)} cases: {told}"
+        title = standing.site.by.TITLE
+        yield f"{title}: {standing.queue}: the states are those of the files"
+    counts = ", ".join(f"{n} {name}" for name in STATES if (n := standing.counts[name]))
+    yield f"{study.name}: {len(standing.cases)} cases: {counts}"
 
 
 def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
@@ -331,50 +324,45 @@ def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool
     }
 
 
-def run_cancel(arguments: argparse.Namespace) -> int:
-    """Take the study's jobs out of the queue, its only, and print their numbers."""
+def run_cancel(arguments: argparse.Namespace) -> None:
+    """Remove the study's own jobs from the queue, and print their numbers."""
     from ..study.submit import cancel
 
     cancel(folder_of(arguments)[1])
-    return 0
 
 
-def run_extend(arguments: argparse.Namespace) -> int:
-    """Give a folder a study of more cases; what is finished stays and counts."""
+def run_extend(arguments: argparse.Namespace) -> None:
+    """Add cases to the study of a folder; finished ones stay."""
     from ..study.submit import extend
 
     extend(*study_of(arguments))
-    return 0
 
 
-def run_collect(arguments: argparse.Namespace) -> int:
-    """Write the study file; return 0. Raises FolderError where no case is finished."""
+def run_collect(arguments: argparse.Namespace) -> None:
+    """Write the study file. Raises FolderError if no case is finished."""
     from ..study.collect import collect
 
     collect(*folder_of(arguments))
-    return 0
 
 
 def add_site_action(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of site."""
     add = options(parser)
     add("what discover", "ask sinfo, scontrol and this machine", choices=["discover"])
-    out = Path("site.toml")
-    add("--out FILE.toml", "where the profile goes", Path, default=out)
-    add("--partition NAME", "of Slurm (default: its default)")
+    add("--out FILE.toml", "file of the profile", Path, default=Path("site.toml"))
+    add("--partition NAME", "partition of Slurm (default: Slurm's own)")
 
 
-def run_site_action(arguments: argparse.Namespace) -> int:
-    """Write the profile and print it. Raises UserError where a file is there already."""
+def run_site_action(arguments: argparse.Namespace) -> None:
+    """Write the profile and print it. Raises UserError if the file exists."""
     from ..study.discover import discover
 
     path: Path = arguments.out
     if path.exists():
-        raise UserError(f"--out {path}: is there already: name another file")
+        raise UserError(f"--out {path}: exists: name another file")
     text = discover(arguments.partition).toml()
     store.put(path, text)
     print(f"{path}:\n{text}", end="")
-    return 0
 
 
 def add_freeze(parser: argparse.ArgumentParser) -> None:
@@ -382,25 +370,29 @@ def add_freeze(parser: argparse.ArgumentParser) -> None:
     add_study(parser)
     options(parser)(
         "--by-hash",
-        "end the folder's name with the study's hash: other settings go to another folder",
+        "append the study's hash to the folder's name, so that other settings get another folder",
     )
 
 
-def run_freeze(arguments: argparse.Namespace) -> int:
-    """Make the folder, or check that it is this study's, and print its path."""
+def run_freeze(arguments: argparse.Namespace) -> None:
+    """Create the folder, or check that it is this study's, and print its path."""
     study, folder = study_of(arguments)
     if arguments.by_hash:
         folder = Folder(folder.path.with_name(f"{folder.path.name}-{study.hash[:HASH]}"))
     folder.prepare(study)
     print(folder.path)
-    return 0
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    add = options(parser)
+    add("folder FOLDER", "folder of the study", Path)
+    add("number NUMBER", "number of the batch, from 0", int)
+    return add
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of batch."""
-    add = options(parser)
-    add("folder FOLDER", "of the study", Path)
-    add("number NUMBER", "of the batch, from 0", int)
+    add = _add_batch(parser)
     add("--nodes N", "nodes of the job (default: the batch's)", int)
     add("--ppn N", "ranks per node (default: the batch's)", int)
 
@@ -415,13 +407,10 @@ def run_batch(arguments: argparse.Namespace, world: World) -> int:
 
 def add_programs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of programs."""
-    add = options(parser)
-    add("folder FOLDER", "of the study", Path)
-    add("number NUMBER", "of the batch, from 0", int)
-    add(
+    _add_batch(parser)(
         "--launch WORDS",
-        "of a shell, before a program on $ranks ranks, $ppn on each of $nodes nodes (default: "
-        "mpirun on this machine)",
+        "words of a shell that start a program on $ranks ranks, $ppn on each of $nodes nodes "
+        "(default: mpirun on this machine)",
     )
 
 
@@ -437,13 +426,13 @@ def run_programs(arguments: argparse.Namespace) -> int:
 def add_scripts(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of scripts."""
     add_site(parser)
-    options(parser)("--out DIR", "where they go", Path, required=True)
+    options(parser)("--out DIR", "folder of the scripts", Path, required=True)
 
 
-def run_scripts(arguments: argparse.Namespace) -> int:
+def run_scripts(arguments: argparse.Namespace) -> None:
     """Write the scripts and print their paths.
 
-    Raises UserError where the profile cannot be used, or a file not be written.
+    Raises UserError if the profile cannot be used, or a file cannot be written.
     """
     from ..study.site import scripts
 
@@ -452,7 +441,6 @@ def run_scripts(arguments: argparse.Namespace) -> int:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{path.parent}: cannot be made: {error.strerror}") from None
+            raise UserError(f"{path.parent}: cannot be created: {error.strerror}") from None
         store.put(path, text)
         print(path)
-    return 0

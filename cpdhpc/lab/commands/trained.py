@@ -1,4 +1,4 @@
-"""What trained models are asked: what neurons answer to, which samples made a loss."""
+"""autoencoder probe and influence: questions that are answered by trained models."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     parser.description = getdoc(run_probe)
     add = options(parser)
     add("file FILE.toml", "the job that was trained", Path)
-    add("--out DIR", "where it was trained to (default: results/NAME, as for training)", Path)
-    add_settings(parser, "as it was trained")
+    add("--out DIR", "folder of the training (default: results/NAME)", Path)
+    add_settings(parser, "the values that training was given; may be repeated")
     add(
         "--images FILE",
-        "HDF5 with datasets images and labels, or .npy (default: the digits of scikit-learn)",
+        "HDF5 file with datasets images and labels, or .npy (default: scikit-learn's digits)",
         Path,
     )
-    add("--labels FILE.npy", "of images in a .npy file", Path)
-    add("--features FILE.h5", "write all layers' responses to the images", Path)
-    add("--png FILE.png", "draw what was found", Path)
+    add("--labels FILE.npy", "labels of images in a .npy file", Path)
+    add("--features FILE.h5", "write the responses of all layers to the images", Path)
+    add("--png FILE.png", "draw stimuli, images and accuracies", Path)
 
 
 class Found(NamedTuple):
-    """What was found: for each concept the best neurons, by layer; and errors by layer."""
+    """The best neurons for each concept by layer, and the errors by layer."""
 
     layers: list[dict[int, Any]]
     random: list[dict[int, Any]]
@@ -51,15 +51,15 @@ class Found(NamedTuple):
 
 
 def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
-    """What neurons of a trained autoencoder answer to: python -m cpdhpc autoencoder probe FILE.toml
+    """Find what neurons of a trained autoencoder respond to.
 
-    Takes the checkpoint that training has left in DIR, on any number of ranks. For each concept, a
-    label of images, it finds in each layer the one neuron whose response tells it best by a
-    threshold: chosen on one half of the images, judged on the other; accuracy is the mean of that
-    on the concept and on the rest, so a guess has 50 %. Beside it are the best neuron of the same
-    layers with random filters, and the best single pixel. Then come the error of reconstructions of
-    images that training did not see (data.held_out), and a picture: the images that excite neurons
-    most, by gradient ascent and among those given.
+    Reads the checkpoint of a training in DIR, on any number of ranks. For each concept, a label of
+    images, it finds in each layer the neuron whose response separates the concept best from the
+    rest by a threshold. The neuron is chosen on one half of the images and judged on the other.
+    Accuracy is the mean of that on the concept and that on the rest, so a guess has 50 %. The table
+    also has the best neuron of the same layers with random filters, the best single pixel, and the
+    error of reconstructions of images that training did not see (data.held_out). The picture has
+    the images that excite neurons most, by gradient ascent and among the images of --images.
     """
     from ...ops.tensors import values_of
     from ..autoencoder import probe
@@ -80,7 +80,7 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
     stack, untrained = Stack(job, world, images), Stack(job, world, images)
     checkpoint = Files.called(directory, job.name).checkpoint
     if not resume(checkpoint, stack):
-        raise ConfigError(f"{checkpoint}: is not there: train first, or give --out DIR")
+        raise ConfigError(f"{checkpoint}: is missing: train first, or use --out DIR")
     labelled = world.agreed(lambda: probe.prepared(images, *pixels), "probe")
     answers = probe.responses(stack, labelled.images)
     starts = [layer.pools.owner(world.rank).start for layer in stack.layers]
@@ -122,7 +122,7 @@ def _held_out(stack: Any) -> list[float]:
 
 
 def table(found: Found) -> str:
-    """Return the accuracies in percent, a line for each concept, and what they are on average."""
+    """Return the accuracies in percent, a line for each concept, and their means."""
     names = [f"layer {i}" for i in range(len(found.layers))]
     heads = ["concept", "pixel", *(f"{name}{kind}" for name in names for kind in ("", " random"))]
     lines = [" ".join(f"{head:>14}" for head in heads)]
@@ -148,13 +148,13 @@ def _write(path: Path, found: Found, toml: str) -> None:
     def judged(layers: list[dict[int, Any]]) -> Array:
         return np.array([[each[concept].judged for concept in concepts] for each in layers])
 
-    axes, what = ("layer", "concept"), "accuracy of the best neuron, judged on other images"
+    axes, meaning = ("layer", "concept"), "accuracy of the best neuron, judged on other images"
     variables = {
         "layer": Variable(("layer",), np.arange(len(found.layers)), "layer"),
         "concept": Variable(("concept",), np.array(concepts), "label"),
-        "accuracy": Variable(axes, judged(found.layers), what),
-        "random": Variable(axes, judged(found.random), what + "; with random filters"),
-        "pixel": Variable(("concept",), judged([found.pixels])[0], what + "; of single pixels"),
+        "accuracy": Variable(axes, judged(found.layers), meaning),
+        "random": Variable(axes, judged(found.random), meaning + "; with random filters"),
+        "pixel": Variable(("concept",), judged([found.pixels])[0], meaning + "; of single pixels"),
     }
     if found.errors is not None:
         error = "error of held-out images, of the energy"
@@ -163,9 +163,9 @@ def _write(path: Path, found: Found, toml: str) -> None:
 
 
 def export(world: Ranks, path: Path, stack: Any, answers: list[Any], labels: Array) -> None:
-    """Write layerN/features [rows, columns, maps, images] and labels; each rank its pools.
+    """Write layerN/features [rows, columns, maps, images] and labels; each rank writes its pools.
 
-    Collective. Raises UserError on all ranks alike.
+    Collective. Raises UserError on all ranks.
     """
     from ...darray.array import save_all
     from ...darray.layout import Layout
@@ -202,7 +202,7 @@ def _draw(
 def _most_exciting(
     world: Ranks, pools: Any, values: Array, best: dict[int, Any]
 ) -> dict[int, list[int]]:
-    """Return the images to which the best neurons answer most, by concept. Collective."""
+    """Return the images to which the best neurons respond most, by concept. Collective."""
     (top, left), (bottom, right) = pools.owner(world.rank)
     mine = {}
     for concept, each in best.items():
@@ -221,7 +221,7 @@ def draw(
     top: dict[int, list[int]],
     layers: list[Array],
 ) -> None:
-    """Write the picture. Raises StoreError where it cannot be written."""
+    """Write the picture. Raises StoreError if it cannot be written."""
     from matplotlib.figure import Figure
 
     from ..autoencoder.command import grey, tiled
@@ -264,39 +264,39 @@ def add_influence(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = getdoc(run_influence)
     add = options(parser)
-    add("run_of RUN", "a run's record, or its directory", Path)
-    add("--test A:B,...", "numbers of test samples, as 0:100 or 3,7,90:99", "")
+    add("run_of RUN", "record of a run, or a directory with one", Path)
+    add("--test A:B,...", "numbers of test samples, for example 0:100 or 3,7,90:99", "")
     add("--train A:B,...", "numbers of training samples (default: all)", ":")
     add("--self", "find the influence of training samples on themselves", dest="own")
     add(
         "--layers NAME",
-        "whose gradients: last (default), the linear layer that runs last; all; or names of layers",
+        "layers of the gradients: last (default), the linear layer that runs last; all; or names",
         ["last"],
         nargs="+",
     )
     add(
         "--projection N",
-        "compare N random sums of gradients, right on average (default 0: whole gradients)",
+        "compare N random sums of gradients, unbiased (default 0: whole gradients)",
         0,
     )
-    add("--seed N", "of the projection", 0)
-    add("--epochs N,...", "which kept epochs (default: all)", "")
-    add_settings(parser, "where the data is now; must be that of the run", "data.KEY")
-    add("--memory MIB", "of a rank for gradients and scores", 1024)
-    add("--out FILE.h5", "scores (default: RUN's name with .influence.h5)", Path)
+    add("--seed N", "seed of the projection", 0)
+    add("--epochs N,...", "kept epochs to use (default: all)", "")
+    add_settings(parser, "present place of the data of the run", "data.KEY")
+    add("--memory MIB", "memory of a rank for gradients and scores", 1024)
+    add("--out FILE.h5", "file of the scores (default: RUN's name with .influence.h5)", Path)
     add("--png FILE.png", "draw test images with their proponents and opponents", Path)
-    add("--top N", "of these that are shown", 5)
+    add("--top N", "number of proponents and opponents to show", 5)
 
 
 def run_influence(arguments: argparse.Namespace, world: Ranks) -> int:
-    """Which training samples lowered or raised the loss of test samples: TracIn, arXiv 2002.08484.
+    """Find the training samples that lowered or raised the loss of test samples, by TracIn.
 
-    RUN is a run of `cpdhpc train` whose weights were kept (train.keep_every): its record, or a
-    directory with one. For each kept epoch the gradients of single samples are found, and their
-    inner products times the epoch's learning rate are summed: a training sample with a score above
-    0 is a proponent of the test sample, below 0 an opponent. --self finds how much each training
-    sample lowered its own loss: mislabelled ones come first. Samples are dealt to the ranks of
-    mpirun; neither their number nor the memory changes a bit.
+    RUN is a run of `cpdhpc train` that kept its weights (train.keep_every). The score of a training
+    sample for a test sample is the sum over kept epochs of the learning rate times the inner
+    product of their gradients (arXiv 2002.08484). A training sample with a score above 0 is a
+    proponent of the test sample, below 0 an opponent. --self computes how much each training sample
+    lowered its own loss; mislabelled samples tend to come first. The ranks of mpirun share the
+    samples; the bits do not depend on the number of ranks or on --memory.
     """
     from ..influence.scores import KIND, Scores, planned
     from ..train.setup import agreed, own_threads
@@ -309,10 +309,10 @@ def run_influence(arguments: argparse.Namespace, world: Ranks) -> int:
     world.on_first(lambda: store.check_target(out, KIND), "output")
     display = Display(world.process == 0, 1)
     if out.exists():
-        display.line(f"{out}: is there already: its scores will be replaced")
+        display.line(f"{out}: exists: its scores will be replaced")
     if plan.status != "complete":
         display.line(
-            f"{plan.record}: this run has not ended: its status is {plan.status!r}; scores are of "
+            f"{plan.record}: this run has not ended: its status is {plan.status!r}; the scores use "
             "the weights that it has kept so far"
         )
     epochs = ", ".join(str(kept.epoch) for _, kept in plan.run.kept)

@@ -1,10 +1,10 @@
-"""Prove on this machine, on all ranks of mpirun, that cpdhpc is right there, and how fast it is.
+"""Prove that cpdhpc is right on this machine, on all ranks of mpirun, and measure how fast it is.
 
-Shows what is there, compares kernels, collectives, windows and a training with their
-specification, bit for bit, and times them beside copies and other libraries. A check that fails or
-hangs is said, and the others go on. The exit status is 1 if anything is wrong or a file cannot be
-written; a speed outside what is expected is only said. report shows the file, and two of them side
-by side: report --compare.
+Prints the hardware and the libraries, compares kernels, collectives, windows and a training with
+their specification, bit for bit, and times them beside copies and other libraries. If a check fails
+or hangs, a line says so, and the others go on. The exit status is 1 if anything is wrong or a file
+cannot be written; an unexpected speed only prints a line. report shows the file, and report
+--compare shows two of them side by side.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of verify."""
     add_device(parser)
     add = options(parser)
-    add("--quick", "take 20 seconds rather than minutes")
-    add("--out FILE.h5", "write all that is found", Path("verify.h5"), type=Path)
+    add("--quick", "take 20 seconds instead of minutes")
+    add("--out FILE.h5", "write all results", Path("verify.h5"), type=Path)
     add("--html FILE.html", "write one self-contained page", Path)
     add(
-        "--limit SECONDS", "of each check (default 120 if quick, else 480; on GPUs 240 more)", float
+        "--limit SECONDS",
+        "time of each check (default 120 if quick, else 480; on GPUs 240 more)",
+        float,
     )
 
 
@@ -48,13 +50,13 @@ def run(arguments: argparse.Namespace, world: World) -> int:
         arguments.oversubscribe_gpus,
         arguments.limit,
     )
-    where = machine_line(world)
+    machine = machine_line(world)
     if world.process == 0:
-        print(f"verify: {where}", flush=True)
+        print(f"verify: {machine}", flush=True)
     status, clean = verify(
         world, asked, partial(print, flush=True), partial(_write_page, arguments.html)
     )
-    if not clean:  # MPI would wait for what never comes
+    if not clean:  # MPI would wait for messages that never come
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -69,7 +71,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _write_page(path: Path | None, results: Results) -> None:
-    """Write the page, or say why there is none."""
+    """Write the page, or print why there is none."""
     if path is None:
         return
     try:

@@ -37,17 +37,17 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 
 class Metric(Section):
-    """[metrics.NAME]: a number of a run, found by one of regex, json, csv and hdf5.
+    """[metrics.NAME]: a number of each run, found by one of regex, json, csv and hdf5.
 
-    regex: of the output, by lines; its one group in brackets is the number
-    json: "FILE:a.b.0": keys of tables, and numbers of elements of lists
-    csv: "FILE:column", of a file whose first line names the columns; FILE.tsv has tabs
-    hdf5: "FILE:/path" of a dataset
-    unit: of the number, "1" for none
-    better: "lower" or "higher": the interval of its median decides when a case ends, and --compare
+    regex: regular expression, whose one group is the number; ^ and $ match at lines of the output
+    json: "FILE:a.b.0": keys and indices from the outermost to the innermost
+    csv: "FILE:column"; the first line names the columns; FILE.tsv has tabs
+    hdf5: "FILE:/path": path of a dataset
+    unit: unit of the number, "1" for none
+    better: "lower" or "higher": a case ends once its median is known well enough, and --compare
         judges it; "": it is recorded and shown
-    take: the use of several values of a run: "one": they are an error; "first", "last", "min",
-        "max", "sum", "mean", "median"; "all": each is a repeat
+    take: number that several values of a run give: "one": several are an error; "first", "last",
+        "min", "max", "sum", "mean", "median"; "all": each is a repeat
     """
 
     regex: Regex = ""
@@ -85,22 +85,22 @@ class Metric(Section):
 class Command(Section):
     """[command]: the program of a study, and how it is started.
 
-    argv: its words. {NAME} and {NAME:FORMAT} are replaced by factors, as Python formats them,
-        {ranks}, {nodes} and {ppn} included; {study} by the folder of the study file, {build} by
-        that of the build; {{ and }} by braces. A word with a factor that a case does not have is
-        left out. A word that is a path in the folder of the study file becomes the whole path
+    argv: words of the program; {NAME} and {NAME:FORMAT} stand for factors, as Python formats them,
+        also {ranks}, {nodes} and {ppn}; {study} for the folder of the study file, {build} for that
+        of the build; {{ and }} for braces. A word with a factor that a case leaves out is left out.
+        A word that is the path of a file beside the study file becomes the full path
     build: lines of bash, run once per folder and machine in the folder of the study file, before
-        the first case; $CPDHPC_BUILD is a folder for their results
-    launch: whether the site's launcher starts it on the case's ranks; false: it starts once
-    environment: variables of the program, with factors as in argv
-    files: names in its working folder, and the paths of templates (jinja2) beside the study file
-        that they are made from; {{ NAME }} is a factor in them
-    templates: the same with the text of the template in place of its path
-    timeout_s: time after which a run has failed
-    success: regular expression that must be found in the output, by lines
-    time: the metric, in a unit of time, that is the time of a repeat; "": the wall time of the run
-    work: the factor that is the size of the problem
-    keep: whether files and output of the last run of a finished case are kept, in work/ID
+        the first case; $CPDHPC_BUILD is the folder for their results
+    launch: whether the site's launcher starts the program on the case's ranks; false: no launcher
+    environment: variables of the environment of the program, with factors as in argv
+    files: names of files in the working folder, and the templates (jinja2) beside the study file
+        that they are made from; {{ NAME }} stands for a factor there
+    templates: the same, with the text of each template instead of its path
+    timeout_s: longest time of a run; a longer run has failed
+    success: regular expression that must be found in the output; ^ and $ match at lines
+    time: metric, in a unit of time, that is the time of a repeat; "": the wall time of the run
+    work: factor that is the size of the problem
+    keep: whether files and output of the last run of a finished case are kept in work/ID
     directory: of the study file, which is put here
     """
 

@@ -175,11 +175,11 @@ def check_out(path: Path | None, world: Ranks | None = None) -> None:
 def add_repeats(
     parser: argparse.ArgumentParser, repeats: int, warmup: int, calls: str = "calls"
 ) -> None:
-    """Add the options --repeats and, if warmup is not 0, --warmup, with these defaults."""
+    """Add the numbers of calls; repeats, warmup: their defaults."""
     add = options(parser)
     add("--repeats N", f"timed {calls}", repeats)
     if warmup:
-        add("--warmup N", f"{calls} before", warmup)
+        add("--warmup N", f"{calls} before the timed ones", warmup)
 
 
 def add_samples(
@@ -187,13 +187,13 @@ def add_samples(
 ) -> None:
     """Add the options of add_repeats, and --out for the file of all samples."""
     add_repeats(parser, repeats, warmup, calls)
-    options(parser)("--out FILE.h5", "write every sample, for report", Path)
+    options(parser)("--out FILE.h5", "write every sample to a file for report", Path)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add --device and --oversubscribe-gpus."""
+    """Add the options of the device."""
     add = options(parser)
-    add("--device", "where arrays are", "cpu", choices=["cpu", "gpu"])
+    add("--device", "device of the arrays", "cpu", choices=["cpu", "gpu"])
     add("--oversubscribe-gpus", "let processes of a node share GPUs")
 
 

@@ -88,12 +88,12 @@ def _nested(factors: Factors) -> Raw:
 class TrainedJob(Section):
     """[train]: the job file of a study of trainings.
 
-    job: its path, from the study file's directory
-    target_loss: the report compares the steps and samples that batches need to this test loss; by
-        default the least that all batches reach
-    target_accuracy: the same in %, in place of a loss
-    tolerance: points below float32 that count as the same accuracy in the report's figure of the
-        bits that batches need
+    job: path of the job file, relative to the directory of the study file
+    target_loss: test loss; the report compares the steps and samples that batches need to reach it;
+        default: the least loss that all batches reach
+    target_accuracy: test accuracy instead of a loss, %
+    tolerance: points below float32 that count as the same accuracy, if the report draws the bits
+        that batches need
     """
 
     job: str = ""
@@ -111,12 +111,12 @@ class TrainedJob(Section):
 class Run(Section):
     """[run]: how cases become jobs.
 
-    bundle: "case": a job for each case; "shape": cases of one shape share jobs of up to
-        batch_time_s; "nested": one job of the largest shape of each device, and smaller cases on
-        some of its ranks
-    batch_time_s: the most that all cases of a job may take
-    case_time_s: estimate for a case, in place of the kind's
-    throttle: jobs of the study at a time, 0 for any number; retries: of a job that fails
+    bundle: "case": one job for each case; "shape": one job for cases of one shape, up to
+        batch_time_s; "nested": one job of the largest shape of each device, whose smaller cases run
+        on some of its ranks
+    batch_time_s: longest time of all cases of a job
+    case_time_s: time of a case, if the kind has no estimate or you know a better one
+    throttle: most jobs of the study at a time, 0 for any number; retries: retries of a failed job
     """
 
     bundle: Literal["case", "shape", "nested"] = "shape"
@@ -134,19 +134,19 @@ def _known_kind(name: str) -> str:
 class Study(Section):
     """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
 
-    name: part of file names; by default that of the file
-    kind: what is measured; "package.module:NAME" is a kind of your own, which is imported
-    scaling: what is compared: "strong", one problem on more ranks; "weak", a problem that grows
-        with the ranks; "throughput", sizes on equal ranks
+    name: part of file names; default: the name of the study file
+    kind: kind of study; "package.module:NAME" imports a kind of your own
+    scaling: "strong": one problem on more ranks; "weak": a problem that grows with the ranks;
+        "throughput": several sizes on the same ranks
     sweep: a list or a value for each factor; cases are their product
-    zip: lists of one length that go together, as one axis of the product
-    exclude: cases that match all factors of a row are left out
-    constraints: expressions of factors that must be true, as "ranks <= 8"
-    weak: with weak scaling: a factor's value per rank
+    zip: lists of one length that vary together, as one axis of the product
+    exclude: values of factors; cases that match all of them are left out
+    constraints: expressions of factors that must be true, for example "ranks <= 8"
+    weak: values of factors for each rank, with weak scaling
     base: factors of the base point of a speed-up; ranks = "same": as many ranks as the point
     job: the tables of the job file, which load_study puts here
-    formats: tables [formats.NAME] of formats of your own, as in job files; the numbers of a format
-        take the place of its name in values
+    formats: tables [formats.NAME] of your own formats, as in job files; if a value is such a name,
+        the numbers of the format replace it
     """
 
     name: Name

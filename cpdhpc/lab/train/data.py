@@ -123,7 +123,7 @@ def read_digits() -> tuple[Array, Array]:
 class Digits(Data):
     """[data] name = "digits": 1,797 handwritten digits of 8 x 8 pixels, from scikit-learn.
 
-    test_share: of all images; split_seed: selects the test images
+    test_share: share of all images for the test; split_seed: selects the test images
     Source: Alpaydin, Kaynak: Optical recognition of digits, UCI 1998.
     """
 
@@ -145,8 +145,9 @@ UINT8 = 0x08  # the type byte of the magic number
 class Idx(Data):
     """[data] name = "idx": four files in one directory, each also accepted with suffix .gz.
 
-    dir: the directory; train_images, train_labels, test_images, test_labels: names of the files
-    train_samples, test_samples: how many are used, from the first on; by default all
+    dir: directory of the files
+    train_images, train_labels, test_images, test_labels: names of the files
+    train_samples, test_samples: number of samples to use, from the first on; by default all
     """
 
     name: Literal["idx"] = "idx"
@@ -224,9 +225,9 @@ def _bytes(path: Path) -> bytes:
 class Cifar10(Data):
     """[data] name = "cifar10": the binary version of CIFAR-10, colour images of 32 x 32 pixels.
 
-    dir: has data_batch_1.bin to data_batch_5.bin and test_batch.bin, each also accepted with .gz
+    dir: directory of data_batch_1.bin to data_batch_5.bin and test_batch.bin, or these with .gz
     normalise: subtract each channel's mean over the training images, and divide by its deviation
-    train_samples, test_samples: how many are used, from the first on; by default all
+    train_samples, test_samples: number of samples to use, from the first on; by default all
     Source: Krizhevsky: Learning multiple layers of features from tiny images, 2009; a record is a
     label and 3 x 32 x 32 bytes, channels first.
     """
@@ -271,11 +272,11 @@ class Cifar10(Data):
 class Synthetic(Data):
     """[data] name = "synthetic": random inputs of any shape, targets by a hidden linear teacher.
 
-    shape: of an input; task: "classification", the largest of classes outputs of the teacher, or
-        "regression", the outputs themselves
-    classes: outputs of the teacher; train_samples, test_samples: their numbers
+    shape: shape of an input; task: "classification": targets are the largest of the teacher's
+        outputs; "regression": the outputs themselves
+    classes: outputs of the teacher; train_samples, test_samples: numbers of samples
     noise: share of the labels that are drawn anew; for regression the size of added noise
-    data_seed: of inputs, teacher and noise
+    data_seed: seed of inputs, teacher and noise
     All are in memory. Inputs and teacher are multiples of 1/64, so labels are exact everywhere.
     """
 
@@ -323,8 +324,8 @@ INPUTS, TEACHER, NOISE = 1, 2, 3  # streams of random numbers
 class Text(Data):
     """[data] name = "text": the characters of text files, each to be predicted from earlier ones.
 
-    files: in UTF-8, one after the other; length: characters of a sample
-    test_share: of the text, from its end
+    files: text files in UTF-8, which are joined; length: characters of a sample
+    test_share: share of the text for the test, from its end
     Inputs are int64[length], indices into the sorted characters of all files; targets are the same,
     one character later. classes is the number of different characters.
     """
@@ -364,10 +365,10 @@ class Text(Data):
 class Hdf5(Data):
     """[data] name = "hdf5": rows of datasets, of which each rank reads only those that it needs.
 
-    train, test: the files; x, y: the datasets of inputs and targets in both, rows along axis 0
-    classes: of integer targets; by default found by reading them
-    channels_last: inputs are [n, height, width, channels], and are converted to channels first
-    mean, deviation: of each channel, to normalise inputs
+    train, test: paths of the files; x, y: names of the datasets of inputs and targets, rows first
+    classes: number of classes of integer targets; by default found by reading them
+    channels_last: inputs are [n, height, width, channels]; they are converted to channels first
+    mean, deviation: mean and deviation of each channel, to normalise inputs
     uint8 inputs are divided by 255 first; floats are not. Integer targets are classes, floats are
     values.
     """

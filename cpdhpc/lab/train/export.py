@@ -32,9 +32,13 @@ Array = npt.NDArray[Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", type=Path, metavar="RUN.checkpoint.h5", help="of train")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.h5", help="the integers")
-    add_settings(parser, "where the data is now, for example data.dir=DIR; may be repeated")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="RUN.checkpoint.h5", help="checkpoint of train"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.h5", help="file of the integers"
+    )
+    add_settings(parser, "present place of the data, for example data.dir=DIR; may be repeated")
 
 
 def run(arguments: argparse.Namespace) -> None:

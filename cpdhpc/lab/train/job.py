@@ -65,26 +65,27 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 class Train(Section):
     """[train]: the run itself.
 
-    epochs: passes over all training samples; learning_rate: before the schedule's factor
+    epochs: passes over all training samples; learning_rate: rate before the schedule's factor
     settings: "recommended": if [gradient] holds values back, momentum is limited to the value that
         suits this, 0.7, 0.5 or 0; if momentum adds up, another learning_rate keeps steps as long
-    seeds: of weights, order and all random numbers; one run for each; seed = S is seeds = [S]
-    virtual_ranks: ranks that each process runs; the bits are those of so many processes
-    batch: samples of all ranks together; threads: of torch, and of kernels if overlap is off;
+    seeds: seeds of weights, order and all random numbers, one run each; seed = S is seeds = [S]
+    virtual_ranks: ranks that each process runs; the bits are those of as many processes
+    batch: samples of all ranks together; threads: threads of torch, and of kernels without overlap;
         0: OMP_NUM_THREADS if it is set, else the cores that the rank owns
     loss_scaling: "dynamic" halves the scale if a gradient overflows on any rank, skips the step
         on all, and doubles it after 2,000 steps without overflow
     loss_scale: factor on the loss, divided out of means; a power of two. Default: 1, and initially
         65,536 if it is dynamic
-    bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
-        first, and with overlap during backward; overlap changes no bit, bucket_mib may
+    bucket_mib, overlap: gradients are reduced in buckets of at most bucket_mib MiB, the last
+        layers first, and with overlap during backward; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
-    telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
-    keep_every: weights are kept after every so many epochs, each time in a file of their own
-        (influence), beside the checkpoint, which is overwritten; 0: never
+    telemetry_every: iterations between records of telemetry; checkpoint_every: epochs between
+        checkpoints; timeout_s: longest wait for other processes
+    keep_every: epochs between copies of the weights that are kept (influence), each in its own
+        file, besides the checkpoint, which is overwritten; 0: never
     record_gradients: iterations, from 0, in which the gradients of every rank are written to files,
         4 bytes per value and rank each (bench compress)
-    device: where models compute and gradients are averaged; "gpu": each process on one of its own
+    device: device of models and gradients; "gpu": each process has its own
     oversubscribe_gpus: let processes of a node share GPUs if there are too few
     gpu_direct: whether MPI gets GPU memory: "auto" if MPI takes it, otherwise through the
         host; "required": an error if MPI does not take it; "never"
@@ -203,8 +204,8 @@ Further = Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)]
 class Job(Section):
     """One row of a job file: a configuration that is run once per seed.
 
-    name: part of file names; default: the job file's
-    metrics: further ones beside metric, which reports and studies use; tables [[metrics]]
+    name: part of file names; default: the name of the job file
+    metrics: further metrics, tables [[metrics]]; reports and studies use metric
     """
 
     name: Name

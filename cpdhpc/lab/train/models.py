@@ -52,7 +52,7 @@ def to_channels(shape: tuple[int, ...]) -> list[torch.nn.Module]:
 class LeNet(Model):
     """[model] name = "lenet": two convolutions with pooling, two fully connected layers.
 
-    channels: of the two convolutions; hidden: values of the layer between
+    channels: channels of both convolutions; hidden: values of the hidden layer
     Source: LeCun et al., Gradient-based learning applied to document recognition, 1998,
     figure 2, with ReLU, maximum pooling and padding, so that small images keep their size.
     """
@@ -88,7 +88,7 @@ class LeNet(Model):
 class Mlp(Model):
     """[model] name = "mlp": fully connected layers with ReLU between them.
 
-    hidden: values of each layer between
+    hidden: values of each hidden layer
     """
 
     name: Literal["mlp"] = "mlp"
@@ -108,7 +108,7 @@ class Mlp(Model):
 class ResidualMlp(Model):
     """[model] name = "residual_mlp": fully connected blocks, each added to its input.
 
-    width: values between blocks; blocks: of two layers each, with ReLU before both
+    width: values between blocks; blocks: number of blocks of two layers, with ReLU before both
     """
 
     name: Literal["residual_mlp"] = "residual_mlp"
@@ -140,8 +140,8 @@ Bits = Annotated[int, Field(ge=1, le=8)]
 class QuantizedCnn(Model):
     """[model] name = "quantized_cnn": LeNet of codes, which `cpdhpc export` writes as integers.
 
-    channels: of the two convolutions; hidden: values of the layer between
-    weight_bits, activation_bits, input_bits: of the codes; images are 0..1
+    channels: channels of both convolutions; hidden: values of the hidden layer
+    weight_bits, activation_bits, input_bits: bits of the codes; images are 0..1
     """
 
     name: Literal["quantized_cnn"] = "quantized_cnn"
@@ -195,7 +195,7 @@ def plan(
 class CifarResNet(Model):
     """[model] name = "resnet_cifar": the residual network of 6 n + 2 layers for small images.
 
-    n: blocks of each of three stages: 3 is ResNet-20, 5 ResNet-32; width: channels of the first
+    n: blocks of each of three stages: 3 is ResNet-20, 5 ResNet-32; width: channels of stage 1
     norm: "batch", with the statistics of each rank's samples, or "group", of each sample
     Source: He et al., arXiv 1512.03385, section 4.2, with shortcuts without weights.
     """
@@ -238,7 +238,7 @@ class WideResNet(Model):
     """[model] name = "wide_resnet": WRN-depth-widen.
 
     depth: layers, 6 n + 4; widen: factor on the channels 16, 32, 64 of three stages
-    dropout: between the convolutions of a block; norm: as of "resnet_cifar"
+    dropout: dropout between the convolutions of a block; norm: as for "resnet_cifar"
     Source: Zagoruyko, Komodakis, arXiv 1605.07146, table 1.
     """
 
@@ -363,8 +363,8 @@ class RowLstm(Model):
 class LstmLanguageModel(Model):
     """[model] name = "lstm": predicts the next class at each place of a sequence of classes.
 
-    embedding: values of a class; hidden: values of each of the LSTM's layers; layers: their number
-    dropout: between layers, and before and after them; tied: embedding and output share
+    embedding: values of a class; hidden: values of each layer of the LSTM; layers: their number
+    dropout: dropout between, before and after layers; tied: embedding and output share
         weights, Press, Wolf, arXiv 1608.05859
     uniform: weights and biases are initialised in -uniform..uniform
     Every sequence begins with a state of zeros.
@@ -413,9 +413,9 @@ class LstmLanguageModel(Model):
 class Transformer(Model):
     """[model] name = "transformer": predicts the next class at each place, from all before it.
 
-    width: values of a place; heads: of attention, which share the width
-    layers: each of attention and two linear layers with 4 width values between, a norm before both
-    dropout: of the embedding, of attention's weights and after each linear layer
+    width: values of a position; heads: heads of attention, which share the width
+    layers: number of layers, each of attention and two linear ones with 4 width values between
+    dropout: dropout of the embedding, of attention's weights and after each linear layer
     Source: Vaswani et al., arXiv 1706.03762; norms, GELU and the initial weights, normal numbers of
     deviation 0.02, as in Radford et al., Language models are unsupervised multitask learners,
     2019, section 2.3.

@@ -325,7 +325,7 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of a rank, which end
 class Loader(Section):
     """[loader]: how samples are read, which changes no bit.
 
-    workers: of each rank, that read ahead: threads, or processes for data by import; 0: the
+    workers: workers of each rank that read ahead: threads, or processes for data by import; 0: the
         rank reads by itself
     prefetch: batches that each worker reads ahead
     """

@@ -24,7 +24,7 @@ def _check_wire(wire: str) -> str:
 class Stages(Section):
     """[stages]: the network cut into stages that train at the same time, on ranks of their own.
 
-    count: of stages; 1: the network is not cut
+    count: number of stages; 1: the network is not cut
     cut: first blocks of the second and further stages, from 0; by default stages are cut so
         that the largest has as few parameters as possible
     method: the coupling of stages between corrections, "penalty" or "lagrangian" (penalty and

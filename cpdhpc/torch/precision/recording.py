@@ -45,13 +45,13 @@ class Recording(Section):
     """[record]: gradients, activations, errors and weights go to a file (precision replay).
 
     layers: patterns of the names of modules that have parameters; "*" matches any
-    tensors: the kinds that are recorded
-    every: every so many iterations, from 0; count: at most so many of them; iterations: these,
-        instead of every
-    max_mib: of all arrays together, before compression; a run that needs more ends with an error
-        in its first iteration
-    thin: instead only as many rows of each array are kept as fit, and the file has their number
-    seed: selects the rows; file: its path; default: beside the record of the run
+    tensors: kinds of tensors to record
+    every: distance of recorded iterations, from 0; count: most iterations to record
+    iterations: iterations to record, instead of every
+    max_mib: largest size of all arrays, before compression; a run that needs more ends with an
+        error in its first iteration
+    thin: keep only the rows of each array that fit, with their number, instead of an error
+    seed: selects the rows; file: path of the recording; default: beside the record of the run
     """
 
     layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
