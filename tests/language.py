@@ -32,18 +32,18 @@ class Habit:
 
 
 HABITS = {
-    "where": Habit(r"\bwhere\b", '"if" for a condition', pages=0.8, docstrings=4.7),
-    "alike": Habit(r"\balike\b", "the same, identical", pages=0.15, docstrings=0.5),
-    "behind": Habit(r"\bbehind\b", "after", pages=0.1, docstrings=0.3),
-    "told": Habit(r"\btold\b", "raised, printed, given", pages=0.1, docstrings=0.25),
+    "where": Habit(r"\bwhere\b", '"if" for a condition', pages=0.3, docstrings=0.5),
+    "alike": Habit(r"\balike\b", "the same, identical", pages=0.1, docstrings=0.1),
+    "behind": Habit(r"\bbehind\b", "after", pages=0.1, docstrings=0.1),
+    "told": Habit(r"\btold\b", "raised, printed, given", pages=0.1, docstrings=0.1),
     "of which, whom": Habit(
-        r"\b[Oo]f (?:which|whom)\b", "a sentence of its own", pages=0.1, docstrings=0.4
+        r"\b[Oo]f (?:which|whom)\b", "a sentence of its own", pages=0.1, docstrings=0.3
     ),
     "opening what, who": Habit(
         r"(?:\A|(?<=[.!?:;] )|(?<=\n\n))(?:What|Who|Whose|Whatever|Whoever)\b(?![^.!?]*\?)",
         "name the thing",
         pages=0.1,
-        docstrings=1.2,
+        docstrings=0.2,
     ),
 }
 

@@ -165,4 +165,4 @@ def _add_arguments(
     except ModuleNotFoundError:
         if argv is not None:
             raise
-        # Without torch, as on many login nodes, completion has the names of such commands only.
+        # Without torch, for example on login nodes, completion has the names of such commands only.

@@ -206,7 +206,7 @@ class Projection:
     own signs, by (seed, its number in the model), the same on all ranks. The variance of an inner
     product of a and b is at most (|a|^2 |b|^2 + (a . b)^2) / width. Source: Achlioptas:
     Database-friendly random projections, JCSS 66(4), 2003.
-    sizes: of parameters, as in SampleGradients
+    sizes: of parameters; see SampleGradients
     """
 
     def __init__(self, sizes: Mapping[int, int], width: int, seed: int = 0) -> None:

@@ -121,7 +121,7 @@ class Scheduler(Protocol):
     def taken(self, scripts: Collection[Path]) -> list[Taken]:
         """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-        scripts: absolute paths, as in the calls of submit
+        scripts: absolute paths, those of the calls of submit
         """
 
     def cancel(self, jobs: Iterable[int]) -> None:

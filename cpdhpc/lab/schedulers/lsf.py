@@ -94,7 +94,7 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-    scripts: absolute paths, as in the calls of submit
+    scripts: absolute paths, those of the calls of submit
     """
     found: dict[tuple[int, str], list[int]] = {}
     paths = set(map(str, scripts))

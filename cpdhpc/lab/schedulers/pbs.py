@@ -103,7 +103,7 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-    scripts: absolute paths, as in the calls of submit
+    scripts: absolute paths, those of the calls of submit
     """
     done = call(TITLE, ["qselect", "-u", getpass.getuser()])
     if done.returncode:

@@ -183,7 +183,7 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
 def taken(scripts: Collection[Path]) -> list[Taken]:
     """Return the jobs of some scripts that wait or run, recorded or not. Raises as states.
 
-    scripts: absolute paths, as in the calls of submit
+    scripts: absolute paths, those of the calls of submit
     """
     form = "--format=%F %K %j %o"  # the last is the path of the script
     done = call(TITLE, ["squeue", f"--user={os.getuid()}", "--array", "--noheader", form])

@@ -237,7 +237,7 @@ def _reserves(file: StudyFile) -> list[Listed]:
     wide = [point for point in file.points if stops and _half_width(point) > relative]
     fast = [p for p in file.points if p.summary["median_s"] < p.outcomes.get("bound_s", 0.0)]
     restarted = [point for point in file.points if point.outcomes.get("restarts", 0) > 0]
-    too_wide = f"interval wider than the ±{100 * relative:g} % asked for"
+    too_wide = f"interval wider than the ±{100 * relative:g} % requested"
     found = {
         "no interval, too few repeats": [point.case_id for point in few],
         too_wide: [f"{point.case_id} (±{100 * _half_width(point):.3g} %)" for point in wide],
@@ -400,27 +400,23 @@ def _finding(
     if far and file.scaling != THROUGHPUT:
         names = varying([group.factors for group in far])
         best, worst = max(far, key=_efficiency), min(far, key=_efficiency)
-        what = label(best.factors, names)
         text = f"On {units.count(most, 'rank')} the best speed-up is "
-        text += units.with_interval(*best.speedup) + (f", of {what}" if what else "")
-        text += f": {units.digits(100 * _efficiency(best))} % of the ideal"
+        text += f"{units.with_interval(*best.speedup)}, {_share_of_ideal(best, names)}"
         if len(far) > 1:
-            text += (
-                f"; the least of {len(far)} settings is {units.digits(worst.speedup.value)}, of "
-            )
-            text += f"{label(worst.factors, names)}: {units.digits(100 * _efficiency(worst))} %"
+            least = units.digits(worst.speedup.value)
+            text += f"; the lowest of {len(far)} settings is {least}, "
+            text += _share_of_ideal(worst, names)
         said.append(f"{text}.")
     if slowdowns is not None and len(slowdowns.by) > 1:
         first, *_, last = slowdowns.ordered
         times = slowdowns.by[first]
         most_often = [n for n, each in slowdowns.by.items() if each.count(1.0) == times.count(1.0)]
         others = units.count(len(most_often) - 1, "other method")
-        ties = f" or one of {others}" if len(most_often) > 1 else ""
+        ties = f", as often as {others}" if len(most_often) > 1 else ""
         said.append(
-            f"Most often the fastest is {first}{ties}, at {times.count(1.0)} of "
-            f"{units.count(len(times), 'place')}; {last} takes "
-            f"{units.digits(median(slowdowns.by[last]))} times as long as the fastest there "
-            "(median)."
+            f"{first} is the fastest at {times.count(1.0)} of {units.count(len(times), 'place')}"
+            f"{ties}; {last} takes a median of {units.digits(median(slowdowns.by[last]))} times "
+            "as long as the fastest."
         )
     if not said:
         slowest = max(found, key=lambda group: group.time_s.value)
@@ -430,6 +426,13 @@ def _finding(
             f"{units.time(quickest.time_s.value)} to {units.time(slowest.time_s.value)}."
         )
     return " ".join(said[:2])
+
+
+def _share_of_ideal(group: SeedGroup, names: Sequence[str]) -> str:
+    """Return the efficiency of a group in words. names: of the factors that describe it"""
+    setting = label(group.factors, names)
+    share = f"{units.digits(100 * _efficiency(group))} % of the ideal"
+    return f"{share} ({setting})" if setting else share
 
 
 def _efficiency(group: SeedGroup) -> float:

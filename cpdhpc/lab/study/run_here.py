@@ -316,7 +316,7 @@ def _command_lines() -> Iterator[bytes]:
 
 @contextmanager
 def _writable(what: str) -> Iterator[None]:
-    """Raise FolderError for an OSError, as on a full disk."""
+    """Raise FolderError for an OSError, for example on a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
 """Gradients of every rank in an iteration as an HDF5 file, to be averaged again without training.
 
-Reading needs no torch, as on login nodes.
+Reading needs no torch, so it works on login nodes.
 """
 
 from __future__ import annotations

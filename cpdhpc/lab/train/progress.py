@@ -41,7 +41,7 @@ class Display:
 
     @property
     def has_bar(self) -> bool:
-        """Whether a bar is shown, as on a terminal."""
+        """Whether a bar is shown, for example on a terminal."""
         return not self.bar.disable
 
     def step(self, samples: int = 1, note: str | None = None) -> None:
@@ -51,7 +51,7 @@ class Display:
             self.bar.update(self.task, note=note)
 
     def epoch(self, run_id: str, epoch: int, epochs: int, note: str) -> None:
-        """Show the result of an epoch, as in note."""
+        """Show the result of an epoch; see note."""
         if not self.has_bar and (self.runs == 1 or time.monotonic() - self.last_s > QUIET_S):
             self.line(f"{self._which()}{run_id}: epoch {epoch} of {epochs}: {note}")
         self.bar.update(self.task, note=note)

@@ -27,7 +27,7 @@ GRACE_S = 5.0  # after a limit, before the others continue without a rank
 LOOK_S = 0.1  # between two checks of the guard
 END_S = 2.0  # for the rank that writes, before the others end too
 PAUSE_S = 0.0005  # between two probes for a message
-STDERR = 2  # sys.stderr may be no file, as in a notebook
+STDERR = 2  # sys.stderr may be no file, for example in a notebook
 
 
 OWN = ("carry_out", "_ring", "look", "_look", "_end", "abort")  # functions that raise Left

@@ -82,7 +82,7 @@ class Quantizer(nn.Module):
         return torch.from_numpy(self.how.round(values, key, axis, known, self.training))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state; if there is none, as in a float32 checkpoint, the scale adapts anew."""
+        """Load a state; if there is none (a float32 checkpoint), the scale adapts anew."""
         state = self._buffers.get(STATE)
         if state is not None and prefix + STATE not in state_dict:
             state_dict[prefix + STATE] = torch.from_numpy(self.how.state())
