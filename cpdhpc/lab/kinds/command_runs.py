@@ -91,7 +91,7 @@ done 2>/dev/null
 
 
 class Guard:
-    """A process that ends a program whose batch died, for example by SIGKILL, which closes its pipe."""
+    """Ends a program whose batch died, for example by SIGKILL: that closes the pipe of this process."""
 
     def __init__(self) -> None:
         command = ["/bin/sh", "-c", GUARDING, f"{END_S:g}"]
