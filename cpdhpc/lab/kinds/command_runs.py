@@ -91,7 +91,7 @@ done 2>/dev/null
 
 
 class Guard:
-    """Ends a program whose batch died, for example by SIGKILL: that closes the pipe of this process."""
+    """A process that ends a program if its batch dies, even by SIGKILL: that closes a pipe."""
 
     def __init__(self) -> None:
         command = ["/bin/sh", "-c", GUARDING, f"{END_S:g}"]
