@@ -15,11 +15,11 @@ from cpdhpc.lab.commands.parsing import parser
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "commands.md"
 HEAD = """# Commands and their options
 
-Made from the command line's parsers by `python tests/command_page.py`; a test compares. It is what
-`python -m cpdhpc COMMAND --help` shows. Every command has `--help`; `python -m cpdhpc --version`
-shows the version. `cpdhpc` is `python -m cpdhpc`.
+`python tests/command_page.py` makes this page from the command line's parsers, and a test compares
+the two. `python -m cpdhpc COMMAND --help` shows the same. Every command has `--help`;
+`python -m cpdhpc --version` shows the version. `cpdhpc` is `python -m cpdhpc`.
 
-`docs/howto/install.md` says how your shell completes them.
+`docs/howto/install.md` shows how to complete them with Tab in your shell.
 """
 
 

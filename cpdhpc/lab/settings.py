@@ -76,7 +76,8 @@ def add_timeout(parser: ArgumentParser) -> None:
     add = options(parser)
     add(
         "--timeout SECONDS",
-        "end the job if a wait takes longer, and print who waits for whom (default 600)",
+        "end the job if a rank waits longer for another; print which rank waits for which "
+        "(default 600)",
         seconds,
     )
     add(

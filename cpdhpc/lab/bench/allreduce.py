@@ -1,7 +1,8 @@
-"""Benchmark of all-reduces beside other libraries' and memcpy; --all: in the columns of nccl-tests.
+"""Benchmark of all-reduces, beside those of other libraries and memcpy.
 
-Cases are those of studies of kind allreduce. bench latency has small all-reduces; --all: in the
-columns of the OSU benchmarks. GB/s are 1e9 byte/s.
+Cases are those of studies of kind allreduce. With --all the columns are those of nccl-tests. For
+small all-reduces use bench latency; with --all its columns are those of the OSU benchmarks. GB/s
+are 1e9 byte/s.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baselines NAME,...", f"baselines: {','.join(BASELINES)} (default: all that can run)")
     add_samples(parser, 9, 2)
     add_all(parser, "every call of each method, and the columns of nccl-tests")
-    add("--predict MACHINE.toml", "file of bench fit: show predictions, and choose for auto", Path)
+    add(
+        "--predict MACHINE.toml",
+        "file of bench fit: show its predictions, and choose for auto by them",
+        Path,
+    )
 
 
 def add_all(parser: argparse.ArgumentParser, what: str) -> None:

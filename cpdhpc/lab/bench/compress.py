@@ -1,10 +1,11 @@
 """Compressors side by side on recorded gradients, averaged again without training.
 
 Bytes are those of all messages; the bytes of MPI's own collectives, by which ranks agree, are
-counted apart, by process. Times are those of one process, with a barrier before each collective. A
-process simulates several ranks unless mpirun has started as many: then their selecting and encoding
-come one after another, and messages stay in memory. Phases are shares of a profile of processor
-time, by the names of functions: travel has the engine and the waits, decode the additions.
+counted separately, for each process. Times are those of one process, with a barrier before each
+collective. If mpirun has started fewer processes than ranks, a process simulates several ranks:
+they select and encode one after another, and messages stay in memory. Phases are shares of a
+profile of processor time, by the names of functions: travel includes the engine and the waits,
+decode the additions.
 """
 
 from __future__ import annotations
@@ -338,18 +339,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add(
         "--gradients FILE.h5",
-        "files of precision record or train.record_gradients, of one run (default: digits, now)",
+        "files of precision record or train.record_gradients, of one run "
+        "(default: of digits, recorded now)",
         Path,
         nargs="+",
     )
     add(
         "--values N",
-        "use N normal numbers of each rank instead of gradients, as of large models",
+        "use N normal random numbers per rank instead of gradients, as many as large models have",
         int,
     )
     add(
         "--methods NAME[:OPTION=VALUE,...]",
-        "compressors, separated by spaces or commas, as lowbit:wire=e3m0 (default: all)",
+        "compressors, separated by spaces or commas, for example lowbit:wire=e3m0 (default: all)",
         list(COMPRESSORS),
         nargs="+",
     )

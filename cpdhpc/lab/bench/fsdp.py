@@ -87,7 +87,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
     """Add the option --backends to a command-line parser."""
     options(parser)(
         "--backends NAME[:OPTION=VALUE,...]",
-        "of FSDP2, apart by spaces or commas: gloo, cpdhpc with the options "
+        "backends of FSDP2, separated by spaces or commas: gloo, cpdhpc with the options "
         f"{', '.join(OverMpi.model_fields)}",
         default,
         nargs="*",
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
     add("file FILE.toml", "a job, as of train", Path)
-    add_settings(parser, "lay a value over the job's, as train.batch=120; may be repeated")
+    add_settings(parser, "replace a value of the job, for example train.batch=120; may be repeated")
     add_backends(parser, ["gloo", "cpdhpc", "cpdhpc:gradient=e4m3,accumulate=exact"])
     add("--steps N", "of each training", 120)
 

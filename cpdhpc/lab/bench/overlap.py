@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
     add("file FILE.toml", "a job of train", Path)
-    add_settings(parser, "replace a value of the file, as train.batch=120; may be repeated")
+    add_settings(
+        parser, "replace a value of the file, for example train.batch=120; may be repeated"
+    )
     add("--rows NAME,...", "rows of the file (default: all)")
     add_repeats(parser, 10, 2, "steps")
 

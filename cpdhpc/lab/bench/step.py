@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
     add("what MODEL", "a job, FILE.toml, or module:function of a model")
-    add_settings(parser, "replace a value of the job, as train.batch=120; may be repeated")
+    add_settings(parser, "replace a value of the job, for example train.batch=120; may be repeated")
     add("--batch N", "samples of each rank, for module:function", 2)
     add("--input N,...", "shape of a sample, for module:function", "3,32,32")
     add("--tokens N", "samples are integers below N, for module:function", 0)

@@ -140,7 +140,7 @@ STUDY: Rows = {
         "plan and run a sweep, on this machine or as jobs, and collect its results",
         {
             "plan": Command(
-                "show the cases, their rank hours, and the cases that are impossible with reasons",
+                "show the cases, their rank hours, and the impossible cases with reasons",
                 "commands.study:plan",
                 (
                     "inputs/study_smoke.toml",
@@ -148,7 +148,7 @@ STUDY: Rows = {
                 ),
             ),
             "render": Command(
-                "print the job scripts of all cases, and of the job that collects",
+                "print the job scripts of all cases, and of the job that collects results",
                 "commands.study:render",
                 (
                     "inputs/study_smoke.toml",
@@ -156,7 +156,8 @@ STUDY: Rows = {
                 ),
             ),
             "submit": Command(
-                "submit the cases that are neither finished nor queued, and a job that collects",
+                "submit the cases that are neither finished nor queued, and a job that collects "
+                "results",
                 "commands.study:submit",
                 (
                     "inputs/study_allreduce_strong.toml --site site.toml",
@@ -262,7 +263,7 @@ STUDY: Rows = {
 }
 MEASURE: Rows = {
     "bench": Group(
-        "measure this machine, predict others; actions marked 'under mpirun' need it",
+        "measure this machine, predict others; start actions marked 'under mpirun' with it",
         {
             "allreduce": Command(
                 "time all-reduces by size, beside MPI_Allreduce, gloo, memcpy and a bound",

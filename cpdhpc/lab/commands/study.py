@@ -31,8 +31,10 @@ HASH = 8  # hexadecimal digits in the name of a folder
 def add_study(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of all actions."""
     add = options(parser)
-    add("study STUDY.toml", "the study, or the folder of one", Path)
-    add_settings(parser, "replace a value of the file, as sweep.ranks=[1,2]; may be repeated")
+    add("study STUDY.toml", "the study's file, or its folder", Path)
+    add_settings(
+        parser, "replace a value of the file, for example sweep.ranks=[1,2]; may be repeated"
+    )
     add("--out DIR", "folder of the study (default: results/ + NAME)", Path)
 
 

@@ -2,9 +2,9 @@
 
 Prints the hardware and the libraries, compares kernels, collectives, windows and a training with
 their specification, bit for bit, and times them beside copies and other libraries. If a check fails
-or hangs, a line says so, and the others go on. The exit status is 1 if anything is wrong or a file
-cannot be written; an unexpected speed only prints a line. report shows the file, and report
---compare shows two of them side by side.
+or hangs, a line is printed, and the other checks continue. The exit status is 1 if anything is
+wrong or a file cannot be written; an unexpected speed only prints a line. report shows the file,
+and report --compare shows two of them side by side.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--html FILE.html", "write one self-contained page", Path)
     add(
         "--limit SECONDS",
-        "time of each check (default 120 if quick, else 480; on GPUs 240 more)",
+        "longest time of each check (default 120 if quick, else 480; on GPUs 240 more)",
         float,
     )
 
