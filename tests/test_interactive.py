@@ -109,7 +109,7 @@ def test_values_are_told_as_people_read_them(name: str) -> None:
 
 
 def test_all_markers_and_joins_are_drawn() -> None:
-    markers = (*MARKERS, "x", "+", "1", "2")
+    markers = (*MARKERS, "x", "+", "1", "2", "|")
     found = [one(Series("s", Style("#000000", marker), [1], [1])) for marker in markers]
     marks = [next(models(each, "Scatter")) for each in found]
     assert len({json.dumps([each.get("marker"), each.get("angle")]) for each in marks}) == 16

@@ -46,6 +46,7 @@ MARKERS = {  # matplotlib's: Bokeh's, and by how much it is turned
     "+": ("cross", 0.0),
     "1": ("y", 0.0),
     "2": ("y", pi),
+    "|": ("dash", pi / 2),
 }
 INCH = 105  # pixels of the page for one of matplotlib's pictures
 PAGE, ALONE = 1104, 760  # width of figures, and of those of one column, at most, pixels
