@@ -112,7 +112,8 @@ def test_all_markers_and_joins_are_drawn() -> None:
     markers = (*MARKERS, "x", "+", "1", "2", "|")
     found = [one(Series("s", Style("#000000", marker), [1], [1])) for marker in markers]
     marks = [next(models(each, "Scatter")) for each in found]
-    assert len({json.dumps([each.get("marker"), each.get("angle")]) for each in marks}) == len(markers)
+    drawn = {json.dumps([each.get("marker"), each.get("angle")]) for each in marks}
+    assert len(drawn) == len(markers)
     glyphs = {"line": "Line", "guide": "Line", "fit": "Line", "steps": "Step", "none": ""}
     assert glyphs.keys() == JOINS.keys()
     for join, glyph in glyphs.items():
