@@ -339,7 +339,7 @@ def test_probe_finds_a_concept_that_is_planted(
     out, words = str(tmp_path), ["--images", str(tmp_path / "x.npy")]
     command = ["autoencoder", "probe", str(job), "--out", out, *words]
     labelled = [*command, "--labels", str(tmp_path / "y.npy")]
-    assert main(labelled) == 2 and "bars.checkpoint.h5: is not there" in capsys.readouterr().err
+    assert main(labelled) == 2 and "bars.checkpoint.h5: is missing" in capsys.readouterr().err
     assert main(["autoencoder", str(job), "--out", out]) == 0
     assert main(command) == 2 and "x.npy: needs --labels" in capsys.readouterr().err
     picture, features = tmp_path / "p.png", tmp_path / "f.h5"
