@@ -368,7 +368,7 @@ def test_steps_with_overlap_are_measured(
         patch.setattr(bench_overlap, "interleave_ranks", watching)
         bench_overlap.run(arguments, Loopback())
     out = capsys.readouterr().out
-    assert "the same bits on all ranks\n" in out and "\n  job " in out
+    assert "identical bits on all ranks\n" in out and "\n  job " in out
     assert len(ends) == 8 and all(ends)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -53,6 +54,7 @@ def over(backend: str, program: Program) -> Any:
         if backend == "gloo":
             KEPT.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # its results have meshes, whose groups are gone now
 
 
 def assert_as_gloo(program: Program, ulp: float = 2**-23) -> None:
