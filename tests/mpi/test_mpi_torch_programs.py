@@ -47,6 +47,7 @@ def one_thread() -> Iterator[None]:
 
 def over(backend: str, program: Program) -> Any:
     """What a program returns over a backend. Its processes are those of MPI, for gloo too."""
+    _clear_sharding_prop_cache()  # its results have meshes of earlier programs, without groups now
     dist.init_process_group(backend, init_method="mpi://")
     try:
         return program()
@@ -54,7 +55,6 @@ def over(backend: str, program: Program) -> Any:
         if backend == "gloo":
             KEPT.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its results have meshes, whose groups are gone now
 
 
 def assert_as_gloo(program: Program, ulp: float = 2**-23) -> None:
