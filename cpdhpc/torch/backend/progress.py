@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import wait as await_futures
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -337,12 +338,18 @@ class Threads:
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], Any]] = SimpleQueue()
         self._idle = threading.Semaphore(0)
+        self._busy: set[Future[Any]] = set()
+
+    def end(self, limit_s: float) -> None:
+        """Wait for calls under way: Python ends a thread within torch's code by an abort."""
+        await_futures(list(self._busy), limit_s)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a function in a thread; return its future."""
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._run, name="cpdhpc-torch-future", daemon=True).start()
         future: Future[Any] = Future()
+        self._busy.add(future)
         self._calls.put((future, function, arguments))
         return future
 
@@ -353,6 +360,7 @@ class Threads:
                 future.set_result(function(*arguments))
             except BaseException as error:
                 future.set_exception(error)
+            self._busy.discard(future)
             del future, function, arguments
             self._idle.release()
 
@@ -370,7 +378,8 @@ class Engine:
         self.under_way: dict[Operation, None] = {}
         self.abandoned: list[Any] = []
         self.forked = False
-        self.elsewhere = Threads().call
+        self._threads = Threads()
+        self.elsewhere = self._threads.call
         self._wake = threading.Condition()
         self._asleep = False
         self._driven: set[Operation] = set()
@@ -460,6 +469,7 @@ class Engine:
             self._wake.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._threads.end(limit_s=1.0)
         self.under_way.clear()
 
 
