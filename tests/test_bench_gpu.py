@@ -23,7 +23,7 @@ from cpdhpc.lab.bench.allreduce import parse_baselines
 from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.kinds import allreduce_cases
 from cpdhpc.lab.kinds.allreduce_cases import Arrays, schedule_case
-from cpdhpc.lab.kinds.harness import take_device
+from cpdhpc.lab.kinds.flags import take_device
 from cpdhpc.lab.kinds.place import Place
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.study.batch import TimedCalls
@@ -127,9 +127,9 @@ def test_a_baseline_that_cannot_run_is_said() -> None:
         assert found == ["mpi", "memcpy"] and why["gloo"] == "takes no gpu arrays"
         assert re.fullmatch(r"torch \S+ (is built without NCCL|finds no GPU)", why["nccl"])
         with pytest.raises(UserError, match=r"^--baselines nccl-bf16: torch \S+ "):
-            parse_baselines(world, "nccl-bf16", "gpu")
+            parse_baselines(world, ["nccl-bf16"], "gpu")
     with pytest.raises(UserError, match=r"^--baselines nccl: takes no cpu arrays$"):
-        parse_baselines(world, "nccl", "cpu")
+        parse_baselines(world, ["nccl"], "cpu")
 
 
 def test_processes_that_share_a_gpu_have_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,8 @@ from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.collectives.predict import ALIKE
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import UserError, dump_toml
-from cpdhpc.lab.bench.allreduce import run
-from cpdhpc.lab.cli import main, parser
-from cpdhpc.lab.kinds.harness import parse_counts, parse_sizes
-from cpdhpc.world.ranks import Loopback
+from cpdhpc.lab.cli import main
+from cpdhpc.lab.kinds import flags
 
 
 @every(
@@ -28,89 +26,14 @@ from cpdhpc.world.ranks import Loopback
     ],
 )
 def test_sizes(text: str, sizes: list[int]) -> None:
-    assert parse_sizes(text) == sizes
+    assert flags.sizes(text) == sizes
 
 
 def test_counts() -> None:
-    assert parse_counts("--threads", "2,1, 16,2") == [2, 1, 16]
+    assert flags.counts("2,1, 16,2") == [2, 1, 16] and flags.shape("3,2,2") == [3, 2, 2]
     for wrong in ("", "0", "1,x", "1,,2", "-1"):
-        with pytest.raises(UserError, match=f"--threads {wrong}: must be numbers, 1 or more"):
-            parse_counts("--threads", wrong)
-
-
-@every(
-    "command, words",
-    [
-        ("batchnorm --channels 0", "--channels 0: must be 1 or more"),
-        ("batchnorm --settings 9:4,9:9", "--settings 9:9: must be RANGE:BITS, 1..16777216"),
-        ("codec --mib -1", "--mib -1: must be above 0"),
-        ("codec --mib 0", "--mib 0: must be above 0"),
-        ("codec --mib nan", "--mib nan: must be above 0"),
-        ("codec --mib 1e9", "--mib 1e+09: must be above 0 and below"),
-        ("codec --density 0", "--density 0: must be above 0 and at most 1"),
-        ("codec --density nan", "--density nan: must be above 0 and at most 1"),
-        ("codec --repeats 0", "--repeats 0: must be 1 or more"),
-        ("codec --formats bf61", "--formats bf61: "),
-        ("accuracy --values 0", "--values 0: must be 1 or more"),
-        ("accuracy --ranks 4,-1", "--ranks 4,-1: must be numbers, 1 or more"),
-        ("accuracy --formats e4", "--formats e4: known are eXmY"),
-        ("layer --ranks 0", "--ranks 0: must be 1 or more"),
-        ("layer --field 0", "bench layer: field=0: should be greater"),
-        ("throughput --batch 0", "--batch 0: must be 1 or more"),
-        ("throughput --network resnet", "--network resnet: did you mean resnet50"),
-        ("throughput --methods topp", "--methods topp: "),
-        ("throughput --links 1,x", "--links 1,x: must be numbers above 0, in Gb/s"),
-        ("throughput --rate -1", "--rate -1: must be above 0"),
-        ("throughput --bucket-mib inf", "--bucket-mib inf: must be above 0, and finite"),
-        ("throughput --algorithms mpi", "--algorithms mpi: "),
-        ("throughput --workers 0", "--workers 0: must be numbers, 1 or more"),
-        ("predict m.toml --ranks 0", "--ranks 0: must be 1 or more"),
-        ("predict m.toml --ranks 2 --ranks-per-node 0", "--ranks-per-node 0: must be 1 or more"),
-    ],
-)
-def test_ranges(command: str, words: str) -> None:
-    argv = ["bench", *command.split()]
-    arguments = parser(argv).parse_args(argv)
-    with pytest.raises(UserError) as caught:
-        arguments.run.run(arguments)
-    assert words in str(caught.value)
-
-
-@every(
-    "arguments, words",
-    [
-        (["--sizes", "6"], "--sizes 6: must be a positive multiple of 4"),
-        (["--sizes", "0"], "--sizes 0: must be"),
-        (["--sizes", "1MB"], "--sizes 1MB: must be a number, with one of B, KiB"),
-        (["--sizes", "8:16"], "--sizes 8:16: a range is first:last:xFACTOR"),
-        (["--sizes", "8:64:x1"], "FACTOR 2 or more"),
-        (["--algorithms", "rings"], "--algorithms rings: did you mean ring or biring?"),
-        (["--wires", "e4"], "--wires e4"),
-        (["--scalings", "layer"], "--scalings layer"),
-        (["--accumulate", "kahn"], "--accumulate kahn"),
-        (["--algorithms", "ring", "--wires", "e4m3", "--accumulate", "kahan"], "nothing to do"),
-        (["--wires", "int8"], "nothing to do: scaling='tile': wire='int8' needs shifts that all"),
-        (["--wires", ","], "nothing to do: no names are given"),
-        (["--baselines", "nccl"], "--baselines nccl"),
-        (["--repeats", "0"], "--repeats 0: must be 1 or more"),
-        (["--warmup", "-1"], "--warmup -1: must be 0 or more"),
-        (["--out", "nowhere/x.h5"], "--out nowhere/x.h5: nowhere is no directory"),
-        (["--calls", "again"], "--calls again: did you mean plain?"),
-        (["--calls", ","], "--calls ,: no names are given"),
-        (["--link", "0"], "--link 0: must be above 0"),
-        (["--predict", "none.toml"], "none.toml: cannot be read"),
-    ],
-)
-def test_what_the_user_can_mend(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        argv = ["bench", "allreduce", "--baselines", "mpi", *arguments]
-        run(parser(argv).parse_args(argv), Loopback(1))
-    assert words in str(caught.value)
-    reasons = str(caught.value).split("; ")
-    assert len(reasons) == len({each.rpartition("to do: ")[2] for each in reasons})
+        with pytest.raises(UserError, match=f"^{wrong}: must be numbers, 1 or more"):
+            flags.counts(wrong)
 
 
 def test_auto_has_a_row_of_the_algorithm_that_it_takes(
@@ -135,6 +58,66 @@ def test_auto_has_a_row_of_the_algorithm_that_it_takes(
 @every(
     "words, said",
     [
+        ("bench batchnorm --channels 0", "--channels 0: must be 1 or more"),
+        ("bench batchnorm --settings 9:4,9:9", "--settings 9:9: must be RANGE:BITS, 1..16777216"),
+        ("bench codec --mib -1", "--mib -1: must be above 0"),
+        ("bench codec --mib 0", "--mib 0: must be above 0"),
+        ("bench codec --mib nan", "--mib nan: must be above 0"),
+        ("bench codec --mib 1e9", "--mib 1e9: must be above 0 and below"),
+        ("bench codec --mib x", "--mib x: must be a number"),
+        ("bench codec --density 0", "--density 0: must be above 0 and at most 1"),
+        ("bench codec --density nan", "--density nan: must be above 0 and at most 1"),
+        ("bench codec --repeats 0", "--repeats 0: must be 1 or more"),
+        ("bench codec --repeats 1.5", "--repeats 1.5: must be an integer"),
+        ("bench codec --formats bf61", "--formats bf61: "),
+        ("bench codec --clones x86", "--clones x86: known are"),
+        ("bench accuracy --values 0", "--values 0: must be 1 or more"),
+        ("bench accuracy --ranks 4,-1", "--ranks 4,-1: must be numbers, 1 or more"),
+        ("bench accuracy --formats e4", "--formats e4: known are eXmY"),
+        ("bench accuracy --seeds 0", "--seeds 0: must be 1 or more"),
+        ("bench accuracy --ways ring:kahan", "--ways ring:kahan: accumulate='kahan': known are"),
+        ("bench accuracy --ways rings", "--ways rings: "),
+        ("bench accuracy --scalings aps,layer", "--scalings layer: known are aps, "),
+        ("bench accuracy --data none", "--data none: known are agreeing, noise, spread"),
+        ("bench accuracy --csv no/such/a.csv", "--csv no/such/a.csv: no/such is no directory"),
+        ("bench layer --ranks 0", "--ranks 0: must be 1 or more"),
+        ("bench layer --field 0", "--field 0: must be 1 or more"),
+        ("bench optimizer --threads 0", "--threads 0: must be 1 or more"),
+        ("bench optimizer --widths 0,x", "--widths 0,x: must be numbers, 1 or more"),
+        ("bench optimizer --warmup -1", "--warmup -1: must be 0 or more"),
+        ("bench throughput --batch 0", "--batch 0: must be 1 or more"),
+        ("bench throughput --network resnet", "--network resnet: did you mean resnet50"),
+        ("bench throughput --methods topp", "--methods topp: did you mean"),
+        ("bench throughput --links 1,x", "--links 1,x: must be numbers above 0, in Gb/s"),
+        ("bench throughput --rate -1", "--rate -1: must be above 0"),
+        ("bench throughput --bucket-mib inf", "--bucket-mib inf: must be above 0, and finite"),
+        ("bench throughput --algorithms mpi", "--algorithms mpi: "),
+        ("bench throughput --workers 0", "--workers 0: must be numbers, 1 or more"),
+        ("bench predict m.toml --ranks 0", "--ranks 0: must be 1 or more"),
+        ("bench predict m.toml --ranks 2 --ranks-per-node 0", "--ranks-per-node 0: must be 1 or"),
+        ("bench allreduce --sizes 6", "--sizes 6: must be a positive multiple of 4"),
+        ("bench allreduce --sizes 0", "--sizes 0: must be"),
+        ("bench allreduce --sizes 1MB", "--sizes 1MB: must be a number, with one of B, KiB"),
+        ("bench allreduce --sizes 8:16", "--sizes 8:16: a range is first:last:xFACTOR"),
+        ("bench allreduce --sizes 8:64:x1", "FACTOR 2 or more"),
+        ("bench allreduce --algorithms rings", "--algorithms rings: did you mean ring or biring?"),
+        ("bench allreduce --wires e4", "--wires e4"),
+        ("bench allreduce --scalings layer", "--scalings layer"),
+        ("bench allreduce --accumulate kahn", "--accumulate kahn"),
+        ("bench allreduce --algorithms ring --wires e4m3 --accumulate kahan", "nothing to do"),
+        (
+            "bench allreduce --wires int8",
+            "to do: scaling='tile': wire='int8' needs shifts that",
+        ),
+        ("bench allreduce --wires ,", "nothing to do: no names are given"),
+        ("bench allreduce --baselines nccl", "--baselines nccl"),
+        ("bench allreduce --repeats 0", "--repeats 0: must be 1 or more"),
+        ("bench allreduce --warmup -1", "--warmup -1: must be 0 or more"),
+        ("bench allreduce --out no/x.h5 --baselines mpi", "--out no/x.h5: no is no directory"),
+        ("bench allreduce --calls again", "--calls again: did you mean plain?"),
+        ("bench allreduce --calls , --baselines mpi", "--calls ,: no names are given"),
+        ("bench allreduce --link 0", "--link 0: must be above 0"),
+        ("bench allreduce --predict none.toml", "none.toml: cannot be read"),
         ("bench codec --threads 99999", "--threads 99999: must be up to 1024"),
         ("bench codec --out {}", "--out {}: is a directory: must be a file in one"),
         ("bench accuracy --png {}/no/x.png", "--png {}/no/x.png: {}/no is no directory that can"),
@@ -184,6 +167,8 @@ def test_wrong_inputs_are_one_line(
     assert main(words.replace("{}", str(tmp_path)).split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said.replace("{}", str(tmp_path)) in line
+    reasons = line.partition("to do: ")[2].split("; ")
+    assert len(reasons) == len({*reasons})
 
 
 def test_empty_words_and_negative_ones(capsys: pytest.CaptureFixture[str]) -> None:

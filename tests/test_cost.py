@@ -19,7 +19,7 @@ from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.formats import TILE
 from cpdhpc.lab.bench import machine as bench
 from cpdhpc.lab.bench.machine import Sample, Turns, fit, judged, undisturbed
-from cpdhpc.lab.kinds.harness import line, nonnegative
+from cpdhpc.lab.kinds.timing import line, nonnegative
 from cpdhpc.world.ranks import Loopback
 
 MACHINE = Machine(

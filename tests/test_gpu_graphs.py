@@ -16,7 +16,7 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.bench.allreduce import add_latency, cases_of, parse_calls
 from cpdhpc.lab.kinds.allreduce import ALLREDUCE
 from cpdhpc.lab.kinds.place import Place
-from cpdhpc.lab.kinds.sweep import opened
+from cpdhpc.lab.kinds.timing import opened
 from cpdhpc.world.ranks import Loopback
 
 X = np.arange(100, dtype=np.float32)

@@ -356,7 +356,7 @@ def test_steps_with_overlap_are_measured(
     arguments = parser.parse_args([str(path), "--repeats", "2", "--warmup", "0"])
     arguments.timeout = None
     with pytest.MonkeyPatch.context() as patch:
-        timed = bench_overlap.interleave_ranks
+        timed = bench_overlap.timing.slowest
 
         def watching(world: Any, cases: dict[str, Any], *given: Any) -> Any:
             def then(case: Any) -> None:
@@ -365,7 +365,7 @@ def test_steps_with_overlap_are_measured(
 
             return timed(world, {n: partial(then, c) for n, c in cases.items()}, *given)
 
-        patch.setattr(bench_overlap, "interleave_ranks", watching)
+        patch.setattr(bench_overlap.timing, "slowest", watching)
         bench_overlap.run(arguments, Loopback())
     out = capsys.readouterr().out
     assert "identical bits on all ranks\n" in out and "\n  job " in out

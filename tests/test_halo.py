@@ -18,8 +18,8 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.darray_show import CUT, colours_of, parts_of, spec_of
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.kinds import halo as halo_kind
+from cpdhpc.lab.kinds.flags import names
 from cpdhpc.lab.kinds.halo_cases import ACCUMULATE, EXCHANGE, WAYS, HaloCase, given_and_expected
-from cpdhpc.lab.kinds.harness import parse_names
 from cpdhpc.world.ranks import Loopback
 
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}
@@ -79,7 +79,6 @@ def test_options_that_do_not_fit_are_named() -> None:
     bench.add_arguments(parser)
     wrong = {
         "--shape 8,8 --procs 3,1": "--procs: is for 3 ranks, here are 2",
-        "--usual rows,lines": "--usual lines",
         "--shape 8,x": "--shape 8,x: must be integers",
         "--shape 8,8 --boundary mirror": "boundary='mirror': known are constant:VALUE, edge",
         "--shape 8,8 --wire e4m3 --dtype float64": "takes dtype float32, not float64",
@@ -89,8 +88,8 @@ def test_options_that_do_not_fit_are_named() -> None:
             settings_of(parser.parse_args(words.split()), 2)
     (given,) = settings_of(parser.parse_args(["--shape", "8,6", "--halo", "1:2,0"]), 2)
     assert [str(box) for box in given.spec.geometry().boxes] == ["[0:6, 0:6]", "[3:8, 0:6]"]
-    with pytest.raises(UserError, match="--ways pigeon: known are alltoallw, cpdhpc"):
-        parse_names("--ways", "cpdhpc;pigeon", among(ALL_WAYS), ";")
+    with pytest.raises(UserError, match=r"^pigeon: known are alltoallw, cpdhpc"):
+        names(among(ALL_WAYS), ";")("cpdhpc;pigeon")
 
 
 @every("cells", [1, 3, 10, 1000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.kinds.allreduce_cases import BASELINES as REAL_BASELINES
 from cpdhpc.lab.study_data import ABSENT
 from cpdhpc.lab.train.job import Job
-from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MEMCPY
+from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, MEMCPY
 from cpdhpc.world.ranks import Loopback
 
 WIRES = ("raw", "e4m3", "e2m1fn", "e5m2", "int4", "ternary", "mxfp4")
@@ -48,35 +47,34 @@ def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
         KINDS["allreduce"].factors["wire"].parse(wire)
 
 
-@every("algorithm", ALGORITHMS)
-def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
-    scalings = (ABSENT, "none", "static:0", "static:4000", "aps", "tile", "block32", "block16")
-    for wire, scaling, way in product(WIRES, scalings, (ABSENT, *ACCUMULATES, EXACT)):
-        given = {
-            "size_bytes": 64,
-            "algorithm": algorithm,
-            "wire": wire,
-            "value_scaling": scaling,
-            "accumulate": way,
-        }
-        try:
-            used = KINDS["allreduce"].used(given)
-        except ValueError:
-            used = None
-        ignored = wire == "raw"  # which neither scaling nor rounding touches
-        try:
-            method = Allreduce(
-                wire,
-                algorithm,
-                None if ignored else scaling or None,
-                None if ignored else way or None,
-            )
-        except ValueError:
-            method = None
-        assert (used is None) == (method is None), given
-        if used is not None and method is not None and not ignored:
-            assert used["accumulate"] == method.accumulating
-            assert str(used["value_scaling"]).partition(":")[0] == method.parsed_scaling.kind
+@every(
+    "algorithm, wire, scaling, way, used",
+    [
+        ("ring", "e4m3", "", "", ("tile", "grow")),
+        ("ring", "e4m3", "static:3", "exact", ("static:3", "exact")),
+        ("ring", "e4m3", "", "exact", ("aps", "exact")),
+        ("ring", "e4m3", "static:4000", "", "static:4000"),
+        ("ring", "mxfp4", "", "", ("block32", "requantise")),
+        ("ring", "mxfp4", "tile", "", "mxfp4"),
+        ("ring", "int4", "", "", ("aps", "exact")),
+        ("ring", "int4", "tile", "", "tile"),
+        ("tree", "e2m1fn", "none", "", ("none", "requantise")),
+        ("tree", "e2m1fn", "", "grow", "grow"),
+        ("direct", "e5m2", "block16", "", ("block16", "float32")),
+        ("hier", "ternary", "", "", ("aps", "exact")),
+    ],
+)
+def test_what_a_method_in_few_bits_uses(
+    algorithm: str, wire: str, scaling: str, way: str, used: Any
+) -> None:
+    given = {"size_bytes": 64, "algorithm": algorithm, "wire": wire}
+    choices = {"value_scaling": scaling, "accumulate": way}
+    if isinstance(used, str):
+        with pytest.raises(ValueError, match=f"^{algorithm}: .*{used}"):
+            KINDS["allreduce"].used(given | choices)
+    else:
+        expected = given | dict(zip(choices, used, strict=True))
+        assert [*KINDS["allreduce"].used(given | choices).items()] == [*expected.items()]
 
 
 @every(

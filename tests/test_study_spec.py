@@ -215,8 +215,8 @@ def test_what_cannot_work_is_impossible_with_a_reason(tmp_path: Path) -> None:
     assert sorted({reason for _, reason in expansion.impossible}) == [
         "mpi has no wire e4m3, only raw",
         "mpi has no wire int8, only raw",
-        "ring does not accumulate by kahan, only by requantise, grow, exact",
-        "wire int8 does not accumulate by kahan, only by exact",
+        "ring: accumulate='kahan': known are exact",
+        "ring: accumulate='kahan': known are exact, grow, requantise",
     ]
 
 

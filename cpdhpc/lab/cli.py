@@ -88,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
             # --watch ends if nobody reads its output any more.
             if is_program and getattr(arguments, "watch", None) is None:
                 outlive_readers()
-        except UserError as error:  # of Parser.error under mpirun, maybe on some processes only
+        except UserError as error:  # under mpirun maybe on some processes only
+            if started_by_mpirun() == 1:
+                raise
             wrong = error
         if wrong is None and command.starts_mpi and (copies := started_by_mpirun()) > 1:
             raise UserError(

@@ -20,9 +20,9 @@ from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.allreduce import ALLREDUCE
 from cpdhpc.lab.kinds.allreduce_cases import sum_float32, sum_half, torch_group
-from cpdhpc.lab.kinds.harness import Measured, Point, check_out
+from cpdhpc.lab.kinds.flags import check_out
 from cpdhpc.lab.kinds.place import Place
-from cpdhpc.lab.kinds.sweep import opened
+from cpdhpc.lab.kinds.timing import Measured, Point, opened
 from cpdhpc.lab.study.batch import write_benchmark
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.lab.train.gradients import Gradients

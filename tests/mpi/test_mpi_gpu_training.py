@@ -176,7 +176,7 @@ def test_nccl_sums_arrays_where_they_are(gpu, world, direct):
         use_gpu(world, oversubscribe=True)
         if gpu is None and (reason := missing(world, "nccl")):
             pytest.skip(reason)
-        found, why = parse_baselines(world, "nccl,nccl-bf16,nccl-fp16", "gpu")
+        found, why = parse_baselines(world, ["nccl", "nccl-bf16", "nccl-fp16"], "gpu")
         with group_of(world, found):
             arrays = Arrays(world, 2048, "gpu")
             cases = [BASELINES[name](world, arrays) for name in found[2:]]

@@ -31,7 +31,7 @@ from ...ops import cpu
 from ...torch.quantized import fold, integer_norm
 from ...torch.quantized.integers import MOST_BITS, steps
 from ...world.ranks import Loopback
-from ..kinds.harness import check_options, parse_counts, parse_names
+from ..kinds import flags, printing
 from ..precision import measures
 from ..report.figures import Axis, Chart, Panel, Series, image, styles
 from ..settings import check_file, options
@@ -91,19 +91,29 @@ class AccuracyCase(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     few = "e4m3,e3m2fn,e2m1fn,e1m1fn"
-    add = options(parser)
-    add("--ranks N,...", "numbers of ranks", "2,8,32,128,512,1024")
-    add("--formats NAME,...", "formats", few)
+    add, names = options(parser), flags.names
+    add("--ranks N,...", "numbers of ranks", "2,8,32,128,512,1024", type=flags.counts)
+    add("--formats NAME,...", "formats", few, type=names(parse_format))
     add(
         "--ways NAME,...",
         f"algorithms, with a way to accumulate as ring:requantise, or all: {USUAL},"
         f"{','.join(SCHEDULES)}, with {','.join(ACCUMULATES)},{EXACT}",
         WAYS,
+        type=lambda text: EVERY_WAY if text == "all" else names(parse_way)(text),
     )
-    add("--scalings NAME,...", f"scalings, or all: {','.join(SCALINGS).replace(', ', ' ')}", "tile")
-    add("--data NAME,...", f"data: {','.join(DATA)}", "agreeing,noise")
-    add("--values N", "values of each rank", 2048)
-    add("--seeds N", "number of seeds; errors are medians over them", 1)
+    labels = {label.replace(", ", " "): label for label in SCALINGS}
+    scalings = names(among(labels))
+    add(
+        "--scalings NAME,...",
+        f"scalings, or all: {','.join(labels)}",
+        "tile",
+        type=lambda text: [labels[n] for n in (labels if text == "all" else scalings(text))],
+    )
+    drawn = f"data: {','.join(DATA)}"
+    add("--data NAME,...", drawn, "agreeing,noise", type=names(among(DATA)))
+    add("--values N", "values of each rank", 2048, type=flags.at_least(1))
+    seeds = "number of seeds; errors are medians over them"
+    add("--seeds N", seeds, 1, type=flags.at_least(1))
     add("--csv FILE.csv", "write all errors and bytes", Path)
     add("--png FILE.png", "draw the errors", Path)
 
@@ -120,8 +130,12 @@ def parse_way(name: str) -> tuple[str, str | None]:
     try:
         Allreduce("e4m3", algorithm, "none" if accumulate == EXACT else None, accumulate or None)
     except ValueError as error:
-        raise UserError(f"--ways {name}: {str(error).removeprefix('allreduce: ')}") from None
+        raise UserError(str(error).removeprefix("allreduce: ")) from None
     return algorithm, accumulate if colon else None
+
+
+EVERY_WAY = [f"{name}:{way}" for name, row in SCHEDULES.items() for way in row.accumulates]
+EVERY_WAY.append(f"ring:{EXACT}")  # the same for all algorithms
 
 
 def cases(
@@ -161,7 +175,7 @@ def cases(
         )
 
 
-def table(found: Sequence[AccuracyCase], data: str, scaling: str) -> list[str]:
+def table(found: Sequence[AccuracyCase], data: str, scaling: str) -> str:
     """Return a Markdown table of one kind of data: ways of each format by ranks."""
     of_table = [case for case in found if (case.data, case.scaling) == (data, scaling)]
     shown = {
@@ -170,22 +184,15 @@ def table(found: Sequence[AccuracyCase], data: str, scaling: str) -> list[str]:
         for case in of_table
     }
     ranks = sorted({case.ranks for case in of_table})
-    lines = [
-        f"| {data}, {scaling} | " + " | ".join(map(str, ranks)) + " |",
-        "|---" * (1 + len(ranks)) + "|",
-    ]
-    for wire, way in dict.fromkeys((case.wire, case.way) for case in of_table):
-        cells = [shown.get((wire, way, count), "") for count in ranks]
-        lines.append(f"| {wire} {way} | " + " | ".join(cells) + " |")
-    return lines
+    ways = dict.fromkeys((case.wire, case.way) for case in of_table)
+    rows = [[" ".join(way), *(shown.get((*way, count), "") for count in ranks)] for way in ways]
+    return printing.markdown([f"{data}, {scaling}", *map(str, ranks)], rows)
 
 
 def written(found: Sequence[AccuracyCase]) -> str:
     """Return all cases as CSV."""
     out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(AccuracyCase._fields)
-    rows.writerows(found)
+    csv.writer(out, lineterminator="\n").writerows([AccuracyCase._fields, *found])
     return out.getvalue()
 
 
@@ -209,30 +216,20 @@ def chart(found: Sequence[AccuracyCase], scaling: str) -> Chart:
 
 def run(args: argparse.Namespace) -> None:
     """Simulate all cases, print a table for each kind of data and scaling, and draw the errors."""
-    check_options(args, 1, "values", "seeds")
     if args.csv is not None:
         check_file(args.csv, "--csv")
-    ranks = parse_counts("--ranks", args.ranks)
-    wires = parse_names("--formats", args.formats, parse_format)
-    every = [f"{name}:{way}" for name, row in SCHEDULES.items() for way in row.accumulates]
-    every.append(f"ring:{EXACT}")  # the same for all algorithms
-    ways = every if args.ways == "all" else parse_names("--ways", args.ways, parse_way)
-    labels = {label.replace(", ", " "): label for label in SCALINGS}
-    text = ",".join(labels) if args.scalings == "all" else args.scalings
-    scalings = [labels[name] for name in parse_names("--scalings", text, among(tuple(labels)))]
-    data = parse_names("--data", args.data, among(tuple(DATA)))
     found: list[AccuracyCase] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "allreduce: ")  # of errors, which are measured here
-        for one, wire, count in product(data, wires, ranks):
-            found += cases(one, count, wire, ways, scalings, args.values, args.seeds)
-    for one, scaling in product(data, scalings):
-        print("\n".join(table(found, one, scaling)), end="\n\n", flush=True)
+        for one, wire, count in product(args.data, args.formats, args.ranks):
+            found += cases(one, count, wire, args.ways, args.scalings, args.values, args.seeds)
+    for one, scaling in product(args.data, args.scalings):
+        print(table(found, one, scaling), end="\n\n", flush=True)
     if args.csv is not None:
         store.put(args.csv, written(found).encode())
         print(f"wrote {args.csv}")
     if args.png is not None:
-        store.put(args.png, image(chart(found, scalings[0]), args.png.suffix[1:] or "png"))
+        store.put(args.png, image(chart(found, args.scalings[0]), args.png.suffix[1:] or "png"))
         print(f"wrote {args.png}")
 
 
@@ -251,8 +248,8 @@ def add_rounding(parser: argparse.ArgumentParser) -> None:
     """Add the options of bench rounding."""
     parser.description = run_rounding.__doc__
     add = options(parser)
-    add("--formats NAME,...", "formats", DEFAULT_FORMATS)
-    add("--values N", "number of values to draw", 1 << 20, type=int)
+    add("--formats NAME,...", "formats", DEFAULT_FORMATS, type=flags.names(parse_format))
+    add("--values N", "number of values to draw", 1 << 20, type=flags.at_least(1))
     add(
         "--gradients FILE.h5",
         "also round recorded gradients (train.record_gradients)",
@@ -293,11 +290,11 @@ def recorded(path: Path) -> list[Values]:
 def rounding_table(name: str, arrays: Sequence[Values], formats: Sequence[str]) -> str:
     """Return a Markdown table of the errors of one kind of data: formats by scaling."""
     heads = [f"{scaling} (+{more:.2g})" if more else scaling for scaling, more in BITS.items()]
-    lines = [f"| {name} | bits | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
-    for fmt in map(parse_format, formats):
-        errors = [f"{error(arrays, fmt, scaling):.3g}" for scaling in BITS]
-        lines.append(f"| {fmt.name} | {fmt.bits} | " + " | ".join(errors) + " |")
-    return "\n".join(lines)
+    rows = [
+        [fmt.name, fmt.bits, *(f"{error(arrays, fmt, scaling):.3g}" for scaling in BITS)]
+        for fmt in map(parse_format, formats)
+    ]
+    return printing.markdown([name, "bits", *heads], rows)
 
 
 def run_rounding(args: argparse.Namespace) -> None:
@@ -308,14 +305,12 @@ def run_rounding(args: argparse.Namespace) -> None:
     train.record_gradients wrote. To nearest; each array, of a layer and a rank, is scaled by
     itself.
     """
-    check_options(args, 1, "values")
-    formats = parse_names("--formats", args.formats, parse_format)
     data = [
         (name, [drawn(np.random.default_rng(0), args.values).astype(np.float32)])
         for name, drawn in DRAWN.items()
     ]
     data += [(path.stem, recorded(path)) for path in args.gradients]
-    print("\n\n".join(rounding_table(name, arrays, formats) for name, arrays in data))
+    print("\n\n".join(rounding_table(name, arrays, args.formats) for name, arrays in data))
 
 
 Array = npt.NDArray[Any]
@@ -330,8 +325,9 @@ def add_batchnorm(parser: argparse.ArgumentParser) -> None:
         "--settings RANGE:BITS,...",
         "ranges of sums, and bits of codes",
         "36720:4,16384:4,16384:8,4096:2",
+        type=lambda text: [_setting(each) for each in text.split(",")],
     )
-    add("--channels N", "channels of each setting", 200)
+    add("--channels N", "channels of each setting", 200, type=flags.at_least(1))
     add("--seed N", "seed of the draw", 0)
 
 
@@ -380,11 +376,8 @@ def run_batchnorm(arguments: argparse.Namespace) -> None:
     1/2, each rounded to a multiple of 2^-n alone, give the same results on the whole range.
     Channels that are constant there need no shift and are left out.
     """
-    check_options(arguments, 1, "channels")
-    settings = [_setting(text) for text in arguments.settings.split(",")]
-    print(f"{'range':>9}{'bits':>5}{'channels':>9}{'differing':>10}{'shift':>12}"
-          f"{'independent':>13}{'gain':>12}{'A':>4}{'B':>4}{'A x + B':>9}")  # fmt: skip
-    for most, bits in settings:
+    rows = []
+    for most, bits in arguments.settings:
         rng = np.random.default_rng(arguments.seed)
         a, b = drawn(rng, arguments.channels, most, bits)
         norm = integer_norm(a, b, -most, most, bits)
@@ -393,9 +386,16 @@ def run_batchnorm(arguments: argparse.Namespace) -> None:
         some = norm.multiplier != 0
         shift, alone = norm.shift[some], alone[some]
         widths = [int(each[some].max(initial=0)) for each in norm.widths().values()]
-        print(f"{most:>9}{bits:>5}{shift.size:>9}{wrong:>10}{_some(shift):>12}{_some(alone):>13}"
-              f"{_some(alone - shift):>12}{widths[0]:>4}{widths[1]:>4}{widths[2]:>9}")  # fmt: skip
+        gains = map(_some, (shift, alone, alone - shift))
+        rows.append((most, bits, shift.size, wrong, *gains, *widths))
+    print("\n".join(printing.table(INTEGERS, rows)))
     print("shift, independent, gain: mean, largest; A, B, A x + B: bits, sign included")
+
+
+INTEGERS = {
+    **{"range": "8", "bits": "4", "channels": "8", "differing": "9", "shift": "11"},
+    **{"independent": "12", "gain": "11", "A": "3", "B": "3", "A x + B": "8"},
+}
 
 
 def _some(values: Array) -> str:
@@ -407,7 +407,5 @@ def _setting(text: str) -> tuple[int, int]:
     if not (most.isdecimal() and bits.isdecimal()) or not (
         1 <= int(most) <= MOST_RANGE and 1 <= int(bits) <= MOST_BITS
     ):
-        raise UserError(
-            f"--settings {text}: must be RANGE:BITS, 1..{MOST_RANGE} and 1..{MOST_BITS}"
-        )
+        raise UserError(f"{text}: must be RANGE:BITS, 1..{MOST_RANGE} and 1..{MOST_BITS}")
     return int(most), int(bits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,22 +21,10 @@ from ...formats import MICROSCALING, Cast
 from ...methods import CODEC_OPERATIONS, MEMCPY, SPARSE_OPERATIONS
 from ...ops import cpu
 from ...world.ranks import Loopback
+from ..kinds import flags, printing, timing
 from ..kinds.codec import CODEC
 from ..kinds.codec_cases import CHECKED, check_against_reference, format_of
-from ..kinds.harness import (
-    Measured,
-    Point,
-    add_device,
-    add_samples,
-    check_options,
-    check_out,
-    on_device,
-    parse_counts,
-    parse_names,
-    take_device,
-)
 from ..kinds.place import Place
-from ..kinds.sweep import measure
 from ..provenance import processor
 from ..settings import options
 from ..study_data import Factors, Value
@@ -50,18 +38,23 @@ MOST_MIB = 1 << 20  # of the host's memory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    add_device(parser)
-    add = options(parser)
-    add("--mib MIB", "size of the array of float32", 64, type=float)
-    add("--formats NAME,...", "formats", DEFAULT_FORMATS)
-    add("--density SHARE", "share of values that sparse methods select", 0.01)
-    add("--operations NAME,...", f"operations: {', '.join(CODEC_OPERATIONS)}", DEFAULT_OPERATIONS)
-    add("--threads N,...", "threads of the CPU", "1")
+    flags.add_device(parser)
+    add, names = options(parser), flags.names
+    below = flags.above_0(MOST_MIB - 1, f" and below {MOST_MIB}")
+    add("--mib MIB", "size of the array of float32", 64, type=below)
+    add("--formats NAME,...", "formats", DEFAULT_FORMATS, type=names(format_of))
+    share = flags.above_0(1, " and at most 1")
+    add("--density SHARE", "share of values that sparse methods select", 0.01, type=share)
+    operations = f"operations: {', '.join(CODEC_OPERATIONS)}"
+    known = names(among(CODEC_OPERATIONS))
+    add("--operations NAME,...", operations, DEFAULT_OPERATIONS, type=known)
+    add("--threads N,...", "threads of the CPU", "1", type=flags.counts)
     add(
         "--clones NAME,...",
         f"loops of the CPU: {', '.join(cpu.clones())}; default: {cpu.clone()}",
+        names(among(cpu.clones())),
     )
-    add_samples(parser, 9, calls="calls of each case")
+    flags.add_repeats(parser, 9, calls="calls of each case", out=True)
 
 
 class Way(NamedTuple):
@@ -71,65 +64,56 @@ class Way(NamedTuple):
     threads: int
 
 
-def run(args: argparse.Namespace) -> Measured:
+def run(given: argparse.Namespace) -> timing.Measured:
     """Check and time the operations for each format, and print a table."""
-    names, chosen, ways = _checked(args)
+    _check_options(given)
+    ways = [Way(*each) for each in product(given.clones or [cpu.clone()], given.threads)]
     world: Any = Loopback()
-    n = max(1, int(args.mib * 2**20 / 4))
-    of_gpu = take_device(args, world)
-    if of_gpu:
+    if of_gpu := flags.take_device(given, world):
         print(of_gpu)
     print(f"codec on {processor()}, {os.cpu_count()} cores")
-    print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
-    place, points = Place(world, None, args.oversubscribe_gpus), list[Point]()
-    common: dict[str, Value] = {"size_bytes": 4 * n}
-    if args.device == "gpu":
-        common["device"] = "gpu"
-    print(f"{'format':>8} {'bits':>4} {'clone':>9} {'threads':>7} {'memcpy':>11} "
-          + " ".join(f"{each:>{max(11, len(each))}}" for each in chosen))  # fmt: skip
-    for name in names:
-        cast = Cast(format_of(name))
-        _check(cast, [way.clone for way in ways], args.device)
-        found = _timed(place, args, common, ways, [(each, {"format": name}) for each in chosen])
-        for way in ways:
-            cells = " ".join(_cells(found, [MEMCPY, *chosen], way))
-            print(f"{name:>8} {cast.fmt.bits:>4} {way.clone:>9} {way.threads:>7} {cells}")
-        points += found[1 if points else 0 :]  # memcpy once, which is beside each format
-    if args.device == "cpu":
-        some: Factors = {"density": args.density}
-        found = _timed(place, args, common, ways, [(each, some) for each in SPARSE_OPERATIONS])
-        print(f"the largest values, a share of {args.density:g}: GB/s of all of them")
-        print(f"{'clone':>16} " + " ".join(f"{way.clone:>11}" for way in ways))
-        print(f"{'threads':>16} " + " ".join(f"{way.threads:>11}" for way in ways))
-        for name in (MEMCPY, *SPARSE_OPERATIONS):
-            shown = (_cells(found, [name], way)[0].strip() for way in ways)
-            print(f"{name:>16} " + " ".join(f"{cell:>11}" for cell in shown))
-        points += found[1:]
-    return Measured("codec", "codec", points, WARMUP)
+    print(f"{given.mib:g} MiB of float32, median of {given.repeats}, GB/s of float32")
+    place, points = Place(world, None, given.oversubscribe_gpus), list[timing.Point]()
+
+    def timed(operations: Sequence[tuple[str, Factors]]) -> list[timing.Point]:
+        found = _timed(place, given, ways, operations)
+        points.extend(found[1 if points else 0 :])  # memcpy once, which is beside each format
+        return found
+
+    def rows() -> Iterator[list[object]]:
+        for name in given.formats:
+            cast = Cast(format_of(name))
+            _check(cast, [way.clone for way in ways], given.device)
+            found = timed([(each, {"format": name}) for each in given.operations])
+            for way in ways:
+                yield [name, cast.fmt.bits, *way, *_cells(found, [MEMCPY, *given.operations], way)]
+
+    forms = {"format": "8", "bits": "4", "clone": "9", "threads": "7"}
+    printing.show(world, [], forms | dict.fromkeys([MEMCPY, *given.operations], "11"), rows())
+    if given.device == "cpu":
+        found = timed([(each, {"density": given.density}) for each in SPARSE_OPERATIONS])
+        print(f"the largest values, a share of {given.density:g}: GB/s of all of them")
+        heads = {f"{way.clone}\n{way.threads}": "11" for way in ways}
+        operations = (MEMCPY, *SPARSE_OPERATIONS)
+        by_way = [_cells(found, operations, way) for way in ways]
+        lines = zip(operations, *by_way, strict=True)
+        printing.show(world, [], {"clone\nthreads": "16"} | heads, lines)
+    return timing.Measured("codec", "codec", points, WARMUP)
 
 
-def _checked(args: argparse.Namespace) -> tuple[list[str], list[str], list[Way]]:
-    """Return formats, operations and ways. Raises UserError for wrong options."""
-    check_options(args, 1, "repeats")
-    if not 0 < args.mib < MOST_MIB:
-        raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
-    if not 0 < args.density <= 1:
-        raise UserError(f"--density {args.density:g}: must be above 0 and at most 1")
-    check_out(args.out, Loopback())
-    names = parse_names("--formats", args.formats, format_of)
-    chosen = parse_names("--operations", args.operations, among(CODEC_OPERATIONS))
-    for name in MICROSCALING.keys() & set(names):
-        if strange := [each for each in chosen if not each.endswith(" block32")]:
-            raise UserError(f"--operations {strange[0]}: {name} has those of block32")
-    counts = parse_counts("--threads", args.threads)
-    clones = parse_names("--clones", args.clones or cpu.clone(), among(cpu.clones()))
-    if max(counts) > MOST_THREADS:
-        raise UserError(f"--threads {args.threads}: must be up to {MOST_THREADS}")
-    if args.device == "gpu" and counts != [1]:
-        raise UserError(f"--threads {args.threads}: is of the CPU: must be 1 with --device gpu")
-    if args.device == "gpu" and args.clones:
-        raise UserError(f"--clones {args.clones}: is of the CPU: not with --device gpu")
-    return names, chosen, [Way(*each) for each in product(clones, counts)]
+def _check_options(given: argparse.Namespace) -> None:
+    """Raise UserError for options that do not go together."""
+    flags.check_out(given.out, Loopback())
+    strange = [each for each in given.operations if not each.endswith(" block32")]
+    for name in MICROSCALING.keys() & set(given.formats) if strange else ():
+        raise UserError(f"--operations {strange[0]}: {name} has those of block32")
+    if max(given.threads) > MOST_THREADS:
+        raise UserError(f"--threads {max(given.threads)}: must be up to {MOST_THREADS}")
+    if given.device == "gpu" and given.threads != [1]:
+        threads = ",".join(map(str, given.threads))
+        raise UserError(f"--threads {threads}: is of the CPU: must be 1 with --device gpu")
+    if given.device == "gpu" and given.clones:
+        raise UserError(f"--clones {given.clones[0]}: is of the CPU: not with --device gpu")
 
 
 def _check(cast: Cast, clones: Sequence[str], device: str) -> None:
@@ -139,30 +123,32 @@ def _check(cast: Cast, clones: Sequence[str], device: str) -> None:
     try:
         for clone in clones:
             cpu.use_clone(clone)
-            check_against_reference(on_device(normal, device), cast)
+            check_against_reference(timing.on_device(normal, device), cast)
     finally:
         cpu.use_clone(before)
 
 
 def _timed(
     place: Place,
-    args: argparse.Namespace,
-    common: Factors,
+    given: argparse.Namespace,
     ways: Sequence[Way],
     operations: Sequence[tuple[str, Factors]],
-) -> list[Point]:
+) -> list[timing.Point]:
     """Return the points of memcpy, in one way, and of some operations in all ways, in turns."""
+    common: dict[str, Value] = {"size_bytes": 4 * max(1, int(given.mib * 2**20 / 4))}
+    if given.device == "gpu":
+        common["device"] = "gpu"
 
     def case(operation: str, way: Way, further: Factors) -> Factors:
-        clone = {"clone": way.clone} if args.clones else {}
+        clone = {"clone": way.clone} if given.clones else {}
         return {**common, "operation": operation, "threads": way.threads, **clone, **further}
 
     cases = [case(MEMCPY, ways[0], {})]
     cases += [case(name, way, further) for way in ways for name, further in operations]
-    return measure(CODEC, place, cases, args.repeats, WARMUP, check=False)
+    return timing.measure(CODEC, place, cases, given.repeats, WARMUP, check=False)
 
 
-def _cells(points: Sequence[Point], names: Sequence[str], way: Way) -> list[str]:
+def _cells(points: Sequence[timing.Point], names: Sequence[str], way: Way) -> list[str]:
     """Return the rate of each operation in a way, with its ratio to memcpy's."""
     rates = {
         point.factors["operation"]: float(point.factors["size_bytes"])
@@ -172,8 +158,8 @@ def _cells(points: Sequence[Point], names: Sequence[str], way: Way) -> list[str]
         if _way(point) == way or point.factors["operation"] == MEMCPY
     }
     ratios = {n: "" if n == MEMCPY else f" {rates[n] / rates[MEMCPY]:.2f}x" for n in names}
-    return [f"{f'{rates[n]:.1f}{ratios[n]}':>{max(11, len(n))}}" for n in names]
+    return [f"{rates[n]:.1f}{ratios[n]}" for n in names]
 
 
-def _way(point: Point) -> Way:
+def _way(point: timing.Point) -> Way:
     return Way(str(point.factors.get("clone", cpu.clone())), int(point.factors["threads"]))

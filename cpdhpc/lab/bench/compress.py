@@ -38,17 +38,8 @@ from ...ops import to_host
 from ...store import Variable
 from ...world.mpi import World
 from ...world.ranks import Loopback, Ranks
-from ..kinds.harness import (
-    add_device,
-    machine_line,
-    on_device,
-    parse_counts,
-    parse_methods,
-    row_of,
-    table,
-    take_device,
-    whole,
-)
+from ..kinds import flags, printing
+from ..kinds.timing import on_device, whole
 from ..provenance import attributes
 from ..report.figures import Axis, Chart, Panel, Series, image, spread, styles
 from ..settings import options
@@ -76,14 +67,9 @@ class Replayed:
     """The figures of a method over some iterations.
 
     sent_bytes: float64[ranks], messages of an iteration, the mean over iterations
-    collective_bytes: a process's data in MPI's own collectives, for all its ranks together
-    time_s: of an iteration, with a barrier before each collective
-    travel_s, local_s: time in collectives, each from its barrier on, so that no rank waits for one
-        that still computes; processor time of the rest. Medians of the slowest process
     shares: of the processor time, by phase
-    error: ||mean - exact|| / ||exact||, and cosine between them: medians over iterations
-    sum_error: the error of the sums over all iterations, which shows values that never arrive
-    nonzero_share: of the mean's values; sent_share: of a rank's, NaN if the method reports none
+    The others: see OF_POINT. Times are medians of the slowest process, error and cosine medians
+    over iterations; sum_error shows values that never arrive
     """
 
     sent_bytes: Array
@@ -152,13 +138,14 @@ def replay(
     total_s = {phase: sum(each[2][phase] for each in everyone) for phase in PHASES}
     spent_s = sum(total_s.values())
     sizes = [stop - start for _, start, stop in bucket.segments]
+    pairs = list(zip(means, exact, strict=True))
     return Replayed(
         np.concatenate([np.mean(each[1], axis=0) for each in everyone]),
         float(np.max([np.mean(each[3]) for each in everyone])),
         *took_s,
         {phase: each_s / spent_s for phase, each_s in total_s.items()},
-        float(np.median([_error(a, b) for a, b in zip(means, exact, strict=True)])),
-        float(np.median([_cosine(a, b) for a, b in zip(means, exact, strict=True)])),
+        float(np.median([_error(*pair) for pair in pairs])),
+        float(np.median([_cosine(*pair) for pair in pairs])),
         _error(np.sum(means, axis=0), np.sum(exact, axis=0)),
         float(np.mean([np.count_nonzero(mean) / sum(sizes) for mean in means])),
         float(np.mean([np.nan if x is None else np.average(x, weights=sizes) for x in shares])),
@@ -347,7 +334,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--values N",
         "use N normal random numbers per rank instead of gradients, as many as large models have",
-        int,
+        flags.at_least(1),
     )
     add(
         "--methods NAME[:OPTION=VALUE,...]",
@@ -361,8 +348,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "given",
         choices=get_args(SettingsOf),
     )
-    add_device(parser)
-    add("--ranks N,...", "numbers of ranks (default: 2,4,... up to those recorded)")
+    flags.add_device(parser)
+    ranks = "numbers of ranks (default: 2,4,... up to those recorded)"
+    add("--ranks N,...", ranks, flags.counts)
     add(
         "--out DIR",
         "write compress.h5 and compress.png there; links.png if each process is one rank",
@@ -370,19 +358,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A method on so many ranks."""
 
     method: str
     ranks: int
     done: Replayed
 
+    @property
+    def most_bytes(self) -> float:
+        """Bytes of the rank that sends most."""
+        return float(self.done.sent_bytes.max())
+
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Average the gradients by each method on each number of ranks; print, write, draw."""
-    of_gpus = take_device(arguments, world)
-    names = parse_methods(arguments.methods)
+    of_gpus, recommends = flags.take_device(arguments, world), arguments.settings == "recommended"
+    names = flags.methods(arguments.methods)
     methods = world.agreed(lambda: {text: method_of(text, arguments.settings) for text in names})
     recorded, ranks = world.agreed(lambda: _inputs(arguments, world.processes))
     world.agreed(lambda: _check_out(arguments.out))
@@ -391,26 +383,23 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         for count in ranks
     ]
     points, left_out = _measured(methods, recorded, worlds, arguments.device)
-    lines = machine_line(world)
-    size = sum(values[0].size for values in recorded[0].layers.values())
-    costs = costs_of(points, world.processes)
-    copied_s = crossover.copy_s(world, size) if costs else 0.0
-    if world.process == 0:
-        print("\n".join(f"# {text}" for text in (lines, of_gpus) if text))
-        print(
-            f"# gradients: {recorded[0].source}, {size:,} values in {len(recorded[0].layers)} "
-            f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
-        )
-        print("\n".join([*table_of(points, size, world.processes), *growth(points), *left_out]))
-        if costs:
-            print("\n".join(crossover.lines(costs, size, copied_s)))
-        if arguments.settings == "recommended":
-            for text, method in methods.items():
-                if method.holds_back:
-                    print(
-                        f"# {text}: holds values back: train with momentum up to "
-                        f"{method.most_momentum:g}, see docs/reference/compression.md"
-                    )
+    first, costs = recorded[0], costs_of(points, world.processes)
+    size = sum(values[0].size for values in first.layers.values())
+    machine = printing.machine_line(world)
+    lines = [
+        *(f"# {text}" for text in (machine, of_gpus) if text),
+        f"# gradients: {first.source}, {size:,} values in {len(first.layers)} layers, "
+        f"{len(recorded)} iterations from {first.iteration}",
+        *[*table_of(points, size, world.processes), *growth(points), *left_out],
+        *(crossover.lines(costs, size, crossover.copy_s(world, size)) if costs else []),
+    ]
+    for text, method in methods.items():
+        if recommends and method.holds_back:
+            lines.append(
+                f"# {text}: holds values back: train with momentum up to "
+                f"{method.most_momentum:g}, see docs/reference/compression.md"
+            )
+    printing.say(world, lines)
     if arguments.out is not None:
         notes = {"device": arguments.device, "settings": arguments.settings, **attributes(world)}
         world.on_first(lambda: _write(arguments.out, points, recorded, notes))
@@ -423,19 +412,19 @@ def method_of(text: str, settings: SettingsOf = "given") -> Aggregator:
 
     settings: see compress.momentum.recommended
     """
-    method = row_of("--methods", text, COMPRESSORS)
+    method = flags.row_of("--methods", text, COMPRESSORS)
     return recommended(method) if settings == "recommended" else method
 
 
 def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradients], list[int]]:
     """Return the gradients of as many ranks as needed, and the numbers of ranks."""
-    ranks = [] if arguments.ranks is None else parse_counts("--ranks", arguments.ranks)
+    ranks = arguments.ranks or []
     for count in ranks:
         if count % processes:
             raise UserError(f"--ranks {count}: must be a multiple of the {processes} processes")
     if arguments.values is not None:
-        if arguments.gradients is not None or arguments.values < 1:
-            raise UserError(f"--values {arguments.values}: must be 1 or more, without --gradients")
+        if arguments.gradients is not None:
+            raise UserError(f"--values {arguments.values}: must be without --gradients")
         most = max(ranks, default=processes)
         recorded = list(crossover.normal(arguments.values, most))
     elif arguments.gradients is None:
@@ -482,9 +471,8 @@ def _measured(
             try:
                 points.append(Point(text, world.ranks, replay(world, method, recorded, device)))
             except (ValueError, NonFiniteGradient) as error:  # on all processes
-                left_out.append(
-                    f"# {text} on {world.ranks} rank{'s' * (world.ranks > 1)}: left out: {error}"
-                )
+                plural = "s" * (world.ranks > 1)
+                left_out.append(f"# {text} on {world.ranks} rank{plural}: left out: {error}")
     if not points:
         raise ConfigError(f"bench compress: no method could be run: {left_out[0]}")
     return points, left_out
@@ -492,27 +480,16 @@ def _measured(
 
 def costs_of(points: Sequence[Point], processes: int) -> dict[str, crossover.Cost]:
     """Return the cost of an exchange by method, from points with one rank for each process."""
-    return {
-        p.method: crossover.Cost(p.done.local_s, float(p.done.sent_bytes.max()))
-        for p in points
-        if p.ranks == processes
-    }
+    own = [p for p in points if p.ranks == processes]
+    return {p.method: crossover.Cost(p.done.local_s, p.most_bytes) for p in own}
 
 
 COLUMNS = {  # heading -> width and digits
-    "bytes/rank": "11.0f",
-    "of float32": "10.2%",
-    "to MPI": "8.0f",
-    "error": "9.3g",
-    "cosine": "7.4f",
-    "sum error": "9.3g",
-    "sent": "8.2%",
-    "non-zero": "8.2%",
-    "ms": "8.3g",
-    "ns/value": "8.3g",
-    "travel ms": "9.3g",
-    "local ms": "8.3g",
-} | {f"{phase} %": "8.0f" for phase in PHASES}
+    **{"bytes/rank": "11.0f", "of float32": "10.2%", "to MPI": "8.0f", "error": "9.3g"},
+    **{"cosine": "7.4f", "sum error": "9.3g", "sent": "8.2%", "non-zero": "8.2%", "ms": "8.3g"},
+    **{"ns/value": "8.3g", "travel ms": "9.3g", "local ms": "8.3g"},
+    **{f"{phase} %": "8.0f" for phase in PHASES},
+}
 SHOWN_RANKS = 8
 
 
@@ -523,8 +500,6 @@ def table_of(points: Sequence[Point], values: int, processes: int) -> list[str]:
     """
     some = [p.ranks for p in points if p.ranks <= SHOWN_RANKS]
     ranks = max(some) if some else min(p.ranks for p in points)
-    shown = [p for p in points if p.ranks == ranks]
-    width = max(len(p.method) for p in points)
     lines = [
         f"# {ranks} ranks, {ranks // processes} a process; bytes sent by the rank that sends most "
         "in an iteration, and relative to one float32 gradient; to MPI: bytes of a process in "
@@ -534,41 +509,37 @@ def table_of(points: Sequence[Point], values: int, processes: int) -> list[str]:
         "# ms: an iteration, after two that are not timed, with a barrier before each collective; "
         "of it travel: in collectives, each from its barrier on; local: processor time of all else",
     ]
-    rows = []
-    for point in shown:
-        done = point.done
-        most = float(done.sent_bytes.max())
-        cells = [
-            most,
-            most / (4 * values),
-            done.collective_bytes,
-            done.error,
-            done.cosine,
-            done.sum_error,
+    rows = [
+        [
+            *(p.method, p.most_bytes, p.most_bytes / (4 * values), p.done.collective_bytes),
+            *(p.done.error, p.done.cosine, p.done.sum_error, p.done.sent_share),
+            *(p.done.nonzero_share, 1e3 * p.done.time_s),
+            1e9 * p.done.time_s / (values * ranks / processes),
+            *(1e3 * p.done.travel_s, 1e3 * p.done.local_s),
+            *(100 * p.done.shares[phase] for phase in PHASES),
         ]
-        value_s = done.time_s / (values * ranks / processes)
-        cells += [done.sent_share, done.nonzero_share, 1e3 * done.time_s, 1e9 * value_s]
-        cells += [1e3 * done.travel_s, 1e3 * done.local_s]
-        cells += [100 * done.shares[phase] for phase in PHASES]
-        rows.append([point.method, *cells])
-    found = table({"method": f"<{width}"} | COLUMNS, rows)
-    return lines + [line.replace("nan%", "   -") for line in found]
+        for p in points
+        if p.ranks == ranks
+    ]
+    return lines + printing.table(_forms(points) | COLUMNS, rows)
+
+
+def _forms(points: Sequence[Point]) -> dict[str, str]:
+    return {"method": f"<{max(len(p.method) for p in points)}"}
 
 
 def growth(points: Sequence[Point]) -> list[str]:
     """Return the bytes that a rank sends, and the share of the mean, by the number of ranks."""
     ranks = sorted({p.ranks for p in points})
-    methods = list(dict.fromkeys(p.method for p in points))
-    width = max(map(len, methods))
-    found = {(p.method, p.ranks): p.done for p in points}
+    found = {(p.method, p.ranks): p for p in points}
     lines = ["# bytes sent by the rank that sends most, and share of the mean that is not zero"]
 
-    def cell(done: Replayed | None) -> str:
-        return "-" if done is None else f"{done.sent_bytes.max():>9.0f} {done.nonzero_share:>7.1%}"
+    def cell(p: Point | None) -> str:
+        return "-" if p is None else f"{p.most_bytes:>9.0f} {p.done.nonzero_share:>7.1%}"
 
+    methods = dict.fromkeys(p.method for p in points)
     rows = [(method, *(cell(found.get((method, n))) for n in ranks)) for method in methods]
-    forms = {"method": f"<{width}"} | {f"{n} ranks": "17" for n in ranks}
-    return lines + table(forms, rows)
+    return lines + printing.table(_forms(points) | {f"{n} ranks": "17" for n in ranks}, rows)
 
 
 def _write(
@@ -588,9 +559,9 @@ def _write(
     store.write(directory / "compress.h5", {"points": variables(points)}, of_file)
     store.put(directory / "compress.png", image(chart(points), "png"))
     written = ["compress.h5", "compress.png"]
-    costs = costs_of(points, int(notes["processes"]))
-    if costs:
-        links = image(crossover.chart(costs, int(notes["processes"])), "png")
+    processes = int(notes["processes"])
+    if costs := costs_of(points, processes):
+        links = image(crossover.chart(costs, processes), "png")
         store.put(directory / "links.png", links)
         written.append("links.png")
     print("wrote " + ", ".join(str(directory / name) for name in written))
@@ -598,18 +569,9 @@ def _write(
 
 OF_POINT = {  # array of a point: long name, units
     "collective_bytes": ("data of a process in MPI's own collectives in an iteration", "byte"),
-    "time_s": (
-        "time of an iteration, with a barrier before each collective, slowest process",
-        "s",
-    ),
-    "travel_s": (
-        "part of time_s in collectives, each from its barrier on, slowest process",
-        "s",
-    ),
-    "local_s": (
-        "processor time in time_s outside of collectives, slowest process",
-        "s",
-    ),
+    "time_s": ("time of an iteration, with a barrier before each collective, slowest process", "s"),
+    "travel_s": ("part of time_s in collectives, each from its barrier on, slowest process", "s"),
+    "local_s": ("processor time in time_s outside of collectives, slowest process", "s"),
     "error": ("relative error of the mean", "1"),
     "cosine": ("cosine between the mean and the exact one", "1"),
     "sum_error": ("relative error of the sum of the means of all iterations", "1"),
@@ -647,23 +609,18 @@ def chart(points: Sequence[Point]) -> Chart:
     """Return cosines against bytes on the most ranks; bytes, and shares of the mean, by ranks."""
     looks, ranks = styles(p.method for p in points), sorted({p.ranks for p in points})
     last = [p for p in points if p.ranks == ranks[-1]]
-    most = {p.method: float(p.done.sent_bytes.max()) for p in last}
-    panels = [
-        Panel(
-            f"cosine, {ranks[-1]} ranks",
-            spread("bytes that a rank sends", most.values()),
-            Axis("cosine to the exact mean", limits=(None, 1.03)),
-            [
-                Series(p.method, looks[p.method], [most[p.method]], [p.done.cosine], join="none")
-                for p in last
-            ],
-        )
+    cosines = [
+        Series(p.method, looks[p.method], [p.most_bytes], [p.done.cosine], join="none")
+        for p in last
     ]
-    figures: dict[str, tuple[str, Callable[[Replayed], float]]] = {
-        "bytes by ranks": ("bytes that a rank sends", lambda done: float(done.sent_bytes.max())),
+    by_bytes = spread("bytes that a rank sends", [p.most_bytes for p in last])
+    y = Axis("cosine to the exact mean", limits=(None, 1.03))
+    panels = [Panel(f"cosine, {ranks[-1]} ranks", by_bytes, y, cosines)]
+    figures: dict[str, tuple[str, Callable[[Point], float]]] = {
+        "bytes by ranks": ("bytes that a rank sends", lambda p: p.most_bytes),
         "non-zero values by ranks": (
             "share of the mean that is not zero",
-            lambda done: done.nonzero_share,
+            lambda p: p.done.nonzero_share,
         ),
     }
     x = Axis("ranks", "log2", ticks=ranks)
@@ -671,7 +628,7 @@ def chart(points: Sequence[Point]) -> Chart:
         series = []
         for method, look in looks.items():
             mine = [p for p in points if p.method == method]
-            y = [value(p.done) for p in mine]
+            y = [value(p) for p in mine]
             series.append(Series(method, look, [p.ranks for p in mine], y))
         panels.append(Panel(title, x, spread(label, [v for s in series for v in s.y]), series))
     note = "Bytes: of the rank that sends most."

@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from ...world.ranks import Ranks
-from ..kinds.harness import table
+from ..kinds.printing import table
 from ..report.figures import Axis, Chart, Panel, Series, styles
 from ..train.gradients import Gradients
 

@@ -25,8 +25,8 @@ from ...ops.tensors import CPU
 from ...torch.backend.registration import register
 from ...torch.backend.wires import FROM_BYTES, set_wires
 from ...world.mpi import World
+from ..kinds import flags, printing
 from ..kinds.allreduce_cases import torch_group
-from ..kinds.harness import check_options, comments, machine_line, parse_methods, row_of, table
 from ..settings import add_settings, options, settings_of
 from ..signals import Caught
 from ..train.command import Trainer, check_jobs
@@ -96,7 +96,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
 
 def backends_of(texts: Iterable[str]) -> dict[str, Backend]:
     """Return the backends of --backends by what names them. Raises UserError."""
-    return {text: row_of("--backends", text, BACKENDS) for text in parse_methods(texts)}
+    return {text: flags.row_of("--backends", text, BACKENDS) for text in flags.methods(texts)}
 
 
 def sharded(model: nn.Module, group: distributed.ProcessGroup) -> nn.Module:
@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file FILE.toml", "a job, as of train", Path)
     add_settings(parser, "replace a value of the job, for example train.batch=120; may be repeated")
     add_backends(parser, ["gloo", "cpdhpc", "cpdhpc:gradient=e4m3,accumulate=exact"])
-    add("--steps N", "of each training", 120)
+    add("--steps N", "of each training", 120, type=flags.at_least(1))
 
 
 def bare_jobs(path: Path, arguments: argparse.Namespace, command: str) -> list[Job]:
@@ -147,7 +147,6 @@ def bare_jobs(path: Path, arguments: argparse.Namespace, command: str) -> list[J
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Train, and print the table. Collective. Raises UserError on all processes."""
-    check_options(arguments, 1, "steps")
     backends = world.agreed(lambda: backends_of(arguments.backends))
     jobs = world.agreed(lambda: bare_jobs(arguments.file, arguments, "bench fsdp"))
     check_jobs(world, jobs, "bench fsdp: jobs")
@@ -160,8 +159,8 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         for text, backend in backends.items():
             group = backend.group()
             losses[text] = [_loss(job, data, group, arguments.steps) for job in jobs]
-    lines = [
-        machine_line(world) + f", torch {torch.__version__}",
+    above = [
+        printing.machine_line(world) + f", torch {torch.__version__}",
         f"{jobs[0].name}: loss of the test samples after {arguments.steps} steps of FSDP2, by "
         "seed; more: mean of the differences from the first row",
     ]
@@ -169,8 +168,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     rows = [[text, *found, np.mean(found - first)] for text, found in losses.items()]
     forms = {"backend": f"<{max(map(len, losses), default=0)}"}
     forms |= {f"seed {job.seed}": "9.4f" for job in jobs} | {"more": "8.4f"}
-    if world.process == 0:
-        print("\n".join([*comments(lines), *table(forms, rows)]))
+    printing.show(world, above, forms, rows)
 
 
 def _check(job: Job, data: Dataset | Source, world: World) -> None:

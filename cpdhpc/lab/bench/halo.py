@@ -9,8 +9,7 @@ slices of NumPy copied to buffers and back. accumulate adds the halos to the cel
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from ...world.cores import own_cores
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import add_options, given, spec_of
+from ..kinds import flags, printing, timing
 from ..kinds.halo import HALO
 from ..kinds.halo_cases import (
     ACCUMULATE,
@@ -36,24 +36,8 @@ from ..kinds.halo_cases import (
     Setting,
     has_sums,
     possible_ways,
-)
-from ..kinds.harness import (
-    Measured,
-    Point,
-    Times,
-    add_device,
-    add_samples,
-    check_options,
-    check_out,
-    comments,
-    interleave_ranks,
-    machine_line,
-    parse_names,
-    table,
-    take_device,
-)
+)  # fmt: skip
 from ..kinds.place import Place
-from ..kinds.sweep import opened
 from ..settings import options
 
 PART_BYTES = 1 << 18  # of a part, so that a few of them fit into a core's second cache
@@ -71,11 +55,11 @@ def add_overlap(parser: argparse.ArgumentParser) -> None:
         "--overlap",
         "time a stencil with blocking and overlapped exchange instead; both have the same bits",
     )
-    add("--passes N", "number of times that the stencil is computed", 1)
+    add("--passes N", "number of times that the stencil is computed", 1, type=flags.at_least(1))
     add(
         "--link GBIT",
         "rate of a link for the bound, 1e9 bit/s (default: the time of the exchange)",
-        float,
+        flags.above_0(),
     )
 
 
@@ -121,10 +105,8 @@ class Stencil:
 def measure_overlap(world: World, setting: Setting, arguments: argparse.Namespace) -> None:
     """Check and time a setting, and print a table. Collective."""
     spec = setting.spec
-    if np.dtype(spec.dtype).kind != "f" or arguments.passes < 1:
-        raise UserError("--overlap: needs a dtype of floats, and passes of 1 or more")
-    if arguments.link is not None and not 0 < arguments.link < np.inf:
-        raise UserError(f"--link {arguments.link:g}: must be above 0")
+    if np.dtype(spec.dtype).kind != "f":
+        raise UserError("--overlap: needs a dtype of floats")
     with setting.plan(world) as plan:
         if not all(world.gather(plan.window.contains(plan.owned), "bench halo")):
             raise UserError("--overlap: each window must contain its rank's cells")
@@ -132,13 +114,28 @@ def measure_overlap(world: World, setting: Setting, arguments: argparse.Namespac
         stencil = Stencil(plan, setting, window, arguments.passes)
         cases = _cases(plan, window, stencil)
         check(world, plan, window, stencil, cases)
-        times = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
+        times_s = timing.slowest(world, cases, arguments.repeats, arguments.warmup)
         size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
         if spec.wire != "raw":
             size_bytes = plan.describe(spec.dtype, spec.trail).most_bytes
-    if world.process == 0:
-        slowest = {name: each[arguments.warmup :].max(axis=1) for name, each in times.items()}
-        print("\n".join(_table(setting, size_bytes, slowest, arguments)), flush=True)
+    above = f"{setting}: {size_bytes} bytes a rank; {arguments.passes} pass(es); "
+    above += "results equal in every bit"
+    rows: list[list[object]] = [
+        [name, *timing.ms(each), np.median(times_s[BLOCKING] / each)]
+        for name, each in times_s.items()
+    ]
+    message_ms, computation_ms = (1e3 * float(np.median(times_s[each])) for each in ALONE)
+    other = ALONE[0]
+    if arguments.link:
+        message_ms, other = 1e3 * size_bytes / (arguments.link * GIGABIT), "bytes / link"
+    bound_ms = max(computation_ms, message_ms)
+    lines = printing.table(FORMS, [*rows, ["bound", bound_ms, *[""] * 3]])
+    lines[-1] += f"   the longer of computation and {other}"
+    printing.say(world, ["#", *printing.comments([above]), *lines])
+
+
+ALONE = "exchange alone", "computation alone"
+FORMS = {"case": "25", "time (ms)": "10.3f", "min": "9.3f", "max": "9.3f", "x blocking": "11.2f"}
 
 
 def _cases(plan: WindowPlan, window: Array, stencil: Stencil) -> dict[str, Run]:
@@ -163,8 +160,8 @@ def _cases(plan: WindowPlan, window: Array, stencil: Stencil) -> dict[str, Run]:
         stencil.compute(stencil.boundary)
 
     return {
-        "exchange alone": lambda: plan.exchange(own, window),
-        "computation alone": lambda: stencil.compute(stencil.whole),
+        ALONE[0]: lambda: plan.exchange(own, window),
+        ALONE[1]: lambda: stencil.compute(stencil.whole),
         BLOCKING: blocking,
         OVERLAPPED: overlapped,
         WITH_PROGRESS: with_progress,
@@ -192,31 +189,6 @@ def check(
     right = len(results) == 1 and bool(np.isfinite(part).all())
     if not all(world.gather(right, "bench halo")):
         raise ArithmeticError("bench halo: overlapped and blocking results differ, or hold NaN")
-
-
-def _table(
-    setting: Setting, size_bytes: int, times_s: Mapping[str, Times], arguments: argparse.Namespace
-) -> list[str]:
-    """Return the table of a setting; times_s: of the slowest rank, by case."""
-    medians_s = {name: float(np.median(each)) for name, each in times_s.items()}
-    rows = [
-        (name, *(1e3 * t for t in (medians_s[name], each.min(), each.max())))
-        + (np.median(times_s[BLOCKING] / each),)
-        for name, each in times_s.items()
-    ]
-    forms = {"": "25", "time (ms)": "10.3f", "min": "9.3f", "max": "9.3f", "x blocking": "11.2f"}
-    lines = [
-        "#",
-        f"# {setting}: {size_bytes} bytes a rank; {arguments.passes} pass(es); "
-        "results equal in every bit",
-        *table(forms, rows),
-    ]
-    message_s, other = medians_s["exchange alone"], "exchange alone"
-    if arguments.link:
-        message_s, other = size_bytes / (arguments.link * GIGABIT), "bytes / link"
-    bound_s = max(medians_s["computation alone"], message_s)
-    lines.append(f"  {'bound':>25} {1e3 * bound_s:>10.3f}   the longer of computation and {other}")
-    return lines
 
 
 GIGA = 1e9
@@ -254,15 +226,18 @@ USUAL = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
-    add = options(parser)
-    add("--usual NAME,...", f"cases: {usual_text}", ",".join(USUAL))
-    add("--operations NAME,...", f"operations: {','.join(OPERATIONS)}", EXCHANGE)
-    add("--ways NAME;...", "ways, separated by semicolons", "; ".join(ALL_WAYS))
+    add, names = options(parser), flags.names
+    add("--usual NAME,...", f"cases: {usual_text}", ",".join(USUAL), type=names(among(USUAL)))
+    operations = f"operations: {','.join(OPERATIONS)}"
+    add("--operations NAME,...", operations, EXCHANGE, type=names(among(OPERATIONS)))
+    ways = names(among(ALL_WAYS), ";")
+    add("--ways NAME;...", "ways, separated by semicolons", "; ".join(ALL_WAYS), type=ways)
     add_options(parser)
-    add("--calls N", "calls of a sample (default: as many as fill a millisecond)", 0)
-    add_device(parser)
+    calls = "calls of a sample (default: as many as fill a millisecond)"
+    add("--calls N", calls, 0, type=flags.at_least(0))
+    flags.add_device(parser)
     add_overlap(parser)
-    add_samples(parser, 31, 3, "samples")
+    flags.add_repeats(parser, 31, 3, "samples", out=True)
 
 
 def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
@@ -273,8 +248,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
         raw = {"procs": procs, "boundary": "none", "halo": 1} | options
         found = [Setting("given", spec_of(raw, "bench halo"))]
     else:
-        names = parse_names("--usual", arguments.usual, among(USUAL))
-        found = [usual(name, ranks, options) for name in names]
+        found = [usual(name, ranks, options) for name in arguments.usual]
     for setting in found:
         planned = setting.spec.geometry().layout.ranks
         if planned != ranks:
@@ -301,78 +275,79 @@ def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
     return Setting(name, spec_of(raw | options, f"bench halo: {name}"))
 
 
-def run(arguments: argparse.Namespace, world: World) -> Measured:
+def run(arguments: argparse.Namespace, world: World) -> timing.Measured:
     """Check and time every case, and print a table. Collective."""
-    check_options(arguments, 1, "repeats")
-    check_options(arguments, 0, "warmup", "calls")
     settings = settings_of(arguments, world.ranks)
-    operations = parse_names("--operations", arguments.operations, among(OPERATIONS))
-    ways = parse_names("--ways", arguments.ways, among(ALL_WAYS), ";")
-    if not (operations and ways):
+    if not (arguments.operations and arguments.ways):
         raise UserError("--operations, --ways: no names are given")
     if arguments.overlap and arguments.device == "gpu":
         raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
-    of_gpus = take_device(arguments, world)
-    world.agreed(lambda: check_out(arguments.out, world))
+    of_gpus = flags.take_device(arguments, world)
+    world.agreed(lambda: flags.check_out(arguments.out, world))
     place = Place(world, None, arguments.oversubscribe_gpus)
-    points: list[Point] = []
+    points: list[timing.Point] = []
     with own_cores(world) as cores:
-        machine = machine_line(world)
-        if world.process == 0:
-            print("\n".join(heading(machine, cores, of_gpus, arguments)), flush=True)
+        head = [
+            f"halo exchange: {printing.machine_line(world)}",
+            cores,
+            of_gpus,
+            f"time: of a call, the slowest rank, median of {arguments.repeats} samples of many "
+            f"calls after {arguments.warmup} warm-ups, cases in turns",
+            "GB/s: 1e9 byte/s of cells that leave the rank that sends most",
+            "x MPI: how many times as fast as the fastest of subarray, persistent, alltoallw "
+            "in each sample, median over samples: not the ratio of the medians shown",
+        ]
+        printing.say(world, printing.comments(head))
         for setting in settings:
             if arguments.overlap:
                 measure_overlap(world, setting, arguments)
-            else:
-                points += measure(place, setting, arguments, operations, ways)
-    return Measured("halo", "halo", points, arguments.warmup, cores)
+                continue
+            with setting.plan(world) as plan:
+                size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
+                ways = possible_ways(world, plan, arguments.ways, arguments.device)
+                runs = f"in runs of {_run_bytes(setting, plan)}"
+            above = f"{setting}: {size_bytes} bytes a rank, {runs}"
+            printing.say(world, ["#"])
+            printing.show(world, [above], COLUMNS, _rows(place, setting, arguments, ways, points))
+    return timing.Measured("halo", "halo", points, arguments.warmup, cores)
 
 
-def measure(
+def _rows(
     place: Place,
     setting: Setting,
     arguments: argparse.Namespace,
-    operations: Sequence[str],
     ways: Sequence[str],
-) -> list[Point]:
-    """Return the points of a setting, and print them. Collective."""
-    world, device = place.world, arguments.device
-    with setting.plan(world) as plan:
-        size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
-        ways = possible_ways(world, plan, ways, device)
-        if world.process == 0:
-            print("\n".join(about(setting, plan, size_bytes)), flush=True)
-    common = setting.factors | ({"device": device} if device == "gpu" else {})
-    points, cells = [], []
-    for operation in operations:
-        if not ways or (operation == ACCUMULATE and not has_sums(setting.spec)):
+    points: list[timing.Point],
+) -> Iterator[list[object]]:
+    """Yield the rows of a setting, and append their points. Collective."""
+    device = {"device": "gpu"} if arguments.device == "gpu" else {}
+    for operation in arguments.operations if ways else ():
+        if operation == ACCUMULATE and not has_sums(setting.spec):
             continue
-        cases = [common | {"transfer": operation, "way": way} for way in ways]
-        with opened(HALO, place, cases) as made:
-            calls, times = time_cases(world, [call.run for call in made], arguments)
+        of = setting.factors | device | {"transfer": operation}
+        cases = [of | {"way": way} for way in ways]
+        with timing.opened(HALO, place, cases) as made:
+            calls, times = time_cases(place.world, [call.run for call in made], arguments)
         found = [
-            Point(case, call.outcomes, times_s)
+            timing.Point(case, call.outcomes, times_s)
             for case, call, times_s in zip(cases, made, times, strict=True)
         ]
-        cells += [(*line(point, found, arguments.warmup), calls) for point in found]
         points += found
-    if world.process == 0:
-        print("\n".join(table(COLUMNS, cells)), flush=True)
-    return points
+        yield from ([*line(point, found, arguments.warmup), calls] for point in found)
 
 
 def time_cases(
     world: Ranks, runs: Sequence[Run], arguments: argparse.Namespace
-) -> tuple[int, list[Times]]:
+) -> tuple[int, list[timing.Times]]:
     """Return the calls of a sample, and the seconds of a call, of each case. Collective.
 
     All cases have as many calls, so that the time between the starts of ranks, which is part of a
     sample, has the same small weight in each.
     """
 
-    def timed(calls: int, repeats: int, warmup: int) -> list[Times]:
-        samples = {i: partial(repeated, run, calls) for i, run in enumerate(runs)}
-        times = interleave_ranks(world, samples, repeats, warmup)
+    def timed(calls: int, repeats: int, warmup: int) -> list[timing.Times]:
+        samples = {i: timing.often(run, calls) for i, run in enumerate(runs)}
+        times = timing.interleave_ranks(world, samples, repeats, warmup)
         return [each / calls for each in times.values()]
 
     calls = arguments.calls
@@ -381,37 +356,6 @@ def time_cases(
         fastest_s = min(float(np.median(each)) for each in tried)
         calls = min(MOST_CALLS, 1 + int(SAMPLE_S / fastest_s))
     return calls, timed(calls, arguments.repeats, arguments.warmup)
-
-
-def repeated(run: Run, calls: int) -> None:
-    """Call so many times."""
-    for _ in range(calls):
-        run()
-
-
-def heading(machine: str, cores: str, of_gpus: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the lines above the tables."""
-    lines = [
-        f"halo exchange: {machine}",
-        cores,
-        *filter(None, [of_gpus]),
-        f"time: of a call, the slowest rank, median of {arguments.repeats} samples of many calls "
-        f"after {arguments.warmup} warm-ups, cases in turns",
-        "GB/s: 1e9 byte/s of cells that leave the rank that sends most",
-        "x MPI: how many times as fast as the fastest of subarray, persistent, alltoallw "
-        "in each sample, median over samples: not the ratio of the medians shown",
-    ]
-    return comments(lines)
-
-
-def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
-    """Return the comment above the table of a setting."""
-    return [
-        "#",
-        *comments(
-            [f"{setting}: {size_bytes} bytes a rank, in runs of {_run_bytes(setting, plan)}"]
-        ),
-    ]
 
 
 def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
@@ -429,17 +373,16 @@ def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
 
 COLUMNS = {
     **{"operation": "10", "way": "21", "time (us)": "10.2f", "min": "9.2f", "max": "9.2f"},
-    **{"GB/s": "7.2f", "x MPI": "6", "calls": "6"},
+    **{"GB/s": "7.2f", "x MPI": "6.2f", "calls": "6"},
 }
 
 
-def line(point: Point, points: Sequence[Point], warmup: int) -> tuple[object, ...]:
+def line(point: timing.Point, points: Sequence[timing.Point], warmup: int) -> list[object]:
     """Return the cells of COLUMNS but calls; points: of the same transfer."""
     times_s = point.slowest_s(warmup)
-    time_s = float(np.median(times_s))
     by_mpi = [each.slowest_s(warmup) for each in points if each.factors["way"] in MPI_TYPES]
-    best = min(by_mpi, key=np.median, default=None)
-    beside = "-" if best is None else f"{np.median(best / times_s):.2f}"
-    times_us = (1e6 * each for each in (time_s, times_s.min(), times_s.max()))
-    rate = float(point.outcomes["payload_bytes"]) / time_s / GIGA
-    return (point.factors["transfer"], point.factors["way"], *times_us, rate, beside)
+    best = min(by_mpi, key=np.median, default=np.array(np.nan))
+    times_us = (1e3 * each for each in timing.ms(times_s))
+    rate = float(point.outcomes["payload_bytes"]) / float(np.median(times_s)) / GIGA
+    of = point.factors
+    return [of["transfer"], of["way"], *times_us, rate, float(np.median(best / times_s))]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...config import ConfigError, validate
 from ...darray.layout import Layout, receptive
 from ...darray.windows import Windows
-from ..kinds.harness import check_options
+from ..kinds import flags
 from ..settings import options
 
 if TYPE_CHECKING:
@@ -41,26 +41,24 @@ class Cost(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    sizes = {
-        "ranks": (64, "number of ranks, in a grid that is square if possible"),
-        "image": (200, "side of the images"),
-        "channels": (3, "values of each pixel"),
-        "field": (10, "side of a receptive field"),
-        "step": (1, "distance from one block of filters to the next"),
-        "maps": (1024, "filters of each block"),
-        "pool": (3, "side of a pool, in blocks"),
-        "batch": (96, "images of each iteration"),
-    }
     add = options(parser)
-    for name, (default, text) in sizes.items():
-        add(f"--{name} N", text, default)
+    for name, default, text in (
+        ("ranks", 64, "number of ranks, in a grid that is square if possible"),
+        ("image", 200, "side of the images"),
+        ("channels", 3, "values of each pixel"),
+        ("field", 10, "side of a receptive field"),
+        ("step", 1, "distance from one block of filters to the next"),
+        ("maps", 1024, "filters of each block"),
+        ("pool", 3, "side of a pool, in blocks"),
+        ("batch", 96, "images of each iteration"),
+    ):
+        add(f"--{name} N", text, default, type=flags.at_least(1))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the largest cost of any rank, and the assumptions."""
     from ..autoencoder.job import Geometry, Layer, procs_of
 
-    check_options(arguments, 1, "ranks", "batch", "image", "channels")
     of = {name: getattr(arguments, name) for name in ("field", "step", "maps", "pool")}
     layer = validate(Layer, of, "bench layer")
     try:

@@ -19,24 +19,14 @@ from ...collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Me
 from ...collectives.predict import Prediction, choose, fastest, predict
 from ...collectives.recorded import FAR_NS, PART_VALUES, forget
 from ...config import ConfigError, UserError, dump_toml
-from ...formats import Cast, Format, packed_bytes, parse_format, tiles
+from ...formats import Cast, packed_bytes, parse_format, tiles
 from ...ops import cpu
 from ...whole_files import sealed
 from ...world.cores import own_cores
 from ...world.node_memory import round_trip_ns
 from ...world.ranks import Ranks
-from ..kinds.harness import (
-    Floats,
-    add_repeats,
-    check_options,
-    check_out,
-    line,
-    machine_line,
-    nonnegative,
-    parse_sizes,
-    ping_pong,
-    table,
-)
+from ..kinds import flags, printing
+from ..kinds.timing import Floats, line, nonnegative, ping_pong
 from ..provenance import attributes
 from ..settings import options
 from .allreduce import add_choices, parse_methods
@@ -74,8 +64,8 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
     add("--out MACHINE.toml", "file of the model", Path, required=True)
-    add("--format NAME", "format of the codec's times", "e4m3")
-    add_repeats(parser, 30, 1)
+    add("--format NAME", "format of the codec's times", "e4m3", type=flags.named(parse_format))
+    flags.add_repeats(parser, 30, 1)
     add(
         "--beside MACHINE.toml",
         "also show the predictions of an earlier fit, for cores as far apart as then",
@@ -86,12 +76,10 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     """Measure, fit, write the file, and print the errors of the predictions. Collective."""
-    check_options(arguments, 1, "repeats")
-    check_options(arguments, 0, "warmup")
-    world.agreed(lambda: check_out(arguments.out))
+    world.agreed(lambda: flags.check_out(arguments.out))
     if world.processes < 2:
         raise UserError("bench fit: a link needs 2 processes: run it under mpirun")
-    cast = Cast(world.agreed(lambda: _format(arguments.format)))
+    cast = Cast(parse_format(arguments.format))
     beside = arguments.beside and world.agreed(lambda: _earlier(arguments.beside))
     quick = arguments.quick
     with own_cores(world) as cores:
@@ -102,13 +90,13 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
         turns = Turns(world, apart_ns > FAR_NS, arguments.repeats, arguments.warmup)
         rates, samples = turns.take(cast, FITTED_BYTES[: 2 if quick else None])
         checked = [] if quick else turns.take(cast, CHECKED_BYTES)[1]
-    start = replace(DEFAULT, alpha_s=alpha_s, beta_s=beta_s, **rates)
+    model = replace(DEFAULT, alpha_s=alpha_s, beta_s=beta_s, **rates)
     fields = FITTED + ["host_s"] * (len(set(world.nodes)) > 1)
-    starts = [replace(start, cache_bytes=float(size)) for size in CACHES]
+    starts = [replace(model, cache_bytes=float(size)) for size in CACHES]
     found = [fit(each, samples, fields) for each in starts]
     machine = min(found, key=lambda each: misfit(each, samples))
     notes = attributes(world) | {"format": arguments.format, "cores": cores, "apart_ns": apart_ns}
-    about = machine_line(world)
+    about = printing.machine_line(world)
     world.on_first(lambda: write(arguments.out, machine, notes))
     if world.process == 0:
         print(f"# {about}\n# {cores}")
@@ -255,13 +243,6 @@ def _operations(n: int, cast: Cast) -> Calls:
     }
 
 
-def _format(name: str) -> Format:
-    try:
-        return parse_format(name)
-    except ValueError as error:
-        raise UserError(f"--format {name}: {error}") from None
-
-
 def ratios(machine: Machine, samples: Sequence[Sample]) -> Floats:
     """Return the predicted by the measured time of each sample."""
     predicted = [predict(machine, s.method, s.nodes, s.n).time_s for s in samples]
@@ -331,7 +312,7 @@ def show(
         + (ratio, "no" if s in checked else "yes")
         for s, ratio in zip(samples, ratios(machine, samples), strict=True)
     ]
-    print("\n".join(table(SHOWN, rows)))
+    print("\n".join(printing.table(SHOWN, rows)))
     print("\n".join(f"# {text}" for text in [judged(machine, fitted), judged(machine, checked)]))
 
 
@@ -367,8 +348,9 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
     add("machine MACHINE.toml", "file of bench fit", Path)
-    add("--ranks N", "number of ranks", int, required=True)
-    add("--ranks-per-node N", "ranks of each node, for the steps of hier", 1)
+    least = flags.at_least(1)
+    add("--ranks N", "number of ranks", least, required=True)
+    add("--ranks-per-node N", "ranks of each node, for the steps of hier", 1, type=least)
     add_choices(parser)
 
 
@@ -380,13 +362,11 @@ PREDICTED = {
 
 def run_predict(arguments: argparse.Namespace) -> None:
     """Print the assumptions and a table of predictions."""
-    check_options(arguments, 1, "ranks", "ranks_per_node")
     file = read_machine(arguments.machine)
-    sizes = parse_sizes(arguments.sizes)
     methods, skipped = parse_methods(arguments, file.machine)
     nodes = tuple(rank // arguments.ranks_per_node for rank in range(arguments.ranks))
     found: dict[tuple[int, str, Method], Prediction] = {}
-    for size, method in product(sizes, methods):
+    for size, method in product(arguments.sizes, methods):
         chosen: Method = method
         if method.algorithm == AUTO:
             chosen = choose(method, nodes, size // 4)
@@ -402,7 +382,7 @@ def run_predict(arguments: argparse.Namespace) -> None:
         row = (size, name, str(taken.wire), *map(str, how), 1e6 * each.time_s)
         rate = size / each.time_s / 1e9
         rows.append((*row, rate, each.wire_bytes, " *" if each.time_s == best else ""))
-    print("\n".join(table(PREDICTED, rows)))
+    print("\n".join(printing.table(PREDICTED, rows)))
 
 
 def rests_on(

@@ -15,8 +15,10 @@ from math import prod
 import numpy as np
 
 from ...config import validate
-from ..kinds.harness import Times, add_repeats, check_options, interleave, parse_counts, table
+from ...world.ranks import Loopback
+from ..kinds import flags, printing, timing
 from ..provenance import cpu_clone, processor
+from ..settings import options
 
 BESIDE = "adam"  # the others are divided by its fused step
 Shapes = list[tuple[int, ...]]
@@ -24,18 +26,15 @@ Shapes = list[tuple[int, ...]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument(
-        "--widths", default="64,128,256,448", metavar="N,...", help="channels of the stages"
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch")
-    add_repeats(parser, 20, 3, "steps")
+    add = options(parser)
+    add("--widths N,...", "channels of the stages", "64,128,256,448", type=flags.counts)
+    add("--threads N", "threads of torch", 1, type=flags.at_least(1))
+    flags.add_repeats(parser, 20, 3, "steps")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Time each optimiser's step and print the table. Raises UserError."""
-    check_options(arguments, 1, "repeats", "threads")
-    check_options(arguments, 0, "warmup")
-    shapes = layers(parse_counts("--widths", arguments.widths))
+    shapes = layers(arguments.widths)
     with _threads(arguments.threads):
         times_s = measure(shapes, arguments.repeats, arguments.warmup)
     print("\n".join(_lines(shapes, times_s, arguments.threads)))
@@ -69,7 +68,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure(shapes: Shapes, repeats: int, warmup: int) -> dict[str, Times]:
+def measure(shapes: Shapes, repeats: int, warmup: int) -> dict[str, timing.Times]:
     """Return the seconds of each optimiser's steps, float64[repeats], the optimisers in turns."""
     import torch
 
@@ -90,11 +89,11 @@ def measure(shapes: Shapes, repeats: int, warmup: int) -> dict[str, Times]:
     for name, plain in loops.items():
         momentum = {"momentum": 0.9} if name == "sgd" else {}
         built[f"{name}, not fused"] = plain(parameters(), lr=1e-3, fused=False, **momentum)
-    times_s = interleave({name: each.step for name, each in built.items()}, repeats, warmup)
-    return {name: each[warmup:] for name, each in times_s.items()}
+    steps = {name: each.step for name, each in built.items()}
+    return timing.slowest(Loopback(), steps, repeats, warmup)
 
 
-def _lines(shapes: Shapes, times_s: dict[str, Times], threads: int) -> Iterator[str]:
+def _lines(shapes: Shapes, times_s: dict[str, timing.Times], threads: int) -> Iterator[str]:
     values = sum(map(prod, shapes))
     yield (f"# {processor()}, {os.cpu_count()} cores, kernels {cpu_clone()}, {threads} thread(s)")
     yield f"# {values:,} float32 values in {len(shapes)} layers; ms of a step, optimisers in turns"
@@ -107,7 +106,6 @@ def _lines(shapes: Shapes, times_s: dict[str, Times], threads: int) -> Iterator[
     beside = float(np.median(times_s[BESIDE]))
     rows = []
     for name, each in times_s.items():
-        median, least, most = float(np.median(each)), float(each.min()), float(each.max())
-        in_ms = 1e3 * median, 1e3 * least, 1e3 * most
-        rows.append((name, *in_ms, 1e9 * median / values, median / beside))
-    yield from table(forms, rows)
+        median = float(np.median(each))
+        rows.append((name, *timing.ms(each), 1e9 * median / values, median / beside))
+    yield from printing.table(forms, rows)

@@ -29,7 +29,7 @@ from ...ops import set_kernel_threads
 from ...ops.tensors import await_device, values_of
 from ...world.mpi import World
 from ...world.ranks import Ranks
-from ..kinds.harness import Times, add_repeats, check_options, interleave_ranks, machine_line
+from ..kinds import flags, printing, timing
 from ..settings import add_settings, options, settings_of
 from ..signals import Caught
 from ..train.checkpoint import Files
@@ -52,18 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "replace a value of the file, for example train.batch=120; may be repeated"
     )
     add("--rows NAME,...", "rows of the file (default: all)")
-    add_repeats(parser, 10, 2, "steps")
+    flags.add_repeats(parser, 10, 2, "steps")
 
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Measure each row, and print its line. Collective. Raises UserError on all processes."""
-    check_options(arguments, 1, "repeats")
-    check_options(arguments, 0, "warmup")
     jobs = world.agreed(lambda: _jobs(arguments))
     check_jobs(world, jobs, "bench overlap: jobs")
     trainer = Trainer(world, Caught(), quiet=True)
-    lines = machine_line(world)
-    width = max(len(job.name) for job in jobs)
+    machine = printing.machine_line(world)
+    forms = {"row": f"<{max(len(job.name) for job in jobs)}"} | FORMS
     for number, job in enumerate(jobs):
         data, ranks = trainer.data_of(job), trainer.world_of(job)
         with _both(job, ranks, data) as (plain, overlapped):
@@ -72,10 +70,9 @@ def run(arguments: argparse.Namespace, world: World) -> None:
                 times = _timed(ranks, plain, overlapped, arguments)
             except NonFiniteGradient as error:  # on all processes
                 raise UserError(f"{job.id}: {error}") from None
-            if world.process == 0:
-                if not number:
-                    print("\n".join([f"# {lines}", *_heading(plain, width)]))
-                print(_line(job.name, width, times), flush=True)
+            lines = printing.table(forms, [_row(job.name, times)])
+            above = printing.comments([machine, *_above(plain)])
+            printing.say(world, lines[-1:] if number else [*above, *lines])
 
 
 def _jobs(arguments: argparse.Namespace) -> list[Job]:
@@ -208,7 +205,7 @@ def bound_s(
 class Steps:
     """times_s: of the slowest process, float64[repeats], by case; bound_s: see bound_s."""
 
-    times_s: Mapping[str, Times]
+    times_s: Mapping[str, timing.Times]
     bound_s: float
 
 
@@ -231,8 +228,7 @@ def _timed(
         set_kernel_threads(1 if name == OVERLAPPED else threads)
 
     repeats, warmup = arguments.repeats, arguments.warmup
-    everyone = interleave_ranks(world, cases, repeats, warmup, before)
-    times_s = {name: each[warmup:].max(axis=1) for name, each in everyone.items()}
+    times_s = timing.slowest(world, cases, repeats, warmup, before)
     ready = np.array(world.gather(alone.ready_s, "bench overlap"))[:, warmup:]
     ready_s = np.median(ready.max(axis=0), axis=0).tolist()
     sizes = [part.stop - part.start for part in plain.reducer.parts]
@@ -247,35 +243,36 @@ def until_done(device: Any, case: Callable[[], object]) -> None:
     await_device(device)
 
 
-def _heading(training: Training, width: int) -> list[str]:
+FORMS = {
+    **dict.fromkeys(CASES, "10.1f"),
+    **{"fastest": "8.1f", "slowest": "8.1f", "bound": "7.1f", "gain": "5.2f"},
+    **{"/ bound": "8.2f", "/ longer": "9.2f"},
+}
+
+
+def _above(training: Training) -> list[str]:
+    """Return the comments above the table."""
     job, parameters = training.job, sum(p.numel() for p in training.reducer.parameters)
     cores, on_gpu = len(os.sched_getaffinity(0)), job.train.device == "gpu"
     return [
-        f"# {parameters:,} parameters in {len(training.reducer.parts)} buckets, batch "
+        f"{parameters:,} parameters in {len(training.reducer.parts)} buckets, batch "
         f"{job.train.batch}; a rank has {training.provenance['torch_threads']} thread(s) of torch "
         f"on {cores} core(s)",
-        "# ms, medians of the slowest rank, the cases in turns; weights checked: identical bits on "
+        "ms, medians of the slowest rank, the cases in turns; weights checked: identical bits on "
         + ("all ranks" if on_gpu else "all ranks, with overlap and without"),
-        "# bound: buckets reduced one after the other once their gradients are ready, while "
+        "bound: buckets reduced one after the other once their gradients are ready, while "
         "computing continues at full speed",
-        "# in turn, overlapped: whole steps, samples included; fastest, slowest: overlapped",
-        "# gain: in turn / overlapped; / bound, / longer: overlapped over the bound, and over the "
+        "in turn, overlapped: whole steps, samples included; fastest, slowest: overlapped",
+        "gain: in turn / overlapped; / bound, / longer: overlapped over the bound, and over the "
         "longer of compute and reduce",
-        f"# {'row':<{width}}"
-        + "".join(f"{name:>11}" for name in CASES)
-        + f"{'fastest':>9}{'slowest':>9}{'bound':>8}{'gain':>6}{'/ bound':>9}{'/ longer':>10}",
     ]
 
 
-def _line(name: str, width: int, found: Steps) -> str:
-    """Return the line of a row; fastest, slowest: of the overlapped steps."""
-    ms = {case: 1e3 * float(np.median(each)) for case, each in found.times_s.items()}
-    last, bound_ms = 1e3 * found.times_s[OVERLAPPED], 1e3 * found.bound_s
-    longer_ms = max(ms[COMPUTE], ms[REDUCE])
-    return (
-        f"  {name:<{width}}"
-        + "".join(f"{ms[case]:>11.1f}" for case in CASES)
-        + f"{last.min():>9.1f}{last.max():>9.1f}{bound_ms:>8.1f}"
-        + f"{ms[IN_TURN] / ms[OVERLAPPED]:>6.2f}{ms[OVERLAPPED] / bound_ms:>9.2f}"
-        + f"{ms[OVERLAPPED] / longer_ms:>10.2f}"
-    )
+def _row(name: str, found: Steps) -> list[object]:
+    """Return the cells of a row; fastest, slowest: of the overlapped steps."""
+    ms = {case: timing.ms(each) for case, each in found.times_s.items()}
+    medians = {case: each[0] for case, each in ms.items()}
+    last, bound_ms = medians[OVERLAPPED], 1e3 * found.bound_s
+    longer_ms = max(medians[COMPUTE], medians[REDUCE])
+    ratios = medians[IN_TURN] / last, last / bound_ms, last / longer_ms
+    return [name, *medians.values(), *ms[OVERLAPPED][1:], bound_ms, *ratios]

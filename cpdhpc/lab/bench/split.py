@@ -8,28 +8,20 @@ backward, down to the gradient of the images.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ...config import UserError
+from ...config import UserError, among
 from ...torch.split_images import ImageGrid, partition
 from ...world.mpi import World
 from ...world.ranks import Ranks
-from ..kinds.harness import (
-    Times,
-    add_repeats,
-    check_options,
-    comments,
-    interleave_ranks,
-    machine_line,
-    parse_counts,
-    parse_names,
-)
+from ..kinds import flags, printing, timing
 from ..settings import options
 from ..train.models import CifarResNet
 
@@ -88,65 +80,52 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {  # of the number of channels
     "unet": UNet,
 }
 FORWARD, BOTH = "forward", "both"
+FORMS = {"network": "<11", "image": "9"} | {
+    f"{over}\n{head}": "8.2f" for over in (FORWARD, BOTH) for head in ("part", "split", "ratio")
+}
+OF_LINKS = {"MiB": "8.2f", "link": "8.2f", "bound": "8.2f", "hidden": "8.0%"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("--networks NAME,...", f"networks: {', '.join(NETWORKS)}", ",".join(NETWORKS))
-    add("--sizes N,...", "sides of square images", "128,256")
+    known = ", ".join(NETWORKS)
+    networks = flags.names(among(NETWORKS))
+    add("--networks NAME,...", f"networks: {known}", ",".join(NETWORKS), type=networks)
+    add("--sizes N,...", "sides of square images", "128,256", type=flags.counts)
     add("--grid ROWSxCOLUMNS", "grid of ranks (default: ranks x 1)")
-    add("--width N", "channels", 24)
-    add("--images N", "images of a batch", 2)
+    add("--width N", "channels", 24, type=flags.at_least(1))
+    add("--images N", "images of a batch", 2, type=flags.at_least(1))
     add(
         "--link GBIT",
         "rate of each rank's link, 1e9 bit/s: adds the bytes that a rank sends, the bound and "
         "the share of the messages' time that computation hides",
-        float,
+        flags.above_0(),
     )
-    add_repeats(parser, 15, 2)
+    flags.add_repeats(parser, 15, 2)
 
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Measure, and print a table. Raises UserError for options out of range. Collective."""
-    check_options(arguments, 1, "width", "images", "repeats")
-    check_options(arguments, 0, "warmup")
-    if arguments.link is not None and not arguments.link > 0:
-        raise UserError(f"--link {arguments.link:g}: must be above 0")
-    names = parse_names("--networks", arguments.networks, _known)
-    sizes = parse_counts("--sizes", arguments.sizes)
     torch.set_num_threads(1)
     procs = _procs(arguments.grid, world.size)
-    for size in sizes:
+    for size in arguments.sizes:
         if any(size % (4 * n) for n in procs):
             raise UserError(f"--sizes {size}: parts must have a multiple of 4 pixels each way")
-    grid = ImageGrid(world, procs)
-    lines = [
-        f"bench split: {machine_line(world)}, torch {torch.__version__}, a thread a rank",
+    grid, link = ImageGrid(world, procs), arguments.link
+    above = [
+        f"bench split: {printing.machine_line(world)}, torch {torch.__version__}, a thread a rank",
         f"{arguments.images} images of {arguments.width} channels over {grid.procs[0]} x "
         f"{grid.procs[1]} ranks; ms, medians of {arguments.repeats} of the slowest rank; "
         "part: plain torch on a part of that size on all ranks at once",
     ]
-    columns = f"{'':>10}{'':>18}{FORWARD:>9}{'':>18}{BOTH:>9}"
-    header = f"{'network':<12}{'image':>8}" + f"{'part':>9}{'split':>9}{'ratio':>9}" * 2
-    if arguments.link is not None:
-        lines.append(
-            f"both over links of {arguments.link:g} Gb/s: MiB that a rank sends at most, ms that "
+    if link is not None:
+        above.append(
+            f"both over links of {link:g} Gb/s: MiB that a rank sends at most, ms that "
             "they take, bound: the longer of part and link, share of the shorter that is hidden"
         )
-        header += f"{'MiB':>9}{'link':>9}{'bound':>9}{'hidden':>9}"
-    if world.process == 0:
-        print("\n".join([*comments(lines), columns, header]), flush=True)
-    for name in names:
-        for size in sizes:
-            line = f"{name:<12}{f'{size} x {size}':>8}{measured(arguments, grid, name, size)}"
-            if world.process == 0:
-                print(line, flush=True)
-
-
-def _known(name: str) -> None:
-    if name not in NETWORKS:
-        raise ValueError(f"known are {', '.join(NETWORKS)}")
+    forms = FORMS | (OF_LINKS if link is not None else {})
+    printing.show(world, above, forms, _rows(arguments, grid))
 
 
 def _procs(text: str | None, ranks: int) -> tuple[int, int]:
@@ -159,40 +138,36 @@ def _procs(text: str | None, ranks: int) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def measured(arguments: argparse.Namespace, grid: ImageGrid, name: str, size: int) -> str:
-    """Return the figures of a network on images of size x size. Collective."""
+def _rows(arguments: argparse.Namespace, grid: ImageGrid) -> Iterator[list[object]]:
+    """Yield the row of each network on images of each size. Collective."""
     width, images = arguments.width, arguments.images
-    torch.manual_seed(0)
-    plain = NETWORKS[name](width)
-    split = partition(plain, (width, size, size), grid)
-    x = grid.cut(torch.randn(images, width, size, size)).contiguous()
-    calls: dict[Any, Callable[[], object]] = {}
-    for label, net in (("part", plain), ("split", split)):
-        calls |= {(label, FORWARD): partial(net, x), (label, BOTH): both(net, x)}
-    times = interleave_ranks(grid.world, calls, arguments.repeats, arguments.warmup)
-
-    def ms(key: Any) -> float:
-        slowest: Times = times[key][arguments.warmup :].max(axis=1)
-        return float(np.median(slowest)) * 1e3
-
-    figures = ""
-    for each in (FORWARD, BOTH):
-        part, ours = ms(("part", each)), ms(("split", each))
-        figures += f"{part:9.2f}{ours:9.2f}{ours / part:9.2f}"
-    if arguments.link is None:
-        return figures
-    sent = most_sent(grid.world, calls["split", BOTH])
-    link = sent * 8e-6 / arguments.link
-    hidden = (part + link - ours) / min(part, link) if link else 0.0  # one rank sends nothing
-    return f"{figures}{sent / 2**20:9.2f}{link:9.2f}{max(part, link):9.2f}{max(hidden, 0):9.0%}"
+    for name, size in product(arguments.networks, arguments.sizes):
+        torch.manual_seed(0)
+        plain = NETWORKS[name](width)
+        split = partition(plain, (width, size, size), grid)
+        x = grid.cut(torch.randn(images, width, size, size)).contiguous()
+        calls: dict[Any, Callable[[], object]] = {}
+        for label, net in (("part", plain), ("split", split)):
+            calls |= {(label, FORWARD): partial(net, x), (label, BOTH): both(net, x)}
+        times_s = timing.slowest(grid.world, calls, arguments.repeats, arguments.warmup)
+        ms = {key: 1e3 * float(np.median(each)) for key, each in times_s.items()}
+        row: list[object] = [name, f"{size} x {size}"]
+        for each in (FORWARD, BOTH):
+            part, ours = ms["part", each], ms["split", each]
+            row += [part, ours, ours / part]
+        if arguments.link is not None:
+            sent = most_sent(grid.world, calls["split", BOTH])
+            link = sent * 8e-6 / arguments.link
+            hidden = (part + link - ours) / min(part, link) if link else 0.0  # if none sends
+            row += [sent / 2**20, link, max(part, link), max(hidden, 0)]
+        yield row
 
 
 def most_sent(world: Ranks, call: Callable[[], object]) -> int:
     """Return the bytes that a call sends, of the process that sends most. Collective."""
     before = int(world.bytes_sent.sum())
     call()
-    sent = int(world.bytes_sent.sum()) - before
-    return int(max(world.gather(sent, "bench")))
+    return int(max(world.gather(int(world.bytes_sent.sum()) - before, "bench")))
 
 
 def both(net: nn.Module, x: torch.Tensor) -> Callable[[], None]:

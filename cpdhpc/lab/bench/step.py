@@ -18,7 +18,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -32,24 +32,15 @@ from ...collectives.allreduce import Allreduce
 from ...compress.base import Aggregator
 from ...compress.lowbit import LowBit
 from ...compress.none import NoCompression
-from ...config import ConfigError, UserError, told, validate
+from ...config import ConfigError, told, validate
 from ...ops import set_kernel_threads
 from ...ops.tensors import values_of
 from ...torch.backend.registration import register
 from ...torch.ddp import ddp_hook
 from ...torch.reducer import GradientReducer
 from ...world.mpi import World
+from ..kinds import flags, printing, timing
 from ..kinds.allreduce_cases import missing, torch_group
-from ..kinds.harness import (
-    Times,
-    add_repeats,
-    check_options,
-    comments,
-    interleave_ranks,
-    machine_line,
-    parse_methods,
-    table,
-)
 from ..settings import add_settings, options
 from ..signals import Caught
 from ..train.command import Trainer, check_jobs
@@ -71,9 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options(parser)
     add("what MODEL", "a job, FILE.toml, or module:function of a model")
     add_settings(parser, "replace a value of the job, for example train.batch=120; may be repeated")
-    add("--batch N", "samples of each rank, for module:function", 2)
-    add("--input N,...", "shape of a sample, for module:function", "3,32,32")
-    add("--tokens N", "samples are integers below N, for module:function", 0)
+    whole, samples = flags.at_least(0), "samples of each rank, for module:function"
+    add("--batch N", samples, 2, type=flags.at_least(1))
+    add("--input N,...", "shape of a sample, for module:function", "3,32,32", type=flags.shape)
+    add("--tokens N", "samples are integers below N, for module:function", 0, type=whole)
     add(
         "--methods NAME[:OPTION=VALUE,...]",
         "compressors, separated by spaces or commas",
@@ -82,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_backends(parser, [])
     add("--device", "device of the model, for module:function", "cpu", choices=["cpu", "gpu"])
-    add_repeats(parser, 10, 2, "steps")
+    flags.add_repeats(parser, 10, 2, "steps")
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,6 @@ class Subject:
 
 def of_job(arguments: argparse.Namespace, world: World) -> Subject:
     """Return what a job file trains. Collective. Raises UserError on all processes."""
-
     path = Path(arguments.what)
     jobs = world.agreed(lambda: bare_jobs(path, arguments, "bench step")[:1])
     check_jobs(world, jobs, "bench step: jobs")
@@ -134,14 +125,8 @@ def of_job(arguments: argparse.Namespace, world: World) -> Subject:
 
 def of_module(arguments: argparse.Namespace, world: World) -> Subject:
     """Return what module:function returns, on random inputs. Collective. Raises UserError."""
-    shape = world.agreed(lambda: _shape(arguments.input))
-    network = world.agreed(
-        lambda: validate(
-            ImportedModel,
-            {"import": arguments.what, "import_from": str(Path.cwd())},
-            "bench step",
-        )
-    )
+    shape, raw = arguments.input, {"import": arguments.what, "import_from": str(Path.cwd())}
+    network = world.agreed(lambda: validate(ImportedModel, raw, "bench step"))
     device = own_device(world, arguments.device, oversubscribe=False)
     threads = own_threads(world, 0)
     drawn = torch.Generator().manual_seed(world.rank)
@@ -176,14 +161,6 @@ def of_module(arguments: argparse.Namespace, world: World) -> Subject:
     )
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list with commas, each 1 or more. Raises UserError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise UserError(f"--input {text}: must be numbers, 1 or more")
-    return tuple(map(int, parts))
-
-
 @dataclass
 class Row:
     """A way to train: step() is one step, whose gradients are left; reduce: of GradientReducer.
@@ -198,21 +175,19 @@ class Row:
     first: np.ndarray
     reducer: GradientReducer | None = None
     overlap: bool = False
-    memory: float = field(default=float("nan"))
+    memory: float = float("nan")
 
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Measure and print the table. Collective. Raises UserError on all processes."""
-    check_options(arguments, 1, "repeats", "batch")
-    check_options(arguments, 0, "warmup", "tokens")
-    texts = parse_methods(arguments.methods)
+    texts = flags.methods(arguments.methods)
     methods = world.agreed(lambda: {text: method_of(text) for text in texts})
     backends = world.agreed(lambda: backends_of(arguments.backends))
     make = of_job if arguments.what.endswith(".toml") else of_module
     subject = make(arguments, world)
     on_gpu = subject.device.type == "cuda"
     backend = "nccl" if on_gpu and not missing(world, "nccl") else "gloo"
-    machine = machine_line(world)
+    machine = printing.machine_line(world)
     with ExitStack() as opened:
         opened.enter_context(torch_group(world, backend))
         torch.set_num_threads(subject.threads)
@@ -227,17 +202,17 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         errors = [float("nan"), *(_error(row, exact) for row in rows[1:])]
         sums = {text: _sum_of(world, method, exact) for text, method in methods.items()}
         times = _timed(world, subject, rows, sums, arguments)
-    if world.process == 0:
-        lines = [
-            machine,
-            f"{subject.name}: {len(exact):,} parameters that are trained; "
-            f"{subject.threads} thread(s) of torch a rank, ddp over {backend}",
-            "ms, medians of the slowest rank, rows in turns; reduce: GradientReducer.reduce() "
-            "by itself, sum: the all-reduce of the same values by itself",
-            "memory: peak of a process above that of alone, by the gradients' bytes; error: "
-            "distance of the mean gradient from ddp's, by its length",
-        ]
-        print("\n".join([*comments(lines), *_table(rows, times, errors, 4 * len(exact))]))
+    above = [
+        machine,
+        f"{subject.name}: {len(exact):,} parameters that are trained; "
+        f"{subject.threads} thread(s) of torch a rank, ddp over {backend}",
+        "ms, medians of the slowest rank, rows in turns; reduce: GradientReducer.reduce() "
+        "by itself, sum: the all-reduce of the same values by itself",
+        "memory: peak of a process above that of alone, by the gradients' bytes; error: "
+        "distance of the mean gradient from ddp's, by its length",
+    ]
+    forms = {"row": f"<{max(len(row.name) for row in rows)}"} | FORMS
+    printing.show(world, above, forms, _cells(rows, times, errors, 4 * len(exact)))
 
 
 @dataclass(frozen=True)
@@ -351,8 +326,8 @@ def _timed(
     rows: Sequence[Row],
     sums: Mapping[str, Callable[[], object] | None],
     arguments: argparse.Namespace,
-) -> dict[tuple[str, str], Times]:
-    """Return milliseconds by row and "step", "reduce" or "sum", float64[repeats]. Collective."""
+) -> dict[tuple[str, str], timing.Times]:
+    """Return seconds by row and "step", "reduce" or "sum", float64[repeats]. Collective."""
     cases: dict[tuple[str, str], Callable[[], object]] = {(r.name, "step"): r.step for r in rows}
     for row in rows:
         if row.reducer is not None and not row.overlap:
@@ -364,48 +339,28 @@ def _timed(
         set_kernel_threads(1 if case[0] in overlapped else subject.threads)
 
     run = {case: partial(until_done, subject.device, each) for case, each in cases.items()}
-    found = interleave_ranks(world, run, arguments.repeats, arguments.warmup, before)
-    return {case: 1e3 * each[arguments.warmup :].max(axis=1) for case, each in found.items()}
+    return timing.slowest(world, run, arguments.repeats, arguments.warmup, before)
 
 
 FORMS = {
-    "row": "<28",
-    "step": "8.2f",
-    "fastest": "8.2f",
-    "slowest": "8.2f",
-    "/ ddp": "6.2f",
-    "reduce": "8.2f",
-    "sum": "8.2f",
-    "memory": "7.2f",
-    "error": "8.1e",
+    **{"step": "8.2f", "fastest": "8.2f", "slowest": "8.2f", "/ ddp": "6.2f", "reduce": "8.2f"},
+    **{"sum": "8.2f", "memory": "7.2f", "error": "8.1e"},
 }
 
 
-def _table(
+def _cells(
     rows: Sequence[Row],
-    times: Mapping[tuple[str, str], Times],
+    times_s: Mapping[tuple[str, str], timing.Times],
     errors: Sequence[float],
     gradient_bytes: int,
-) -> list[str]:
-    def median(name: str, what: str) -> float | str:
-        return float(np.median(times[name, what])) if (name, what) in times else "-"
-
-    ddp, alone = float(np.median(times[DDP, "step"])), rows[0].memory
-    cells = []
+) -> Iterator[list[object]]:
+    """Yield the cells of each row."""
+    ms = {case: timing.ms(each) for case, each in times_s.items()}
     for row, error in zip(rows, errors, strict=True):
-        steps = times[row.name, "step"]
-        step = float(np.median(steps))
-        more = (row.memory - alone) / gradient_bytes
-        cells.append(
-            [
-                row.name, step, steps.min(), steps.max(), step / ddp,
-                median(row.name, "reduce"), median(row.name, "sum"),
-                "-" if row.name == ALONE or np.isnan(more) else more,
-                "-" if np.isnan(error) else error,
-            ]
-        )  # fmt: skip
-    width = max(len(row.name) for row in rows)
-    return table(FORMS | {"row": f"<{width}"}, cells)
+        step, *ends = ms[row.name, "step"]
+        alone = [ms.get((row.name, what), [np.nan])[0] for what in ("reduce", "sum")]
+        more = (row.memory - rows[0].memory) / gradient_bytes if row.name != ALONE else np.nan
+        yield [row.name, step, *ends, step / ms[DDP, "step"][0], *alone, more, error]
 
 
 class Memory:

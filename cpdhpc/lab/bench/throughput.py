@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -29,9 +28,9 @@ from ...collectives.sparse import DTYPES, GATHERED_BYTES
 from ...compress import COMPRESSORS
 from ...compress.base import Aggregator, Array, Context
 from ...compress.bucket import Bucket, State, split_bucket
-from ...config import UserError, among
+from ...config import UserError, among, suggest
 from ...world.ranks import Loopback
-from ..kinds.harness import check_options, parse_counts, parse_names, table
+from ..kinds import flags, printing
 from ..report.figures import IDEAL, Axis, Chart, Panel, Series, image, styles
 from ..settings import options
 from .accuracy import contributions
@@ -72,9 +71,8 @@ class Network(NamedTuple):
     @property
     def bucket(self) -> Bucket:
         """The layout of a gradient."""
-        return Bucket(
-            tuple(layer.name for layer in self.layers), tuple(layer.shape for layer in self.layers)
-        )
+        names, shapes, _ = zip(*self.layers, strict=True)
+        return Bucket(names, shapes)
 
 
 def _weights(name: str, shape: tuple[int, ...], positions: int) -> Iterator[Layer]:
@@ -92,37 +90,37 @@ def _convolution(
         yield Layer(f"{name}.norm", (outputs,), 0)
 
 
-def alexnet() -> Network:
-    """Return AlexNet, whose second, fourth and fifth layer have two groups.
+def _fully_connected(inputs: int) -> Iterator[Layer]:
+    """Yield the last three layers of AlexNet and VGG-A."""
+    for i, shape in enumerate([(4096, inputs), (4096, 4096), (1000, 4096)], 6):
+        yield from _weights(f"fc{i}", shape, 1)
+
+
+def alexnet() -> Iterator[Layer]:
+    """Yield the layers of AlexNet, whose second, fourth and fifth layer have two groups.
 
     Source: Krizhevsky, Sutskever, Hinton: ImageNet classification with deep convolutional neural
     networks, NIPS 2012, section 3.5.
     """
     rows = [(96, 3, 11, 55), (256, 48, 5, 27), (384, 256, 3, 13), (384, 192, 3, 13)]
-    layers: list[Layer] = []
     for i, row in enumerate([*rows, (256, 192, 3, 13)], 1):
-        layers += _convolution(f"conv{i}", *row)
-    for i, shape in enumerate([(4096, 256 * 6 * 6), (4096, 4096), (1000, 4096)], 6):
-        layers += _weights(f"fc{i}", shape, 1)
-    return Network(tuple(layers), "images")
+        yield from _convolution(f"conv{i}", *row)
+    yield from _fully_connected(256 * 6 * 6)
 
 
-def vgg_a() -> Network:
-    """Return VGG-A, of 11 layers.
+def vgg_a() -> Iterator[Layer]:
+    """Yield the layers of VGG-A.
 
     Source: Simonyan, Zisserman: Very deep convolutional networks for large-scale image
     recognition, ICLR 2015, table 1.
     """
-    layers: list[Layer] = []
     inputs, side = 3, 224
     for i, stage in enumerate([(64,), (128,), (256, 256), (512, 512), (512, 512)], 1):
         for j, outputs in enumerate(stage, 1):
-            layers += _convolution(f"conv{i}_{j}", outputs, inputs, 3, side)
+            yield from _convolution(f"conv{i}_{j}", outputs, inputs, 3, side)
             inputs = outputs
         side //= 2
-    for i, shape in enumerate([(4096, 512 * 7 * 7), (4096, 4096), (1000, 4096)], 6):
-        layers += _weights(f"fc{i}", shape, 1)
-    return Network(tuple(layers), "images")
+    yield from _fully_connected(512 * 7 * 7)
 
 
 GOOGLENET_MODULES = {  # name -> side, then outputs: 1x1; 3x3 reduced, 3x3; 5x5 reduced, 5x5; pool
@@ -138,85 +136,79 @@ GOOGLENET_MODULES = {  # name -> side, then outputs: 1x1; 3x3 reduced, 3x3; 5x5 
 }
 
 
-def googlenet() -> Network:
-    """Return GoogLeNet without its auxiliary classifiers.
+def googlenet() -> Iterator[Layer]:
+    """Yield the layers of GoogLeNet without its auxiliary classifiers.
 
     Source: Szegedy et al.: Going deeper with convolutions, CVPR 2015, table 1.
     """
-    layers = [
-        *_convolution("conv1", 64, 3, 7, 112),
-        *_convolution("conv2.reduce", 64, 64, 1, 56),
-        *_convolution("conv2", 192, 64, 3, 56),
-    ]
+    yield from _convolution("conv1", 64, 3, 7, 112)
+    yield from _convolution("conv2.reduce", 64, 64, 1, 56)
+    yield from _convolution("conv2", 192, 64, 3, 56)
     inputs = 192
     for name, (side, one, less3, three, less5, five, pool) in GOOGLENET_MODULES.items():
-        layers += [
-            *_convolution(f"{name}.1x1", one, inputs, 1, side),
-            *_convolution(f"{name}.3x3.reduce", less3, inputs, 1, side),
-            *_convolution(f"{name}.3x3", three, less3, 3, side),
-            *_convolution(f"{name}.5x5.reduce", less5, inputs, 1, side),
-            *_convolution(f"{name}.5x5", five, less5, 5, side),
-            *_convolution(f"{name}.pool", pool, inputs, 1, side),
-        ]
+        yield from _convolution(f"{name}.1x1", one, inputs, 1, side)
+        yield from _convolution(f"{name}.3x3.reduce", less3, inputs, 1, side)
+        yield from _convolution(f"{name}.3x3", three, less3, 3, side)
+        yield from _convolution(f"{name}.5x5.reduce", less5, inputs, 1, side)
+        yield from _convolution(f"{name}.5x5", five, less5, 5, side)
+        yield from _convolution(f"{name}.pool", pool, inputs, 1, side)
         inputs = one + three + five + pool
-    return Network((*layers, *_weights("classifier", (1000, inputs), 1)), "images")
+    yield from _weights("classifier", (1000, inputs), 1)
 
 
-def resnet50() -> Network:
-    """Return ResNet-50, whose blocks halve images in their 3 x 3 convolution.
+def resnet50() -> Iterator[Layer]:
+    """Yield the layers of ResNet-50, whose blocks halve images in their 3 x 3 convolution.
 
     Source: He, Zhang, Ren, Sun: Deep residual learning for image recognition, CVPR 2016, table 1.
     """
-    layers = [*_convolution("conv1", 64, 3, 7, 112, norm=True)]
+    yield from _convolution("conv1", 64, 3, 7, 112, norm=True)
     inputs, side = 64, 56
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width, out = 64 << stage, 56 >> stage
         for block in range(blocks):
             name = f"stage{stage + 1}.{block}"
-            layers += _convolution(f"{name}.1", width, inputs, 1, side, norm=True)
-            layers += _convolution(f"{name}.2", width, width, 3, out, norm=True)
-            layers += _convolution(f"{name}.3", 4 * width, width, 1, out, norm=True)
+            yield from _convolution(f"{name}.1", width, inputs, 1, side, norm=True)
+            yield from _convolution(f"{name}.2", width, width, 3, out, norm=True)
+            yield from _convolution(f"{name}.3", 4 * width, width, 1, out, norm=True)
             if block == 0:
-                layers += _convolution(f"{name}.skip", 4 * width, inputs, 1, out, norm=True)
+                yield from _convolution(f"{name}.skip", 4 * width, inputs, 1, out, norm=True)
             inputs, side = 4 * width, out
-    return Network((*layers, *_weights("classifier", (1000, inputs), 1)), "images")
+    yield from _weights("classifier", (1000, inputs), 1)
 
 
 TOKENS = 32  # of a sentence and of its translation, about the mean of WMT's
 VOCABULARY = 37_000
 
 
-def transformer() -> Network:
-    """Return the base Transformer for translation, with one embedding for input and output.
+def transformer() -> Iterator[Layer]:
+    """Yield the layers of the base Transformer, with one embedding for input and output.
 
     Products of activations in attention have no parameters and are not counted.
     Source: Vaswani et al.: Attention is all you need, NIPS 2017, table 3.
     """
     width, inner = 512, 2048
-    layers = [Layer("embedding", (VOCABULARY, width), TOKENS)]
+
+    def norm(name: str) -> Iterator[Layer]:
+        yield from (Layer(f"{name}.norm.{each}", (width,), 0) for each in ("weight", "bias"))
+
+    yield Layer("embedding", (VOCABULARY, width), TOKENS)
     for part, attentions in (("encoder", 1), ("decoder", 2)):
-        for i in range(6):
-            name = f"{part}.{i}"
-            for j in range(attentions):
+        for name in (f"{part}.{i}" for i in range(6)):
+            for attention in (f"{name}.attention{j}" for j in range(attentions)):
                 for each in ("query", "key", "value", "out"):
-                    layers += _weights(f"{name}.attention{j}.{each}", (width, width), TOKENS)
-                layers += _norm(f"{name}.attention{j}", width)
-            layers += _weights(f"{name}.inner", (inner, width), TOKENS)
-            layers += _weights(f"{name}.outer", (width, inner), TOKENS)
-            layers += _norm(name, width)
-    return Network(tuple(layers), "sentences")
-
-
-def _norm(name: str, width: int) -> list[Layer]:
-    return [Layer(f"{name}.norm.{each}", (width,), 0) for each in ("weight", "bias")]
+                    yield from _weights(f"{attention}.{each}", (width, width), TOKENS)
+                yield from norm(attention)
+            yield from _weights(f"{name}.inner", (inner, width), TOKENS)
+            yield from _weights(f"{name}.outer", (width, inner), TOKENS)
+            yield from norm(name)
 
 
 NETWORKS: dict[str, Callable[[], Network]] = {
-    "alexnet": alexnet,
-    "googlenet": googlenet,
-    "vgg-a": vgg_a,
-    "resnet50": resnet50,
-    "transformer": transformer,
+    "alexnet": lambda: Network(tuple(alexnet()), "images"),
+    "googlenet": lambda: Network(tuple(googlenet()), "images"),
+    "vgg-a": lambda: Network(tuple(vgg_a()), "images"),
+    "resnet50": lambda: Network(tuple(resnet50()), "images"),
+    "transformer": lambda: Network(tuple(transformer()), "sentences"),
 }
 
 
@@ -228,27 +220,36 @@ MEASURED_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add = options(parser)
-    add("--network NAME", "network: " + ", ".join(NETWORKS), "resnet50")
+    names, above_0 = flags.names, flags.above_0()
+    network = flags.named(among(NETWORKS))
+    add("--network NAME", "network: " + ", ".join(NETWORKS), "resnet50", type=network)
     add(
         "--methods NAME",
         "compressors, separated by spaces or commas (default: all)",
-        list(COMPRESSORS),
+        [*COMPRESSORS],
         nargs="+",
     )
-    add("--batch N", "samples of each worker", 32)
-    add("--workers N,...", "numbers of workers", "1,2,4,8,16,32,64,128,256,512")
-    add("--links GBIT,...", "rates of links, 1e9 bit/s", "1,10,100,400")
+    add("--batch N", "samples of each worker", 32, type=flags.at_least(1))
+    workers = "1,2,4,8,16,32,64,128,256,512"
+    add("--workers N,...", "numbers of workers", workers, type=flags.counts)
+    add("--links GBIT,...", "rates of links, 1e9 bit/s", "1,10,100,400", type=_links)
     compute = options(parser.add_mutually_exclusive_group())
-    compute("--rate RATE", "samples/s of one worker, as you measured", float)
-    compute("--tflops TFLOPS", "TFLOP/s of one worker in training (default: measured here)", float)
-    add(
-        "--machine MACHINE.toml",
-        "file of bench fit (default: times of round figures)",
-        Path,
-    )
-    add("--algorithms NAME,...", "algorithms, of which an all-reduce takes the fastest", "ring,rhd")
-    add("--bucket-mib MIB", "size of buckets, as in a job", 25.0)
+    compute("--rate RATE", "samples/s of one worker, as you measured", above_0)
+    tflops = "TFLOP/s of one worker in training (default: measured here)"
+    compute("--tflops TFLOPS", tflops, above_0)
+    machine = "file of bench fit (default: times of round figures)"
+    add("--machine MACHINE.toml", machine, Path)
+    algorithms = "algorithms, of which an all-reduce takes the fastest"
+    add("--algorithms NAME,...", algorithms, "ring,rhd", type=names(among(SCHEDULES)))
+    add("--bucket-mib MIB", "size of buckets, as in a job", 25.0, type=above_0)
     add("--png FILE.png", "draw the figures", Path)
+
+
+def _links(text: str) -> list[float]:
+    try:
+        return [flags.above_0()(each) for each in text.split(",")]
+    except UserError:
+        raise UserError(f"{text}: must be numbers above 0, in Gb/s") from None
 
 
 @dataclass(frozen=True)
@@ -288,8 +289,13 @@ def measured_flops() -> float:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the assumptions, a table for each speed of links, and draw them."""
-    given, machine = _checked(arguments), as_machine(arguments.machine)
-    network: Network = NETWORKS[arguments.network]()
+    methods = flags.methods(arguments.methods)
+    for name in methods:
+        if name not in COMPRESSORS:
+            raise UserError(f"--methods {name}: {suggest(name, COMPRESSORS)}")
+    if not methods or not arguments.algorithms:
+        raise UserError("--methods, --algorithms: must name one at least")
+    machine, network = as_machine(arguments.machine), NETWORKS[arguments.network]()
     if arguments.rate:
         compute_s, source = arguments.batch / arguments.rate, "from --rate"
     else:
@@ -299,51 +305,25 @@ def run(arguments: argparse.Namespace) -> None:
         compute_s = arguments.batch * network.flop / flops
     calls = {
         name: calls_of(COMPRESSORS[name](), network.bucket, arguments.bucket_mib)
-        for name in given["methods"]
+        for name in methods
     }
-    model = Model(network, arguments.batch, compute_s, calls, given["algorithms"])
-    print("\n".join(_rests_on(arguments, model, machine, source, max(given["workers"]))))
+    model = Model(network, arguments.batch, compute_s, calls, arguments.algorithms)
+    workers = arguments.workers
+    print("\n".join(_rests_on(arguments, model, machine, source, max(workers))))
     rates = {
-        (link, name): [
-            model.rate(name, p, replace(machine, beta_s=8e-9 / link)) for p in given["workers"]
-        ]
-        for link in given["links"]
+        (link, name): [model.rate(name, p, replace(machine, beta_s=8e-9 / link)) for p in workers]
+        for link in arguments.links
         for name in calls
     }
-    for link in given["links"]:
-        print("\n".join(_table(link, given["workers"], rates, network.sample)))
+    for link in arguments.links:
+        forms = {"method": "12"} | {str(count): "9.4g" for count in workers}
+        of_link = [(name, *each) for (speed, name), each in rates.items() if speed == link]
+        print(f"# {network.sample}/s by workers, links of {link:g} Gb/s")
+        print("\n".join(printing.table(forms, of_link)))
     if arguments.png:
-        drawn = chart(arguments.network, given["workers"], rates, model)
+        drawn = chart(arguments.network, workers, rates, model)
         store.put(arguments.png, image(drawn, arguments.png.suffix[1:] or "png"))
         print(f"wrote {arguments.png}")
-
-
-def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the lists that the options name. Raises UserError."""
-    check_options(arguments, 1, "batch")
-    parse_names("--network", arguments.network, among(NETWORKS))
-    for option in ("rate", "tflops", "bucket_mib"):
-        value = getattr(arguments, option)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{option.replace('_', '-')} {value:g}: must be above 0, and finite")
-    try:
-        links = [float(text) for text in arguments.links.split(",")]
-    except ValueError:
-        links = [0.0]
-    if not all(0 < link < math.inf for link in links):
-        raise UserError(f"--links {arguments.links}: must be numbers above 0, in Gb/s")
-    if arguments.png and not os.access(arguments.png.absolute().parent, os.W_OK):
-        raise UserError(f"--png {arguments.png}: its directory cannot be written to")
-    methods = parse_names("--methods", ",".join(arguments.methods), among(COMPRESSORS))
-    algorithms = parse_names("--algorithms", arguments.algorithms, among(SCHEDULES))
-    if not methods or not algorithms:
-        raise UserError("--methods, --algorithms: must name one at least")
-    return {
-        "links": links,
-        "methods": methods,
-        "algorithms": algorithms,
-        "workers": parse_counts("--workers", arguments.workers),
-    }
 
 
 def _rests_on(
@@ -364,26 +344,16 @@ def _rests_on(
         f"all-reduce takes the fastest of {', '.join(model.algorithms)}",
         "payloads counted on 4 ranks with random gradients of widely spread magnitudes",
     ]
-    heads = f"{'method':>12} {'calls':>6} {'payload(MB)':>12} {'of float32':>10} {'bits/value':>10}"
-    rows = [f"{heads} {f'sent by a worker of {most}(MB)':>28}"]
+    forms = {"method": "12", "calls": "6", "payload(MB)": "12.4g", "of float32": "10.2%"}
+    forms |= {"bits/value": "10.3g", f"sent by a worker of {most}(MB)": "28.4g"}
+    rows = []
     for name, calls in model.calls.items():
         size = math.fsum(call.size_bytes for call in calls)
         sent = model.step(name, most, machine)[1]
-        rows.append(
-            f"{name:>12} {len(calls):>6} {size / 1e6:>12.4g} {size / dense:>10.2%} "
-            f"{8 * size / network.parameters:>10.3g} {sent / 1e6:>28.4g}"
-        )
-    return [f"# {line}" for line in [*lines, *rows]]
-
-
-def _table(
-    link: float, workers: Sequence[int], rates: Mapping[tuple[float, str], list[float]], sample: str
-) -> list[str]:
-    """Return the table of one speed of links."""
-    rows = [f"# {sample}/s by workers, links of {link:g} Gb/s"]
-    forms = {"method": "12"} | {str(count): "9.4g" for count in workers}
-    of_link = [(name, *each) for (speed, name), each in rates.items() if speed == link]
-    return rows + table(forms, of_link)
+        share, bits = size / dense, 8 * size / network.parameters
+        rows.append((name, len(calls), size / 1e6, share, bits, sent / 1e6))
+    of_methods = printing.table(forms, rows)
+    return [*(f"# {line}" for line in lines), of_methods[0], *("#" + x[1:] for x in of_methods[1:])]
 
 
 def chart(

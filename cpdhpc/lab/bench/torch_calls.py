@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...whole_files import put
 from ...world.cores import own_cores
 from ...world.mpi import World
-from ..kinds.harness import (
-    add_repeats,
-    check_options,
-    comments,
-    interleave_ranks,
-    machine_line,
-    parse_sizes,
-    table,
-)
+from ..kinds import flags, printing, timing
 from ..report.figures import Axis, Chart, Series, image, panels_with, spread, styles
-from ..settings import check_picture, options
+from ..settings import options
 
 BACKENDS = ("gloo", "cpdhpc")
 CALLS_S = 0.002  # least duration of a sample, which is of several calls if these are short
@@ -45,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes SIZE,...",
         "bytes of the larger tensor of a call: 1MiB,16MiB or first:last:xFACTOR",
         "64:64MiB:x8",
+        type=flags.sizes,
     )
-    add_repeats(parser, 10, 2)
+    flags.add_repeats(parser, 10, 2)
     add("--png FILE.png", "draw times by size, medians with the fastest and slowest samples", Path)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Microseconds of a call of one size, float64[repeats] by backend: of the slowest rank."""
 
     size_bytes: int
@@ -68,12 +59,6 @@ class Row:
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Measure all calls, and print a line for each. Collective. Raises UserError everywhere."""
-    check_options(arguments, 1, "repeats")
-    check_options(arguments, 0, "warmup")
-    sizes = world.agreed(lambda: parse_sizes(arguments.sizes))
-    png: Path | None = arguments.png
-    if png is not None:
-        world.on_first(lambda: check_picture(png, "--png"))
     import torch
     from torch import distributed
 
@@ -88,50 +73,40 @@ def run(arguments: argparse.Namespace, world: World) -> None:
                 "cpdhpc": distributed.group.WORLD,
                 "gloo": distributed.new_group(backend="gloo"),
             }
-            machine = machine_line(world) + f", torch {torch.__version__}"
-            heading = comments(
-                [
-                    f"{machine}; {cores}",
-                    f"medians of {arguments.repeats} samples of the slowest rank, the cases in "
-                    f"turns; of as many calls as take {CALLS_S:g} s; lowest: the fastest sample",
-                ]
-            )
+            machine = printing.machine_line(world) + f", torch {torch.__version__}"
+            above = [
+                f"{machine}; {cores}",
+                f"medians of {arguments.repeats} samples of the slowest rank, the cases in "
+                f"turns; of as many calls as take {CALLS_S:g} s; lowest: the fastest sample",
+            ]
             rows: list[Row] = []
-            for row in _rows(world, groups, sizes, arguments):
-                lines = table(FORMS, [row.cells])
-                if world.process == 0:
-                    print("\n".join([*heading, *lines] if not rows else lines[1:]), flush=True)
-                rows.append(row)
-            if png is not None:
+
+            def cells() -> Iterator[list[object]]:
+                for row in _rows(world, groups, arguments):
+                    rows.append(row)
+                    yield row.cells
+
+            printing.show(world, above, FORMS, cells())
+            if (png := arguments.png) is not None:
                 kind = png.suffix[1:].lower()
                 world.on_first(lambda: put(png, image(chart(rows, machine), kind)))
     finally:
         distributed.destroy_process_group()
 
 
-def _rows(
-    world: World, groups: dict[str, Any], sizes: list[int], arguments: argparse.Namespace
-) -> Iterator[Row]:
+def _rows(world: World, groups: dict[str, Any], arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield the times of each size and call. Collective."""
-    for size in sizes:
+    for size in arguments.sizes:
         for name, call in calls(size, world.size).items():
-            cases = {}
+            cases, counts = {}, {}
             for backend in BACKENDS:
                 case = partial(call, groups[backend])
                 case()
-                (once,) = interleave_ranks(world, {"": case}, 1, 1).values()
-                cases[backend] = partial(_often, case, max(1, int(CALLS_S / once[-1].max())))
-            found = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
-            us = {
-                backend: 1e6 / cases[backend].args[1] * each[arguments.warmup :].max(axis=1)
-                for backend, each in found.items()
-            }
-            yield Row(size, name, us)
-
-
-def _often(case: Callable[[], object], count: int) -> None:
-    for _ in range(count):
-        case()
+                (once,) = timing.slowest(world, {"": case}, 1, 1).values()
+                counts[backend] = max(1, int(CALLS_S / once[0]))
+                cases[backend] = timing.often(case, counts[backend])
+            found = timing.slowest(world, cases, arguments.repeats, arguments.warmup)
+            yield Row(size, name, {b: 1e6 / counts[b] * each for b, each in found.items()})
 
 
 def calls(size_bytes: int, ranks: int) -> dict[str, Callable[[Any], object]]:

@@ -89,6 +89,18 @@ class Parser(argparse.ArgumentParser):
             self.print_usage(sys.stderr)
         self.exit(refuse(line))
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """Return a value; a UserError of the option's own type is raised, with the option."""
+        from ...errors import UserError
+
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, UserError):
+                name = "/".join(action.option_strings) or action.metavar
+                raise UserError(f"{name} {error.__context__}") from None
+            raise
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(each) for each in action.choices]

@@ -18,7 +18,8 @@ from pathlib import Path
 from ... import store
 from ...lazy import to_install
 from ...world.mpi import World
-from ..kinds.harness import add_device, machine_line
+from ..kinds.flags import add_device
+from ..kinds.printing import machine_line
 from ..settings import check_file, options
 from ..verify.pages import verify_report
 from ..verify.results import KIND, Results

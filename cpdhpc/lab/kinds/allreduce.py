@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import ConfigError, Raw, UserError, among
 from ...formats import (
-    IN_BLOCKS,
-    INTEGERS,
     SHARED,
-    FloatFormat,
     sum_bits,
     wire_format,
-    wire_scaling,
 )
 from ...methods import (
     ACCUMULATES,
@@ -26,13 +22,12 @@ from ...methods import (
     BASELINES,
     COLLECTIVES,
     EXACT,
-    GROW,
     MAX_SUM_BITS,
     MEMCPY,
     SCALINGS,
     SUMMING,
 )
-from ..study_data import ABSENT, DEVICE, SEATS, Factor, Factors, Value, device_used, float32_size
+from ..study_data import DEVICE, SEATS, Factor, Factors, Value, device_used, float32_size
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -83,7 +78,12 @@ def _used(given: Factors) -> dict[str, Value]:
     if algorithm not in BASELINES and (call := given.get("call") or PLAIN) != PLAIN:
         found["call"] = _call(str(call), name, str(device.get("device", "cpu")))
     if name != ALL_REDUCE:
-        return found | {"collective": name} | _used_by_other(name, given)
+        known = (*COLLECTIVES.get(name, ()), MPI)
+        if algorithm not in known:
+            raise ValueError(f"{name} has no algorithm {algorithm}, only {', '.join(known)}")
+        if algorithm == MPI and wire != "raw":
+            raise ValueError(f"{name} of mpi is measured for wire raw")
+        return found | {"collective": name} | _rounded(name, given)
     if algorithm in BASELINES:
         kind = str(device.get("device", "cpu"))
         if kind not in BASELINE_DEVICES[algorithm]:
@@ -92,11 +92,7 @@ def _used(given: Factors) -> dict[str, Value]:
         if wire not in wires:
             raise ValueError(f"{algorithm} has no wire {wire}, only {', '.join(wires)}")
         return found
-    if wire == "raw":  # has neither scaling nor rounding
-        return found
-    accumulate = _accumulate(algorithm, wire, str(given["accumulate"]))
-    scaling = _scaling(wire, accumulate, str(given["value_scaling"]))
-    return found | {"value_scaling": scaling, "accumulate": accumulate}
+    return found | _rounded(ALL_REDUCE, given)
 
 
 def _call(call: str, name: str, device: str) -> str:
@@ -108,58 +104,40 @@ def _call(call: str, name: str, device: str) -> str:
     return call
 
 
-def _used_by_other(name: str, given: Factors) -> dict[str, Value]:
-    """Return the factors of scaling and accumulation of a collective other than the all-reduce."""
-    algorithm, wire = str(given["algorithm"]), str(given["wire"])
-    known = (*COLLECTIVES.get(name, ()), MPI)
-    if algorithm not in known:
-        raise ValueError(f"{name} has no algorithm {algorithm}, only {', '.join(known)}")
-    if algorithm == MPI and wire != "raw":
-        raise ValueError(f"{name} of mpi is measured for wire raw")
-    if wire == "raw":
+def _rounded(name: str, given: Factors) -> dict[str, Value]:
+    """Return scaling and accumulation, of a method that has them; by default its own.
+
+    Raises ValueError if the method does.
+    """
+    from ...collectives.allreduce import Allreduce
+    from ...collectives.collective import Collective
+
+    keys = "wire", "algorithm", "value_scaling", "accumulate"
+    wire, algorithm, scaling, way = (str(given[key]) or None for key in keys)
+    if wire == "raw":  # has neither scaling nor rounding
         return {}
-    way = str(given["accumulate"])
-    if name in SUMMING:
-        accumulate = _accumulate(algorithm, wire, way)
-        return {
-            "value_scaling": _scaling(wire, accumulate, str(given["value_scaling"])),
-            "accumulate": accumulate,
-        }
-    if way != ABSENT:
-        raise ValueError(f"{name} adds nothing: it has no accumulate")
-    how = EXACT if wire in INTEGERS else ""
-    return {"value_scaling": _scaling(wire, how, str(given["value_scaling"]))}
+    assert wire and algorithm, "every case has them"
+    choices = wire, algorithm, scaling, way
+    try:
+        if name == ALL_REDUCE:
+            return factors_of(Allreduce(*choices))
+        return factors_of(Collective(*choices, collective=name))
+    except ValueError as error:
+        raise ValueError(f"{algorithm}: {str(error).removeprefix(f'{name}: ')}") from None
 
 
-def _accumulate(algorithm: str, wire: str, given: str) -> str:
-    row = ALGORITHMS[algorithm]
-    grows = isinstance(wire_format(wire), FloatFormat)
-    ways = [way for way in row.ways if grows or way != GROW]
-    own = (EXACT,) if wire in INTEGERS else (*ways, EXACT)
-    if given == ABSENT:
-        return EXACT if wire in INTEGERS else row.default if grows else row.fixed
-    if given not in own:
-        what = f"wire {wire}" if wire in INTEGERS else algorithm
-        raise ValueError(f"{what} does not accumulate by {given}, only by {', '.join(own)}")
-    return given
+def factors_of(method: Any) -> dict[str, Value]:
+    """Return the factors of a method: of class Allreduce, or Collective."""
+    from ...collectives.method import AUTO
 
-
-def _scaling(wire: str, accumulate: str, given: str) -> str:
-    scaling = given or ("aps" if accumulate == EXACT else wire_scaling(wire))
-    kind, _, number = scaling.partition(":")
-    if accumulate == EXACT:
-        allowed = ("aps",) if wire in INTEGERS else ("aps", "static", "none")
-        if kind not in allowed:
-            what = f"wire {wire}" if wire in INTEGERS else "an exact sum"
-            raise ValueError(f"{what} is scaled by {' or '.join(allowed)}, not by {kind}")
-    if wire in IN_BLOCKS and kind != wire_scaling(wire):
-        raise ValueError(f"wire {wire} is scaled by {wire_scaling(wire)}, not by {kind}")
-    if kind == "static":
-        fmt = wire_format(wire)
-        assert fmt is not None, "raw is not scaled"
-        if not fmt.shift_min <= int(number) <= fmt.shift_max:
-            raise ValueError(f"{scaling}: K of {wire} is {fmt.shift_min}..{fmt.shift_max}")
-    return scaling
+    found: dict[str, Value] = {"algorithm": method.algorithm, "wire": str(method.wire)}
+    if method.fmt is None:
+        return found
+    found["value_scaling"] = method.scaling or method.parsed_scaling.kind
+    if method.algorithm == AUTO:
+        return found | ({"accumulate": method.accumulate} if method.accumulate else {})
+    adds = getattr(method, "collective", ALL_REDUCE) in (ALL_REDUCE, *SUMMING)
+    return found | ({"accumulate": method.accumulating} if adds else {})
 
 
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:

@@ -26,7 +26,7 @@ from ...world.cores import threads_of_rank
 from ...world.gpu_messages import use_own_gpu
 from ...world.ranks import Ranks
 from ..study_data import Factors
-from .harness import interleave_ranks, on_device, whole
+from .timing import interleave_ranks, on_device, whole
 
 Array = NDArray[np.float32]
 LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks

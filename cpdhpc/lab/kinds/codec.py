@@ -92,7 +92,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
         operations,
         sparse_operations,
     )
-    from .harness import on_device, whole
+    from .timing import on_device, whole
 
     factors, world = case.factors, place.world
     operation, device = str(factors["operation"]), place.take_device(factors)

@@ -22,7 +22,7 @@ from ...formats import (
 )
 from ...methods import CODEC_OPERATIONS, MEMCPY
 from ...ops import backend_of, cpu, reference, to_host
-from .harness import whole
+from .timing import whole
 
 Array = Any  # NumPy's, or CuPy's
 CHECKED = 5000  # values that are compared with the specification

@@ -14,7 +14,7 @@ from ...methods import SUMMING
 from ...ops import to_host
 from ...world.ranks import Ranks
 from .allreduce_cases import APART, LARGEST, Array, Data, TimedCase
-from .harness import on_device, whole
+from .timing import on_device, whole
 
 
 class Given(NamedTuple):

@@ -27,7 +27,7 @@ from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..darray_show import OPTIONS, HaloSpec, parsed, spec_of
 from ..study_data import Factors, Value
-from .harness import on_device, whole
+from .timing import on_device, whole
 
 Array = NDArray[Any]
 Run = Callable[[], object]

@@ -22,7 +22,7 @@ from ...world.mpi import World
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
 from ..schedulers import facts
 from ..study_data import Case, Factors, Outcomes
-from .harness import ping_pong
+from .timing import ping_pong
 
 T = TypeVar("T")
 KEPT = 2  # data of cases that stay in memory between visits

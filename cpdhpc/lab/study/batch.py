@@ -25,8 +25,8 @@ from ...world.ranks import Loopback, Ranks
 from .. import binding
 from ..claim import Claim, read_claim
 from ..kinds.base import BEFORE, Calls, Measure, Measuring
-from ..kinds.harness import FURTHER, Measured, Point, interleave_ranks
 from ..kinds.place import Launch, Place, environment
+from ..kinds.timing import FURTHER, Measured, Point, interleave_ranks
 from ..provenance import difference, hosts, machine
 from ..schedulers import current
 from ..signals import Caught, Interrupted, catching

@@ -39,7 +39,7 @@ from ..darray_show import HaloSpec
 from ..kinds.allreduce_cases import no_torch
 from ..kinds.codec_cases import format_of
 from ..kinds.halo_cases import ACCUMULATE, COPIED, EXCHANGE, OURS, Setting, open_cases
-from ..kinds.harness import on_device
+from ..kinds.timing import on_device
 from .base import Array, Check, Found, Place
 from .outcomes import (
     KEY,

@@ -14,9 +14,8 @@ from ...world.cores import own_cores
 from ..kinds.allreduce import ALLREDUCE
 from ..kinds.allreduce_cases import group_of, missing
 from ..kinds.codec_cases import format_of, operations
-from ..kinds.harness import interleave_ranks, on_device
 from ..kinds.place import Place as Ranks
-from ..kinds.sweep import measure
+from ..kinds.timing import interleave_ranks, measure, on_device
 from ..study_data import Factors
 from .base import Check, Found, Place, Ratio
 

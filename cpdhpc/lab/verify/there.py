@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import UserError
 from ...world.gpu_messages import gpu_aware, use_gpu
-from ..kinds.harness import PING_BYTES, line, message_times
+from ..kinds.timing import PING_BYTES, line, message_times
 from ..provenance import gpu, gpu_rows, info_rows
 from .base import Check, Found, Place
 
