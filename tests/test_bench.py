@@ -22,8 +22,7 @@ from cpdhpc.lab.kinds.allreduce_cases import (
     Data,
     TimedCase,
     bound_s,
-    integer_data,
-    normal_data,
+    data_of,
     wire_bytes,
 )
 from cpdhpc.lab.kinds.codec import CODEC
@@ -68,13 +67,13 @@ def test_tables_have_columns_as_wide_as_their_headings() -> None:
 
 
 def test_data_of_the_ranks_has_the_sum_that_is_promised() -> None:
-    for make in (integer_data, normal_data):
-        data = [make(2000, _Rank(rank, 5)) for rank in range(5)]
+    for exact in (True, False):
+        data = [data_of(2000, _Rank(rank, 5), exact) for rank in range(5)]
         total = np.sum([each.x.astype(np.float64) for each in data], axis=0)
         for each in data:
             np.testing.assert_allclose(each.total, total, rtol=0, atol=2**-45)  # 5 terms below 8
         assert len({each.x.tobytes() for each in data}) == 5
-        if make is integer_data:
+        if exact:
             assert all(np.array_equal(each.total, total) for each in data)
 
 

@@ -58,6 +58,7 @@ def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
         ("ring", "mxfp4", "tile", "", "mxfp4"),
         ("ring", "int4", "", "", ("aps", "exact")),
         ("ring", "int4", "tile", "", "tile"),
+        ("ring", "posit8es1", "", "exact", "exact sums are of floating-point formats"),
         ("tree", "e2m1fn", "none", "", ("none", "requantise")),
         ("tree", "e2m1fn", "", "grow", "grow"),
         ("direct", "e5m2", "block16", "", ("block16", "float32")),

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(
         parser, "replace a value of the file, for example train.batch=120; may be repeated"
     )
-    add("--rows NAME,...", "rows of the file (default: all)")
+    add("--rows NAME,...", "rows of the file (default: all)", flags.names(str))
     flags.add_repeats(parser, 10, 2, "steps")
 
 
@@ -80,12 +80,9 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     rows: dict[str, Job] = {}
     for job in load(arguments.file, settings_of(arguments)):
         rows.setdefault(job.name, job)
-    names = list(rows)
-    if arguments.rows is not None:
-        names = [name.strip() for name in arguments.rows.split(",") if name.strip()]
-        names = list(dict.fromkeys(names))
-        if not names:
-            raise UserError(f"--rows {arguments.rows}: names no row")
+    names = list(rows) if arguments.rows is None else arguments.rows
+    if not names:
+        raise UserError("--rows ,: names no row")
     for name in names:
         if name not in rows:
             raise UserError(f"--rows {name}: {suggest(name, rows)}")

@@ -89,12 +89,12 @@ class Parser(argparse.ArgumentParser):
             self.print_usage(sys.stderr)
         self.exit(refuse(line))
 
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Return a value; a UserError of the option's own type is raised, with the option."""
         from ...errors import UserError
 
         try:
-            return super()._get_value(action, text)
+            return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
             if isinstance(error.__context__, UserError):
                 name = "/".join(action.option_strings) or action.metavar

@@ -41,48 +41,49 @@ class Data(NamedTuple):
     total: NDArray[np.float64]
 
 
-def window_data(numbers: Array, n: int, world: Ranks) -> Data:
-    """Return the data of this rank: a window of common numbers that differs from other ranks'."""
-    total = np.zeros(n)
-    for rank in range(world.ranks):
-        total += numbers[rank * APART : rank * APART + n]
-    start = world.hosted.start * APART
-    return Data(numbers[start : start + n].copy(), total)
+def windows(n: int, world: Ranks, exact: bool) -> list[Array]:
+    """Return float32[n] of each rank: windows of common numbers, which differ.
+
+    exact: whether they are small integers: every order of summation gives their exact sum
+    """
+    rng, size = np.random.default_rng(0), n + world.ranks * APART
+    if exact:
+        numbers = rng.integers(-LARGEST, LARGEST + 1, size).astype(np.float32)
+    else:
+        numbers = rng.standard_normal(size, np.float32)
+    return [numbers[rank * APART : rank * APART + n] for rank in range(world.ranks)]
 
 
-def integer_data(n: int, world: Ranks) -> Data:
-    """Return small integers: every order of summation gives their exact sum."""
-    rng = np.random.default_rng(0)
-    size = n + world.ranks * APART
-    return window_data(rng.integers(-LARGEST, LARGEST + 1, size).astype(np.float32), n, world)
+def total_of(arrays: Sequence[Array]) -> NDArray[np.float64]:
+    """Return the sum of arrays in float64, rank by rank."""
+    total = np.zeros(len(arrays[0]))
+    for each in arrays:
+        total += each
+    return total
 
 
-def normal_data(n: int, world: Ranks) -> Data:
-    """Return standard normal values."""
-    rng = np.random.default_rng(0)
-    return window_data(rng.standard_normal(n + world.ranks * APART, np.float32), n, world)
+def data_of(n: int, world: Ranks, exact: bool) -> Data:
+    """Return the data of this rank; exact: see windows."""
+    every = windows(n, world, exact)
+    return Data(every[world.hosted.start].copy(), total_of(every))
 
 
 class Arrays:
     """The arrays of n values that the all-reduces of a rank share, each made when first used.
 
-    out: where results go; integers, normal: see the functions that make them
+    out: where results go
     """
 
     def __init__(self, world: Ranks, n: int, device: str) -> None:
         self._world, self._n, self._device = world, n, device
+        self._data: dict[bool, Data] = {}
 
     def data(self, exact: bool) -> Data:
         """Return integers if sums are to be exact, else normal values."""
-        return self.integers if exact else self.normal
-
-    @cached_property
-    def integers(self) -> Data:
-        return self._on_device(integer_data(self._n, self._world))
-
-    @cached_property
-    def normal(self) -> Data:
-        return self._on_device(normal_data(self._n, self._world))
+        if exact not in self._data:
+            made = data_of(self._n, self._world, exact)
+            self._data[exact] = made._replace(x=on_device(made.x, self._device))
+        return self._data[exact]
 
     @cached_property
     def out(self) -> Array:
@@ -98,11 +99,13 @@ class Arrays:
         if self._world.shared() is None:
             raise UserError("call shared: the processes of a node share no memory here")
         whole_lines = -(-self._n // 16) * 16  # of 64 bytes
-        x, y, out = (row[: self._n] for row in empty_shared(self._world, (3, whole_lines)))
-        x[:], y[:] = self.integers.x, self.normal.x
         found = Arrays(self._world, self._n, self._device)
-        found.integers, found.normal = self.integers._replace(x=x), self.normal._replace(x=y)
-        found.out = out
+        rows = empty_shared(self._world, (3, whole_lines))
+        for exact, row in zip((True, False), rows, strict=False):
+            x, own = row[: self._n], self.data(exact)
+            x[:] = own.x
+            found._data[exact] = own._replace(x=x)
+        found.out = rows[2][: self._n]
         return found
 
     @cached_property
@@ -119,9 +122,6 @@ class Arrays:
         run = whole(copy, target)
         times = interleave_ranks(self._world, {MEMCPY: run}, COPIES)[MEMCPY][1:]
         return float(times.max(axis=1).min())
-
-    def _on_device(self, data: Data) -> Data:
-        return data._replace(x=on_device(data.x, self._device))
 
 
 @dataclass
@@ -206,13 +206,13 @@ Baseline = Callable[[Ranks, Arrays], TimedCase]
 
 def _mpi(world: Ranks, arrays: Arrays) -> TimedCase:
     """MPI_Allreduce of float32, called without any of ours around it."""
-    data, out = arrays.integers, arrays.out
+    data, out = arrays.data(True), arrays.out
     return TimedCase("mpi", data, out, lambda: carrier_of(world, out).sum_by_mpi(out, data.x))
 
 
 def _memcpy(world: Ranks, arrays: Arrays) -> TimedCase:
     """Copy the array on all ranks at once: the least that an all-reduce reads and writes."""
-    data, out = arrays.integers, arrays.out
+    data, out = arrays.data(True), arrays.out
 
     def run() -> None:
         out[...] = data.x
@@ -224,7 +224,7 @@ def _float32(library: str) -> Baseline:
     """Return the all-reduce of a library of torch.distributed in float32, in place as in DDP."""
 
     def case(world: Ranks, arrays: Arrays) -> TimedCase:
-        data, out = arrays.integers, arrays.out
+        data, out = arrays.data(True), arrays.out
 
         def fill() -> None:
             out[...] = data.x
@@ -239,7 +239,7 @@ def _half(library: str, dtype: str) -> Baseline:
     """A library of torch.distributed in 16 bits, with the conversions, as DDP's hooks do."""
 
     def case(world: Ranks, arrays: Arrays) -> TimedCase:
-        data, out = arrays.normal, arrays.out
+        data, out = arrays.data(False), arrays.out
         run = whole(lambda: sum_half(data.x, out, dtype), out)
         return TimedCase(f"{library} {dtype}", data, out, run, exact=False)
 

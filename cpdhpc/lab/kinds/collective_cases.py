@@ -13,7 +13,7 @@ from ...collectives.method import MPI_ALLREDUCE
 from ...methods import SUMMING
 from ...ops import to_host
 from ...world.ranks import Ranks
-from .allreduce_cases import APART, LARGEST, Array, Data, TimedCase
+from .allreduce_cases import LARGEST, Array, Data, TimedCase, total_of, windows
 from .timing import on_device, whole
 
 
@@ -32,29 +32,22 @@ def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
     integers: whether they are small integers, whose sums are exact
     """
     ranks, rank = world.ranks, world.rank
-    rng, size = np.random.default_rng(0), n + ranks * APART
-    if integers:
-        numbers = rng.integers(-LARGEST, LARGEST + 1, size).astype(np.float32)
-    else:
-        numbers = rng.standard_normal(size, np.float32)
     each = n // ranks
     n, block = each * ranks, slice(rank * each, rank * each + each)
-    windows = [numbers[i * APART : i * APART + n] for i in range(ranks)]
-    x: Any = windows[rank].copy()
+    every = windows(n, world, integers)
+    x: Any = every[rank].copy()
     result: Any = None
     if name in SUMMING:
-        total = np.zeros(n)
-        for window in windows:
-            total += window
+        total = total_of(every)
         result = total[block] if name == "reduce_scatter" else total
     elif name == "broadcast":
-        result = windows[0]
+        result = every[0]
     elif name == "scatter":
-        result = windows[0][block]
+        result = every[0][block]
     elif name == "all_to_all":
-        result = np.concatenate([window[block] for window in windows])
+        result = np.concatenate([window[block] for window in every])
     else:
-        x, result = x[:each], np.concatenate([window[:each] for window in windows])
+        x, result = x[:each], np.concatenate([window[:each] for window in every])
     if name in ("reduce", "gather") and rank:
         result = None
     return Given(None if name == "scatter" and rank else x, result, n)
