@@ -78,7 +78,7 @@ def test_auto_has_a_row_of_the_algorithm_that_it_takes(
         ("bench accuracy --ways ring:kahan", "--ways ring:kahan: accumulate='kahan': known are"),
         ("bench accuracy --ways rings", "--ways rings: "),
         ("bench accuracy --scalings aps,layer", "--scalings layer: known are aps, "),
-        ("bench accuracy --data none", "--data none: known are agreeing, noise, spread"),
+        ("bench accuracy --data none", "--data none: did you mean noise?"),
         ("bench accuracy --csv no/such/a.csv", "--csv no/such/a.csv: no/such is no directory"),
         ("bench layer --ranks 0", "--ranks 0: must be 1 or more"),
         ("bench layer --field 0", "--field 0: must be 1 or more"),

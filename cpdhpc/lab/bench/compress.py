@@ -614,8 +614,8 @@ def chart(points: Sequence[Point]) -> Chart:
         for p in last
     ]
     by_bytes = spread("bytes that a rank sends", [p.most_bytes for p in last])
-    y = Axis("cosine to the exact mean", limits=(None, 1.03))
-    panels = [Panel(f"cosine, {ranks[-1]} ranks", by_bytes, y, cosines)]
+    of_cosines = Axis("cosine to the exact mean", limits=(None, 1.03))
+    panels = [Panel(f"cosine, {ranks[-1]} ranks", by_bytes, of_cosines, cosines)]
     figures: dict[str, tuple[str, Callable[[Point], float]]] = {
         "bytes by ranks": ("bytes that a rank sends", lambda p: p.most_bytes),
         "non-zero values by ranks": (
