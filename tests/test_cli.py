@@ -109,7 +109,7 @@ def test_keys_that_help_shows_are_keys_of_the_job(
         ("study status x y", "study status: y: is one argument too many: -h shows all"),
         ("bench allreduce --device tpu", "bench allreduce: --device tpu: did you mean gpu or cpu?"),
         ("report x --tolerance y", "report: --tolerance y: must be a number"),
-        ("bench predict x --ranks y", "bench predict: --ranks y: must be an integer"),
+        ("bench batchnorm --seed y", "bench batchnorm: --seed y: must be an integer"),
         ("precision replay x --ranks 2,y", "--ranks 2,y: must be integers, for example 2,4"),
         (
             "study status x --watch -1",

@@ -274,7 +274,8 @@ def measured(
     if "collective" in cases[0]:
         return points
     copy_s = points[1].median_s(given.warmup)
-    bounds_s = (bound_s(place.world, wire_bytes(case), copy_s, place.link_s) for case in cases)
+    link_s = timing.link_s(place)
+    bounds_s = (bound_s(place.world, wire_bytes(case), copy_s, link_s) for case in cases)
     return [
         replace(point, outcomes={**point.outcomes, "bound_s": each_s})
         for point, each_s in zip(points, bounds_s, strict=True)

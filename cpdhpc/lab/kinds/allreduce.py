@@ -187,11 +187,12 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
 def _bound_s(place: Place, factors: Factors, device: str) -> float:
     """Return the least time of an all-reduce of several ranks; NaN of another call. Collective."""
     from .allreduce_cases import bound_s, wire_bytes
+    from .timing import link_s
 
     if place.world.ranks == 1 or factors.get("collective"):
         return nan
     copy_s = _arrays(place, int(factors["size_bytes"]) // 4, device).copy_s
-    return bound_s(place.world, wire_bytes(factors), copy_s, place.link_s)
+    return bound_s(place.world, wire_bytes(factors), copy_s, link_s(place))
 
 
 def _arrays(place: Place, n: int, device: str) -> Arrays:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import nan
@@ -22,7 +22,6 @@ from ...world.mpi import World
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
 from ..schedulers import facts
 from ..study_data import Case, Factors, Outcomes
-from .timing import ping_pong
 
 T = TypeVar("T")
 KEPT = 2  # data of cases that stay in memory between visits
@@ -145,6 +144,7 @@ class Place:
     ) -> None:
         self.world, self.launch, self.share_gpus = world, launch, share_gpus
         self.machine = machine
+        self.link_s: float | None = None  # timing.link_s finds it
         self.cores = self._gpu = ""
         self._hosts = hosts(world)
         own = world.hosted.start
@@ -170,11 +170,6 @@ class Place:
         for old in list(self._kept)[:-KEPT]:
             del self._kept[old]
         return found
-
-    @cached_property
-    def link_s(self) -> float:
-        """Time of a byte on a node's link, by a ping-pong; 0 if there is one node. Collective."""
-        return ping_pong(self.world)[1] if len(set(self.world.nodes)) > 1 else 0.0
 
     def read_energy(self) -> float:
         """Return the counters of the node in J on its first process of these, 0 on the others."""

@@ -202,6 +202,16 @@ def ping_pong(
     return line(sizes, message_times(world, (0, world.processes - 1), sizes, repeats, warmup))
 
 
+def link_s(place: Place) -> float:
+    """Return the time of a byte on a node's link, by a ping-pong; 0 if there is one node.
+
+    Collective. It is found once for a place, unless the place has it.
+    """
+    if place.link_s is None:
+        place.link_s = ping_pong(place.world)[1] if len(set(place.world.nodes)) > 1 else 0.0
+    return place.link_s
+
+
 def message_times(
     world: Ranks,
     ends: tuple[int, int],
