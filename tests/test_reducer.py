@@ -24,7 +24,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS, Aggregator, Context, Dgc, Mean, TopK
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.formats import TableFormat
-from cpdhpc.torch.buffers import BufferMode
+from cpdhpc.torch.buffers import BufferMode, Survey
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
@@ -618,3 +618,30 @@ def test_a_reduce_loads_its_own_method_only(aggregator: str, wire: str) -> None:
     assert f"cpdhpc.compress.{aggregator}" in ours
     assert len(ours) <= BEYOND_AN_ALL_REDUCE, ours
     assert not {*loaded} & UNNEEDED
+
+
+CHANGES: dict[str, Any] = {
+    "a frozen parameter": lambda m: m[0].weight.requires_grad_(False),
+    "another parameter": lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    "a new parameter": lambda m: m.register_parameter("new", nn.Parameter(torch.ones(1))),
+    "a parameter less": lambda m: m[0].register_parameter("bias", None),
+    "another buffer": lambda m: setattr(m[1], "running_mean", torch.ones(2)),
+    "a new buffer": lambda m: m[0].register_buffer("new", torch.ones(1)),
+    "a new module": lambda m: m.append(nn.Identity()),
+    "another module": lambda m: m.__setitem__(2, nn.Tanh()),
+    "a module less": lambda m: m.__delitem__(2),
+    "modules in another order": lambda m: m._modules.update({"0": m._modules.pop("0")}),
+    "another dict": lambda m: m[0].__dict__.update(_parameters={}),
+    "no dict": lambda m: m[0].__dict__.update(_parameters=nn.ParameterDict(m[0]._parameters)),
+}
+
+
+@every("change", CHANGES)
+def test_a_survey_notices_each_change(change: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+    survey = Survey(model)
+    model.eval()
+    model[0].weight.data.add_(1)
+    assert survey.is_current()
+    CHANGES[change](model)
+    assert not survey.is_current()

@@ -151,7 +151,15 @@ class LowBit(Aggregator):
 
     def _allreduce(self, way: int, seed: int) -> Allreduce:
         """Return the all-reduce of a way, a number in _ways."""
-        return configured(Allreduce, seed=seed, **self._ways[way])
+        key = way, seed  # of few seeds: one for each bucket
+        if key not in self._made:
+            self._made[key] = configured(Allreduce, seed=seed, **self._ways[way])
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], Allreduce]:
+        """What _allreduce has returned."""
+        return {}
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:
@@ -176,7 +184,7 @@ class LowBit(Aggregator):
         return own and not self.layers and not self.error_feedback
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        groups = self._groups(bucket)
+        groups = self._groups(bucket) if self.layers else {0: []}
         if len(groups) == 1:
             return self._mean(next(iter(groups)), gradients, bucket, context, context.outs)
         if self.error_feedback:  # before the first group changes its residuals

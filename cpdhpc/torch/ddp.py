@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import numpy.typing as npt
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -33,10 +32,9 @@ from .averaging import (
     policies_of,
     shapes_of,
 )
-from .buffers import Buffers, scales_of, survey
+from .buffers import Buffers, Survey, scales_of
 from .overlap import check_overlap, pause_s, reducing_thread
 
-Array = npt.NDArray[Any]
 Dtypes = Sequence[torch.dtype]
 Future = torch.futures.Future[torch.Tensor]
 
@@ -44,15 +42,14 @@ Future = torch.futures.Future[torch.Tensor]
 class Layout(NamedTuple):
     """Layers of one of DDP's buckets in the model's order, and their gradients as float32.
 
-    order: of each, its index in DDP's bucket; flats: float32[bucket.size], gradients and means
-    views, means: the same by layer, as tensors
+    order: of each, its index in DDP's bucket; flat: float32[bucket.size], this rank's gradients;
+    views: the same by layer
     """
 
     bucket: Bucket
     order: list[int]
-    flats: tuple[Array, Array]
+    flat: torch.Tensor
     views: list[torch.Tensor]
-    means: list[torch.Tensor]
 
 
 class Hook(Averaging):
@@ -76,6 +73,7 @@ class Hook(Averaging):
         super().__init__(as_world(world, self.call), seed)
         self.layers, self.frozen, self.parameters = {}, {}, []
         self._scales: Buffers | None = None
+        self._spares: dict[str, torch.Tensor] = {}
         with alike_on_all(self.world, f"{self.call}: options") as settings:
             given = torch.nn.Identity() if model is None else model
             check_options(self.call, given, seed, overlap)
@@ -94,7 +92,7 @@ class Hook(Averaging):
                 "precision": "" if model is None else str(policies_of(model)),
                 "device": self.parameters[0].device.type if self.parameters else "",
             }
-        if model is not None and scales_of(survey(model)[1]):
+        if model is not None and scales_of(Survey(model).buffers):
             self._scales = Buffers(model, self.world, "broadcast")
         if self.parameters:
             self._check_gpus(self.call, self.parameters[0])
@@ -117,16 +115,32 @@ class Hook(Averaging):
                 f"{kind(gradient)}: should be {PLAIN}"
             )
 
-    def _mean(self, index: int, given: Array, out: Array, bucket: Bucket, dtypes: Dtypes) -> None:
-        """Set out to the mean of a bucket, which suits its layers' dtypes. Collective."""
-        self._aggregate(index, [given], bucket, out)
+    def _spare(self, name: str, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        """Return scratch memory for one bucket at a time, float32[bucket.size], of any content."""
+        spare = self._spares.get(name)
+        if spare is None or spare.numel() < bucket.size or spare.device != device:
+            spare = torch.empty(bucket.size, dtype=torch.float32, device=device)
+            self._spares[name] = spare
+        return spare[: bucket.size]
+
+    def _mean(
+        self, index: int, given: torch.Tensor, bucket: Bucket, dtypes: Dtypes
+    ) -> torch.Tensor:
+        """Return the mean of a bucket, float32[bucket.size], valid until the next. Collective.
+
+        given: this rank's gradients, float32[bucket.size]; dtypes: of the layers, which it suits
+        """
+        mean = self._spare("mean", bucket, given.device)
+        out = array_of(mean)
+        self._aggregate(index, [array_of(given)], bucket, out)
         multiplied(out, 1 / self.loss_scale, bucket)
         check_range(bucket, out, dtypes)
+        return mean
 
     def _share_scales(self) -> None:
         """Give all ranks the scales of precision.convert that have seen most calls. Collective."""
         if self._scales is not None:
-            named = scales_of(survey(self._scales.model)[1])
+            named = scales_of(Survey(self._scales.model).buffers)
             self._scales.share(named, [True] * self.world.processes)
 
 
@@ -242,12 +256,11 @@ class DdpHook(Hook):
             self._check_gradient(layout.bucket.names[0], buffer)
             for i, view in zip(layout.order, layout.views, strict=True):
                 view.copy_(gradients[i])
-        given, out = layout.flats
         dtypes = [gradients[i].dtype for i in layout.order]
-        self._mean(index, given, out, layout.bucket, dtypes)
+        mean = self._mean(index, layout.flat, layout.bucket, dtypes)
         self._done.append((layout, parameters))
-        for i, mean in zip(layout.order, layout.means, strict=True):
-            gradients[i].copy_(mean)
+        for i, (_, start, stop) in zip(layout.order, layout.bucket.segments, strict=True):
+            gradients[i].copy_(mean[start:stop].view_as(gradients[i]))
 
     def _layout(self, parameters: Sequence[torch.nn.Parameter]) -> Layout:
         """Return the layout of a bucket; DDP may rebuild its buckets after the first step."""
@@ -263,18 +276,15 @@ class DdpHook(Hook):
             bucket = Bucket(tuple(names[i] for i in order), shapes, self.aggregator.align)
             device = parameters[0].device
             check_device(f"ddp_hook: {bucket.names[0]!r}", device)
-            flats = [torch.zeros(bucket.size, dtype=torch.float32, device=device) for _ in range(2)]
+            flat = torch.zeros(bucket.size, dtype=torch.float32, device=device)
             views = [
-                [
-                    flat[start:stop].reshape(shape)
-                    for (_, start, stop), shape in zip(bucket.segments, shapes, strict=True)
-                ]
-                for flat in flats
+                flat[start:stop].reshape(shape)
+                for (_, start, stop), shape in zip(bucket.segments, shapes, strict=True)
             ]
             if any(key[0] in other for other in self._layouts):
                 self._layouts.clear()  # of the former buckets
-            arrays = array_of(flats[0]), array_of(flats[1])
-            self._layouts[key] = Layout(bucket, order, arrays, *views)
+                self._spares.clear()
+            self._layouts[key] = Layout(bucket, order, flat, views)
         return self._layouts[key]
 
     def _end(self, last: Future) -> None:

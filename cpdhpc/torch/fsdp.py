@@ -92,18 +92,23 @@ class FsdpHook(Hook):
         """
         if not self._called and self._error is None:  # after the end that FSDP has queued
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        count = gradient.numel() if part is None else part.numel()
+        first = 0 if part is None else self.world.rank * count
+        own = gradient[first : first + count]
         try:
             if self._error is None:
                 with in_stream(gradient.device):
-                    self._average(gradient)
+                    self._average(gradient, own, first)
         except Exception as found:
             self._error = found
         if part is not None:
-            start = self.world.rank * part.numel()
-            part.copy_(gradient[start : start + part.numel()])
+            part.copy_(own)
 
-    def _average(self, gradient: torch.Tensor) -> None:
-        """Set FSDP's tensor of a unit's gradients to the mean over all ranks. Collective."""
+    def _average(self, gradient: torch.Tensor, own: torch.Tensor, first: int) -> None:
+        """Set own, a part of FSDP's tensor of a unit's gradients, to the mean. Collective.
+
+        first: its place in the tensor, whose other parts are not needed
+        """
         with alike_on_all(self.world, "fsdp_hook: unit") as alike:
             alike |= {"iteration": self.iteration, "loss_scale": self.loss_scale}
             if self._wrong is not None:
@@ -111,18 +116,19 @@ class FsdpHook(Hook):
             unit = self._unit(gradient)
             alike["layers"] = unit.bucket.names
             self._check_gradient(unit.bucket.names[0], gradient)
-        bucket = unit.bucket
-        flat = torch.zeros(bucket.size, dtype=torch.float32, device=gradient.device)
-        spans = [
-            (flat[start:stop], gradient[there : there + stop - start])
-            for (_, start, stop), there in zip(bucket.segments, unit.starts, strict=True)
-        ]
-        for own, given in spans:
-            own.copy_(given)
-        mean, dtypes = torch.empty_like(flat), [gradient.dtype] * len(spans)
-        self._mean(unit.place, array_of(flat), array_of(mean), bucket, dtypes)
-        for (_, start, stop), (_, given) in zip(bucket.segments, spans, strict=True):
-            given.copy_(mean[start:stop])
+        bucket, given = unit.bucket, gradient[: unit.bucket.size]
+        if gradient.dtype != torch.float32 or unit.starts != [x.start for x in bucket.segments]:
+            given = self._spare("given", bucket, gradient.device)
+            bucket.clear_gaps(array_of(given))
+            for (_, start, stop), there in zip(bucket.segments, unit.starts, strict=True):
+                given[start:stop].copy_(gradient[there : there + stop - start])
+        dtypes = [gradient.dtype] * len(unit.starts)
+        mean = self._mean(unit.place, given, bucket, dtypes)
+        for (_, start, stop), there in zip(bucket.segments, unit.starts, strict=True):
+            begin, end = max(there, first), min(there + stop - start, first + own.numel())
+            if begin < end:
+                values = mean[start + begin - there : start + end - there]
+                own[begin - first : end - first].copy_(values)
 
     def _unit(self, gradient: torch.Tensor) -> Unit:
         """Return the unit that FSDP has just reached; FSDP does not pass it to hooks."""

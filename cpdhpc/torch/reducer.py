@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, Self
@@ -35,14 +35,13 @@ from .averaging import (
     shapes_of,
     tensors_of,
 )
-from .buffers import BufferMode, Buffers, survey
+from .buffers import REQUIRES_GRAD, BufferMode, Buffers, Survey
 from .overlap import Overlap, check_overlap, hides
 
 Array = npt.NDArray[Any]
 
 FROZEN, UNUSED, USED = 0, 1, 2  # the state of a layer on a rank in a step
-GRAD, REQUIRES_GRAD, DTYPE, SHAPE = map(attrgetter, ("grad", "requires_grad", "dtype", "shape"))
-ADDRESS = torch.Tensor.data_ptr
+GRAD, ADDRESS = attrgetter("grad"), torch.Tensor.data_ptr
 
 
 class GradientReducer(Averaging):
@@ -131,8 +130,8 @@ class GradientReducer(Averaging):
         self.alike: dict[str, object] = {}
         self.playing = 0  # the hosted rank whose forward and backward are under way
         self._active = [True] * self.world.processes
-        self._joining = False
-        self._closed = False
+        self._joining = self._closed = False
+        self._repeats = False  # whether the next step may be one of _repeat
         self._begin()
         self._overlap = (
             Overlap(
@@ -159,14 +158,12 @@ class GradientReducer(Averaging):
         trained = named(self.model, True)
         self.parameters = [parameter for _, parameter in trained]
         self._known = set(map(id, self.parameters))
-        self._seen: list[torch.nn.Parameter] = []  # of the last step, if all are known
         self.layers, self.frozen = shapes_of(trained), shapes_of(named(self.model, False))
         shapes = tuple(map(tuple, self.layers.values()))
         self.bucket = Bucket(tuple(self.layers), shapes, self.aggregator.align)
         self.parts = split_bucket(self.bucket, bucket_mib)
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        self._floats = [torch.float32] * len(self._dtypes)
-        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._is_float = set(self._dtypes) == {torch.float32}
         how: Any = {"dtype": torch.float32, "device": self.device}  # not torch's defaults
         stashed = self.world.virtual_ranks if self.world.virtual_ranks > 1 else 0
         tensors = [torch.zeros(self.bucket.size, **how) for _ in range(2 + stashed)]
@@ -176,7 +173,8 @@ class GradientReducer(Averaging):
         self._begins = [each.data_ptr() for each in tensors[:2]]
         self._places = [self._views(each) for each in tensors]
         self._homes = [self._views(x) for x in tensors[:2]]
-        self._addresses = [[each.data_ptr() for each in views] for views in self._homes]
+        self._all_homes = [*self._homes[0], *self._homes[1]]
+        self._addresses = [*map(ADDRESS, self._all_homes)]
         self._low: dict[int, torch.Tensor] = {}  # means of layers that are not float32
         # Indices of _homes: of the buffer with p.grad, and of the one that was last stashed.
         self._side = self._taken = 0
@@ -210,7 +208,8 @@ class GradientReducer(Averaging):
         hosted: 0..virtual_ranks - 1. With several, each must be stashed before reduce
         """
         self._taken = self._side
-        if self._all_at_home():
+        if self._all_at_home() and all(map(REQUIRES_GRAD, self.parameters)):
+            self._check_parameters()
             self._used = [True] * len(self._used)
         else:
             self._move_out()
@@ -236,19 +235,16 @@ class GradientReducer(Averaging):
         return (gradient.data_ptr(), gradient.stride()) != (home.data_ptr(), home.stride())
 
     def _all_at_home(self) -> bool:
-        """Return whether each p.grad is valid and at its place in the buffer.
+        """Return whether each p.grad is at its place in the buffer.
 
         Usually it is; this check takes a few microseconds for many layers.
         """
-        parameters, homes = self.parameters, self._homes[self._side]
+        homes = self._homes[self._side]
         return (
             self.world.virtual_ranks == 1
-            and all(map(is_, map(GRAD, parameters), homes))
-            and all(map(REQUIRES_GRAD, parameters))
+            and all(map(is_, map(GRAD, self.parameters), homes))
             # no tensor was converted, for example by model.half()
-            and [*map(ADDRESS, homes)] == self._addresses[self._side]
-            and [*map(DTYPE, parameters)] == self._floats
-            and [*map(SHAPE, parameters)] == self._shapes
+            and [*map(ADDRESS, self._all_homes)] == self._addresses
         )
 
     def fail(self, error: Exception) -> None:
@@ -284,27 +280,32 @@ class GradientReducer(Averaging):
 
         The view is remade if for example model.half() has changed the tensor's memory.
         """
-        home, at = self._homes[side][layer], self._addresses[side][layer]
-        if home.data_ptr() == at:
-            return home, at
-        self._homes[side][layer] = fresh = self._places[side][layer].detach()
-        return fresh, at
+        number = side * len(self.parameters) + layer
+        home, at = self._all_homes[number], self._addresses[number]
+        if home.data_ptr() != at:
+            home = self._places[side][layer].detach()
+            self._homes[side][layer] = self._all_homes[number] = home
+        return home, at
 
     def _has_come(self, layer: int) -> None:
-        """Move p.grad, just changed by backward, to its place in the buffer."""
-        parameter = self.parameters[layer]
+        """Move p.grad, just changed by backward, to its place in the buffer.
+
+        torch keeps dtype, shape and device of p.grad those of the parameter, and refuses home as
+        p.grad if they are others than at construction.
+        """
+        parameter, home = self.parameters[layer], self._home(self._side, layer)[0]
         gradient = parameter.grad
         if (
             gradient is not None
-            and gradient is not self._homes[self._side][layer]
-            and self._dtypes[layer] is torch.float32
+            and gradient is not home
+            and self._dtypes[layer] is gradient.dtype is torch.float32
             and not gradient.requires_grad
-            and self._fits(layer, gradient)
-            and self._fits(layer, parameter)
+            and is_plain(gradient)
             and not self._is_astray(layer, gradient)
         ):
-            self._places[self._side][layer].copy_(gradient)
-            parameter.grad = self._home(self._side, layer)[0]
+            with suppress(RuntimeError, TypeError):
+                parameter.grad = home
+                home.copy_(gradient)
         if self._overlap is not None:
             self._overlap.has_come(layer)
 
@@ -356,19 +357,61 @@ class GradientReducer(Averaging):
         self._check_open("GradientReducer.reduce")
         try:
             with in_stream(self.device):
-                if self._overlap is not None:
-                    means = self._overlap.means()
-                    self._check_parameters()  # which may have changed since backward
-                    return self._finish(means, self._agree())
-                self._roll_call(True)
-                if self.world.virtual_ranks == 1:
-                    self.stash()
-                text = self._look()
-                means = self._guessed(text)
-                used = [USED] * len(self._used) if means else self._compared(text)
-                return self._finish(self._aggregate_all(means), used)
+                mean = self._repeat() if self._repeats else None
+                return self._reduce() if mean is None else mean
         finally:
             self._begin()
+
+    def _reduce(self) -> Mean:
+        """Do the work of reduce, in any case. Collective."""
+        self._repeats = False
+        if self._overlap is not None:
+            means = self._overlap.means()
+            self._check_parameters()  # which may have changed since backward
+            return self._finish(means, self._agree())
+        self._roll_call(True)
+        if self.world.virtual_ranks == 1:
+            self.stash()
+        text = self._look()
+        usual = self._error is None and self._wrong is None and all(self._used)
+        means = self._guessed(text) if usual else []
+        used = [USED] * len(self._used) if means else self._compared(text)
+        mean = self._finish(self._aggregate_all(means), used)
+        one = self.world.virtual_ranks == 1
+        self._repeats = bool(means) and self._is_float and one and not self._gone
+        return mean
+
+    def _repeat(self) -> Mean | None:
+        """Return the mean of a step like the last one; None if it is not on a rank. Collective.
+
+        Checks only what a loop may have changed since: of a small model, reduce would otherwise
+        take twice the time of its all-reduce. p.grad is set before the first message, as torch
+        refuses it if a parameter has another dtype or shape now; and reset if there is no mean.
+        """
+        plain = self._error is None and not self._errors and isinstance(self.alike, dict)
+        same = plain and not self._joining and self._survey.is_current() and self._all_at_home()
+        if not same:
+            return None
+        mean, here, there = None, self._homes[self._side], self._homes[1 - self._side]
+        try:
+            means = self._guessed(self._text()) if self._are_set(there) else []
+            if means:
+                self._taken = self._side
+                mean = self._settled(self._aggregate_all(means))
+                self._side = 1 - self._side
+        finally:
+            if mean is None:
+                self._are_set(here)
+        return mean
+
+    def _are_set(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Set p.grad of parameters up to the first that it does not fit; return whether all fit."""
+        try:
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+        except (RuntimeError, TypeError):
+            return False
+        return True
 
     def _guessed(self, text: str) -> list[Mean]:
         """Return the mean of the first part if its all-reduce finds all ranks in agreement.
@@ -376,8 +419,7 @@ class GradientReducer(Averaging):
         Collective. The first all-reduce compares the text together with its own arguments, which
         saves a message. If ranks differ, nothing has been reduced and the list is empty.
         """
-        usual = self._error is None and self._wrong is None and all(self._used)
-        if not (usual and self.aggregator.compares and self.iteration):
+        if not (self.aggregator.compares and self.iteration):
             return []
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
         try:
@@ -420,7 +462,7 @@ class GradientReducer(Averaging):
 
         For steps that are skipped: changes of their forward stay.
         """
-        self._buffers.share(survey(self.model)[1], self._active)
+        self._buffers.share(Survey(self.model).buffers, self._active)
 
     def _agree(self) -> Sequence[int]:
         """Return, by layer, the largest of its states over ranks; raise errors. Collective."""
@@ -428,47 +470,42 @@ class GradientReducer(Averaging):
 
     def _look(self) -> str:
         """Survey the model; return as text the values that must be the same on all ranks."""
-        parameters, self._live = survey(self.model)
-        gone: list[str] = []
-        same = len(parameters) == len(self._seen) and all(map(is_, parameters, self._seen))
-        if not same:
-            found = set(map(id, parameters))
-            if not found <= self._known:
-                self.fail(self._unknown())
-            gone = self._gone(found)
-            if not gone and self._error is None:
-                self._seen = parameters
-        alike: dict[str, object] = {
-            "iteration": self.iteration,
-            "bytes of buffers": self._buffers.exchanged(self._live),
-            "loss_scale": self.loss_scale,
-            "epoch": self.epoch,
-            "layers gone from the model": gone,
-        }
-        given: object = self.alike
-        if not isinstance(given, dict):
-            said = f"GradientReducer.reduce: alike is {type(given).__name__}: must be a dict"
+        self._survey = Survey(self.model)
+        found = set(map(id, self._survey.trained))
+        if not found <= self._known:
+            self.fail(self._unknown())
+        pairs = zip(self.bucket.names, self.parameters, strict=True)
+        # The layers whose parameters are no longer in the model, except frozen ones
+        self._gone = [name for name, p in pairs if p.requires_grad and id(p) not in found]
+        if not isinstance(self.alike, dict):
+            said = f"GradientReducer.reduce: alike is {type(self.alike).__name__}: must be a dict"
             self.fail(TypeError(said))
-        elif given:
-            alike |= given
-        self._alike = alike
-        return " ".join(map(repr, alike.values())) if not given else repr(alike)
+        return self._text()
+
+    def _text(self) -> str:
+        """Return as text the values that must be the same on all ranks, of the last survey."""
+        size_bytes = self._buffers.exchanged(self._survey.buffers)
+        of_loop = self.iteration, self.loss_scale, self.epoch
+        return repr((of_loop, size_bytes, self._gone, self.alike))
 
     def _compared(self, text: str) -> Sequence[int]:
         """Return the result of _agree, given the text of _look. Collective."""
         error, call = self._error or self._wrong, "GradientReducer.reduce"
+        alike: dict[str, object] = {
+            "iteration": self.iteration,
+            "bytes of buffers": self._buffers.exchanged(self._survey.buffers),
+            "loss_scale": self.loss_scale,
+            "epoch": self.epoch,
+            "layers gone from the model": self._gone,
+        }
+        alike |= self.alike if isinstance(self.alike, dict) else {}
         missing = [not all(self._used)]
-        if not any(check_alike(self.world, error, self._alike, missing, call, text)):
+        if not any(check_alike(self.world, error, alike, missing, call, text)):
             return [USED] * len(self._used)
         pairs = zip(self._used, self.parameters, strict=True)
         here = [USED if used else UNUSED if p.requires_grad else FROZEN for used, p in pairs]
         most: list[int] = self.world.max(np.array(here, np.int64), "unused layers").tolist()
         return most
-
-    def _gone(self, found: set[int]) -> list[str]:
-        """Return the layers whose parameters are no longer in the model, except frozen ones."""
-        pairs = zip(self.bucket.names, self.parameters, strict=True)
-        return [name for name, p in pairs if p.requires_grad and id(p) not in found]
 
     def _unknown(self) -> ValueError:
         new = [name for name, p in named(self.model, True) if id(p) not in self._known]
@@ -511,25 +548,26 @@ class GradientReducer(Averaging):
             layers = {n: np.concatenate([x.layers[n] for x in reversed(means)]) for n in names}
         return Mean(self._arrays[1 - self._side], layers)
 
+    def _settled(self, means: Sequence[Mean]) -> Mean:
+        """Return the mean of the whole model, and share the buffers. Collective."""
+        mean = self._joined(means)
+        multiplied(mean.flat, self._factor / self.loss_scale, self.bucket)
+        if not self._is_float:
+            check_range(self.bucket, mean.flat, self._dtypes)
+        self._buffers.share(self._survey.buffers, self._active)
+        self.iteration += 1
+        return mean
+
     def _finish(self, means: Sequence[Mean], used: Sequence[int]) -> Mean:
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
-        mean, side = self._joined(means), 1 - self._side
-        multiplied(mean.flat, self._factor / self.loss_scale, self.bucket)
-        # A method may send values of an earlier step in one in which no rank used the layer. If
-        # all ranks have frozen the layer, they are dropped: it must not change.
-        places = self._places[side]
-        which = [i for i, x in enumerate(used) if x == USED or (x == UNUSED and places[i].any())]
-        if self._dtypes != self._floats:
-            check_range(self.bucket, mean.flat, self._dtypes)
-        self._buffers.share(self._live, self._active)
-        self.iteration += 1
-        homes = self._homes[side]
-        if [*map(ADDRESS, homes)] != self._addresses[side]:
-            homes = [self._home(side, layer)[0] for layer in range(len(homes))]
-        for layer in which:
-            is_float = self._dtypes[layer] is torch.float32
-            mean_of = homes[layer] if is_float else self._rounded(layer, homes[layer])
-            self.parameters[layer].grad = mean_of
+        mean, side = self._settled(means), 1 - self._side
+        for layer, state in enumerate(used):
+            # A method may send values of an earlier step in one in which no rank used the layer.
+            # If all ranks have frozen the layer, they are dropped: it must not change.
+            if state == USED or (state == UNUSED and self._places[side][layer].any()):
+                home = self._home(side, layer)[0]
+                is_float = self._dtypes[layer] is torch.float32
+                self.parameters[layer].grad = home if is_float else self._rounded(layer, home)
         self._taken, self._side = self._side, side
         return mean
 

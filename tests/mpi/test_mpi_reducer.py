@@ -642,6 +642,13 @@ def test_what_one_rank_finds_is_heard_though_the_call_is_known(world: World, wir
         model[0].weight.grad = None
         model[0].weight.data = torch.zeros(3, 8)
 
+    def resize() -> None:
+        model[0].weight.data = torch.zeros(3, 8)
+
+    def replace() -> None:
+        model[0].weight.grad = model[0].weight.grad.clone()
+        model[1].weight.grad.data = model[1].weight.grad.data.clone()
+
     def spoil() -> None:
         model[1].bias.grad[0] = torch.nan
 
@@ -655,8 +662,9 @@ def test_what_one_rank_finds_is_heard_though_the_call_is_known(world: World, wir
         reducer.alike = {}
         verdicts.append("NaN or infinity in '1.bias' on rank 1" in step(spoil))
         before = model[0].weight.data
-        verdicts.append("'0.weight' on rank 1 is" in step(misfit))
-        model[0].weight.data = before
-        verdicts.append(step() == "")
+        for change in (misfit, resize):
+            verdicts += [step() == "", "'0.weight' on rank 1 is" in step(change)]
+            model[0].weight.data = before
+        verdicts += [step() == "", step(replace) == ""]
         verdicts.append(all(map(np.array_equal, gradients(model), means)))
     together(world, *verdicts)

@@ -272,12 +272,12 @@ class OwnModels(Update):
 
     def _average_buffers(self) -> None:
         """Make the model's buffers the average. Collective."""
-        from ...torch.buffers import survey
+        from ...torch.buffers import Survey
 
         for hosted in range(self.world.virtual_ranks):
             self._load_buffers(hosted)
             self._buffers.keep(hosted)
-        self._buffers.share(survey(self.model)[1], [True] * self.world.processes)
+        self._buffers.share(Survey(self.model).buffers, [True] * self.world.processes)
 
     def note(self) -> None:
         """Copy the optimiser's per-rank data into state. See Update.note."""
