@@ -393,10 +393,10 @@ class GradientReducer(Averaging):
         if not same:
             return None
         mean, here, there = None, self._homes[self._side], self._homes[1 - self._side]
+        self._taken = self._side
         try:
             means = self._guessed(self._text()) if self._are_set(there) else []
             if means:
-                self._taken = self._side
                 mean = self._settled(self._aggregate_all(means))
                 self._side = 1 - self._side
         finally:
