@@ -49,7 +49,7 @@ class Survey:
         self.buffers: Named = [(name, b) for name, b in buffers if b is not None]
 
     def is_current(self) -> bool:
-        """Whether another survey would find the same, in a tenth of its time."""
+        """Whether another survey would find the same, in a seventh of its time."""
         same = holds_same(self._modules, self._held)
         return same and [*map(REQUIRES_GRAD, self._parameters)] == self._required
 

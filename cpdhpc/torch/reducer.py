@@ -477,8 +477,9 @@ class GradientReducer(Averaging):
         pairs = zip(self.bucket.names, self.parameters, strict=True)
         # The layers whose parameters are no longer in the model, except frozen ones
         self._gone = [name for name, p in pairs if p.requires_grad and id(p) not in found]
-        if not isinstance(self.alike, dict):
-            said = f"GradientReducer.reduce: alike is {type(self.alike).__name__}: must be a dict"
+        given: object = self.alike
+        if not isinstance(given, dict):
+            said = f"GradientReducer.reduce: alike is {type(given).__name__}: must be a dict"
             self.fail(TypeError(said))
         return self._text()
 
