@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import _cpu
-from ..errors import UserError
+from ..errors import ArgumentTypeError, UserError
 from ..methods import check_whole
 from . import ending, timeline
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
@@ -508,11 +508,9 @@ def as_world(world_or_comm: Any, function: str) -> Ranks:
         return world_or_comm
     mpi = running_mpi()
     if not isinstance(world_or_comm, mpi.Intracomm):
-        given = type(world_or_comm).__name__
-        raise TypeError(
-            f"{function}: world is {given}: must be a World, a Loopback or an mpi4py "
-            "intra-communicator"
-        )
+        kind, allowed = type(world_or_comm).__name__, "must be a World, a Loopback or an mpi4py "
+        allowed += "intra-communicator"
+        raise ArgumentTypeError(function, "world", kind, allowed, state=f" is {kind}")
     world = world_or_comm.Get_attr(_keyval())
     if world is None:
         world = World(world_or_comm)

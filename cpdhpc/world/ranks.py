@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Refused, UserError, reworded
+from ..errors import ArgumentError, ArgumentTypeError, Refused, UserError, reworded
 from ..methods import check_whole
 
 T = TypeVar("T")
@@ -454,10 +454,11 @@ class Loopback(Ranks):
             try:
                 self.nodes = numbered(nodes)
             except TypeError:
-                said = f"Loopback: nodes={nodes!r}: must be a list of numbers or names"
-                raise TypeError(said) from None
+                allowed = "must be a list of numbers or names"
+                raise ArgumentTypeError("Loopback", "nodes", nodes, allowed) from None
             if len(nodes) != self.ranks:
-                raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one per rank")
+                allowed = f"must be {self.ranks}, one per rank"
+                raise ArgumentError("Loopback", "nodes", nodes, allowed)
 
     def split(self, group: int) -> Loopback:
         """Return a world of the same number of ranks in this process."""
