@@ -87,5 +87,5 @@ def told(where: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{where}: {type(error).__name__}: {text}") from error

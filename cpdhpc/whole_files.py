@@ -50,8 +50,8 @@ def open_own(path: str | Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
     except OSError as error:  # a link, or a pipe without a reader: the same as fstat finds
-        told = NOT_OWN if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
-        raise OSError(error.errno, told, str(path)) from None
+        reason = NOT_OWN if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
+        raise OSError(error.errno, reason, str(path)) from None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
@@ -212,9 +212,9 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
 
 
-def _line(path: Path | str, said: str) -> str:
+def _line(path: Path | str, text: str) -> str:
     """Return the line of a file that an error names by number, for example of a repeated key."""
-    found = re.search(r"at line (\d+)", said)
+    found = re.search(r"at line (\d+)", text)
     lines = _read(path).splitlines()
     number = int(found[1]) if found else len(lines)
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""

@@ -99,8 +99,8 @@ def test_the_error_can_be_pickled_and_shortens_long_lists():
         (np.ones(18, np.float32)[::2], TypeError, (8,), "C-contiguous"),
         (np.ones((3, 3), np.float32).T[:, :2], TypeError, (4, 12), "C-contiguous"),
         (np.ones(8, np.float32), ValueError, (8,), "must be the same"),
-        (np.ma.ones(9, np.float32), TypeError, "MaskedArray", "x.filled(0)"),
-        (np.matrix(np.ones(9, np.float32)), TypeError, "matrix", "np.asarray(x)"),
+        (np.ma.ones(9, np.float32), TypeError, "numpy.MaskedArray", "x.filled(0)"),
+        (np.matrix(np.ones(9, np.float32)), TypeError, "numpy.matrix", "np.asarray(x)"),
     ],
 )
 def test_bad_arrays(bad, kind, value, allowed):
@@ -270,7 +270,9 @@ def test_what_run_alone_takes(wire, wrong, allowed):
     with refused("allreduce", "shifts: K", "must be an integer", 0.5):
         Allreduce("e4m3", scaling="aps").run(Loopback(), ones(1), shifts=[[0.5], [0]])
     for k in (-120, 127):
-        Allreduce("e4m3", scaling="aps").run(Loopback(), [np.zeros(9, np.float32)], shifts=[[k]] * 2)
+        Allreduce("e4m3", scaling="aps").run(
+            Loopback(), [np.zeros(9, np.float32)], shifts=[[k]] * 2
+        )
 
 
 def test_as_world_takes_worlds_and_refuses_the_rest():

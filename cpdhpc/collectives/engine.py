@@ -139,8 +139,8 @@ def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
         raise failure from None
     if world.processes == 1:
         raise error
-    said = f"{what}: {type(error).__name__}: {error}"
-    world.abort(said if is_of_gpu(error) else f"{said}\n{traceback.format_exc()}")
+    text = f"{what}: {type(error).__name__}: {error}"
+    world.abort(text if is_of_gpu(error) else f"{text}\n{traceback.format_exc()}")
 
 
 def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, get_a
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ArgumentError, ArgumentTypeError, ConfigError
+from ..errors import ArgumentError, ArgumentTypeError, ConfigError, reworded
 from ..formats import (
     IN_BLOCKS,
     INTEGERS,
@@ -258,7 +258,7 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
     try:
         return read_machine(Path(machine)).machine
     except ConfigError as error:
-        raise ConfigError(f"allreduce: machine: {error}") from None
+        raise reworded(error, f"allreduce: machine: {error}") from None
 
 
 class Sums(NamedTuple):

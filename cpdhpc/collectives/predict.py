@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..formats import SHARED, TILE, tiles
 from ..methods import GROW, USUAL
 from ..ops.payloads import Array, Packed
@@ -363,8 +364,8 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
     if method.algorithm == USUAL:
         method = replace(method, algorithm=method.usual(nodes, 4 * n))
     if method.algorithm not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
+        known = f"known are {', '.join(SCHEDULES)}"
+        raise ArgumentError("predict", "algorithm", method.algorithm, known)
     schedule = SCHEDULES[method.algorithm]
     collective = method.blocks_of(n, len(nodes)).share
     near = _all_alike(schedule, collective, nodes) if len(nodes) > ALL_RANKS else None

@@ -276,10 +276,10 @@ class Recording:
         if to in self._near:
             assert self._shared is not None, "otherwise no process is near"
             note = self._shared.note(payload)
-            given = self._is_given(payload)
+            is_given = self._is_given(payload)
             if self._divisor is not None and np.may_share_memory(payload, self.out):  # divided then
                 note = None
-            self._lends = self._lends or (given and note is not None)
+            self._lends = self._lends or (is_given and note is not None)
             if note is None:
                 note = self._shared.note(self._copied(payload, mailbox))
             word = self._word()
@@ -398,10 +398,10 @@ class Recording:
         if self._shared is None:
             return [(word,) for word in self._ended]
         notes = [self._shared.note(word) for word in self._ended]
-        told = self._world.gather((notes, self._shared.untold), self.what)
-        self._shared.hear([untold for _, untold in told], self._world.process)
+        everyone = self._world.gather((notes, self._shared.untold), self.what)
+        self._shared.hear([untold for _, untold in everyone], self._world.process)
         return [
-            (word, *(self._shared.payload(told[process][0][slot]) for process in self._near))
+            (word, *(self._shared.payload(everyone[process][0][slot]) for process in self._near))
             for slot, word in enumerate(self._ended)
         ]
 

@@ -181,8 +181,10 @@ def _one_kind(
             )
         kinds |= {(x.dtype.name, x.size) for x in each.values()}
     if len(kinds) > 1:
-        shown = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
-        raise ValueError(f"neighbours: arrays are {shown}: with sources they must have one kind")
+        kinds_here = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
+        raise ValueError(
+            f"neighbours: arrays are {kinds_here}: with sources they must have one kind"
+        )
     ((dtype, length),) = kinds
     return {"dtype": dtype, "length": length}
 
@@ -202,16 +204,18 @@ def _told(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[list[tuple
     return list(comes.values())
 
 
-def _is_rank(given: object, world: Ranks) -> bool:
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    return whole and 0 <= given < world.ranks  # type: ignore[operator]
+def _is_rank(rank: object, world: Ranks) -> bool:
+    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    return whole and 0 <= rank < world.ranks  # type: ignore[operator]
 
 
-def _check_number(name: str, world: Ranks, given: Sequence[object]) -> None:
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"{name}: {type(given).__name__}: must be a list, one for each hosted rank")
-    if len(given) != world.virtual_ranks:
-        raise ValueError(f"{name}: {len(given)} entries for {world.virtual_ranks} hosted ranks")
+def _check_number(name: str, world: Ranks, values: Sequence[object]) -> None:
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"{name}: {type(values).__name__}: must be a list, one for each hosted rank"
+        )
+    if len(values) != world.virtual_ranks:
+        raise ValueError(f"{name}: {len(values)} entries for {world.virtual_ranks} hosted ranks")
 
 
 def _check_dtype(name: str, x: Any, dtypes: Sequence[str]) -> Array:

@@ -44,11 +44,11 @@ def ghosts_of(
 ) -> Frame:
     """Return a frame of ghosts for arrays with the layout of x and out, and for elements."""
     size = x.itemsize
-    given, result = (
+    source, result = (
         ghost(base, 0, each.shape, size, each.strides) for base, each in ((X, x), (OUT, out))
     )
     ones = [ghost(each.base, each.offset, (1,), size) for each in elements]
-    return operation.frame(pieces, NUMPY, given, result, ones)
+    return operation.frame(pieces, NUMPY, source, result, ones)
 
 
 def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> list[Row]:

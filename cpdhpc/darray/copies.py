@@ -290,8 +290,8 @@ def show_own(frame: Frame) -> Iterator[Copy]:
     for fill, element in zip(frame.pieces.fills, frame.elements, strict=True):
         yield Copy(fill.target, frame.of_window(fill.target), [element])
     for piece in frame.pieces.local:
-        shown = frame.turned(frame.of_owned(piece.source), piece)
-        yield Copy(piece.target, frame.of_window(piece.target), [shown])
+        values = frame.turned(frame.of_owned(piece.source), piece)
+        yield Copy(piece.target, frame.of_window(piece.target), [values])
 
 
 def pack_sums(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:

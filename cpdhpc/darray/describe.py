@@ -286,10 +286,10 @@ def _dots(
     rng, dtype = np.random.default_rng((pieces.rank, call)), _dtype(pieces)
     x = rng.integers(-LARGEST, LARGEST + 1, pieces.owned.shape).astype(dtype)
     y = rng.integers(-LARGEST, LARGEST + 1, pieces.window.shape).astype(dtype)
-    shown, axes = exchange(x), pieces.windows.shown(pieces.rank)
+    window, axes = exchange(x), pieces.windows.shown(pieces.rank)
     for axis in range(len(axes)):
-        shown[_filled(axes, axis)] = 0
-    dots = (shown * y).sum(), (x * accumulate(y)).sum()
+        window[_filled(axes, axis)] = 0
+    dots = (window * y).sum(), (x * accumulate(y)).sum()
     return int(dots[0].real), int(dots[1].real)
 
 

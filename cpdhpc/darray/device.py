@@ -196,8 +196,8 @@ class DeviceChannel:
     def come(self, slot: int) -> bool:
         """Whether all cells that MPI moves have come; gives MPI time to move them."""
         room = self._rooms[slot]
-        asked = [request.Test() for each in (room.sends, *room.receives) for request in each]
-        return all(asked[len(room.sends) :])
+        complete = [request.Test() for each in (room.sends, *room.receives) for request in each]
+        return all(complete[len(room.sends) :])
 
     def finish(self, slot: int, serial: int, number: int, x: Addresses, out: Addresses) -> None:
         """Unpack the messages."""
@@ -306,8 +306,8 @@ def each_once(copies: Iterable[Copy], regions: Sequence[Region] = ()) -> list[Re
     """Return regions with the copies merged in: additions extend the terms of earlier regions."""
     found = list(regions)
     for box, target, terms, adds in copies:
-        shown = [np.broadcast_to(term, target.shape) for term in terms]
-        new = Region(box, target, tuple((t, adds and i == 0) for i, t in enumerate(shown)))
+        sources = [np.broadcast_to(term, target.shape) for term in terms]
+        new = Region(box, target, tuple((t, adds and i == 0) for i, t in enumerate(sources)))
         if not adds:
             found.append(new)
             continue

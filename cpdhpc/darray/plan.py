@@ -220,13 +220,13 @@ def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -
     what = f"{operation.name}: {'y' if adds else 'x'}"
     backend = array_backend(what, x)
     backend.check(what, x)
-    given, result = (plan.shape, plan.owned.shape) if adds else (plan.owned.shape, plan.shape)
-    ndim, dtype = len(given), backend.dtype(x)
-    if tuple(x.shape[:ndim]) != given:
-        shown = f"cells around {plan.owned}" if plan.halo_only else f"window {plan.window}"
+    expected, result = (plan.shape, plan.owned.shape) if adds else (plan.owned.shape, plan.shape)
+    ndim, dtype = len(expected), backend.dtype(x)
+    if tuple(x.shape[:ndim]) != expected:
+        place = f"cells around {plan.owned}" if plan.halo_only else f"window {plan.window}"
         raise ValueError(
-            f"{what} has shape {tuple(x.shape)}: must begin with {given}, the shape of the "
-            f"{shown if adds else f'owned box {plan.owned}'} of rank {plan.rank}"
+            f"{what} has shape {tuple(x.shape)}: must begin with {expected}, the shape of the "
+            f"{place if adds else f'owned box {plan.owned}'} of rank {plan.rank}"
         )
     if adds and dtype == "bool":
         raise TypeError(f"{what} is of bool: truth values cannot be summed")

@@ -345,8 +345,8 @@ class RankPieces:
         self.halo_only, self.parts = windows.halo_only, windows.parts(rank)
         cells = sum(part.size for part in self.parts)
         self.shape = (cells,) if self.halo_only else self.window.shape
-        shown = [piece.source for piece in self.local if piece.is_itself]
-        self.uncovered = [] if self.halo_only else outside(self.owned, shown)
+        own = [piece.source for piece in self.local if piece.is_itself]
+        self.uncovered = [] if self.halo_only else outside(self.owned, own)
 
     def bare(self) -> RankPieces:
         """Return a copy without references to its users."""
@@ -394,6 +394,6 @@ def interior_of(window: Box, remote: Sequence[Box]) -> Box:
             cuts.append(replaced(inner, axis, hole.stop[axis], inner.stop[axis]))
         ends = np.minimum(stops, [[cut.stop] for cut in cuts])
         sides = (ends - np.maximum(starts, [[cut.start] for cut in cuts])).clip(0)
-        kept = [cut.size for cut in cuts] - sides.prod(2).sum(1)
-        inner = cuts[int(kept.argmax())]
+        gains = [cut.size for cut in cuts] - sides.prod(2).sum(1)
+        inner = cuts[int(gains.argmax())]
     return inner

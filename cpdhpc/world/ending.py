@@ -190,20 +190,20 @@ class Begun(NamedTuple):
 
     def next(self, start: Callable[[], Any]) -> Begun:
         """Return the record of a call started by start: a communicator's method, maybe partial."""
-        given = next(iter(getattr(start, "args", ())), np.empty(0, np.uint8))
-        array = given[0] if isinstance(given, list) else given
+        sent = next(iter(getattr(start, "args", ())), np.empty(0, np.uint8))
+        array = sent[0] if isinstance(sent, list) else sent
         return Begun(self.number + 1, getattr(start, "func", start).__name__, array.nbytes)
 
     def again(self, mpi: Any, comm: Any) -> Callable[[], Any]:
         """Return a function that begins the same call here, with values that nobody reads."""
         values = np.zeros(self.size_bytes // 8, np.int64)
         found = np.empty(values.size * comm.Get_size(), np.int64)
-        given: dict[str, tuple[Any, ...]] = {
+        arguments: dict[str, tuple[Any, ...]] = {
             "Ibcast": ([np.empty(self.size_bytes, np.uint8), mpi.BYTE], 0),
             "Iallgather": (values, found),
             "Iallreduce": (values, found[: values.size], mpi.MAX),
         }
-        return partial(getattr(comm, self.name), *given.get(self.name, ()))
+        return partial(getattr(comm, self.name), *arguments.get(self.name, ()))
 
 
 def meet(
@@ -228,7 +228,7 @@ def meet(
         if time.monotonic() > end_s:
             who = ", ".join(map(str, missing)) or "unknown"
             raise TimeoutError(f"rank {who} did not learn of it in {wait_s:.0f} s")
-    told = [found[process] for process in range(size)]
-    errors = [pickle.loads(each) for each, _ in told if each is not None]
-    furthest = max((each for _, each in told), key=lambda calls: calls[-1])
+    states = [found[process] for process in range(size)]
+    errors = [pickle.loads(each) for each, _ in states if each is not None]
+    furthest = max((each for _, each in states), key=lambda calls: calls[-1])
     return errors[0], len(errors) == size, furthest

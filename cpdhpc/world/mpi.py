@@ -110,11 +110,11 @@ class World(Ranks):
         self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         most = math.isqrt((self._most_tag - 1) // (STREAMS + 1))  # virtual ranks, for MPI's tags
         error = ending.world_error(virtual_ranks, most, timeout_s, gpu_direct, share_memory)
-        firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
+        firsts, numbers, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
         if any(errors):
             raise named(errors, 1)  # virtual ranks may be wrong
-        if len(set(asked)) > 1:
-            raise ValueError(f"World: virtual_ranks={asked}, by process: must be the same")
+        if len(set(numbers)) > 1:
+            raise ValueError(f"World: virtual_ranks={numbers}, by process: must be the same")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
         self._pairs = virtual_ranks**2  # of a rank here and a rank of another process
         self._alarm_tag = STREAMS * self._pairs  # not used by messages
@@ -161,11 +161,11 @@ class World(Ranks):
         Raises TypeError or ValueError on all processes if the list is wrong on any.
         """
         self.agreed(lambda: check_process_list(processes, self.processes), "part", Exception)
-        asked = self.gather(tuple(map(int, processes)), "part")
-        if len(set(asked)) > 1:
-            raise ValueError(f"World.part: processes={asked}, by process: must be the same")
-        inside = self.process in asked[0]
-        place = asked[0].index(self.process) if inside else 0
+        lists = self.gather(tuple(map(int, processes)), "part")
+        if len(set(lists)) > 1:
+            raise ValueError(f"World.part: processes={lists}, by process: must be the same")
+        inside = self.process in lists[0]
+        place = lists[0].index(self.process) if inside else 0
         comm = self._comm.Split(0 if inside else self._mpi.UNDEFINED, place)
         if not inside:
             return None
@@ -235,14 +235,14 @@ class World(Ranks):
         """
         self.count_collective(array.nbytes)
         if array.nbytes <= MESSAGE_BYTES:
-            given = self._mpi.IN_PLACE if source is None else source
-            return self._comm.Allreduce(given, array, self._mpi.SUM)
+            sent = self._mpi.IN_PLACE if source is None else source
+            return self._comm.Allreduce(sent, array, self._mpi.SUM)
         totals = pieces(array)
-        givens = [self._mpi.IN_PLACE] * len(totals)
+        sources = [self._mpi.IN_PLACE] * len(totals)
         if source is not None:
-            givens = pieces(source)
-        for given, total in zip(givens, totals, strict=True):
-            self._comm.Allreduce(given, total, self._mpi.SUM)
+            sources = pieces(source)
+        for sent, total in zip(sources, totals, strict=True):
+            self._comm.Allreduce(sent, total, self._mpi.SUM)
 
     def count_collective(self, size_bytes: int) -> None:
         """Count the bytes that this process passes to one of MPI's own collectives."""
@@ -358,17 +358,17 @@ class World(Ranks):
             timeline.done(timeline.WAIT, since)
         except Exception as error:
             if error is self.refusal:  # all processes are in the call by now
-                said = str(error)
-                self._timeout.wait(request.Test, lambda waited_s, absent: [said])
+                text = str(error)
+                self._timeout.wait(request.Test, lambda waited_s, absent: [text])
                 raise
             if not isinstance(error, self._mpi.Exception):
                 raise
             failure = self.failure(error, what)
             if failure is not None or self.processes == 1:
                 raise failure or error from None
-            asked = "is another process, or thread, in another call?"
-            told = f"{name} {self.process} | {what}: {error}: {asked}"
-            self._timeout.give_up(0.0, lambda waited_s, absent: [told])
+            question = "is another process, or thread, in another call?"
+            text = f"{name} {self.process} | {what}: {error}: {question}"
+            self._timeout.give_up(0.0, lambda waited_s, absent: [text])
 
     def refuse(self, error: Exception, *, behind: bool = False) -> tuple[Exception, bool]:
         """Return the error of the lowest rank that refuses a call, and whether all refuse one.
@@ -392,11 +392,11 @@ class World(Ranks):
                 raise found
 
     def _meet(self, mine: Exception | None, behind: bool = False) -> tuple[Exception, bool]:
-        told = None if mine is None else of_rank(self.rank, mine)
-        if told is not None:
-            told.behind = behind  # type: ignore[attr-defined]  # and goes where it goes
+        refusal = None if mine is None else of_rank(self.rank, mine)
+        if refusal is not None:
+            refusal.behind = behind  # type: ignore[attr-defined]  # and goes where it goes
         try:
-            known = told, tuple(self._begun), min(self.timeout_s, REFUSAL_S)
+            known = refusal, tuple(self._begun), min(self.timeout_s, REFUSAL_S)
             error, by_all, begun = meet(self._duplicate, self._most_tag, *known)
         except TimeoutError as late:  # abort adds this rank's number
             self.abort(f"{mine or 'another rank refused a call'}: {late}")

@@ -192,13 +192,13 @@ class Shared:
         """The leases that this process has left, not yet announced to the others."""
         return sorted(self._untold)
 
-    def hear(self, told: Sequence[Sequence[int]], process: int) -> None:
-        """Free the leases that all have left. told: all processes' untold; process: this one."""
-        self._untold.difference_update(told[process])
-        for number, leases in enumerate(told):
+    def hear(self, lists: Sequence[Sequence[int]], process: int) -> None:
+        """Free the leases that all have left; process: this one."""
+        self._untold.difference_update(lists[process])
+        for number, leases in enumerate(lists):
             for lease in leases:
                 self._left_by.setdefault(lease, set()).add(number)
-        for lease in [each for each, by in self._left_by.items() if len(by) == len(told)]:
+        for lease in [each for each, by in self._left_by.items() if len(by) == len(lists)]:
             del self._left_by[lease]
             self.give_back(self._left.pop(lease))
 
