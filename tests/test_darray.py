@@ -218,7 +218,7 @@ def test_arrays_that_do_not_fit_are_refused(said: str, given: Any) -> None:
 @every("dtype", ["bool", "M8[s]", "S3", "i4,f4"])
 def test_what_has_no_sums_is_not_accumulated(dtype: str) -> None:
     plan = WindowPlan(Loopback(), ONE, Box((-1,), (5,)), "wrap")
-    with pytest.raises(TypeError, match="accumulate: y is of"):
+    with refused("accumulate", "y", "summed"):
         plan.accumulate(np.zeros(6, dtype))
     x = np.frombuffer(np.random.default_rng(0).bytes(np.dtype(dtype).itemsize * 4), dtype)
     if dtype != "bool":
@@ -252,17 +252,17 @@ def test_handles_and_freed_plans() -> None:
 
 def test_distributed_arrays_are_checked() -> None:
     world, two = Loopback(), Layout.grid((4,), (2,))
-    with pytest.raises(ValueError, match="local has shape"):
+    with refused("DistArray", "local", "must begin with (4,)", (3,)):
         DistArray(world, ONE, np.zeros(3))
     with refused("DistArray", "layout"):
         DistArray(world, two, np.zeros(2))
     with refused("DistArray.gather", "root"):
         DistArray(world, ONE, np.zeros(4)).gather(1)
-    with pytest.raises(ValueError, match="must begin with"):
+    with refused("DistArray.from_global", "array", "must begin with (4,)", (5,)):
         DistArray.from_global(world, ONE, np.zeros(5))
     with pytest.raises(ValueError, match="another layout"):
         other = Layout.grid((5,), (1,))
         plan = WindowPlan(world, other, Box((0,), (5,)))
         DistArray(world, ONE, np.zeros(4)).window(plan)
-    with pytest.raises(ValueError, match="layout_to"):
+    with refused("redistribute", "layout_to", "must have (4,) over 1", (4,)):
         redistribute(world, np.zeros(4), ONE, two)

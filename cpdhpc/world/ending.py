@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from .. import _cpu
+from ..errors import ArgumentError, ArgumentTypeError
 from ..methods import check_bool, check_whole
 from .ranks import portable
 
@@ -38,11 +39,12 @@ def world_error(
     try:
         check_whole("World", "virtual_ranks", virtual_ranks, 1)
         if virtual_ranks > most:
-            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
+            raise ArgumentError("World", "virtual_ranks", virtual_ranks, "too many for MPI's tags")
         if not isinstance(timeout_s, int | float | np.number) or isinstance(timeout_s, bool):
-            raise TypeError(f"World: timeout_s={timeout_s!r}: must be a number")
+            raise ArgumentTypeError("World", "timeout_s", timeout_s, "must be a number")
         if not timeout_s > 0:
-            raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
+            allowed = "must be more than 0"
+            raise ArgumentError("World", "timeout_s", timeout_s, allowed, str(timeout_s))
         check_bool("World", "gpu_direct", gpu_direct)
         check_bool("World", "share_memory", share_memory)
     except (TypeError, ValueError) as error:

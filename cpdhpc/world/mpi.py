@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import _cpu
-from ..errors import ArgumentTypeError, UserError
+from ..errors import ArgumentError, ArgumentTypeError, UserError
 from ..methods import check_whole
 from . import ending, timeline
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
@@ -103,7 +103,8 @@ class World(Ranks):
         self._library: ctypes.CDLL | None = None
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
-            raise TypeError(f"World: comm is {comm!r}: must be an mpi4py intra-communicator")
+            allowed, shown = "must be an mpi4py intra-communicator", repr(comm)
+            raise ArgumentTypeError("World", "comm", shown, allowed, state=f" is {shown}")
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         first = here.allreduce(comm.Get_rank(), self._mpi.MIN)  # process of this node
         here.Free()
@@ -183,9 +184,12 @@ class World(Ranks):
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
         if not isinstance(array, np.ndarray):
-            raise TypeError(f"broadcast: array is {type(array).__name__}: must be a NumPy array")
+            kind, allowed = type(array).__name__, "must be a NumPy array"
+            raise ArgumentTypeError("broadcast", "array", kind, allowed, state=f" is {kind}")
         if not array.flags.c_contiguous:
-            raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
+            strides, allowed = array.strides, "must be C-contiguous"
+            state = f" has strides {strides}"
+            raise ArgumentError("broadcast", "array", strides, allowed, state=state)
         self.count_collective(array.nbytes)
         for piece in pieces(array.reshape(-1).view(np.uint8)):
             self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
@@ -221,7 +225,8 @@ class World(Ranks):
     def max(self, values: Array, what: str = "max") -> Array:
         """Return the element-wise maximum over processes; int64[n], the same n. Collective."""
         if not isinstance(values, np.ndarray) or values.dtype != np.int64:
-            raise TypeError(f"max: values are {values!r:.80}: must be int64[n]")
+            state = f" are {values!r:.80}"
+            raise ArgumentTypeError("max", "values", None, "must be int64[n]", state=state)
         result = np.empty_like(values)
         self._complete(partial(self._comm.Iallreduce, values, result, self._mpi.MAX), what)
         self.count_collective(values.nbytes)

@@ -426,11 +426,13 @@ def portable(error: Exception | None) -> bytes | None:
 def check_process_list(processes: object, count: int) -> None:
     """Raise TypeError or ValueError unless these are some of count processes, each once."""
     if not isinstance(processes, Sequence) or isinstance(processes, str):
-        raise TypeError(f"World.part: processes={processes!r}: must be a list or range")
+        allowed = "must be a list or range"
+        raise ArgumentTypeError("World.part", "processes", processes, allowed)
     for process in processes:
         check_whole("World.part", "process", process, 0, count)
     if not 0 < len(processes) == len(set(processes)):
-        raise ValueError(f"World.part: processes={list(processes)}: must be some, each once")
+        allowed = "must be some, each once"
+        raise ArgumentError("World.part", "processes", list(processes), allowed)
 
 
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:
