@@ -114,7 +114,29 @@ def refuse_freed(world: Ranks) -> NoReturn:
     raise error
 
 
-class Prepared:
+class Repeatable:
+    """A call of fixed arrays that is prepared, and freed by free, "with" or its loss."""
+
+    _recording: Recording | Graphed | None = None
+    _freed = False
+
+    def free(self) -> None:
+        """Free the requests; then run raises an error. Not collective.
+
+        A dropped object is freed, too. Node memory is reused once all processes have freed it.
+        """
+        self._freed = True
+        if self._recording is not None:
+            self._recording.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+
+class Prepared(Repeatable):
     """A repeatable all-reduce of fixed arrays; made by Allreduce.prepare. Collective.
 
     is_fast: whether run executes a compiled call list, without the interpreter: with one rank per
@@ -136,8 +158,6 @@ class Prepared:
         self._method, self._world = method, world
         self._parts = method.check(world, xs, outs, None, segments, graphs=graphs)
         self._xs, self._outs = list(xs), [np.empty_like(xs[0])] if outs is None else list(outs)
-        self._recording: Recording | Graphed | None = None
-        self._freed = False
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._asks = method.shares_shifts or self._compares
         is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
@@ -227,21 +247,6 @@ class Prepared:
             self._recording.adapt(self._parts, shifts)
             self._reduced = self._returned(shifts)
         return shifts
-
-    def free(self) -> None:
-        """Free the requests; then run raises an error. Not collective.
-
-        A dropped object is freed, too. Node memory is reused once all processes have freed it.
-        """
-        self._freed = True
-        if self._recording is not None:
-            self._recording.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.free()
 
 
 @dataclass(frozen=True)

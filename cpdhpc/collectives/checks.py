@@ -411,30 +411,35 @@ def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:
         return np.array([amax_of(p) for p in parts], np.int64)
     amax = to_host(backend_of(x).amax_tiles(x))
     spans = [tile_span(segment) for segment in segments]
-    return np.array(
-        [int(amax[span].max()) if span.start < span.stop else 0 for span in spans], np.int64
-    )
+    return np.array([int(amax[span].max(initial=0)) for span in spans], np.int64)
 
 
 def raise_nonfinite(
-    world: Ranks, inputs: Sequence[Array], segments: Sequence[Segment], total: Array | None
+    world: Ranks,
+    inputs: Sequence[Array | None],
+    segments: Sequence[Segment],
+    total: Array | None,
+    call: str = ALLREDUCE,
 ) -> NoReturn:
     """Raise NonFiniteGradient that names tensors and ranks. Collective.
 
-    inputs: of the hosted ranks; total: the sum, the same on all ranks, if it is known
+    inputs: of the hosted ranks, None if not read; total: the sum, the same on all ranks, if it is
+    known
     """
     own = [
         (i, rank)
         for rank, x in zip(world.hosted, inputs, strict=True)
+        if x is not None
         for i in np.flatnonzero(amax_of_segments(x, segments) >= NONFINITE_BITS).tolist()
     ]
     places = [place for process in world.gather(own, "non-finite") for place in process]
     which = {i for i, _ in places}
     if not places and total is not None:
         which = set(np.flatnonzero(amax_of_segments(total, segments) >= NONFINITE_BITS).tolist())
-    raise NonFiniteGradient(
-        [segments[i].name for i in sorted(which)], sorted({rank for _, rank in places})
-    )
+    if not which and len(segments) == 1:
+        which = {0}
+    names = [segments[i].name for i in sorted(which)]
+    raise NonFiniteGradient(names, sorted({rank for _, rank in places}), call=call)
 
 
 def shared_amax(
@@ -442,10 +447,11 @@ def shared_amax(
 ) -> list[int]:
     """Return the float32 bits of max|x| of each segment over all ranks. Collective.
 
+    what: the call, for messages; its first word is the name of the function
     Raises NonFiniteGradient.
     """
     own = np.max([amax_of_segments(x, segments) for x in inputs], axis=0)
     amax: list[int] = world.max(own, what).tolist()
     if max(amax, default=0) >= NONFINITE_BITS:
-        raise_nonfinite(world, inputs, segments, None)
+        raise_nonfinite(world, inputs, segments, None, what.split()[0])
     return amax

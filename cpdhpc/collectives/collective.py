@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -20,17 +20,14 @@ import numpy as np
 from ..errors import ArgumentError
 from ..methods import COLLECTIVES, USUAL, check_whole, said_by, suggest
 from ..ops import backend_of, on_gpu, type_name
-from ..ops.common import NONFINITE_BITS
 from ..ops.payloads import Array
 from ..partition import split
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .allreduce import refuse_freed, run_programs, warn_of_error
+from .allreduce import Repeatable, refuse_freed, run_programs, warn_of_error
 from .blocks import SHARES, Blocks, Share
 from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
-    NonFiniteGradient,
-    amax_of,
     check_alike,
     check_array,
     check_count,
@@ -40,6 +37,8 @@ from .checks import (
     is_finite,
     iteration_error,
     name_of_x,
+    raise_nonfinite,
+    shared_amax,
 )
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as, wrong_type, wrong_value
 from .recorded import Recording, Recordings, keep, recording_of, with_iteration
@@ -240,7 +239,8 @@ class Collective(Method):
         text = f"{self.description} {[*arguments.values()]}"
         what = f"{self.call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
-            self._raise_nonfinite(world, read)
+            flat = [None if x is None else x.reshape(-1) for x in read]
+            raise_nonfinite(world, flat, WHOLE, None, self.call)
         if call is None:
             whole = self._of_root(world, sketch) if is_scatter else self._matrix(world, sketch)
             call, error = None, None
@@ -592,7 +592,7 @@ class Collective(Method):
             what = f"{self.call} {self.algorithm}: results"
             (bad,) = check_alike(world, None, {}, [bad > 0], what)
         if bad:
-            self._raise_nonfinite(world, xs)
+            raise_nonfinite(world, xs, WHOLE, None, self.call)
 
     def _run_programs(
         self, world: Ranks, arrays: Arrays, blocks: Blocks, shifts: Shifts, iteration: int
@@ -611,21 +611,8 @@ class Collective(Method):
 
         Raises NonFiniteGradient.
         """
-        own = np.array([max(amax_of(x) for x in xs)], np.int64)
-        (bits,) = world.max(own, f"{self.call} {self.algorithm}: exponents").tolist()
-        if bits >= NONFINITE_BITS:
-            self._raise_nonfinite(world, xs)
-        return self.shifts_of([bits], world.ranks, sums=self.share.sums)
-
-    def _raise_nonfinite(self, world: Ranks, xs: Sequence[Any]) -> NoReturn:
-        """Raise NonFiniteGradient that names the ranks. Collective."""
-        own = [
-            rank
-            for rank, x in zip(world.hosted, xs, strict=True)
-            if x is not None and not is_finite(x.reshape(-1))
-        ]
-        ranks = [rank for each in world.gather(own, "non-finite") for rank in each]
-        raise NonFiniteGradient(["x"], sorted(ranks), call=self.call)
+        bits = shared_amax(world, xs, WHOLE, f"{self.call} {self.algorithm}: exponents")
+        return self.shifts_of(bits, world.ranks, sums=self.share.sums)
 
 
 class KnownCall(NamedTuple):
@@ -731,7 +718,7 @@ def is_plain(x: object) -> bool:
     return x is None or (type(x) is np.ndarray and x.flags.c_contiguous)
 
 
-class PreparedCollective:
+class PreparedCollective(Repeatable):
     """A repeatable collective of fixed arrays; made by Collective.prepare. Collective.
 
     is_fast: whether run executes a compiled call list, without the interpreter, or MPI's own
@@ -753,7 +740,6 @@ class PreparedCollective:
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._recording: Recording | None = None
         self._move = mover(world, call.blocks) if method.algorithm == MPI_ALLREDUCE else None
-        self._freed = False
         x, out = self._arrays.flat
         is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
         if is_list and method._is_listed(call):
@@ -787,21 +773,9 @@ class PreparedCollective:
             suspect = method.hides_nonfinite and not all(map(is_finite, self._arrays.xs))
             what = f"{method.call} {method.algorithm}: iteration"
             if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
-                method._raise_nonfinite(world, self._arrays.xs)
+                raise_nonfinite(world, self._arrays.xs, WHOLE, None, method.call)
         method._into(world, self._arrays, self._call, iteration, self._recording, self._move)
         return self._arrays.copied()
-
-    def free(self) -> None:
-        """Free the requests; then run raises an error. Not collective."""
-        self._freed = True
-        if self._recording is not None:
-            self._recording.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.free()
 
 
 WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, with one shift
