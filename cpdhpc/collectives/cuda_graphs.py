@@ -43,7 +43,7 @@ def check_graphs(method: Method, world: Ranks, xs: Sequence[Array], graphs: obje
             "rounding='stochastic': its key differs from call to call, but the arguments of "
             "captured kernels are fixed"
         )
-    if graphs and why:
+    if why:
         raise ArgumentError("Allreduce.prepare", "graphs", graphs, why)
 
 
