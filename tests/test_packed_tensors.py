@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusing import refused
 
 import cpdhpc
 from cpdhpc import Loopback
