@@ -25,7 +25,17 @@ from ..methods import check_whole
 from . import ending, timeline
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
 from .node_memory import Shared, share
-from .ranks import Array, RankFailure, Ranks, Wait, check_process_list, named, numbered, of_rank
+from .ranks import (
+    Array,
+    RankFailure,
+    Ranks,
+    Wait,
+    check_process_list,
+    named,
+    numbered,
+    of_rank,
+    portable,
+)
 
 
 def running_mpi() -> Any:
@@ -111,9 +121,10 @@ class World(Ranks):
         self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         most = math.isqrt((self._most_tag - 1) // (STREAMS + 1))  # virtual ranks, for MPI's tags
         error = ending.world_error(virtual_ranks, most, timeout_s, gpu_direct, share_memory)
-        firsts, numbers, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
+        own = first, virtual_ranks if error is None else 0, portable(error)
+        firsts, numbers, errors = zip(*comm.allgather(own), strict=True)
         if any(errors):
-            raise named(errors, 1)  # virtual ranks may be wrong
+            raise named([each and pickle.loads(each) for each in errors], 1)
         if len(set(numbers)) > 1:
             raise ValueError(f"World: virtual_ranks={numbers}, by process: must be the same")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
@@ -184,12 +195,10 @@ class World(Ranks):
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
         if not isinstance(array, np.ndarray):
-            kind, allowed = type(array).__name__, "must be a NumPy array"
-            raise ArgumentTypeError("broadcast", "array", kind, allowed, state=f" is {kind}")
+            raise TypeError(f"broadcast: array is {type(array).__name__}: must be a NumPy array")
         if not array.flags.c_contiguous:
-            strides, allowed = array.strides, "must be C-contiguous"
-            state = f" has strides {strides}"
-            raise ArgumentError("broadcast", "array", strides, allowed, state=state)
+            state, allowed = f" has strides {array.strides}", "must be C-contiguous"
+            raise ArgumentError("broadcast", "array", array.strides, allowed, state=state)
         self.count_collective(array.nbytes)
         for piece in pieces(array.reshape(-1).view(np.uint8)):
             self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
@@ -225,8 +234,7 @@ class World(Ranks):
     def max(self, values: Array, what: str = "max") -> Array:
         """Return the element-wise maximum over processes; int64[n], the same n. Collective."""
         if not isinstance(values, np.ndarray) or values.dtype != np.int64:
-            state = f" are {values!r:.80}"
-            raise ArgumentTypeError("max", "values", None, "must be int64[n]", state=state)
+            raise TypeError(f"max: values are {values!r:.80}: must be int64[n]")
         result = np.empty_like(values)
         self._complete(partial(self._comm.Iallreduce, values, result, self._mpi.MAX), what)
         self.count_collective(values.nbytes)
@@ -513,8 +521,8 @@ def as_world(world_or_comm: Any, function: str) -> Ranks:
         return world_or_comm
     mpi = running_mpi()
     if not isinstance(world_or_comm, mpi.Intracomm):
-        kind, allowed = type(world_or_comm).__name__, "must be a World, a Loopback or an mpi4py "
-        allowed += "intra-communicator"
+        kind = type(world_or_comm).__name__
+        allowed = "must be a World, a Loopback or an mpi4py intra-communicator"
         raise ArgumentTypeError(function, "world", kind, allowed, state=f" is {kind}")
     world = world_or_comm.Get_attr(_keyval())
     if world is None:
