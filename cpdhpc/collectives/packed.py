@@ -60,7 +60,7 @@ def reduce_scatter(
     """
     make = partial(
         Collective, wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits,
-        headroom, seed, collective="reduce_scatter",
+        headroom, seed=seed, collective="reduce_scatter",
     )  # fmt: skip
     return _run(world, x, out, iteration, make, counts=counts)
 
@@ -213,7 +213,7 @@ def reduce(
     """
     make = partial(
         Collective, wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits,
-        headroom, seed, collective="reduce", root=root,
+        headroom, seed=seed, collective="reduce", root=root,
     )  # fmt: skip
     return _run(world, x, out, iteration, make)
 
