@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Self, TypeVar
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -52,6 +52,12 @@ class Refused(Exception):
         self.shown = repr(value) if shown is None else shown
         self.state = f"={self.shown}" if state is None else state
         super().__init__(f"{function}: {argument}{self.state}: {allowed}")
+
+    @classmethod
+    def of(cls, what: str, value: object, allowed: str, state: str) -> Self:
+        """Return the error of what, "function: argument"."""
+        function, _, argument = what.partition(": ")
+        return cls(function, argument, value, allowed, state=state)
 
     def __reduce__(self) -> tuple[type[Refused], tuple[object, ...], dict[str, object]]:
         """Return how to make it anew, for example in another process."""

@@ -339,7 +339,9 @@ class Allreduce(Method):
             elif self.algorithm == MPI_ALLREDUCE:
                 bad = sum_by_mpi(world, flat, sums)
             else:
-                bad = self._run_programs(world, flat, sums, parts, shifts, iteration)
+                plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
+                places = [*sums, *[None] * (len(flat) - len(sums))]
+                bad = run_programs(world, plan, flat, places, f"allreduce {self.algorithm}")
             if recording is None and self.result_unseen:
                 bad = not is_finite(sums[0])
             if bad:
@@ -415,20 +417,6 @@ class Allreduce(Method):
             raise_nonfinite(world, flat, parts, None)
         warn_of_error(self, world)
         return parts
-
-    def _run_programs(
-        self,
-        world: Ranks,
-        flat: Sequence[Array],
-        totals: Sequence[Array],
-        parts: Sequence[Segment],
-        shifts: Shifts,
-        iteration: int,
-    ) -> int:
-        """Sum into totals, for the first hosted rank or for all; count non-finite values."""
-        plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
-        places = [*totals, *[None] * (len(flat) - len(totals))]
-        return run_programs(world, plan, flat, places, f"allreduce {self.algorithm}")
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -217,7 +218,10 @@ class Collective(Method):
         """Return the properties of the call; raise any rank's error on all. Collective."""
         error = error or iteration_error(iteration, self.call)
         sketch, call = Sketch((), "", False, counts), None
-        is_scatter, is_uneven = self.collective == "scatter", self._has_pairs and counts is not None
+        is_scatter, is_uneven = (
+            self.collective == "scatter",
+            self.collective == "all_to_all" and counts is not None,
+        )
         try:
             if error is None:
                 sketch = self._sketch(world, xs, counts, recv_counts)
@@ -258,10 +262,6 @@ class Collective(Method):
             return list(xs)
         return [x if r == self.root else None for r, x in zip(world.hosted, xs, strict=True)]
 
-    @property
-    def _has_pairs(self) -> bool:
-        return self.collective == "all_to_all"
-
     def _sketch(self, world: Ranks, xs: Any, counts: Any, recv_counts: Any) -> Sketch:
         """Return this process's information; raise the errors of its arguments."""
         check_count(world, "x", xs)
@@ -284,7 +284,7 @@ class Collective(Method):
         x = first
         if not self.share.whole and x.ndim == 0:
             raise wrong_value("x", 0, "must have one or more", state=" has no dimension")
-        if self._has_pairs:
+        if self.collective == "all_to_all":
             shares = self._shares(world, xs, counts, recv_counts)
         else:
             shares = self._counts(world, x.shape, counts)
@@ -376,7 +376,7 @@ class Collective(Method):
         shape, dtype, gpu, counts = sketch
         rest, ranks, name = shape[1:], world.ranks, self.collective
         each = 1 if self.share.whole else prod(rest)
-        if self._has_pairs and len(counts) == ranks:
+        if self.collective == "all_to_all" and len(counts) == ranks:
             counts = counts * ranks
         in_values = tuple(each * rows for rows in counts) or (prod(shape),)
         keeps = name == "broadcast" and self.fmt is None
@@ -487,7 +487,8 @@ class Collective(Method):
         if keeps:  # the root, in the same process, already has it
             written: list[Array | None] = [xs[self.root - world.rank]]
         else:
-            shares = any(each is not None and overlaps(each, taken) for each in results)
+            pairs = product((each for each in results if each is not None), taken)
+            shares = any(np.may_share_memory(*pair) for pair in pairs)
             written = [r if r is None or not shares else np.empty_like(r) for r in results]
         flat = [None if w is None or keeps else self._flat(w) for w in written]
         return Arrays(taken, [*flat, *[None] * (len(taken) - len(flat))], results, written)
@@ -808,11 +809,6 @@ def checked_counts(name: str, counts: Any, ranks: int) -> tuple[int, ...]:
     for each in counts:
         check_whole("allreduce", name, each, 0)
     return tuple(map(int, counts))
-
-
-def overlaps(array: Array, others: Sequence[Array]) -> bool:
-    """Whether an array shares memory with one of the others."""
-    return any(np.may_share_memory(array, each) for each in others)
 
 
 @lru_cache(maxsize=256)

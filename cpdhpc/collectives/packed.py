@@ -54,8 +54,7 @@ def reduce_scatter(
         except for wire "raw": direct on one node; on several nodes hier, or rhd if no two ranks
         share a node
     out: for the block, [counts[rank], ...], and returned; with virtual ranks one for each
-    wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
-    errors: see allreduce. "mean" needs floats or complex numbers
+    Other arguments, and errors: see allreduce. "mean" needs floats or complex numbers.
     Returns an array like x; with virtual ranks a list of them.
     """
     make = partial(
@@ -97,7 +96,7 @@ def all_gather(
     scaling: see allreduce; "aps" has one shift for all values
     out: for the result, [sum(counts), ...], and returned. If it shares memory with x, one more
         copy is made
-    wire, rounding, overflow, random_bits, seed, iteration, and errors: see allreduce
+    Other arguments, and errors: see allreduce.
     Returns an array like x: a single one, also with virtual ranks.
     """
     make = partial(
@@ -135,7 +134,7 @@ def all_to_all(
     algorithm: "direct" (pairwise) or "mpi" (MPI_Alltoall, wire "raw"); "usual" is direct
     out: for the result, [sum of received rows, ...], and returned; with virtual ranks one for each
     With virtual ranks counts and recv_counts are lists of one for each, too.
-    wire, scaling, rounding, overflow, random_bits, seed, iteration, and errors: see all_gather
+    Other arguments, and errors: see all_gather.
     Returns an array like x; with virtual ranks a list of them.
     """
     make = partial(
@@ -171,7 +170,7 @@ def broadcast(
         on it. "usual" is tree on one node and for at most 64 KiB of float32, otherwise hier, or rhd
         if no two ranks share a node; for wire "raw" it is mpi, except for a few values on one node
     out: for the result, like x, and returned; may be x itself. Default: a new array
-    wire, scaling, rounding, overflow, random_bits, seed, iteration, and errors: see all_gather
+    Other arguments, and errors: see all_gather.
     Returns an array like x: a single one, also with virtual ranks.
     """
     make = partial(
@@ -208,8 +207,7 @@ def reduce(
         send their parts to the root; "tree" (binomial, counted from the root on); or "mpi"
         (MPI_Reduce, wire "raw"). For "usual" see reduce_scatter
     out: on the root: for the result, like x, and returned
-    wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
-    errors: see reduce_scatter
+    Other arguments, and errors: see reduce_scatter.
     """
     make = partial(
         Collective, wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits,

@@ -17,7 +17,7 @@ from ..whole_files import as_path
 from ..world import files
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .copies import Array, array_backend, wrong_shape, wrong_type
+from .copies import Array, array_backend, wrong_shape
 from .layout import Box, Layout, check_layout
 from .plan import WindowPlan
 
@@ -237,7 +237,7 @@ def _on_host(what: str, x: Array) -> Array:
     if host is None or host.dtype.isbuiltin == ADDED:
         allowed = "must be one of NumPy's own, as HDF5 stores only these: float32 holds the values "
         allowed, dtype = f"{allowed}of shorter formats exactly", backend.dtype(x)
-        raise wrong_type(what, dtype, allowed, f": dtype={dtype}")
+        raise ArgumentTypeError.of(what, dtype, allowed, f": dtype={dtype}")
     return host
 
 

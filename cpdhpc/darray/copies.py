@@ -129,11 +129,11 @@ class _Torch(ArrayBackend):
                 "use cpdhpc.torch.autograd",
                 " requires a gradient, which would be lost",
             )
-            raise wrong_type(what, True, allowed, state)
+            raise ArgumentTypeError.of(what, True, allowed, state)
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
             state = f" is {x.layout}, or a view that only conjugates or negates"
             allowed = "must be strided and resolved"
-            raise wrong_type(what, str(x.layout), allowed, state)
+            raise ArgumentTypeError.of(what, str(x.layout), allowed, state)
 
     def empty(self, like: Array, shape: Sequence[int]) -> Array:
         """The memory order follows like's, so that both are read along contiguous elements."""
@@ -205,7 +205,7 @@ def array_backend(what: str, x: Array) -> ArrayBackend:
     """
     if isinstance(x, np.ndarray):
         if advice := misread(x):
-            raise wrong_type(what, type_name(x), advice, f" is {type_name(x)}")
+            raise ArgumentTypeError.of(what, type_name(x), advice, f" is {type_name(x)}")
         return NUMPY
     module = type(x).__module__.partition(".")[0]
     if module == "cupy" and hasattr(x, "dtype"):
@@ -213,30 +213,17 @@ def array_backend(what: str, x: Array) -> ArrayBackend:
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
         return TORCH if x.device.type == "cpu" else TORCH_GPU
     allowed = "known are arrays of NumPy and CuPy and torch tensors"
-    raise wrong_type(what, type_name(x), allowed, f" is {type_name(x)}")
-
-
-def wrong_type(what: str, value: object, allowed: str, state: str) -> ArgumentTypeError:
-    """Return the error of an argument; what: see array_backend, the others: see Refused."""
-    function, _, argument = what.partition(": ")
-    return ArgumentTypeError(function, argument, value, allowed, state=state)
-
-
-def wrong_value(what: str, value: object, allowed: str, state: str) -> ArgumentError:
-    """Return the error of an argument; what: see array_backend, the others: see Refused."""
-    function, _, argument = what.partition(": ")
-    return ArgumentError(function, argument, value, allowed, state=state)
+    raise ArgumentTypeError.of(what, type_name(x), allowed, f" is {type_name(x)}")
 
 
 def wrong_dtype(what: str, dtype: object, allowed: str) -> ArgumentTypeError:
     """Return the error of an array's dtype. what: see array_backend."""
-    return wrong_type(what, str(dtype), allowed, f" is of {dtype}")
+    return ArgumentTypeError.of(what, str(dtype), allowed, f" is of {dtype}")
 
 
 def wrong_shape(what: str, x: Array, allowed: str) -> ArgumentError:
     """Return the error of an array's shape. what: see array_backend."""
-    shape = tuple(x.shape)
-    return wrong_value(what, shape, allowed, f" has shape {shape}")
+    return ArgumentError.of(what, tuple(x.shape), allowed, f" has shape {tuple(x.shape)}")
 
 
 class Copy(NamedTuple):

@@ -10,7 +10,7 @@ from weakref import finalize, ref
 import numpy as np
 
 from ..collectives.engine import carrier_of, give_up
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import Format
 from ..ops import type_name
 from ..ops.moves import run_moves
@@ -30,8 +30,6 @@ from .copies import (
     array_backend,
     wrong_dtype,
     wrong_shape,
-    wrong_type,
-    wrong_value,
 )
 from .describe import Description, Verification, describe, packed_wire, verify
 from .device import SUMS
@@ -248,7 +246,7 @@ def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -
         if adds and plan.halo_only:
             allowed = "is of halos only: received sums are added to the content of out"
             allowed = f"plan {plan.name!r} {allowed}"
-            raise wrong_type("accumulate: out", None, allowed, " is None")
+            raise ArgumentTypeError.of("accumulate: out", None, allowed, " is None")
         out = backend.empty(x, shape)
     else:
         _check_out(f"{operation.name}: out", backend, x, out, shape)
@@ -276,7 +274,7 @@ def _on_gpu(
             place = each.ctypes.data, each.strides
             state = f" begins at {place[0]} and has strides {place[1]}"
             allowed = f"sums of {dtype} need multiples of {SUMS[dtype][1]} bytes"
-            raise wrong_value(name, place, allowed, state)
+            raise ArgumentError.of(name, place, allowed, state)
     return found[0], found[1]
 
 
@@ -287,17 +285,17 @@ def _check_out(
     if array_backend(what, out) is not backend or out.dtype != x.dtype:
         kind = f"{type_name(out)} of {getattr(out, 'dtype', '?')}"
         allowed = f"must be {type_name(x)} of {x.dtype}, like the input"
-        raise wrong_type(what, kind, allowed, f" is {kind}")
+        raise ArgumentTypeError.of(what, kind, allowed, f" is {kind}")
     backend.check(what, out)
     if tuple(out.shape) != shape:
         raise wrong_shape(what, out, f"must be {shape}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise wrong_value(what, False, "must be writeable", " is read-only")
+        raise ArgumentError.of(what, False, "must be writeable", " is read-only")
     strides = out.stride() if hasattr(out, "stride") else out.strides
     # Empty arrays have strides of 0, and no cells to share.
     if prod(shape) and any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
         state = f" has strides {tuple(strides)}"
-        raise wrong_value(what, tuple(strides), "its cells share memory", state)
+        raise ArgumentError.of(what, tuple(strides), "its cells share memory", state)
 
 
 def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) -> Channel:
