@@ -34,8 +34,8 @@ def say(lines: Sequence[str]) -> None:
 
 def world_error(
     virtual_ranks: int, most: int, timeout_s: object, gpu_direct: object, share_memory: object
-) -> Exception | None:
-    """Return the error in the arguments of a World, or None; most: the limit of virtual ranks."""
+) -> bytes | None:
+    """Return the error in a World's arguments, pickled, or None; most: limit of virtual ranks."""
     try:
         check_whole("World", "virtual_ranks", virtual_ranks, 1)
         if virtual_ranks > most:
@@ -48,7 +48,7 @@ def world_error(
         check_bool("World", "gpu_direct", gpu_direct)
         check_bool("World", "share_memory", share_memory)
     except (TypeError, ValueError) as error:
-        return error
+        return portable(error)
     return None
 
 

@@ -25,17 +25,7 @@ from ..methods import check_whole
 from . import ending, timeline
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
 from .node_memory import Shared, share
-from .ranks import (
-    Array,
-    RankFailure,
-    Ranks,
-    Wait,
-    check_process_list,
-    named,
-    numbered,
-    of_rank,
-    portable,
-)
+from .ranks import Array, RankFailure, Ranks, Wait, check_process_list, named, numbered, of_rank
 
 
 def running_mpi() -> Any:
@@ -121,7 +111,7 @@ class World(Ranks):
         self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         most = math.isqrt((self._most_tag - 1) // (STREAMS + 1))  # virtual ranks, for MPI's tags
         error = ending.world_error(virtual_ranks, most, timeout_s, gpu_direct, share_memory)
-        own = first, virtual_ranks if error is None else 0, portable(error)
+        own = first, virtual_ranks if error is None else 0, error
         firsts, numbers, errors = zip(*comm.allgather(own), strict=True)
         if any(errors):
             raise named([each and pickle.loads(each) for each in errors], 1)
