@@ -15,7 +15,6 @@ from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.world.mpi import as_world
 from cpdhpc.world.ranks import Loopback
 
 SEGMENTS = [Segment("a", 0, 2000), Segment("b", 2048, 3000)]
@@ -194,6 +193,7 @@ def test_bad_arguments(options, allowed):
 def test_bad_segments(wire, segments, argument, value):
     with refused("allreduce", argument, value=value):
         simulate(ones(), wire, segments=segments)
+    assert (simulate(ones(), segments=[("a", 0, 100), ("b", 100, 3000)]) == 3).all()
 
 
 def test_subclasses_whose_memory_is_what_they_mean_are_taken(tmp_path):
@@ -201,11 +201,6 @@ def test_subclasses_whose_memory_is_what_they_mean_are_taken(tmp_path):
     plain.tofile(tmp_path / "x")
     for x in (np.memmap(tmp_path / "x", np.float32), plain.view(np.recarray)):
         assert allreduce(Loopback(2), [x, plain]).tolist() == [2.0] * 9
-
-
-def test_raw_takes_segments_anywhere_in_order():
-    segments = [Segment("a", 0, 100), Segment("b", 100, 3000)]
-    assert (simulate(ones(), segments=segments) == 3).all()
 
 
 def test_number_of_arrays_and_ranks():
@@ -269,13 +264,6 @@ def test_what_run_alone_takes(wire, wrong, allowed):
         Allreduce("e4m3", scaling="aps").run(
             Loopback(), [np.zeros(9, np.float32)], shifts=[[k]] * 2
         )
-
-
-def test_as_world_takes_worlds_and_refuses_the_rest():
-    world = Loopback(2)
-    assert as_world(world, "f") is world
-    with refused("f", "world", "must be a World", "int"):
-        as_world(3, "f")
 
 
 def test_agree_raises_what_it_is_given():

@@ -361,23 +361,19 @@ def test_every_block_arrives_once(name):
 
 ONES = np.ones((4, 2), np.float32)
 FLAT = np.ones(4, np.float32)
-BEYOND = {"scaling": "static:99", "wire": "e4m3"}
 WRONG = [  # the first option is wrong
     ("all_gather", {"wire": "e9"}, "known are"),
     ("all_gather", {"algorithm": "tree"}, "known are"),
     ("all_gather", {"out": np.empty(7, np.float32)}, "must be float32[8]"),
-    ("all_gather", {"out": np.empty(8)}, "must be float32[8]"),
     ("broadcast", {"algorithm": "dbtree"}, "did you mean"),
     ("broadcast", {"root": 2}, "must be below 2"),
     ("broadcast", {"root": -1}, "must be 0 or more"),
     ("broadcast", {"root": 0.0}, "must be an integer"),
-    ("broadcast", {"out": np.broadcast_to(np.float32(1), 4)}, "C-contiguous"),
     ("broadcast", {"out": np.frombuffer(bytes(16), np.float32)}, "must be writeable"),
     ("gather", {"counts": [1]}, "must be 2, one per rank"),
     ("gather", {"counts": [4, 4, 0]}, "must be 2, one per rank"),
     ("gather", {"counts": [4, -1]}, "must be 0 or more"),
     ("gather", {"counts": 3}, "must be a list of integers"),
-    ("gather", {"counts": "44"}, "must be a list of integers"),
     ("reduce", {"op": "max"}, "known are"),
     ("reduce", {"out": [FLAT, FLAT]}, "must be a NumPy"),
     ("reduce_scatter", {"accumulate": "best", "wire": "e4m3"}, "known are"),
@@ -400,9 +396,7 @@ def test_wrong_arguments(name, options, allowed):
     [
         ("all_gather", [ONES, None], {}, "x of rank 1", "NoneType", "must be a NumPy"),
         ("all_gather", [ONES], {}, "x", 1, "1 arrays for 2 hosted ranks"),
-        ("all_gather", ONES[0], {}, "x", 1, "1 arrays for 2 hosted ranks"),
         ("all_gather", [ONES, ONES[:3]], {}, "x of rank 1", "float32[3, 2]", "must be the same"),
-        ("all_gather", [FLAT, FLAT.astype(int)], {}, "x of rank 1", "int64[4]", "must be the same"),
         ("all_gather", [ONES[:, 0]] * 2, {}, "x of rank 0", (8,), "must be C-contiguous"),
         ("all_gather", [np.float32(1)] * 2, {}, "x of rank 0", "numpy.float32", "must be a"),
         ("all_gather", [np.ones((), np.float32)] * 2, {}, "x", 0, "must have one or more"),
@@ -439,7 +433,7 @@ def test_wrong_calls():
         cpdhpc.all_gather("world", ONES)
     for name in ("gather", "reduce"):
         with pytest.raises(NonFiniteGradient) as caught:
-            getattr(cpdhpc, name)(Loopback(2), [FLAT, FLAT], **BEYOND)
+            getattr(cpdhpc, name)(Loopback(2), [FLAT, FLAT], "e4m3", scaling="static:99")
         assert (caught.value.call, caught.value.segments, caught.value.ranks) == (name, ("x",), ())
     with refused("Collective", "collective", "did you mean reduce", "allreduce"):
         Collective(collective="allreduce")
