@@ -557,7 +557,7 @@ class Known:
     digest: int  # of the recording
     keeps: object  # a reference, if the call is recognised by this object's identity
     segments: tuple[Segment, ...]
-    told: tuple[tuple[int, ...], tuple[int, ...], str]  # the fields of Reduced except arrays
+    outcome: tuple[tuple[int, ...], tuple[int, ...], str]  # the fields of Reduced except arrays
 
 
 class Recordings(dict[tuple[Method, int | Blocks], Entry]):
@@ -678,9 +678,9 @@ def know(
         return
     if not (method.shares_shifts or method.hides_nonfinite):
         whole = parts or (Segment("x", 0, x.size),)
-        told = Known(entry.nodes, entry.recording, entry.digest, keeps, whole, reduced[1:])
+        known = Known(entry.nodes, entry.recording, entry.digest, keeps, whole, reduced[1:])
         with suppress(TypeError):  # segments may be lists, which cannot be hashed
-            keep(world.board.known, (what, x.shape, listed(segments)), told)
+            keep(world.board.known, (what, x.shape, listed(segments)), known)
 
 
 def know_as(world: Ranks, what: Hashable, other: Hashable, x: Array) -> None:
@@ -743,7 +743,7 @@ def run_known(
     if outs is not None and totals is not outs:
         np.copyto(outs[0], totals[0])
         totals = outs
-    sent_shifts, result_shifts, algorithm = known.told
+    sent_shifts, result_shifts, algorithm = known.outcome
     return new_reduced(((totals[0],), sent_shifts, result_shifts, algorithm))
 
 
