@@ -225,11 +225,11 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def parse_bytes(text: str) -> int:
     """Return the bytes of a size such as "8", "16KiB" or "1MiB". Raises ConfigError."""
-    found = re.fullmatch(r"(\d+) *(\w*)", text.strip())
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"(\d+) *(\w*)", text.strip())
+    if match is None or match[2] not in UNITS:
         units = ", ".join(filter(None, UNITS))
         raise ConfigError(f"{text}: must be a number, with one of {units} or nothing")
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]
 
 
 def merge(base: Raw, change: Raw) -> Raw:

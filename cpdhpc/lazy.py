@@ -46,13 +46,13 @@ def lazily(
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            found = import_module(f"{package}.{modules[name] or name}")
+            module = import_module(f"{package}.{modules[name] or name}")
         except ModuleNotFoundError as error:
             advice = to_install(error)
             if advice is None:
                 raise
             raise ModuleNotFoundError(f"{package}.{name}: {advice}", name=error.name) from None
-        value = getattr(found, name) if modules[name] else found
+        value = getattr(module, name) if modules[name] else module
         setattr(sys.modules[package], name, value)  # not looked up again
         return value
 

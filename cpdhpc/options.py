@@ -171,12 +171,12 @@ def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _within(kind: Any, allowed: Iterable[Any], value: Any, path: tuple[str, ...]) -> Any:
-    found = [*_flat(allowed)]
-    for each in found:
+    limits = [*_flat(allowed)]
+    for each in limits:
         before = getattr(each, "before", None)
         value = value if before is None else before(value)
     value = _read(kind, value, path)
-    for each in found:
+    for each in limits:
         for key, (words, holds) in LIMITS.items():
             limit = getattr(each, key, None)
             if limit is not None and not holds(value, limit):
@@ -230,10 +230,10 @@ def of_key(error: Exception, known: Collection[str], table: str) -> tuple[str, s
         if WHOSE.sub("", str(error)) == text:  # otherwise the text has its own name for it
             return key, f"{table}{text}"
     for text in (str(error), WHOSE.sub("", str(error))):
-        found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
-        if found is not None and found[1] in known:
-            inner = f".{found[2]}" if found[2] is not None else ""
-            rest = WHOSE.sub("", found[4]) if inner else found[4]
-            key = f"{table}{found[1]}{inner}"
-            return key, f"{key}{found[3]}{rest}"
+        match = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
+        if match is not None and match[1] in known:
+            inner = f".{match[2]}" if match[2] is not None else ""
+            rest = WHOSE.sub("", match[4]) if inner else match[4]
+            key = f"{table}{match[1]}{inner}"
+            return key, f"{key}{match[3]}{rest}"
     return None

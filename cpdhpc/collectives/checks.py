@@ -310,8 +310,8 @@ def alike_on_all(world: Ranks, what: str) -> Iterator[dict[str, object]]:
     error: Exception | None = None
     try:
         yield arguments
-    except Exception as found:
-        error = found
+    except Exception as wrong:
+        error = wrong
     check_alike(world, error, arguments, [0], what)
 
 

@@ -133,13 +133,13 @@ class Graphed:
             (BufferPool(partial(fresh, like)), BufferPool(pinned))
             for _ in range(min(self._window, len(self._pieces)))
         ]
-        found = []
+        between = []
         for piece in self._pieces:
             pool, hosts = slots[piece.number % len(slots)]
             pool.rewind()
             hosts.rewind()
-            found.append(list(self._piece(piece, out, graphs, pool.take, hosts.take)))
-        return found
+            between.append(list(self._piece(piece, out, graphs, pool.take, hosts.take)))
+        return between
 
     def _piece(
         self, piece: Piece, out: Array, graphs: Graphs | None, take: Take, take_host: Take

@@ -129,12 +129,12 @@ def parts_of(plan: Plan, in_node: bool) -> list[Piece]:
     pieces = plan.pieces()
     if not in_node:
         return list(pieces)
-    found = []
+    parts = []
     for piece in pieces:
         longest = plan.blocks.longest(plan.schedule, plan.nodes, piece)
         count = max(1, min(-(-longest // PART_VALUES), MOST_PARTS // len(pieces)))
-        found += [piece._replace(part=i, parts=count) for i in range(count)]
-    return found
+        parts += [piece._replace(part=i, parts=count) for i in range(count)]
+    return parts
 
 
 class Recording:
@@ -435,12 +435,12 @@ class Recording:
             self._draw(iteration)
             self._follow(x, out)
         try:  # as in run_agreed: a common function would cost the smallest calls a few percent
-            found = run_list(self._list, kernel_threads(), self._looks(LOOKS), x, out)
-            if found == WAITING:
-                found = self._awaited()
+            result = run_list(self._list, kernel_threads(), self._looks(LOOKS), x, out)
+            if result == WAITING:
+                result = self._awaited()
         except BaseException as error:
             self._give_up(error)
-        return self._bad_values(out) if found == 0 else found
+        return self._bad_values(out) if result == 0 else result
 
     def run_agreed(
         self, number: int, xs: Sequence[Array], outs: Sequence[Array], iteration: int
@@ -455,14 +455,14 @@ class Recording:
         if self._differs:
             self._draw(iteration)
         try:
-            found = run_agreed(board.calls, number, self._list, kernel_threads(), LOOKS, xs, outs)
-            if found == WAITING:
-                found = self._awaited()
+            result = run_agreed(board.calls, number, self._list, kernel_threads(), LOOKS, xs, outs)
+            if result == WAITING:
+                result = self._awaited()
         except BaseException as error:
             self._give_up(error)
-        if found == ABSENT:
+        if result == ABSENT:
             return self.run(xs[0], outs[0], iteration) if board.wait(self.what) else UNLIKE
-        return self._bad_values(outs[0]) if found == 0 else found
+        return self._bad_values(outs[0]) if result == 0 else result
 
     def _looks(self, most: int) -> int:
         """Return how often a run looks in vain before it waits: 0 if the world sleeps then."""
@@ -501,8 +501,8 @@ class Recording:
         try:
             for request in self._requests:
                 request.Test()
-        except Exception as found:
-            return found
+        except Exception as own:
+            return own
         return error
 
     def free(self) -> None:
@@ -770,8 +770,8 @@ def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
         size_bytes = math.prod(map(int, sides), start=array.itemsize)
         check_whole("empty_shared", "bytes of the array", size_bytes, 0)
         taken = np.empty(size_bytes, np.uint8) if shared is None else shared.take(size_bytes)
-        found = taken if shared is None else shared.lent(lease, taken)
-        array = found.view(np.float32).reshape(sides)
+        memory = taken if shared is None else shared.lent(lease, taken)
+        array = memory.view(np.float32).reshape(sides)
     except (TypeError, ValueError) as wrong:
         error = wrong
     except (OSError, MemoryError) as wrong:

@@ -83,9 +83,9 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
         data = None if x is None else np.ascontiguousarray(x).view(np.uint8)
         return _spread(rank, world.ranks, root_rank, data, size_bytes)
 
-    found: Array = _run(world, f"broadcast from rank {root_rank}", program)[0].view(DTYPES[which])
+    array: Array = _run(world, f"broadcast from rank {root_rank}", program)[0].view(DTYPES[which])
     own = arrays[root_rank - world.hosted.start] if world.hosts(root_rank) else None
-    return found if own is None else own
+    return array if own is None else own
 
 
 def sum(world: Ranks, arrays: Sequence[Array]) -> Array:
@@ -229,10 +229,10 @@ def _check_dtype(name: str, x: Any, dtypes: Sequence[str]) -> Array:
 
 
 def _check_vector(name: str, x: Any) -> Array:
-    found = _check_dtype(name, x, DTYPES)
-    if found.ndim != 1:
-        raise ValueError(f"{name} has shape {found.shape}: must have one dimension")
-    return found
+    array = _check_dtype(name, x, DTYPES)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}: must have one dimension")
+    return array
 
 
 def _check_like(name: str, rank: int, x: Array, first: Array) -> None:
@@ -253,8 +253,8 @@ def _agreed(
     arguments, numbers = dict[str, object](), [0] * count
     try:
         arguments, numbers = check()
-    except Exception as found:  # of any class: it must be raised on all ranks
-        error = found
+    except Exception as wrong:  # of any class: it must be raised on all ranks
+        error = wrong
     return check_alike(world, error, arguments, numbers, f"{name}: arguments")
 
 

@@ -274,9 +274,9 @@ def _dtype(pieces: RankPieces) -> type[np.generic]:
 
 def _wrong_cells(pieces: RankPieces, exchange: Operation) -> int:
     expected = expected_window(pieces, lambda index: 1 + index, _dtype(pieces))
-    found = exchange((1 + owned_index(pieces)).astype(expected.dtype))
-    both_nan = (found != found) & (expected != expected)  # the fill value may be NaN
-    return int((~((found == expected) | both_nan)).sum())
+    window = exchange((1 + owned_index(pieces)).astype(expected.dtype))
+    both_nan = (window != window) & (expected != expected)  # the fill value may be NaN
+    return int((~((window == expected) | both_nan)).sum())
 
 
 def _dots(
@@ -303,5 +303,5 @@ def _wrong_counts(pieces: RankPieces, accumulate: Operation) -> int:
             own = slice(pieces.owned.start[axis], pieces.owned.stop[axis])
             product = product[..., None] * counts[own]
         expected += product
-    found = accumulate(np.ones(pieces.window.shape, np.int64))
-    return int((found != expected).sum())
+    sums = accumulate(np.ones(pieces.window.shape, np.int64))
+    return int((sums != expected).sum())

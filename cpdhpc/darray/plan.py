@@ -205,10 +205,10 @@ def _greet(plan: WindowPlan, operation: Operation) -> None:
 
 def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:
     """Raise an error on all ranks, including those that have begun the call and wait."""
-    found, by_all = plan.world.refuse(error)
+    agreed, by_all = plan.world.refuse(error)
     if not by_all:
-        _break(plan, found)
-    raise found from None
+        _break(plan, agreed)
+    raise agreed from None
 
 
 def _break(plan: WindowPlan, error: Exception) -> None:
@@ -268,14 +268,14 @@ def _on_gpu(
         raise wrong_dtype(what, dtype, f"on a GPU known are bool, {', '.join(SUMS)}")
     if devices[0] != devices[1]:
         raise ValueError(f"{what} is on GPU {devices[0]}, out on GPU {devices[1]}")
-    found = backend.addresses(x), backend.addresses(out)
-    for name, each in zip((what, "accumulate: out"), found, strict=True):
+    places = backend.addresses(x), backend.addresses(out)
+    for name, each in zip((what, "accumulate: out"), places, strict=True):
         if adds and gcd(each.ctypes.data, *each.strides) % SUMS[dtype][1] and each.size:
             place = each.ctypes.data, each.strides
             state = f" begins at {place[0]} and has strides {place[1]}"
             allowed = f"sums of {dtype} need multiples of {SUMS[dtype][1]} bytes"
             raise ArgumentError.of(name, place, allowed, state)
-    return found[0], found[1]
+    return places[0], places[1]
 
 
 def _check_out(
@@ -453,10 +453,10 @@ class WindowPlan(RankPieces):
                 f"verify: plan {self.name!r} rounds messages to {self.wire}: verify one with "
                 'wire="raw"'
             )
-        found = verify(self, self.world, self.exchange, self.accumulate)
-        if not found.passed:
-            raise ArithmeticError(f"verify: plan {self.name!r}: {found}")
-        return found
+        figures = verify(self, self.world, self.exchange, self.accumulate)
+        if not figures.passed:
+            raise ArithmeticError(f"verify: plan {self.name!r}: {figures}")
+        return figures
 
     def free(self) -> None:
         """Free requests and memory once the other ranks have read all messages.

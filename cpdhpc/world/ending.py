@@ -199,11 +199,11 @@ class Begun(NamedTuple):
     def again(self, mpi: Any, comm: Any) -> Callable[[], Any]:
         """Return a function that begins the same call here, with values that nobody reads."""
         values = np.zeros(self.size_bytes // 8, np.int64)
-        found = np.empty(values.size * comm.Get_size(), np.int64)
+        results = np.empty(values.size * comm.Get_size(), np.int64)
         arguments: dict[str, tuple[Any, ...]] = {
             "Ibcast": ([np.empty(self.size_bytes, np.uint8), mpi.BYTE], 0),
-            "Iallgather": (values, found),
-            "Iallreduce": (values, found[: values.size], mpi.MAX),
+            "Iallgather": (values, results),
+            "Iallreduce": (values, results[: values.size], mpi.MAX),
         }
         return partial(getattr(comm, self.name), *arguments.get(self.name, ()))
 
@@ -221,16 +221,16 @@ def meet(
     others = [process for process in range(size) if process != rank]
     data = portable(mine), begun
     sends = [comm.isend(data, process, tag) for process in others]
-    found, missing = {rank: data}, others
+    received, missing = {rank: data}, others
     end_s = time.monotonic() + wait_s
     while missing or not all([send.test()[0] for send in sends]):
-        found |= {p: comm.recv(source=p, tag=tag) for p in missing if comm.Iprobe(p, tag)}
-        missing = [process for process in others if process not in found]
+        received |= {p: comm.recv(source=p, tag=tag) for p in missing if comm.Iprobe(p, tag)}
+        missing = [process for process in others if process not in received]
         os.sched_yield()
         if time.monotonic() > end_s:
             who = ", ".join(map(str, missing)) or "unknown"
             raise TimeoutError(f"rank {who} did not learn of it in {wait_s:.0f} s")
-    states = [found[process] for process in range(size)]
+    states = [received[process] for process in range(size)]
     errors = [pickle.loads(each) for each, _ in states if each is not None]
     furthest = max((each for _, each in states), key=lambda calls: calls[-1])
     return errors[0], len(errors) == size, furthest

@@ -44,8 +44,8 @@ def save(
         file = stack.enter_context(store.replacing(path))
         try:
             return file.name, store.create(file, rooms, attributes, chunks, compression)
-        except store.StoreError as found:
-            raise store.StoreError(f"{path}: {found}") from None
+        except store.StoreError as wrong:
+            raise store.StoreError(f"{path}: {wrong}") from None
 
     error: Exception | None = None
     checksum = ""
@@ -57,10 +57,10 @@ def save(
             begin = partial(_begin, temporary, stack, open_own)
             digests = _digests(world, world.agreed(begin, "save", OSError)[0], "save")
             checksum = world.on_first(lambda: store.seal(temporary, digests), "save")
-    except OSError as found:
-        error = UserError(f"{path}: cannot be written: {found.strerror or found}")
-    except UserError as found:
-        error = found
+    except OSError as wrong:
+        error = UserError(f"{path}: cannot be written: {wrong.strerror or wrong}")
+    except UserError as wrong:
+        error = wrong
     world.agree(error, "save")
     return checksum
 

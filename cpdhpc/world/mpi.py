@@ -201,8 +201,8 @@ class World(Ranks):
         error: Exception | None = None
         try:
             data = np.frombuffer(pickle.dumps(value), np.uint8)
-        except Exception as found:  # the value's own methods may raise anything
-            error = TypeError(f"{what}: process {self.process}: cannot be pickled: {found}")
+        except Exception as wrong:  # the value's own methods may raise anything
+            error = TypeError(f"{what}: process {self.process}: cannot be pickled: {wrong}")
             data = np.frombuffer(pickle.dumps(error), np.uint8)
         size = np.array([-data.size if error else data.size], np.int64)
         sizes = np.empty(self.processes, np.int64)
@@ -389,10 +389,10 @@ class World(Ranks):
         if self._damaged():  # a process that waits for a word in memory only learns of it here
             raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
-            found, _ = self._meet(None)
-            if found is not self.postponed:
-                self.refusal = found
-                raise found
+            agreed, _ = self._meet(None)
+            if agreed is not self.postponed:
+                self.refusal = agreed
+                raise agreed
 
     def _meet(self, mine: Exception | None, behind: bool = False) -> tuple[Exception, bool]:
         refusal = None if mine is None else of_rank(self.rank, mine)

@@ -80,10 +80,10 @@ class Cache:
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object under key; on first use the result of make."""
-        found: T | None = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = make()
-        return found
+        value: T | None = self._kept.get(key)
+        if value is None:
+            value = self._kept[key] = make()
+        return value
 
     def items(self) -> list[tuple[Hashable, Any]]:
         """Return all keys and objects."""
@@ -231,8 +231,8 @@ class Ranks(ABC):
         value, error = None, None
         try:
             value = make()
-        except told as found:
-            error = found
+        except told as wrong:
+            error = wrong
         self.agree(error, what, of_call=True)
         return cast(T, value)
 
@@ -245,8 +245,8 @@ class Ranks(ABC):
         value, error = None, None
         try:
             value = make()
-        except Exception as found:
-            error = portable(of_rank(self.rank, found))
+        except Exception as wrong:
+            error = portable(of_rank(self.rank, wrong))
         everyone = self.gather((value, error), what)
         for _, each in everyone:
             if each is not None:
@@ -284,9 +284,9 @@ class Ranks(ABC):
 
     def take_postponed(self) -> Exception:
         """Return the postponed error and clear it."""
-        found, self.postponed = self.postponed, None
-        assert found is not None, "the caller has seen it"
-        return found
+        error, self.postponed = self.postponed, None
+        assert error is not None, "the caller has seen it"
+        return error
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return the same world: copies of objects that communicate share the communicator."""
