@@ -8,7 +8,7 @@ from refusing import refused
 
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
-from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.checks import NonFiniteGradient, check_world
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, packed_bytes, sum_bits, tiles
@@ -257,6 +257,7 @@ def test_the_width_decides_how_many_ranks_may_sum():
     fmt = format_of("e4m3")  # 2**31 - 1 divided by 240 * 512
     assert sum_bits(fmt, 17476) == 32 and sum_bits(fmt, 17477) == 33
     x = np.ones((), np.float32)
+    check_world(Allreduce("e4m3", "tree", accumulate="exact"), Loopback(17476))
     with refused("allreduce", "accumulate", "must be 32 or fewer") as caught:
         allreduce(Loopback(17477), [x] * 17477, "e4m3", "tree", accumulate="exact")
     assert "sums of 17477 ranks take 33 bits" in caught.value.state

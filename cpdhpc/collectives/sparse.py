@@ -181,10 +181,8 @@ def _one_kind(
             )
         kinds |= {(x.dtype.name, x.size) for x in each.values()}
     if len(kinds) > 1:
-        kinds_here = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
-        raise ValueError(
-            f"neighbours: arrays are {kinds_here}: with sources they must have one kind"
-        )
+        names = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
+        raise ValueError(f"neighbours: arrays are {names}: with sources they must have one kind")
     ((dtype, length),) = kinds
     return {"dtype": dtype, "length": length}
 
@@ -209,13 +207,11 @@ def _is_rank(rank: object, world: Ranks) -> bool:
     return whole and 0 <= rank < world.ranks  # type: ignore[operator]
 
 
-def _check_number(name: str, world: Ranks, values: Sequence[object]) -> None:
-    if not isinstance(values, list | tuple):
-        raise TypeError(
-            f"{name}: {type(values).__name__}: must be a list, one for each hosted rank"
-        )
-    if len(values) != world.virtual_ranks:
-        raise ValueError(f"{name}: {len(values)} entries for {world.virtual_ranks} hosted ranks")
+def _check_number(name: str, world: Ranks, xs: Sequence[object]) -> None:
+    if not isinstance(xs, list | tuple):
+        raise TypeError(f"{name}: {type(xs).__name__}: must be a list, one for each hosted rank")
+    if len(xs) != world.virtual_ranks:
+        raise ValueError(f"{name}: {len(xs)} entries for {world.virtual_ranks} hosted ranks")
 
 
 def _check_dtype(name: str, x: Any, dtypes: Sequence[str]) -> Array:
