@@ -113,7 +113,6 @@ def test_bad_arrays(bad, kind, value, allowed):
     "options, allowed",  # the first option is wrong
     [
         ({"wire": "e9m9"}, "exp=9"),
-        ({"wire": "int17"}, "known are"),
         ({"wire": "tenary"}, "did you mean ternary"),
         ({"wire": "x"}, "also raw, int2"),
         ({"wire": 8}, "must be 'raw', a format"),
@@ -122,7 +121,6 @@ def test_bad_arrays(bad, kind, value, allowed):
         ({"iteration": -(1 << 63) - 1}, "must be -9223372036854775808 or more"),
         ({"iteration": 1.5}, "must be an integer"),
         ({"scaling": "static:1_0"}, "static:K needs an integer K"),
-        ({"scaling": "static:x"}, "static:K needs an integer K"),
         ({"scaling": 3}, "known are none, static:K"),
         ({"scaling": "layer"}, "aps, block16, block32, none, static:K, tile"),
         ({"scaling": "static"}, "did you mean static:K"),

@@ -234,7 +234,6 @@ def test_a_sum_beyond_float32_has_no_rank():
     "options, argument, allowed",
     [
         ({"wire": "int8", "scaling": "tile"}, "scaling", "wire='int8' needs shifts that all"),
-        ({"wire": "int8", "scaling": "tile"}, "scaling", "share: known are aps"),
         ({"wire": "ternary", "scaling": "none"}, "scaling", "known are aps"),
         ({"wire": "int4", "scaling": "static:1"}, "scaling", "known are aps"),
         ({"wire": "e4m3", "accumulate": "exact", "scaling": "tile"}, "scaling", "static:K, aps"),
