@@ -59,13 +59,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    def __init__(self, /, **given: Any) -> None:
+    def __init__(self, /, **raw: Any) -> None:
         """Read the keys of a table. Raises ConfigError, as validate does."""
         try:
-            super().__init__(**given)
+            super().__init__(**raw)
         except ValidationError as error:
-            key, said = _explain(type(self), given, _first(error))
-            raise ConfigError(f"{type(self).__name__}: {said}", key=key) from None
+            key, text = _explain(type(self), raw, _first(error))
+            raise ConfigError(f"{type(self).__name__}: {text}", key=key) from None
 
     # So that pydantic does not call it for nested tables: their errors need the whole key.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -153,9 +153,9 @@ class OneOf:
         if name is None:
             fit = [n for n, row in self.known.items() if raw and raw.keys() <= {*keys(row)}]
             having = f" with {_listed([*map(str, raw)], 'and')}" if fit else ""
-            said = f"is missing: known{having} are {', '.join(sorted(fit or self.known))}"
+            words = f"is missing: known{having} are {', '.join(sorted(fit or self.known))}"
             raise PydanticCustomError(
-                "no_name", "is missing", {"key": self.key, "said": f": {said}"}
+                "no_name", "is missing", {"key": self.key, "said": f": {words}"}
             )
         if not isinstance(name, str) or name not in self.known:
             problem = f"={name!r}: {suggest(str(name), self.known)}"
@@ -198,8 +198,8 @@ def of_rows(makes: Sequence[tuple[str, Callable[[str], T]]], source: str) -> lis
         except ConfigError as error:
             errors.append(error)
     if errors and len(errors) == len(makes) > 1:
-        said = {str(_error_of(make, source)) for _, make in makes}
-        raise errors[0] if len(said) > 1 else ConfigError(*said, key=errors[0].key)
+        texts = {str(_error_of(make, source)) for _, make in makes}
+        raise errors[0] if len(texts) > 1 else ConfigError(*texts, key=errors[0].key)
     if errors:
         raise errors[0]
     return made
@@ -225,11 +225,11 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def parse_bytes(text: str) -> int:
     """Return the bytes of a size such as "8", "16KiB" or "1MiB". Raises ConfigError."""
-    found = re.fullmatch(r"(\d+) *(\w*)", text.strip())
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"(\d+) *(\w*)", text.strip())
+    if match is None or match[2] not in UNITS:
         units = ", ".join(filter(None, UNITS))
         raise ConfigError(f"{text}: must be a number, with one of {units} or nothing")
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]
 
 
 def merge(base: Raw, change: Raw) -> Raw:
@@ -251,8 +251,8 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
     try:
         return cast(T, _adapter(model).validate_python(raw))
     except ValidationError as error:
-        key, said = _explain(model, raw, _first(error))
-        raise ConfigError(f"{source}: {said}", key=key) from None
+        key, text = _explain(model, raw, _first(error))
+        raise ConfigError(f"{source}: {text}", key=key) from None
 
 
 TYPES = {  # pydantic's error type -> what the value should be, in the words of TOML
@@ -286,14 +286,14 @@ def _explain(
 ) -> tuple[str, str]:
     """Return the whole key of an error, "" if it has none, and the text of the error."""
     path = [*above, *map(str, problem["loc"])]
-    key, given, context = ".".join(path), problem["input"], problem.get("ctx", {})
+    key, value, context = ".".join(path), problem["input"], problem.get("ctx", {})
     kind = problem["type"]
     if kind == "within":
         inner = context["problem"]
         if inner["type"] in UNKNOWN_KEY and len(inner["loc"]) == 1:
             name = str(inner["loc"][0])
-            said = _not_of_row(context["choice"], context["row"], context["raw"], key, name)
-            return f"{key}.{name}", said
+            text = _not_of_row(context["choice"], context["row"], context["raw"], key, name)
+            return f"{key}.{name}", text
         return _explain(context["row"], context["raw"], inner, path)
     if kind in ("no_name", "unknown_name"):
         of = f"{key}.{context['key']}"
@@ -302,28 +302,28 @@ def _explain(
         here = keys(model, problem["loc"][:-1])
         tables = here if len(path) == 1 else []
         inside = [f"{t}.{key}" for t in tables if key in keys_inside(model, t)]
-        said = f"did you mean {_listed(inside, 'or')}?" if inside else suggest(path[-1], here)
-        return key, f"unknown key {key}: {said}"
+        text = f"did you mean {_listed(inside, 'or')}?" if inside else suggest(path[-1], here)
+        return key, f"unknown key {key}: {text}"
     if kind in MISSING_KEY:
         return key, f"{key}: is missing"
     if kind == "value_error":
         return _explain_value(model, problem, path)
     _, _, should = problem["msg"].partition(" should ")
-    said = TYPES.get(kind) or should.replace(" after validation", "")
-    shown = "" if isinstance(given, dict) else f"={_as_toml(given)}"
-    return key, f"{key}{shown}: should {said}" if key else f"should {said}"
+    text = TYPES.get(kind) or should.replace(" after validation", "")
+    shown = "" if isinstance(value, dict) else f"={_as_toml(value)}"
+    return key, f"{key}{shown}: should {text}" if key else f"should {text}"
 
 
 def _explain_value(model: type[Any], problem: Any, path: list[str]) -> tuple[str, str]:
     """Return the same as _explain, for an error raised by a check of this package."""
-    key, given = ".".join(path), problem["input"]
+    key, value = ".".join(path), problem["input"]
     error = problem.get("ctx", {}).get("error", problem["msg"])
-    if isinstance(given, dict):
-        known = {*keys(model, problem["loc"]), *given}
+    if isinstance(value, dict):
+        known = {*keys(model, problem["loc"]), *value}
         found = of_key(error, known, f"{key}." if key else "")
         return found or (key, f"{key}: {error}" if key else str(error))
-    said = WHOSE.sub("", str(error)).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
-    return key, f"{key}={_as_toml(given)}: {reason(said, given)}"
+    text = WHOSE.sub("", str(error)).removeprefix(f"{path[-1]}=").removeprefix(f"{value!r}: ")
+    return key, f"{key}={_as_toml(value)}: {reason(text, value)}"
 
 
 def _as_toml(value: object) -> str:
@@ -355,11 +355,11 @@ def _not_of_row(choice: OneOf, row: type[Any], raw: Raw, table: str, key: str) -
     known = keys(row)
     others = {name: keys(each) for name, each in choice.known.items() if each is not row}
     meant = nearest(key, {each for its in others.values() for each in its}, 0.75)
-    said = f"unknown key {table}.{key}: {suggest(key, known)}"
+    text = f"unknown key {table}.{key}: {suggest(key, known)}"
     if nearest(key, known) or not meant:
-        return said
+        return text
     have = [name for name, its in others.items() if meant[0] in its]
-    return f"{said}; {_listed(have, 'and')} {'have' if have[1:] else 'has'} {meant[0]}"
+    return f"{text}; {_listed(have, 'and')} {'have' if have[1:] else 'has'} {meant[0]}"
 
 
 def _listed(names: Sequence[str], word: str) -> str:

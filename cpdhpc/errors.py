@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Self, TypeVar
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -30,24 +30,40 @@ class Refused(Exception):
 
     function: the function or class that was called
     argument: its argument's name
-    value: the wrong value
+    value: the wrong value; of an array the property that is wrong, such as its dtype
     allowed: the allowed values, for example "must be an int, 1 or more"
     shown: the text for a value whose repr is too long, such as an array's
+    state: the text between argument and allowed, for example " has dtype int64"; default "=value"
     """
 
     def __init__(
-        self, function: str, argument: str, value: object, allowed: str, shown: str | None = None
+        self,
+        function: str,
+        argument: str,
+        value: object,
+        allowed: str,
+        shown: str | None = None,
+        state: str | None = None,
     ) -> None:
         self.function = function
         self.argument = argument
         self.value = value
         self.allowed = allowed
         self.shown = repr(value) if shown is None else shown
-        super().__init__(f"{function}: {argument}={self.shown}: {allowed}")
+        self.state = f"={self.shown}" if state is None else state
+        super().__init__(f"{function}: {argument}{self.state}: {allowed}")
+
+    @classmethod
+    def of(cls, what: str, value: object, allowed: str, state: str) -> Self:
+        """Return the error of what, "function: argument"."""
+        function, _, argument = what.partition(": ")
+        return cls(function, argument, value, allowed, state=state)
 
     def __reduce__(self) -> tuple[type[Refused], tuple[object, ...], dict[str, object]]:
         """Return how to make it anew, for example in another process."""
-        fields = (self.function, self.argument, self.value, self.allowed, self.shown)
+        fields = (
+            self.function, self.argument, self.value, self.allowed, self.shown, self.state
+        )  # fmt: skip
         return type(self), fields, {**vars(self), "args": self.args}
 
 
@@ -77,5 +93,5 @@ def told(where: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{where}: {type(error).__name__}: {text}") from error

@@ -302,9 +302,9 @@ def parse_format(name: str | Format) -> Format:
     return FloatFormat(exp, man, _fn_special(1 + exp + man) if match[3] else "ieee")
 
 
-def named(given: str | Format) -> str:
+def named(wire: str | Format) -> str:
     """Return the name of a format for messages: the one that was passed, else its own."""
-    return given if isinstance(given, str) else given.name
+    return wire if isinstance(wire, str) else wire.name
 
 
 # OCP Microscaling Formats v1.0.
@@ -356,11 +356,11 @@ def with_own_formats(raw: Any) -> Any:
     keys "name" stay; quoted names within other texts, such as constraints, are spelled out too.
     Raises ValueError for tables that are not formats, and for the name of an existing format.
     """
-    given = raw.get("formats") if isinstance(raw, dict) else None
-    if not isinstance(given, dict):
+    tables = raw.get("formats") if isinstance(raw, dict) else None
+    if not isinstance(tables, dict):
         return raw
     names = {}
-    for name, table in given.items():
+    for name, table in tables.items():
         if _is_wire(name):
             raise ValueError(f"formats.{name}: is the name of a format already")
         values = table.get("values") if isinstance(table, dict) and len(table) == 1 else None
@@ -371,8 +371,8 @@ def with_own_formats(raw: Any) -> Any:
         try:
             table_format(names[name])
         except ValueError as error:
-            said = re.sub(r"^\w+: (\S+: )?", "", str(error))
-            raise ValueError(f"formats.{name}: {said}") from None
+            text = re.sub(r"^\w+: (\S+: )?", "", str(error))
+            raise ValueError(f"formats.{name}: {text}") from None
     quoted = re.compile(rf"(['\"])({'|'.join(map(re.escape, names))})\1") if names else None
 
     def replaced(value: Any) -> Any:

@@ -46,13 +46,13 @@ def lazily(
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            found = import_module(f"{package}.{modules[name] or name}")
+            module = import_module(f"{package}.{modules[name] or name}")
         except ModuleNotFoundError as error:
-            said = to_install(error)
-            if said is None:
+            advice = to_install(error)
+            if advice is None:
                 raise
-            raise ModuleNotFoundError(f"{package}.{name}: {said}", name=error.name) from None
-        value = getattr(found, name) if modules[name] else found
+            raise ModuleNotFoundError(f"{package}.{name}: {advice}", name=error.name) from None
+        value = getattr(module, name) if modules[name] else module
         setattr(sys.modules[package], name, value)  # not looked up again
         return value
 
@@ -73,8 +73,8 @@ def formerly(former: str, module: str) -> tuple[Callable[[str], object], Callabl
         if name.startswith("__"):
             raise AttributeError(f"module {former!r} has no attribute {name!r}")
         value = getattr(import_module(module), name)
-        said = f"{former}.{name} is {module}.{name} since 0.3, and will be gone in 0.4"
-        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        message = f"{former}.{name} is {module}.{name} since 0.3, and will be gone in 0.4"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
         return value
 
     return get, lambda: dir(import_module(module))

@@ -124,9 +124,9 @@ def suggest(word: object, known: Collection[str]) -> str:
     return f"known are {listed}" if listed else "none is known"
 
 
-def reason(said: object, value: object) -> str:
+def reason(text: object, value: object) -> str:
     """Return an error's text about a value, without the function and value at its beginning."""
-    return re.sub(rf"^([\w.]+: )?(\w+=)?{re.escape(repr(value))}: ", "", str(said))
+    return re.sub(rf"^([\w.]+: )?(\w+=)?{re.escape(repr(value))}: ", "", str(text))
 
 
 def check_integer(function: str, argument: str, value: object) -> None:

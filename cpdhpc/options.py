@@ -78,15 +78,15 @@ class Agreed:
 class _Wrong(Exception):
     """An error of an option. The text names it; key: the whole key."""
 
-    def __init__(self, said: str, key: str = "") -> None:
+    def __init__(self, text: str, key: str = "") -> None:
         self.key = key
-        super().__init__(said)
+        super().__init__(text)
 
 
-def _wrong(path: tuple[str, ...], value: object, said: str) -> _Wrong:
+def _wrong(path: tuple[str, ...], value: object, should: str) -> _Wrong:
     """Return the error of a value, shown as in a job file, except for quotes."""
-    key, shown = ".".join(path), str(value).lower() if isinstance(value, bool) else repr(value)
-    return _Wrong(f"{key}{'' if isinstance(value, dict) else f'={shown}'}: should {said}", key)
+    key, text = ".".join(path), str(value).lower() if isinstance(value, bool) else repr(value)
+    return _Wrong(f"{key}{'' if isinstance(value, dict) else f'={text}'}: should {should}", key)
 
 
 def made(model: type[T], table: Mapping[str, Any], source: str) -> T:
@@ -115,8 +115,8 @@ def _made(model: type[T], table: Mapping[str, Any], path: tuple[str, ...]) -> T:
     except ConfigError:
         raise
     except ValueError as error:
-        key, said = of_key(error, known, above) or ("", str(error))
-        raise _Wrong(said, key) from None
+        key, text = of_key(error, known, above) or ("", str(error))
+        raise _Wrong(text, key) from None
 
 
 def check_fields(model: type[Any], table: Mapping[str, Any], source: str) -> None:
@@ -160,9 +160,9 @@ def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
             raise _wrong(path, value, "be a table")
         return {key: _read(inner[1], each, (*path, str(key))) for key, each in value.items()}
     if kind in KINDS:
-        taken, said = KINDS[kind]
+        taken, should = KINDS[kind]
         if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
-            raise _wrong(path, value, said)
+            raise _wrong(path, value, should)
         if kind is float and not math.isfinite(cast(float, value)):
             raise _wrong(path, value, "be a finite number")
     elif is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
@@ -171,17 +171,17 @@ def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _within(kind: Any, allowed: Iterable[Any], value: Any, path: tuple[str, ...]) -> Any:
-    found = [*_flat(allowed)]
-    for each in found:
+    limits = [*_flat(allowed)]
+    for each in limits:
         before = getattr(each, "before", None)
         value = value if before is None else before(value)
     value = _read(kind, value, path)
-    for each in found:
-        for key, (said, holds) in LIMITS.items():
+    for each in limits:
+        for key, (words, holds) in LIMITS.items():
             limit = getattr(each, key, None)
             if limit is not None and not holds(value, limit):
-                shown = repr(limit).removesuffix(".0")
-                raise _wrong(path, value, f"be {said} {shown}")
+                text = repr(limit).removesuffix(".0")
+                raise _wrong(path, value, f"be {words} {text}")
     return value
 
 
@@ -226,14 +226,14 @@ def of_key(error: Exception, known: Collection[str], table: str) -> tuple[str, s
     """
     if isinstance(error, ArgumentError) and error.argument in known:
         key = table + error.argument
-        said = f"{error.argument}={error.shown}: {error.allowed}"
-        if WHOSE.sub("", str(error)) == said:  # otherwise the text has its own name for it
-            return key, f"{table}{said}"
+        text = f"{error.argument}={error.shown}: {error.allowed}"
+        if WHOSE.sub("", str(error)) == text:  # otherwise the text has its own name for it
+            return key, f"{table}{text}"
     for text in (str(error), WHOSE.sub("", str(error))):
-        found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
-        if found is not None and found[1] in known:
-            inner = f".{found[2]}" if found[2] is not None else ""
-            rest = WHOSE.sub("", found[4]) if inner else found[4]
-            key = f"{table}{found[1]}{inner}"
-            return key, f"{key}{found[3]}{rest}"
+        match = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
+        if match is not None and match[1] in known:
+            inner = f".{match[2]}" if match[2] is not None else ""
+            rest = WHOSE.sub("", match[4]) if inner else match[4]
+            key = f"{table}{match[1]}{inner}"
+            return key, f"{key}{match[3]}{rest}"
     return None

@@ -453,10 +453,10 @@ class Tables:
                     raise StoreError(f"{self.path}: there is no such file")
                 self._file = h5py.File(self.path, "r", locking="best-effort")
                 self._process = os.getpid()
-            found = self._file.get(name)
-        if not isinstance(found, h5py.Dataset):
+            dataset = self._file.get(name)
+        if not isinstance(dataset, h5py.Dataset):
             raise StoreError(f"{self.path}: has no dataset {name!r}")
-        return found
+        return dataset
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

@@ -48,9 +48,9 @@ class TableFormat:
         table[table == 0] = 0  # not -0
         table.flags.writeable = False
         self.values: npt.NDArray[np.float32] = table
-        kept, codes = np.unique(table, return_index=True)
-        finite = np.isfinite(kept)
-        self.numbers: npt.NDArray[np.float64] = kept[finite].astype(np.float64)  # in order
+        numbers, codes = np.unique(table, return_index=True)
+        finite = np.isfinite(numbers)
+        self.numbers: npt.NDArray[np.float64] = numbers[finite].astype(np.float64)  # in order
         self.codes: npt.NDArray[np.uint32] = codes[finite].astype(np.uint32)  # of these
         magnitudes = np.abs(self.numbers[self.numbers != 0])
         if self.numbers.size < 2 or magnitudes.min() < LEAST_MAGNITUDE:

@@ -50,11 +50,11 @@ def open_own(path: str | Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
     except OSError as error:  # a link, or a pipe without a reader: the same as fstat finds
-        told = NOT_OWN if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
-        raise OSError(error.errno, told, str(path)) from None
+        reason = NOT_OWN if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
+        raise OSError(error.errno, reason, str(path)) from None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise OSError(errno.EPERM, NOT_OWN, str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
@@ -212,11 +212,11 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
 
 
-def _line(path: Path | str, said: str) -> str:
+def _line(path: Path | str, text: str) -> str:
     """Return the line of a file that an error names by number, for example of a repeated key."""
-    found = re.search(r"at line (\d+)", said)
+    match = re.search(r"at line (\d+)", text)
     lines = _read(path).splitlines()
-    number = int(found[1]) if found else len(lines)
+    number = int(match[1]) if match else len(lines)
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 
 
@@ -287,9 +287,9 @@ def _remove_abandoned(path: Path) -> None:
                 continue
             writer = ENDING.fullmatch(entry.name[len(beginning) :])
             with suppress(OSError):
-                found = entry.stat(follow_symlinks=False)
-                ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-                if writer and ours and _is_abandoned(writer, time.time() - found.st_mtime):
+                status = entry.stat(follow_symlinks=False)
+                ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+                if writer and ours and _is_abandoned(writer, time.time() - status.st_mtime):
                     Path(entry.path).unlink()
 
 

@@ -46,6 +46,10 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
     assert read_toml(path) == {"x": 3}
 
 
+LOWBIT, NONE = (f"[gradient]\naggregator='{name}'\n" for name in ("lowbit", "none"))
+IN_ROW = "gradient={aggregator='none', algorithm='auto', machine='x'}"
+
+
 @every(
     ("text", "says"),
     [
@@ -57,21 +61,12 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ("[train]\nepochs = true", "train.epochs=true: should be a valid integer"),
         ("[train]\nlearning_rate = 'x'", "train.learning_rate='x': should be a valid number"),
         ("[train]\nlearning_rate = inf", "train.learning_rate=inf: should be a finite number"),
-        (
-            "[schedule]\nwarmup_epochs = inf",
-            "schedule.warmup_epochs=inf: should be a finite number",
-        ),
+        ("[schedule]\nwarmup_epochs=inf", "schedule.warmup_epochs=inf: should be a finite number"),
         ("train = 3", "train=3: should be a table"),
         ("[model]\nname='mlp'\nhidden = 64", "model.hidden=64: should be an array"),
         ("[schedule]\ndecay = 'step'", "schedule.decay='step': needs milestones"),
-        (
-            "[schedule]\ndecay = 'step'\nmilestones = [-1, 2]",
-            "schedule.milestones.0=-1: should be greater than or equal to 0",
-        ),
-        (
-            "[schedule]\ndecay = 'step'\nmilestones = [2, 1]",
-            "schedule.milestones=[2.0, 1.0]: must ascend",
-        ),
+        ("[schedule]\ndecay = 'step'\nmilestones = [-1, 2]", "schedule.milestones.0=-1: should be"),
+        ("schedule = {decay='step', milestones=[2, 1]}", "schedule.milestones=[2.0, 1.0]: must as"),
         ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
         ("[train]\nseeds = []", "train.seeds"),
         ("[train]\nepochs = 4\nkeep_every = 9", "keep_every=9: should be up to epochs=4"),
@@ -86,38 +81,17 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ("[schedule]\ndecay = 'cosin'", "schedule.decay='cosin': did you mean cosine?"),
         ("[schedule]\nwarmup_epochs = 10", "schedule.warmup_epochs=10.0: should be below"),
         ("[optimizer]\nmomentum=0.0\nnesterov=true", "nesterov=true needs momentum above 0"),
-        (
-            "[gradient]\naggregator = 'lowbits'",
-            "gradient.aggregator='lowbits': did you mean lowbit",
-        ),
+        ("[gradient]\naggregator='lowbits'", "gradient.aggregator='lowbits': did you mean lowbit"),
         ("[gradient]\naggregator = 'none'\nwire='e4m3'", "unknown key gradient.wire: known are"),
-        (
-            "[gradient]\naggregator='none'\nalgorithm='rin'",
-            "algorithm='rin': did you mean ring or biring?",
-        ),
+        (f"{NONE}algorithm='rin'", "algorithm='rin': did you mean ring or biring?"),
         ("[gradient]\naggregator='lowbit'\nalgorithm='mpi'", "algorithm='mpi'"),
         ("[gradient]\naggregator='lowbit'\nrounding='upwards'", "gradient.rounding='upwards'"),
-        (
-            "[gradient]\naggregator='lowbit'\nalgorithm='auto'\nmachine='gone.toml'",
-            "gone.toml: cannot be read: No such file",
-        ),
-        (
-            "[gradient]\naggregator='lowbit'\nmachine='machine.toml'",
-            "gradient.machine: only algorithm='auto' chooses by it: algorithm='usual'",
-        ),
-        (
-            "[gradient]\naggregator='none'\nalgorithm='mpi'\nmachine='machine.toml'",
-            "gradient.machine: only algorithm='auto'",
-        ),
+        (f"{LOWBIT}algorithm='auto'\nmachine='gone.toml'", "gone.toml: cannot be read: No such"),
+        (f"{LOWBIT}machine='machine.toml'", "gradient.machine: only algorithm='auto' chooses"),
+        (f"{NONE}algorithm='mpi'\nmachine='machine.toml'", "gradient.machine: only algorithm='au"),
         ("[gradient]\naggregator='none'\nalgorithm='auto'\nmachine=3", "gradient.machine=3: "),
-        (
-            "[gradient]\naggregator='none'\nalgorithm='auto'\nmachine={ alpha_s = 1.0 }",
-            "gradient.machine.beta_s: is missing",
-        ),
-        (
-            "[[compare]]\nname='a'\ngradient={aggregator='none', algorithm='auto', machine='x'}",
-            "compare row a: gradient.machine: ",
-        ),
+        (f"{NONE}algorithm='auto'\nmachine.alpha_s=1.0", "gradient.machine.beta_s: is missing"),
+        (f"[[compare]]\nname='a'\n{IN_ROW}", "compare row a: gradient.machine: "),
         ("[train]\nseed = -1", "job.toml: train.seed=-1: should be an integer, 0 or more"),
         ("[train]\nkeep_every = 99", "job.toml: train.keep_every=99: should be up to epochs=10"),
         ("[train]\nloss_scale = 3", "job.toml: train.loss_scale=3: should be a power of two"),

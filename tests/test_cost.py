@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from every import every
+from refusing import refused
 
 from cpdhpc.collectives import predict as model
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
@@ -208,12 +209,6 @@ def test_aps_costs_another_agreement_and_a_pass() -> None:
     assert aps.time_s - tile.time_s == pytest.approx(MACHINE.alpha_s + 1e-11 * 4 * 4096, rel=1e-6)
 
 
-def test_mpi_and_auto_cannot_be_predicted() -> None:
-    for name in ("mpi", "auto"):
-        with pytest.raises(ValueError, match="known are ring"):
-            predicted_s(name, "raw", 2, 8)
-
-
 def test_a_line_and_least_squares_are_recovered() -> None:
     sizes = [8 << i for i in range(18)]
     found = line(sizes, [3e-6 + 2e-10 * size for size in sizes])
@@ -333,15 +328,18 @@ def test_auto_keeps_to_the_way_of_accumulating() -> None:
     for way in ("float32", "kahan"):
         chosen = choose(Allreduce("e4m3", "auto", accumulate=way), nodes(3), 5000)
         assert way in SCHEDULES[chosen.algorithm].accumulates and chosen.accumulate == way
-    with pytest.raises(ValueError, match="accumulate='kahn'"):
+    with refused("allreduce", "accumulate", "did you mean kahan"):
         Allreduce("e4m3", "auto", accumulate="kahn")
 
 
 def test_auto_refuses_what_others_refuse() -> None:
-    for xs in ([np.zeros(3)], [[1.0]], []):
-        with pytest.raises((TypeError, ValueError), match="allreduce"):
+    for xs, argument in (([np.zeros(3)], "x"), ([[1.0]], "x"), ([], "xs")):
+        with refused("allreduce", argument):
             Allreduce("raw", "auto").run(Loopback(1), xs)
-    with pytest.raises(TypeError, match="machine=3"):
+    for name in ("mpi", "auto"):
+        with refused("predict", "algorithm", "known are ring", name):
+            predicted_s(name, "raw", 2, 8)
+    with refused("allreduce", "machine", value=3):
         allreduce(Loopback(1), np.zeros(3, np.float32), algorithm="auto", machine=3)  # type: ignore[arg-type]
 
 
@@ -353,13 +351,14 @@ def test_a_machine_is_read_from_its_file(tmp_path: Path) -> None:
     assert as_machine(None) is DEFAULT and set(UNITS) == {field.name for field in fields(Machine)}
     assert Allreduce("raw", "auto", machine=path) == Allreduce("raw", "auto", machine=MACHINE)
     bad = asdict(MACHINE) | {"alpha_s": -1.0}
-    for raw, words in [
-        ({"machine": bad}, "alpha_s=-1.0: must be 0 or more"),
-        ({"machine": {**bad, "gama_s": 1.0}}, "gama_s"),
-        ({}, "machine: is missing"),
+    for raw, key in [
+        ({"machine": bad}, "machine.alpha_s"),
+        ({"machine": {**bad, "gama_s": 1.0}}, "machine.gama_s"),
+        ({}, "machine"),
     ]:
         path.write_text(dump_toml(raw))
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError) as caught:
             as_machine(path)
+        assert caught.value.key == key
     with pytest.raises(ConfigError, match="cannot be read"):
         as_machine(tmp_path / "none.toml")

@@ -96,23 +96,16 @@ def test_unknown_names_are_errors(name: str) -> None:
         parse_format(name)
 
 
-@every(
-    "name, meant",
-    [
-        ("E4M3", "e4m3"),
-        ("e4m3 ", "e4m3"),
-        ("float8_e4m3fn", "e4m3fn"),
-        ("bfloat16", "bf16"),
-        ("Posit8", "posit8"),
-    ],
-)
+SPELLED = {"E4M3": "e4m3", "e4m3 ": "e4m3", "float8_e4m3fn": "e4m3fn", "bfloat16": "bf16",
+           "Posit8": "posit8"}  # fmt: skip
+WIRES = {"INT8": "int8", "Raw": "raw", "MXFP8-E5M2": "mxfp8-e5m2"}
+
+
+@every("name, meant", [*SPELLED.items(), *WIRES.items()])
 def test_other_spellings_are_told_the_name(name: str, meant: str) -> None:
-    for parse in (parse_format, wire_format):
+    for parse in (wire_format,) if name in WIRES else (parse_format, wire_format):
         with pytest.raises(ValueError, match=rf"^parse_format: '{name}': did you mean {meant}\?$"):
             parse(name)
-    for wire, meant in (("INT8", "int8"), ("Raw", "raw"), ("MXFP8-E5M2", "mxfp8-e5m2")):
-        with pytest.raises(ValueError, match=f"did you mean {meant}"):
-            wire_format(wire)
 
 
 @every(("exp", "man"), [(0, 3), (9, 3), (4, 24), (4, -1)])

@@ -208,7 +208,7 @@ def test_a_call_is_known_where_it_is_a_recording_and_nothing_else() -> None:
         found[name] = [*calls] == [("k", (5,), None), ("k", (5,), tuple(segments))]
         for told in calls.values():
             assert told.recording is entry.recording and told.digest == entry.digest
-            assert told.keeps is keeps and told.told == TOLD
+            assert told.keeps is keeps and told.outcome == TOLD
             assert told.segments == (Segment("x", 0, 5),)
     assert [name for name, is_known in found.items() if is_known] == ["plain", "tiles"]
 

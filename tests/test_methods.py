@@ -394,7 +394,7 @@ def test_flexpoint_expects_what_the_last_means_had(monkeypatch: pytest.MonkeyPat
             assert np.array_equal(bucket.views(found)[i], mean), time
             past.append(np.abs(mean).max())
         assert (saturated > 0) == (time == 7)
-        monkeypatch.setattr("cpdhpc.collectives.checks.shared_amax", None)  # not a second time
+        monkeypatch.setattr("cpdhpc.collectives.allreduce.shared_amax", None)  # not a second time
     counted = method.observe(
         flats[0] * np.float32(1e9), bucket, Mean(found, {"aps_shift": np.zeros(3)})
     )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from allreduce_oracle import expected, shift_by_fractions
 from every import every
+from refusing import refused
 
 import cpdhpc
 from cpdhpc.collectives import rank_program
@@ -358,68 +359,93 @@ def test_every_block_arrives_once(name):
             assert sorted(sends) == sorted(comes), (algorithm, nodes)
 
 
-WRONG = [
-    ("all_gather", {"wire": "e9"}, ValueError, "all_gather: wire='e9'"),
-    ("all_gather", {"algorithm": "tree"}, ValueError, "all_gather: algorithm='tree': known are"),
-    ("broadcast", {"algorithm": "dbtree"}, ValueError, "broadcast: algorithm=.dbtree.: did you"),
-    ("broadcast", {"root": 2}, ValueError, "broadcast: root=2: must be below 2"),
-    ("broadcast", {"root": 0.0}, TypeError, "broadcast: root=0.0: must be an integer"),
-    ("gather", {"counts": [1]}, ValueError, r"gather: counts=\[1\]: must be 2, one per rank"),
-    ("gather", {"counts": [3, 1]}, ValueError, "gather: x of rank 0 has 4 rows: counts say 3"),
-    ("gather", {"counts": [4, -1]}, ValueError, "gather: counts=-1: must be 0 or more"),
-    ("gather", {"counts": 3}, TypeError, "gather: counts=3: must be a list of integers"),
-    ("reduce_scatter", {"counts": [4, 4]}, ValueError, "x of rank 0 has 4 rows: counts say 8"),
-    ("reduce", {"op": "max"}, ValueError, "reduce: op='max'"),
-    ("all_to_all", {"scaling": "tiles", "wire": "e4m3"}, ValueError, "all_to_all: scaling='tiles'"),
-    ("gather", {"scaling": "static:99", "wire": "e4m3"}, NonFiniteGradient,
-     "gather: finite values are beyond the wire in 'x'"),
-    ("reduce", {"scaling": "static:99", "wire": "e4m3"}, NonFiniteGradient,
-     "reduce: the sum of finite values is not finite in 'x'"),
-    ("all_to_all", {"algorithm": "mpi"}, ValueError, "all_to_all: algorithm='mpi': must be on"),
-    ("all_to_all", {"iteration": "1"}, TypeError, "all_to_all: iteration='1'"),
-    ("all_to_all", {"recv_counts": [1, 3]}, ValueError, "recv_counts: must be left out"),
-    ("all_gather", {"out": np.empty(7, np.float32)}, ValueError, r"out is float32\[7\]: must be"),
-    ("reduce_scatter", {"wire": "e4m3", "accumulate": "best"}, ValueError, "accumulate='best'"),
-]  # fmt: skip
+ONES = np.ones((4, 2), np.float32)
+FLAT = np.ones(4, np.float32)
+WRONG = [  # the first option is wrong
+    ("all_gather", {"wire": "e9"}, "known are"),
+    ("all_gather", {"algorithm": "tree"}, "known are"),
+    ("all_gather", {"out": np.empty(7, np.float32)}, "must be float32[8]"),
+    ("all_gather", {"out": np.empty(8, np.int32)}, "must be float32[8]"),
+    ("broadcast", {"algorithm": "dbtree"}, "did you mean"),
+    ("broadcast", {"root": 2}, "must be below 2"),
+    ("broadcast", {"root": -1}, "must be 0 or more"),
+    ("broadcast", {"root": 0.0}, "must be an integer"),
+    ("broadcast", {"out": np.frombuffer(bytes(16), np.float32)}, "must be writeable"),
+    ("gather", {"counts": [1]}, "must be 2, one per rank"),
+    ("gather", {"counts": [4, 4, 0]}, "must be 2, one per rank"),
+    ("gather", {"counts": [4, -1]}, "must be 0 or more"),
+    ("gather", {"counts": 3}, "must be a list of integers"),
+    ("reduce", {"op": "max"}, "known are"),
+    ("reduce", {"out": [FLAT, FLAT]}, "must be a NumPy"),
+    ("reduce_scatter", {"accumulate": "best", "wire": "e4m3"}, "known are"),
+    ("reduce_scatter", {"out": [np.empty(2, np.float32)]}, "must be 2, one for each result"),
+    ("all_to_all", {"scaling": "tiles", "wire": "e4m3"}, "did you mean tile"),
+    ("all_to_all", {"algorithm": "mpi"}, "must be on the CPU, in a World of one rank"),
+    ("all_to_all", {"iteration": "1"}, "must be an integer"),
+    ("all_to_all", {"recv_counts": [1, 3]}, "must be left out if counts are"),
+]
 
 
-@every("name, options, kind, words", WRONG)
-def test_wrong_arguments(name, options, kind, words):
-    xs = [np.ones(4, np.float32), np.ones(4, np.float32)]
-    with pytest.raises(kind, match=words):
+@every("name, options, allowed", WRONG)
+def test_wrong_arguments(name, options, allowed):
+    with refused(name, next(iter(options)), allowed):
+        getattr(cpdhpc, name)(Loopback(2), [FLAT, FLAT], **options)
+
+
+@every(
+    "name, xs, options, argument, value, allowed",
+    [
+        ("all_gather", [ONES, None], {}, "x of rank 1", "NoneType", "must be a NumPy"),
+        ("all_gather", [ONES], {}, "x", 1, "1 arrays for 2 hosted ranks"),
+        ("all_gather", [ONES, ONES[:3]], {}, "x of rank 1", "float32[3, 2]", "must be the same"),
+        ("all_gather", [FLAT, FLAT.astype(int)], {}, "x of rank 1", "int64[4]", "must be the same"),
+        ("all_gather", [ONES[:, 0]] * 2, {}, "x of rank 0", (8,), "must be C-contiguous"),
+        ("all_gather", [np.float32(1)] * 2, {}, "x of rank 0", "numpy.float32", "must be a"),
+        ("all_gather", [np.ones((), np.float32)] * 2, {}, "x", 0, "must have one or more"),
+        ("all_gather", [np.array([1], object)] * 2, {}, "x of rank 0", "object", "no Python obj"),
+        ("all_gather", [np.ones(4)] * 2, {"wire": "e4m3"}, "x of rank 0", "float64", "must be fl"),
+        ("reduce_scatter", [np.ones(4, bool)] * 2, {}, "x of rank 0", "bool", "must be integers"),
+        ("reduce_scatter", [FLAT] * 2, {"counts": [4, 4]}, "x of rank 0", 4, "counts say 8"),
+        ("reduce", [np.ones(4, int)] * 2, {"op": "mean"}, "x of rank 0", "int64", "must be floats"),
+        ("gather", [FLAT] * 2, {"counts": [3, 1]}, "x of rank 0", 4, "counts say 3"),
+        ("gather", [FLAT] * 2, {"counts": [4, 5]}, "x of rank 1", 4, "counts say 5"),
+        ("all_to_all", [ONES[:3]] * 2, {}, "x", 3, "without counts must be a multiple of 2"),
+        ("all_to_all", [FLAT] * 2, {"counts": [[1, 2], [2, 2]]}, "x of rank 0", 4, "counts say 3"),
+        ("all_to_all", [FLAT] * 2, {"counts": [[2, 2]]}, "counts", 1, "1 arrays for 2 hosted"),
+        (
+            "scatter",
+            [ONES, ONES],
+            {},
+            "x of rank 1",
+            "numpy.ndarray",
+            "must be None: is not the root",
+        ),
+    ],
+)
+def test_wrong_arrays(name, xs, options, argument, value, allowed):
+    with refused(name, argument, allowed, value):
         getattr(cpdhpc, name)(Loopback(2), xs, **options)
 
 
-def test_wrong_arrays():
-    ones = np.ones((4, 2), np.float32)
-    for name, x, kind, words in (
-        ("all_gather", [ones, None], TypeError, "x of rank 1 is NoneType"),
-        ("all_gather", [ones], ValueError, "1 arrays for 2 hosted ranks"),
-        ("all_gather", [ones, ones[:3]], ValueError, "must be the same"),
-        ("all_gather", [ones, ones.astype(int)], ValueError, "must be the same"),
-        ("all_gather", [ones[:, 0]] * 2, TypeError, "must be C-contiguous"),
-        ("all_gather", [np.float32(1)] * 2, TypeError, "must be a NumPy"),
-        ("all_gather", [np.ones((), np.float32)] * 2, ValueError, "x has no dimension"),
-        ("all_gather", [np.array(["", 1], object)] * 2, TypeError, "no Python objects"),
-        ("reduce_scatter", [np.ones(4, bool)] * 2, TypeError, "must be integers, floats"),
-        ("all_to_all", [ones[:3]] * 2, ValueError, "has 3 rows: without counts must be a multiple"),
-        ("scatter", [ones, ones], ValueError, "x of rank 1: must be None: is not the root"),
-    ):
-        with pytest.raises(kind, match=words):
-            getattr(cpdhpc, name)(Loopback(2), x)
-    with pytest.raises(TypeError, match="all_gather: x of rank 0 has dtype float64: must be float"):
-        cpdhpc.all_gather(Loopback(2), [ones.astype(float)] * 2, "e4m3")
-    with pytest.raises(TypeError, match="must be floats or complex"):
-        cpdhpc.reduce(Loopback(2), [ones.astype(int)] * 2, op="mean")
+def test_wrong_calls():
     with pytest.raises(ValueError, match=r"counts\[1\]=1 on rank 0, recv_counts\[0\]=2 on rank 1"):
-        cpdhpc.all_to_all(Loopback(2), [ones, ones], counts=[[3, 1], [2, 2]],
+        cpdhpc.all_to_all(Loopback(2), [ONES, ONES], counts=[[3, 1], [2, 2]],
                           recv_counts=[None, [2, 2]])  # fmt: skip
-    with pytest.raises(TypeError, match="all_gather: world is str: must be a World"):
-        cpdhpc.all_gather("world", ones)
-    with pytest.raises(ValueError, match="Collective: collective='allreduce': did you mean reduce"):
+    with refused("all_gather", "world", "must be a World", "str"):
+        cpdhpc.all_gather("world", ONES)
+    for name in ("gather", "reduce"):
+        with pytest.raises(NonFiniteGradient) as caught:
+            getattr(cpdhpc, name)(Loopback(2), [FLAT, FLAT], "e4m3", scaling="static:99")
+        assert (caught.value.call, caught.value.segments, caught.value.ranks) == (name, ("x",), ())
+    with refused("Collective", "collective", "did you mean reduce", "allreduce"):
         Collective(collective="allreduce")
-    with pytest.raises(ValueError, match="all_gather: accumulate='kahan': must be left out"):
-        Collective(collective="all_gather", accumulate="kahan")
+    for wrong in ({"accumulate": "kahan"}, {"op": "mean"}, {"finite": True}):
+        with refused("all_gather", *wrong, "must be left out"):
+            Collective(collective="all_gather", **wrong)
+    with refused("broadcast", "counts", "must be left out: there is one block"):
+        Collective(collective="broadcast").run(Loopback(2), [FLAT, FLAT], counts=[2, 2])
+    with refused("gather", "out", "must be None on ranks that have no result"):
+        Collective(collective="gather").run(Loopback(2), [FLAT, FLAT], [np.empty(8, "f4"), FLAT])
 
 
 @every("name", [*MOVES, *SUM])

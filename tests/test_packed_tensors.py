@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusing import refused
 
 import cpdhpc
 from cpdhpc import Loopback
@@ -42,7 +43,7 @@ def test_tensors_are_summed_with_a_wire():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_a_gradient_would_be_lost(dtype):
     x = torch.ones(4, requires_grad=True).to(dtype)
-    with pytest.raises(TypeError, match="requires a gradient"):
+    with refused("all_gather", "x", "without gradient: .detach()"):
         cpdhpc.all_gather(Loopback(), x)
     with torch.no_grad():
         assert cpdhpc.all_gather(Loopback(), x).dtype == dtype
@@ -50,7 +51,7 @@ def test_a_gradient_would_be_lost(dtype):
 
 def test_what_is_no_plain_tensor_is_an_error():
     x = torch.ones(4, requires_grad=True)
-    with pytest.raises(TypeError, match=r"all_gather: x of rank 0 is a tensor of torch\.float32"):
+    with refused("all_gather", "x of rank 0", "without gradient: .detach()"):
         cpdhpc.all_gather(Loopback(2), [x, x])
-    with pytest.raises(TypeError, match="reduce_scatter: x of rank 0 has dtype"):
+    with refused("reduce_scatter", "x of rank 0", "must be integers, floats"):
         cpdhpc.reduce_scatter(Loopback(2), [torch.ones(4, dtype=torch.bfloat16)] * 2)

@@ -68,12 +68,14 @@ def test_a_sum_that_is_not_rounded_is_looked_at():
     """gather's float32 sums: infinity that only the sum has, and NaN of one rank."""
     method = Allreduce("bf16", "gather", accumulate="float32")
     x = np.full(1500, 3e38, np.float32)
-    with pytest.raises(NonFiniteGradient, match="sum of finite values"):
+    with pytest.raises(NonFiniteGradient) as caught:
         method.run(Loopback(2), [x, x])
+    assert (caught.value.segments, caught.value.ranks) == (("x",), ())
     x[7] = np.nan
     prepared = method.prepare(Loopback(), [x])
-    with pytest.raises(NonFiniteGradient, match="rank 0"):
+    with pytest.raises(NonFiniteGradient) as caught:
         prepared.run()
+    assert (caught.value.segments, caught.value.ranks) == (("x",), (0,))
     x[7] = 1
     assert prepared.run().arrays[0][7] == 1
 

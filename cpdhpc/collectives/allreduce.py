@@ -5,6 +5,7 @@ As one call, as an object for many calls, and prepared for repeated calls with t
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Hashable, Sequence
@@ -15,6 +16,7 @@ from weakref import finalize
 
 import numpy as np
 
+from ..errors import Refused
 from ..formats import Format, Overflow, Rounding
 from ..methods import USUAL, said_by
 from ..ops import backend_of, on_gpu, to_host
@@ -34,10 +36,9 @@ from .checks import (
     iteration_error,
     name_of_x,
     note_written,
-    of_prepare,
     of_tensor,
     raise_nonfinite,
-    shared_shifts,
+    shared_amax,
 )
 from .engine import Program, Take, run, sum_by_mpi
 from .method import (
@@ -91,20 +92,51 @@ def run_programs(
             for rank, x, out in zip(world.hosted, xs, outs, strict=True)
         ]
 
-    found = run(world, start, len(pieces), xs[0], what, plan.schedule.window(world.ranks))
-    bad = (each for piece in found for each in piece)  # arrays, if on a GPU
+    counts = run(world, start, len(pieces), xs[0], what, plan.schedule.window(world.ranks))
+    bad = (each for piece in counts for each in piece)  # arrays, if on a GPU
     return sum(int(to_host(each) if hasattr(each, "get") else each) for each in bad)
+
+
+def of_prepare(error: Exception) -> Exception:
+    """Return an error of an all-reduce worded for prepare, which takes xs and outs."""
+    if isinstance(error, Refused) and error.argument.startswith(("x", "out")):
+        name = re.sub(r"^(x|out)\b", r"\1s", error.argument)
+        fields = name, error.value, error.allowed, error.shown, error.state
+        return type(error)("Allreduce.prepare", *fields)
+    return said_by("Allreduce.prepare", error)
 
 
 def refuse_freed(world: Ranks) -> NoReturn:
     """Raise RuntimeError for a freed prepared call, or end the job; see Ranks.refuse."""
-    told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
+    error, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
     if not by_all:
         world.abort("Prepared.run: is freed, but not on other ranks")
-    raise told
+    raise error
 
 
-class Prepared:
+class Repeatable:
+    """A call of fixed arrays that is prepared, and freed by free, "with" or its loss."""
+
+    _recording: Recording | Graphed | None = None
+    _freed = False
+
+    def free(self) -> None:
+        """Free the requests; then run raises an error. Not collective.
+
+        A dropped object is freed, too. Node memory is reused once all processes have freed it.
+        """
+        self._freed = True
+        if self._recording is not None:
+            self._recording.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+
+class Prepared(Repeatable):
     """A repeatable all-reduce of fixed arrays; made by Allreduce.prepare. Collective.
 
     is_fast: whether run executes a compiled call list, without the interpreter: with one rank per
@@ -126,8 +158,6 @@ class Prepared:
         self._method, self._world = method, world
         self._parts = method.check(world, xs, outs, None, segments, graphs=graphs)
         self._xs, self._outs = list(xs), [np.empty_like(xs[0])] if outs is None else list(outs)
-        self._recording: Recording | Graphed | None = None
-        self._freed = False
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._asks = method.shares_shifts or self._compares
         is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
@@ -144,13 +174,13 @@ class Prepared:
         x, out = self._xs[0], self._outs[0]
         flat, total = x.reshape(-1), np.empty_like(x) if np.may_share_memory(x, out) else out
         shifts = self._method.first_shifts(self._parts)
-        given = self._world, self._method, flat, total.reshape(-1), self._parts, shifts
+        arguments = self._world, self._method, flat, total.reshape(-1), self._parts, shifts
         if on_gpu(x):
             from .cuda_graphs import Graphed
 
-            self._recording = Graphed(*given)
+            self._recording = Graphed(*arguments)
         else:
-            self._recording = Recording(*given, moves=False)
+            self._recording = Recording(*arguments, moves=False)
         finalize(self, self._recording.drop)
         self._copies = total is not out  # a non-finite result must leave x unchanged
         self._reduced = self._returned(shifts)
@@ -184,8 +214,9 @@ class Prepared:
         try:
             shifts = self._ask(iteration) if self._asks else None
             if self._recording is None:
-                given = world, self._xs, self._outs, self._parts, iteration
-                reduced = self._method.reduce(*given, shifts=shifts)
+                reduced = self._method.reduce(
+                    world, self._xs, self._outs, self._parts, iteration, shifts=shifts
+                )
             else:
                 if self._recording.run(None, None, iteration):
                     raise_nonfinite(world, [self._recording.x], self._parts, self._recording.out)
@@ -216,21 +247,6 @@ class Prepared:
             self._recording.adapt(self._parts, shifts)
             self._reduced = self._returned(shifts)
         return shifts
-
-    def free(self) -> None:
-        """Free the requests; then run raises an error. Not collective.
-
-        A dropped object is freed, too. Node memory is reused once all processes have freed it.
-        """
-        self._freed = True
-        if self._recording is not None:
-            self._recording.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.free()
 
 
 @dataclass(frozen=True)
@@ -311,8 +327,10 @@ class Allreduce(Method):
         flat = [x.reshape(-1) for x in xs]
         shifts = shifts or self.shifts(world, flat, parts)
         # A non-finite result must leave the xs unchanged.
-        given = None if any(np.may_share_memory(o, x) for o in outs or () for x in xs) else outs
-        totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
+        shares = any(np.may_share_memory(o, x) for o in outs or () for x in xs)
+        totals = list(
+            (not shares and outs) or [np.empty_like(x) for x in (xs if every else xs[:1])]
+        )
         sums = [total.reshape(-1) for total in totals]
         recording = recording_of(world, self, flat[0], parts, shifts)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -321,7 +339,9 @@ class Allreduce(Method):
             elif self.algorithm == MPI_ALLREDUCE:
                 bad = sum_by_mpi(world, flat, sums)
             else:
-                bad = self._run_programs(world, flat, sums, parts, shifts, iteration)
+                plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
+                places = [*sums, *[None] * (len(flat) - len(sums))]
+                bad = run_programs(world, plan, flat, places, f"allreduce {self.algorithm}")
             if recording is None and self.result_unseen:
                 bad = not is_finite(sums[0])
             if bad:
@@ -329,7 +349,7 @@ class Allreduce(Method):
             divisor = self.divisor(world.ranks) if recording is None else None
             for total in [] if divisor is None else sums:
                 backend_of(total).divide(total, divisor, total)
-        if outs is not None and given is None:
+        if outs is not None and shares:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
         return Reduced(tuple(outs or totals), tuple(shifts[0]), tuple(shifts[1]), self.algorithm)
@@ -344,10 +364,10 @@ class Allreduce(Method):
         from .predict import choose
 
         size = getattr(x, "size", 0)  # other types are refused later
-        found = choose(self, world.nodes, size if isinstance(size, int) else 0)
-        assert isinstance(found, Allreduce)  # the class of self
-        world.chosen.add(found.algorithm)
-        return found
+        method = choose(self, world.nodes, size if isinstance(size, int) else 0)
+        assert isinstance(method, Allreduce)  # the class of self
+        world.chosen.add(method.algorithm)
+        return method
 
     def check(
         self,
@@ -365,8 +385,7 @@ class Allreduce(Method):
 
         iteration: None if the values do not matter yet, in prepare
         """
-        call = "allreduce" if iteration is not None else "Allreduce.prepare"
-        parts: tuple[Segment, ...] = ()
+        of_run, parts = iteration is not None, tuple[Segment, ...]()
         try:
             check_run(every, error)
             if error is None:
@@ -381,8 +400,8 @@ class Allreduce(Method):
                     from .cuda_graphs import check_graphs
 
                     check_graphs(self, world, xs, graphs)
-        except Exception as found:  # of any class: it must be raised on all ranks
-            error = found if iteration is not None else of_prepare(found)
+        except Exception as wrong:  # of any class: it must be raised on all ranks
+            error = wrong if of_run else of_prepare(wrong)
         flat = [] if error else [x.reshape(-1) for x in xs]
         shape, place = (xs[0].shape, on_gpu(xs[0])) if flat else ((), False)
         arguments = {
@@ -391,32 +410,20 @@ class Allreduce(Method):
         }  # fmt: skip
         text = f"{self.description} {iteration} {parts} {shape} {place} {shifts} {graphs}"
         blind = self.hides_nonfinite if shifts is None else self.codes_hide_nonfinite
-        suspect = blind and iteration is not None and not all(map(is_finite, flat))
+        suspect = blind and of_run and not all(map(is_finite, flat))
+        call = "allreduce" if of_run else "Allreduce.prepare"
         what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
         warn_of_error(self, world)
         return parts
 
-    def _run_programs(
-        self,
-        world: Ranks,
-        flat: Sequence[Array],
-        totals: Sequence[Array],
-        parts: Sequence[Segment],
-        shifts: Shifts,
-        iteration: int,
-    ) -> int:
-        """Sum into totals, for the first hosted rank or for all; count non-finite values."""
-        plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
-        places = [*totals, *[None] * (len(flat) - len(totals))]
-        return run_programs(world, plan, flat, places, f"allreduce {self.algorithm}")
-
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""
         if not self.shares_shifts:
             return self.first_shifts(parts)
-        return shared_shifts(self, world, flat, parts)
+        amax = shared_amax(world, flat, parts, f"allreduce {self.algorithm}: exponents")
+        return self.shifts_of(amax, world.ranks)
 
 
 def allreduce(
@@ -497,6 +504,7 @@ def allreduce(
     by torch.from_dlpack, which let one stream wait for the other.
     """
     ranks = world if type(world) is World else as_world(world, "allreduce")
+    # The options, in the order of Method; from here on they are one object.
     key = wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed
     guesses = segments is None and machine is None and type(seed) is type(random_bits) is int
     if guesses:
@@ -505,30 +513,25 @@ def allreduce(
             return known.arrays[0]
     error: Exception | None = None
     try:
-        config = configured(
-            Allreduce,
-            wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op,
-            rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom,
-            seed=seed, machine=None if machine is None else as_machine(machine),
-        )  # fmt: skip
-    except Exception as found:  # of any class: it must be raised on all ranks
-        config, error = Allreduce(), found  # the default only serves to raise the error
-    given: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
+        method = configured(Allreduce, *key, None if machine is None else as_machine(machine))
+    except Exception as wrong:  # of any class: it must be raised on all ranks
+        method, error = Allreduce(), wrong  # the default only serves to raise the error
+    arrays: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
     xs: list[Any] = []
     outs = None
     try:
-        check_count(ranks, "x", given)
-        xs = [of_tensor(name_of_x(ranks, r), each) for r, each in enumerate(given, ranks.rank)]
+        check_count(ranks, "x", arrays)
+        xs = [of_tensor(name_of_x(ranks, r), each) for r, each in enumerate(arrays, ranks.rank)]
         outs = None if out is None else [of_tensor("out", out)]
-    except (TypeError, ValueError) as found:
-        error = error or found
-    reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
+    except (TypeError, ValueError) as wrong:
+        error = error or wrong
+    reduced = method.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
     if guesses and type(x) is np.ndarray:
-        know_as(ranks, key, id(config), xs[0])
+        know_as(ranks, key, id(method), xs[0])
     if out is not None:
         return note_written(out)
     result = reduced.arrays[0]
-    return result if not given or given[0] is xs[0] else sys.modules["torch"].from_numpy(result)
+    return result if not arrays or arrays[0] is xs[0] else sys.modules["torch"].from_numpy(result)
 
 
 def simulate(

@@ -279,18 +279,18 @@ class Blocks:
     def places(self, schedule: Schedule, rank: int, piece: Piece, layout: Layout) -> Places:
         """Return the place of each chunk of a piece that a rank handles."""
         if self.name == "all_to_all":
-            found = self._of_pairs(rank, layout.ranks)
+            places = self._of_pairs(rank, layout.ranks)
         elif self.share.whole:
             n = self.counts[0]
             has_x, has_out = (size > 0 for size in self.sizes(rank, layout.ranks))
             whole = Place(0, n, 0 if has_x else None, 0 if has_out else None)
             part, chunks = whole.part(piece.pieces, piece.number), self.chunks(schedule, layout)
-            found = {i: part.part(chunks, i) for i in range(chunks)}
+            places = {i: part.part(chunks, i) for i in range(chunks)}
         else:
-            found = dict(enumerate(self._of_owners(schedule, rank, layout)))
+            places = dict(enumerate(self._of_owners(schedule, rank, layout)))
         if not self.share.whole:
-            found = {i: each.part(piece.pieces, piece.number) for i, each in found.items()}
-        return {i: each.part(piece.parts, piece.part) for i, each in found.items()}
+            places = {i: each.part(piece.pieces, piece.number) for i, each in places.items()}
+        return {i: each.part(piece.parts, piece.part) for i, each in places.items()}
 
     def _of_owners(self, schedule: Schedule, rank: int, layout: Layout) -> Iterator[Place]:
         """Yield the places of chunks that are parts of their owners' blocks."""
@@ -312,17 +312,17 @@ class Blocks:
 
     def _of_pairs(self, rank: int, ranks: int) -> dict[int, Place]:
         """Return the places of a rank's blocks to all ranks, itself included, and from all."""
-        found, out = dict[int, Place](), 0
+        places, out = dict[int, Place](), 0
         for other in range(ranks):
             there, here = rank * ranks + other, other * ranks + rank
             x = self._starts[there] - self._starts[rank * ranks]
             mine = Place(self._tile_starts[there], self.counts[there], x, None)
             theirs = Place(self._tile_starts[here], self.counts[here], None, out)
-            found |= {there: mine, here: theirs}
+            places |= {there: mine, here: theirs}
             if other == rank:
-                found[here] = mine._replace(out=out)
+                places[here] = mine._replace(out=out)
             out += self.counts[here]
-        return found
+        return places
 
 
 Places = Mapping[int, Place]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,14 +12,15 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import TILE, Format, sum_bits, tiles
-from ..methods import MAX_SUM_BITS, SUMMING, check_bool, check_integer, said_by
+from ..methods import MAX_SUM_BITS, SUMMING, check_bool, check_integer
 from ..ops import backend_of, misread, on_gpu, to_host, type_name
 from ..ops.common import NONFINITE_BITS
 from ..randomness import check_key
 from ..world.ranks import Ranks
 from .blocks import ALLREDUCE
-from .method import MPI_ALLREDUCE, Method, Segment, Shifts, aps_shift, integer_shift, tile_span
+from .method import MPI_ALLREDUCE, Method, Segment, tile_span, wrong_type, wrong_value
 
 Array = npt.NDArray[Any]
 
@@ -30,10 +30,18 @@ def name_of_x(world: Ranks, rank: int) -> str:
     return f"x of rank {rank}" if world.virtual_ranks > 1 else "x"
 
 
-def of_prepare(error: Exception) -> Exception:
-    """Return an error of an all-reduce worded for prepare, which takes xs and outs."""
-    text = re.sub(r"^(allreduce: (x|out))(?= )", r"\1s", str(error))
-    return said_by("Allreduce.prepare", error, text)
+def _not_list(name: str, value: object, of: str, function: str = "allreduce") -> Exception:
+    kind = type(value).__name__
+    return ArgumentTypeError(function, name, kind, f"must be a list{of}", state=f" is {kind}")
+
+
+def check_count(world: Ranks, name: str, xs: object) -> None:
+    """Raise TypeError or ValueError unless xs is a list with one entry for each hosted rank."""
+    if not isinstance(xs, Sequence):
+        raise _not_list(name, xs, ", one for each hosted rank")
+    if len(xs) != world.virtual_ranks:
+        allowed = f"{len(xs)} arrays for {world.virtual_ranks} hosted ranks"
+        raise wrong_value(name, len(xs), allowed, state="")
 
 
 DTYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # name -> text of the error, a test
@@ -57,20 +65,43 @@ def check_array(name: str, x: Any, takes_dtypes: str = "float32") -> None:
     """
     try:
         backend_of(x)
+        advice = misread(x)
     except TypeError:
-        takes = "a NumPy, CuPy or torch array"
+        advice = "must be a NumPy, CuPy or torch array"
         if type(x).__module__.startswith("torch"):
-            takes = "a NumPy or CuPy array: only cpdhpc.allreduce takes tensors"
-        raise TypeError(f"allreduce: {name} is {type_name(x)}: must be {takes}") from None
-    if advice := misread(x):
-        raise TypeError(f"allreduce: {name} is {type_name(x)}: {advice}")
-    words, fits = DTYPES[takes_dtypes]
+            advice = "must be a NumPy or CuPy array: only cpdhpc.allreduce takes tensors"
+    if advice:
+        raise wrong_type(name, type_name(x), advice, state=f" is {type_name(x)}")
+    allowed, fits = DTYPES[takes_dtypes]
     if not fits(x.dtype):
-        raise TypeError(f"allreduce: {name} has dtype {x.dtype}: {words}")
+        raise wrong_type(name, str(x.dtype), allowed, state=f" has dtype {x.dtype}")
     if not x.flags.c_contiguous:
-        raise TypeError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
+        state = f" has strides {x.strides}"
+        raise wrong_type(name, x.strides, "must be C-contiguous", state=state)
     if on_gpu(x):
-        _check_device(name, x)
+        _check_device(name, x.device.id)
+
+
+def _check_device(name: str, device: int) -> None:
+    from ..ops import gpu_runtime
+
+    current = gpu_runtime.current_device()
+    if device != current:
+        allowed = f"must be on CuPy's current one, {current}"
+        raise wrong_value(name, device, allowed, state=f" is on GPU {device}")
+
+
+def check_place(name: str, x: Array, first: Array) -> None:
+    """Raise TypeError unless x is on the GPU if the first array is."""
+    here, there = ("GPU" if on_gpu(each) else "CPU" for each in (x, first))
+    if here != there:
+        raise wrong_type(name, here, f"the first is on the {there}", state=f" is on the {here}")
+
+
+def check_writable(out: Array) -> None:
+    """Raise ValueError if out is a NumPy array that must not be written."""
+    if not getattr(out.flags, "writeable", True):
+        raise wrong_value("out", False, "must be writeable", state=" is read-only")
 
 
 def of_tensor(name: str, x: Any) -> Any:
@@ -88,11 +119,12 @@ def of_tensor(name: str, x: Any) -> Any:
     except (RuntimeError, TypeError):
         grad = " that requires a gradient" if is_lost else ""
         kind = "" if type(x) is torch.Tensor else f"{type(x).__name__}, "
-        raise TypeError(
-            f"allreduce: {name} is a tensor of {kind}{x.dtype}, {x.layout}, on {x.device}{grad}: "
+        allowed = (
             "must be a torch.Tensor of float32, dense, on the CPU, without gradient: .detach(), or "
             "call within torch.no_grad(); of a DTensor .to_local()"
-        ) from None
+        )
+        state = f" is a tensor of {kind}{x.dtype}, {x.layout}, on {x.device}{grad}"
+        raise wrong_type(name, type_name(x), allowed, state=state) from None
 
 
 def note_written(x: Any) -> Any:
@@ -106,70 +138,6 @@ def note_written(x: Any) -> Any:
     return x
 
 
-def _check_device(name: str, x: Any) -> None:
-    from ..ops import gpu_runtime
-
-    current = gpu_runtime.current_device()
-    if x.device.id != current:
-        raise ValueError(
-            f"allreduce: {name} is on GPU {x.device.id}: must be on CuPy's current one, {current}"
-        )
-
-
-def check_place(name: str, x: Array, other: Array) -> None:
-    if on_gpu(x) != on_gpu(other):
-        here, there = ("GPU" if on_gpu(each) else "CPU" for each in (x, other))
-        raise TypeError(f"allreduce: {name} is on the {here}: the first is on the {there}")
-
-
-def check_count(world: Ranks, name: str, xs: object) -> None:
-    """Raise TypeError or ValueError unless xs is a list with one entry for each hosted rank."""
-    if not isinstance(xs, Sequence):
-        raise TypeError(
-            f"allreduce: {name} is {type(xs).__name__}: must be a list, one for each hosted rank"
-        )
-    if len(xs) != world.virtual_ranks:
-        raise ValueError(
-            f"allreduce: {name}: {len(xs)} arrays for {world.virtual_ranks} hosted ranks"
-        )
-
-
-def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
-    """Raise ValueError unless segments lie in order in n values, and on_tiles: cover all tiles.
-
-    A tile belongs to one segment, so each starts on the tile after the last one of the previous.
-    """
-    end = 0
-    for name, start, stop in segments:
-        expected = f"{end} or more"
-        if on_tiles:
-            expected = f"{end}, after the tiles of {TILE} that the previous one has begun"
-        if not (start == end if on_tiles else start >= end) or not start <= stop <= n:
-            raise ValueError(
-                f"allreduce: segment {name!r} is {start}..{stop} of {n} values: must start at "
-                f"{expected}"
-            )
-        end = min(tiles(stop) * TILE, n) if on_tiles else stop
-    if on_tiles and end != n:
-        raise ValueError(f"allreduce: segments end at {end} of {n} values: must cover all")
-
-
-def check_shifts(shifts: object, segments: Sequence[Segment], fmt: Format | None) -> None:
-    """Raise TypeError or ValueError unless these are shifts of a format for each segment."""
-    what = f"allreduce: shifts={shifts!r}: must be"
-    if not (isinstance(shifts, tuple | list) and len(shifts) == 2):
-        raise TypeError(f"{what} two lists of integers, of contributions and of sums")
-    if fmt is None:
-        raise ValueError(f"{what} None: wire 'raw' is not scaled")
-    for each in shifts:
-        if not isinstance(each, Sequence | np.ndarray) or len(each) != len(segments):
-            raise ValueError(f"{what} two lists of {len(segments)} integers, one per segment")
-        for k in each:
-            check_integer("allreduce", "shifts: K", k)
-            if not fmt.shift_min <= k <= fmt.shift_max:
-                raise ValueError(f"{what} from {fmt.shift_min} to {fmt.shift_max}")
-
-
 def check_arrays(
     world: Ranks, xs: Sequence[Array], segments: Sequence[Segment] | None, on_tiles: bool
 ) -> tuple[Segment, ...]:
@@ -181,38 +149,40 @@ def check_arrays(
     for rank, x in zip(world.hosted, xs, strict=True):
         check_array(name_of_x(world, rank), x)
         if x.shape != xs[0].shape:
-            raise ValueError(
-                f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
-                f"{xs[0].shape}: must be the same"
-            )
-        if x is not xs[0]:
-            check_place(f"x of rank {rank}", x, xs[0])
+            state = f" has shape {x.shape}, of rank {world.hosted[0]} {xs[0].shape}"
+            raise wrong_value(f"x of rank {rank}", x.shape, "must be the same", state=state)
+        check_place(f"x of rank {rank}", x, xs[0])
     if not segments:
         return (Segment("x", 0, xs[0].size),)
     try:
         parts = tuple(Segment(*each) for each in segments)
     except TypeError:
-        raise TypeError(f"allreduce: segments={segments!r}: must be Segments") from None
+        raise wrong_type("segments", segments, "must be Segments") from None
     for part in parts:
         if not (isinstance(part.start, int) and isinstance(part.stop, int)):
-            raise TypeError(f"allreduce: {part}: start and stop must be integers")
+            raise wrong_type("segments", part, "start and stop must be integers")
     check_segments(parts, xs[0].size, on_tiles)
     return parts
 
 
-def check_simulated(xs: object) -> None:
-    """Raise TypeError or ValueError unless xs is a list that is not empty."""
-    if not isinstance(xs, Sequence):
-        raise TypeError(f"simulate: xs is {type(xs).__name__}: must be a list, one for each rank")
-    if not xs:
-        raise ValueError("simulate: xs is empty: must have one array for each rank")
+def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
+    """Raise ValueError unless segments lie in order in n values, and on_tiles: cover all tiles.
 
-
-def check_run(every: object, error: object) -> None:
-    """Raise TypeError unless these are a bool and an error, or none."""
-    check_bool("allreduce", "every", every)
-    if not isinstance(error, Exception | None):
-        raise TypeError(f"allreduce: error={error!r}: must be an Exception or None")
+    A tile belongs to one segment, so each starts on the tile after the last one of the previous.
+    """
+    end = 0
+    for name, start, stop in segments:
+        allowed = f"must start at {end} or more"
+        if on_tiles:
+            allowed = (
+                f"must start at {end}, after the tiles of {TILE} that the previous one has begun"
+            )
+        if not (start == end if on_tiles else start >= end) or not start <= stop <= n:
+            state = f" {name!r} is {start}..{stop} of {n} values"
+            raise wrong_value("segment", name, allowed, state=state)
+        end = min(tiles(stop) * TILE, n) if on_tiles else stop
+    if on_tiles and end != n:
+        raise wrong_value("segments", end, "must cover all", state=f" end at {end} of {n} values")
 
 
 def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> None:
@@ -220,30 +190,62 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
     if outs is None:
         return
     if not isinstance(outs, Sequence):
-        raise TypeError(f"allreduce: outs is {type(outs).__name__}: must be a list of arrays")
+        raise _not_list("outs", outs, " of arrays")
     if len(outs) != count:
-        raise ValueError(f"allreduce: outs: {len(outs)} arrays: must be {count}")
+        raise wrong_value("outs", len(outs), f"must be {count}", state=f": {len(outs)} arrays")
     for out in outs:
         check_array("out", out)
         if out.shape != xs[0].shape:
-            raise ValueError(f"allreduce: out has shape {out.shape}: must be {xs[0].shape}")
+            state = f" has shape {out.shape}"
+            raise wrong_value("out", out.shape, f"must be {xs[0].shape}", state=state)
         check_place("out", out, xs[0])
-        if not getattr(out.flags, "writeable", True):
-            raise ValueError("allreduce: out is read-only")
+        check_writable(out)
+
+
+def check_shifts(shifts: object, segments: Sequence[Segment], fmt: Format | None) -> None:
+    """Raise TypeError or ValueError unless these are shifts of a format for each segment."""
+    if not (isinstance(shifts, tuple | list) and len(shifts) == 2):
+        allowed = "must be two lists of integers, of contributions and of sums"
+        raise wrong_type("shifts", shifts, allowed)
+    if fmt is None:
+        raise wrong_value("shifts", shifts, "must be None: wire 'raw' is not scaled")
+    for each in shifts:
+        if not isinstance(each, Sequence | np.ndarray) or len(each) != len(segments):
+            allowed = f"must be two lists of {len(segments)} integers, one per segment"
+            raise wrong_value("shifts", shifts, allowed)
+        for k in each:
+            check_integer("allreduce", "shifts: K", k)
+            if not fmt.shift_min <= k <= fmt.shift_max:
+                allowed = f"must be from {fmt.shift_min} to {fmt.shift_max}"
+                raise wrong_value("shifts", shifts, allowed)
+
+
+def check_simulated(xs: object) -> None:
+    """Raise TypeError or ValueError unless xs is a list that is not empty."""
+    if not isinstance(xs, Sequence):
+        raise _not_list("xs", xs, ", one for each rank", "simulate")
+    if not xs:
+        allowed = "must have one array for each rank"
+        raise ArgumentError("simulate", "xs", 0, allowed, state=" is empty")
+
+
+def check_run(every: object, error: object) -> None:
+    """Raise TypeError unless these are a bool and an error, or none."""
+    check_bool("allreduce", "every", every)
+    if not isinstance(error, Exception | None):
+        raise wrong_type("error", error, "must be an Exception or None")
 
 
 def check_world(method: Method, world: Ranks) -> None:
     """Raise ValueError unless a method suits a world: MPI, and the number of ranks."""
     if method.algorithm == MPI_ALLREDUCE and not world.has_mpi:
-        raise ValueError(
-            "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
-        )
+        allowed = "it is MPI_Allreduce"
+        raise wrong_value("algorithm", "mpi", allowed, state="='mpi' has no schedule to simulate")
     bits = sum_bits(method.fmt, world.ranks) if method.fmt and method.exact else 0
     if bits > MAX_SUM_BITS:
-        raise ValueError(
-            f"allreduce: accumulate='exact', wire={method.wire!r}: sums of {world.ranks} ranks "
-            f"take {bits} bits: must be {MAX_SUM_BITS} or fewer"
-        )
+        state = f"='exact', wire={method.wire!r}: sums of {world.ranks} ranks take {bits} bits"
+        allowed = f"must be {MAX_SUM_BITS} or fewer"
+        raise wrong_value("accumulate", "exact", allowed, state=state)
 
 
 def iteration_error(iteration: object, name: str = "allreduce") -> Exception | None:
@@ -278,20 +280,19 @@ def check_alike(
     text = f"{name} {text or arguments}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
     if world.board is not None:
-        given = [int(each) for each in numbers]
-        said = 0 if error is not None else digest ^ hash(tuple(given)) >> 8
-        if world.board.agrees(said, what):
+        own = [int(each) for each in numbers]
+        if world.board.agrees(0 if error is not None else digest ^ hash(tuple(own)) >> 8, what):
             if world.account is not None:
-                world.account(name, arguments, given)
-            return given
+                world.account(name, arguments, own)
+            return own
     mine = np.zeros(max(NUMBERS, 3 + len(numbers)), np.int64)
     mine[: 3 + len(numbers)] = error is not None, digest, -digest, *numbers
     failed, largest, smallest, *most = world.max(mine, what).tolist()
     if failed:
         world.agree(error, what, of_call=True)
     if largest != -smallest:
-        shown = dict(row for each in arguments.items() for row in _rows(*each))
-        _raise_difference(world.gather((name, shown), what), world.virtual_ranks)
+        texts = dict(row for each in arguments.items() for row in _rows(*each))
+        _raise_difference(world.gather((name, texts), what), world.virtual_ranks)
     if world.account is not None:
         world.account(name, arguments, most[: len(numbers)])
     return most[: len(numbers)]
@@ -309,8 +310,8 @@ def alike_on_all(world: Ranks, what: str) -> Iterator[dict[str, object]]:
     error: Exception | None = None
     try:
         yield arguments
-    except Exception as found:
-        error = found
+    except Exception as wrong:
+        error = wrong
     check_alike(world, error, arguments, [0], what)
 
 
@@ -331,22 +332,18 @@ def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks
     """Raise ValueError that names the first difference; calls: name and arguments by process."""
     name, arguments = calls[0]
     other = next(i for i, call in enumerate(calls) if call != calls[0])
+    name_there, there = calls[other]
     rank = other * virtual_ranks
-    if calls[other][0] != name:
-        raise ValueError(
-            f"{name}: calls differ: {name} on rank 0, {calls[other][0]} on rank {rank}"
-        )
-    there, nothing = calls[other][1], "nothing"
+    if name_there != name:
+        raise ValueError(f"{name}: calls differ: {name} on rank 0, {name_there} on rank {rank}")
     differing = [k for k in {**arguments, **there} if arguments.get(k) != there.get(k)]
     both = arguments.keys() & there.keys()
     key = next(k for k in differing if k not in both or not _has_part(k, differing))
-    one, two = arguments.get(key, nothing), there.get(key, nothing)
-    same = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
-    start = max(0, same - SHOWN // 2) if max(len(one), len(two)) > SHOWN else 0
-    cut = ["..." * (start > 0) + each[start:][:SHOWN] for each in (one, two)]
-    raise ValueError(
-        f"{name}: arguments differ: {key}={cut[0]} on rank 0, {key}={cut[1]} on rank {rank}"
-    )
+    values = [each.get(key, "nothing") for each in (arguments, there)]
+    same = next((i for i, (a, b) in enumerate(zip(*values, strict=False)) if a != b), 0)
+    start = max(0, same - LONGEST // 2) if max(map(len, values)) > LONGEST else 0
+    one, two = ("..." * (start > 0) + each[start:][:LONGEST] for each in values)
+    raise ValueError(f"{name}: arguments differ: {key}={one} on rank 0, {key}={two} on rank {rank}")
 
 
 def _has_part(name: str, others: Iterable[str]) -> bool:
@@ -354,7 +351,7 @@ def _has_part(name: str, others: Iterable[str]) -> bool:
     return any(each.startswith((f"{name}.", f"{name}[", f"type of {name}")) for each in others)
 
 
-SHOWN = 120  # characters of a differing value
+LONGEST = 120  # characters of a differing value that are shown
 
 
 SUMS = (ALLREDUCE, *SUMMING)
@@ -395,8 +392,8 @@ def is_finite(x: Array) -> bool:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    first = ", ".join(map(str, ranks[:8]))
+    return first if len(ranks) <= 8 else f"{first} and {len(ranks) - 8} more"
 
 
 def amax_of(x: Array) -> int:
@@ -414,30 +411,35 @@ def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:
         return np.array([amax_of(p) for p in parts], np.int64)
     amax = to_host(backend_of(x).amax_tiles(x))
     spans = [tile_span(segment) for segment in segments]
-    return np.array(
-        [int(amax[span].max()) if span.start < span.stop else 0 for span in spans], np.int64
-    )
+    return np.array([int(amax[span].max(initial=0)) for span in spans], np.int64)
 
 
 def raise_nonfinite(
-    world: Ranks, inputs: Sequence[Array], segments: Sequence[Segment], total: Array | None
+    world: Ranks,
+    inputs: Sequence[Array | None],
+    segments: Sequence[Segment],
+    total: Array | None,
+    call: str = ALLREDUCE,
 ) -> NoReturn:
     """Raise NonFiniteGradient that names tensors and ranks. Collective.
 
-    inputs: of the hosted ranks; total: the sum, the same on all ranks, if it is known
+    inputs: of the hosted ranks, None if not read; total: the sum, the same on all ranks, if it is
+    known
     """
-    found = [
+    own = [
         (i, rank)
         for rank, x in zip(world.hosted, inputs, strict=True)
+        if x is not None
         for i in np.flatnonzero(amax_of_segments(x, segments) >= NONFINITE_BITS).tolist()
     ]
-    places = [place for process in world.gather(found, "non-finite") for place in process]
+    places = [place for process in world.gather(own, "non-finite") for place in process]
     which = {i for i, _ in places}
     if not places and total is not None:
         which = set(np.flatnonzero(amax_of_segments(total, segments) >= NONFINITE_BITS).tolist())
-    raise NonFiniteGradient(
-        [segments[i].name for i in sorted(which)], sorted({rank for _, rank in places})
-    )
+    if not which and len(segments) == 1:
+        which = {0}
+    names = [segments[i].name for i in sorted(which)]
+    raise NonFiniteGradient(names, sorted({rank for _, rank in places}), call=call)
 
 
 def shared_amax(
@@ -445,40 +447,11 @@ def shared_amax(
 ) -> list[int]:
     """Return the float32 bits of max|x| of each segment over all ranks. Collective.
 
+    what: the call, for messages; its first word is the name of the function
     Raises NonFiniteGradient.
     """
     own = np.max([amax_of_segments(x, segments) for x in inputs], axis=0)
     amax: list[int] = world.max(own, what).tolist()
     if max(amax, default=0) >= NONFINITE_BITS:
-        raise_nonfinite(world, inputs, segments, None)
+        raise_nonfinite(world, inputs, segments, None, what.split()[0])
     return amax
-
-
-def shared_shifts(
-    method: Method, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
-) -> Shifts:
-    """Return the shifts of Method.plan, from the data of all ranks. Collective.
-
-    Raises NonFiniteGradient.
-    """
-    amax = shared_amax(world, flat, parts, f"allreduce {method.algorithm}: exponents")
-    return shifts_of(method, amax, world.ranks)
-
-
-def shifts_of(method: Method, amax: Sequence[int], ranks: int, *, sums: bool = True) -> Shifts:
-    """Return the shifts of Method.plan for the float32 bits of max|x| of each segment.
-
-    sums: whether contributions are added
-    """
-    assert method.fmt is not None, "otherwise none are shared"
-    fmt, sent = method.fmt, "none" if method.sums_held else method.headroom
-    if method.integers:
-        grid = [integer_shift(bits, fmt) for bits in amax]
-        return grid, grid
-    if method.exact or not sums:  # exact sums become wider: they need no headroom
-        grid = [aps_shift(bits, fmt, 1, "none") for bits in amax]
-        return grid, grid
-    return (
-        [aps_shift(bits, fmt, ranks, sent) for bits in amax],
-        [aps_shift(bits, fmt, ranks, method.headroom) for bits in amax],
-    )

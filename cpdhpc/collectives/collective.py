@@ -11,36 +11,37 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..methods import COLLECTIVES, USUAL, check_whole, said_by, suggest
-from ..ops import backend_of, on_gpu
-from ..ops.common import NONFINITE_BITS
+from ..ops import backend_of, on_gpu, type_name
 from ..ops.payloads import Array
 from ..partition import split
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .allreduce import refuse_freed, run_programs, warn_of_error
+from .allreduce import Repeatable, refuse_freed, run_programs, warn_of_error
 from .blocks import SHARES, Blocks, Share
 from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
-    NonFiniteGradient,
-    amax_of,
     check_alike,
     check_array,
     check_count,
     check_place,
     check_world,
+    check_writable,
     is_finite,
     iteration_error,
     name_of_x,
-    shifts_of,
+    raise_nonfinite,
+    shared_amax,
 )
-from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as
+from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as, wrong_type, wrong_value
 from .recorded import Recording, Recordings, keep, recording_of, with_iteration
 
 Shape = tuple[int, ...]
@@ -115,8 +116,8 @@ class Collective(Method):
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
-            said = suggest(self.collective, COLLECTIVES)
-            raise ValueError(f"Collective: collective={self.collective!r}: {said}")
+            known = suggest(self.collective, COLLECTIVES)
+            raise ArgumentError("Collective", "collective", self.collective, known)
         try:
             self._check_added()
             super().__post_init__()
@@ -129,16 +130,15 @@ class Collective(Method):
         object.__setattr__(self, "root", int(self.root))
         known = (*COLLECTIVES[self.collective], MPI_ALLREDUCE, USUAL)
         if self.algorithm not in known:
-            said = suggest(self.algorithm, known)
-            raise ValueError(f"allreduce: algorithm={self.algorithm!r}: {said}")
+            raise wrong_value("algorithm", self.algorithm, suggest(self.algorithm, known))
 
     def _check_added(self) -> None:
         for name, usual in (("accumulate", None), ("op", "sum")):
-            given = getattr(self, name)
-            if not self.share.sums and given != usual:
-                raise ValueError(f"allreduce: {name}={given!r}: must be left out: nothing is added")
+            value = getattr(self, name)
+            if not self.share.sums and value != usual:
+                raise wrong_value(name, value, "must be left out: nothing is added")
         if self.finite:
-            raise ValueError("allreduce: finite=True: must be left out: only all-reduces take it")
+            raise wrong_value("finite", True, "must be left out: only all-reduces take it")
 
     @property
     def call(self) -> str:
@@ -218,14 +218,17 @@ class Collective(Method):
         """Return the properties of the call; raise any rank's error on all. Collective."""
         error = error or iteration_error(iteration, self.call)
         sketch, call = Sketch((), "", False, counts), None
-        is_scatter, is_uneven = self.collective == "scatter", self._has_pairs and counts is not None
+        is_scatter, is_uneven = (
+            self.collective == "scatter",
+            self.collective == "all_to_all" and counts is not None,
+        )
         try:
             if error is None:
                 sketch = self._sketch(world, xs, counts, recv_counts)
                 if not (is_scatter or is_uneven):
                     call = self._call(world, sketch, outs)
-        except Exception as found:  # of any class: it must be raised on all ranks
-            error = said_by(self.call, found)
+        except Exception as wrong:  # of any class: it must be raised on all ranks
+            error = said_by(self.call, wrong)
         arguments: dict[str, object] = {
             "x.shape": sketch.shape if counts is None else sketch.shape[1:],
             "x.dtype": str(sketch.dtype), "x on GPU": sketch.gpu, **self.choices,
@@ -240,14 +243,15 @@ class Collective(Method):
         text = f"{self.description} {[*arguments.values()]}"
         what = f"{self.call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
-            self._raise_nonfinite(world, read)
+            flat = [None if x is None else x.reshape(-1) for x in read]
+            raise_nonfinite(world, flat, WHOLE, None, self.call)
         if call is None:
-            whole = self._told(world, sketch) if is_scatter else self._matrix(world, sketch)
+            whole = self._of_root(world, sketch) if is_scatter else self._matrix(world, sketch)
             call, error = None, None
             try:
                 call = self._call(world, whole, outs)
-            except Exception as found:
-                error = said_by(self.call, found)
+            except Exception as wrong:
+                error = said_by(self.call, wrong)
             world.agree(error, what, of_call=True)
         assert call is not None, "otherwise there is an error"
         return call
@@ -258,32 +262,29 @@ class Collective(Method):
             return list(xs)
         return [x if r == self.root else None for r, x in zip(world.hosted, xs, strict=True)]
 
-    @property
-    def _has_pairs(self) -> bool:
-        return self.collective == "all_to_all"
-
     def _sketch(self, world: Ranks, xs: Any, counts: Any, recv_counts: Any) -> Sketch:
         """Return this process's information; raise the errors of its arguments."""
         check_count(world, "x", xs)
         if self.root >= world.ranks:
-            raise ValueError(f"allreduce: root={self.root}: must be below {world.ranks}")
+            raise wrong_value("root", self.root, f"must be below {world.ranks}")
         if self.exact:
             check_world(self, world)
-        given = []
+        first = None
         for rank, x in zip(world.hosted, xs, strict=True):
             if self.collective == "scatter" and rank != self.root:
                 if x is not None:
-                    raise ValueError(f"allreduce: x of rank {rank}: must be None: is not the root")
+                    allowed = "must be None: is not the root"
+                    raise wrong_value(f"x of rank {rank}", type_name(x), allowed, state="")
                 continue
             check_array(name_of_x(world, rank), x, self.takes_dtypes)
-            given.append((rank, x))
-            self._check_like(rank, x, given[0][1], counts)
-        if not given:
+            first = x if first is None else first
+            self._check_like(rank, x, first, counts)
+        if first is None:
             return Sketch((), "", False, counts)
-        x = given[0][1]
+        x = first
         if not self.share.whole and x.ndim == 0:
-            raise ValueError("allreduce: x has no dimension: must have one or more")
-        if self._has_pairs:
+            raise wrong_value("x", 0, "must have one or more", state=" has no dimension")
+        if self.collective == "all_to_all":
             shares = self._shares(world, xs, counts, recv_counts)
         else:
             shares = self._counts(world, x.shape, counts)
@@ -295,17 +296,17 @@ class Collective(Method):
         free = counts is not None and self.collective in ("all_gather", "gather", "all_to_all")
         mine, its = (each.shape[1:] if free else each.shape for each in (x, first))
         if (mine, x.dtype) != (its, first.dtype):
-            raise ValueError(
-                f"allreduce: x of rank {rank} is {x.dtype}{list(x.shape)}, of another "
-                f"{first.dtype}{list(first.shape)}: must be the same"
-            )
+            kind, other = (f"{each.dtype}{list(each.shape)}" for each in (x, first))
+            state = f" is {kind}, of another {other}"
+            raise wrong_value(f"x of rank {rank}", kind, "must be the same", state=state)
         check_place(f"x of rank {rank}", x, first)
 
     def _counts(self, world: Ranks, shape: Shape, counts: Any) -> tuple[int, ...]:
         """Return the rows of each rank's block; empty if the data are one block."""
         if self.share.whole:
             if counts is not None:
-                raise ValueError("allreduce: counts: must be left out: there is one block")
+                allowed = "must be left out: there is one block"
+                raise wrong_value("counts", counts, allowed, state="")
             return ()
         if counts is not None:
             return checked_counts("counts", counts, world.ranks)
@@ -319,10 +320,7 @@ class Collective(Method):
             if x is None or self.share.whole:
                 continue
             rows = shares[rank] if self.collective in ("all_gather", "gather") else sum(shares)
-            if x.shape[0] != rows:
-                raise ValueError(
-                    f"allreduce: x of rank {rank} has {x.shape[0]} rows: counts say {rows}"
-                )
+            check_rows(rank, x, rows)
 
     def _shares(self, world: Ranks, xs: Any, counts: Any, recv_counts: Any) -> Any:
         """Return counts and recv_counts of all_to_all for each hosted rank."""
@@ -330,11 +328,11 @@ class Collective(Method):
         if counts is None:
             rows = xs[0].shape[0]
             if rows % ranks:
-                raise ValueError(
-                    f"allreduce: x has {rows} rows: without counts must be a multiple of {ranks}"
-                )
+                allowed = f"without counts must be a multiple of {ranks}"
+                raise wrong_value("x", rows, allowed, state=f" has {rows} rows")
             if recv_counts is not None:
-                raise ValueError("allreduce: recv_counts: must be left out if counts are")
+                allowed = "must be left out if counts are"
+                raise wrong_value("recv_counts", recv_counts, allowed, state="")
             return (rows // ranks,) * ranks
         sent, came = ([each] if not several else each for each in (counts, recv_counts))
         check_count(world, "counts", sent)
@@ -342,20 +340,17 @@ class Collective(Method):
         check_count(world, "recv_counts", came)
         rows_of = [checked_counts("counts", each, ranks) for each in sent]
         for rank, x, each in zip(world.hosted, xs, rows_of, strict=True):
-            if sum(each) != x.shape[0]:
-                raise ValueError(
-                    f"allreduce: x of rank {rank} has {x.shape[0]} rows: counts say {sum(each)}"
-                )
+            check_rows(rank, x, sum(each))
         expected = [
             None if each is None else checked_counts("recv_counts", each, ranks) for each in came
         ]
         return rows_of, expected
 
-    def _told(self, world: Ranks, sketch: Sketch) -> Sketch:
+    def _of_root(self, world: Ranks, sketch: Sketch) -> Sketch:
         """Return the root's information on the array that it scatters. Collective."""
-        told = (sketch.shape, np.dtype(sketch.dtype), sketch.gpu) if sketch.dtype else None
-        found = world.gather(told, f"{self.call}: shape")
-        shape, dtype, gpu = next(each for each in found if each is not None)
+        own = (sketch.shape, np.dtype(sketch.dtype), sketch.gpu) if sketch.dtype else None
+        all_ranks = world.gather(own, f"{self.call}: shape")
+        shape, dtype, gpu = next(each for each in all_ranks if each is not None)
         return Sketch(shape, dtype, gpu, self._counts(world, shape, sketch.counts))
 
     def _matrix(self, world: Ranks, sketch: Sketch) -> Sketch:
@@ -381,56 +376,58 @@ class Collective(Method):
         shape, dtype, gpu, counts = sketch
         rest, ranks, name = shape[1:], world.ranks, self.collective
         each = 1 if self.share.whole else prod(rest)
-        if self._has_pairs and len(counts) == ranks:
+        if self.collective == "all_to_all" and len(counts) == ranks:
             counts = counts * ranks
         in_values = tuple(each * rows for rows in counts) or (prod(shape),)
         keeps = name == "broadcast" and self.fmt is None
         blocks = blocks_of(name, in_values, self.root, keeps, np.dtype(dtype).str, self.fmt is None)
         if self.algorithm == MPI_ALLREDUCE and (gpu or not takes(world, blocks)):
-            raise ValueError(
-                "allreduce: algorithm='mpi': must be on the CPU, in a World of one rank per "
-                f"process, at most {MOST_BYTES} bytes in all; sums need a dtype that MPI can add"
+            allowed = (
+                "must be on the CPU, in a World of one rank per process, at most "
+                f"{MOST_BYTES} bytes in all; sums need a dtype that MPI can add"
             )
+            raise wrong_value("algorithm", "mpi", allowed)
         shapes: list[Shape | None] = []
         for rank in world.hosted:
-            found: Shape | None = shape
+            result: Shape | None = shape
             if not self.share.whole:
                 rows = sum(counts)
                 if name == "all_to_all":
                     rows = sum(counts[rank::ranks])
                 elif name in ("reduce_scatter", "scatter"):
                     rows = counts[rank]
-                found = (rows, *rest)
+                result = (rows, *rest)
             if name in ("reduce", "gather") and rank != self.root:
-                found = None
-            shapes.append(found)
+                result = None
+            shapes.append(result)
         call = Call(blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes))
         if outs is not None:
             self._check_outs(call, outs)
         lacks_out = outs is None or any(out is None for out in outs)
         if gpu and name == "scatter" and not world.hosts(self.root) and lacks_out:
-            raise TypeError("allreduce: out: must be passed: x of the root is on a GPU")
+            allowed = "must be passed: x of the root is on a GPU"
+            raise wrong_type("out", None, allowed, state="")
         return call
 
     def _check_outs(self, call: Call, outs: Any) -> None:
         if not isinstance(outs, Sequence) or len(outs) != len(call.shapes):
-            raise ValueError(f"allreduce: out: must be {len(call.shapes)}, one for each result")
+            allowed = f"must be {len(call.shapes)}, one for each result"
+            raise wrong_value("out", type_name(outs), allowed, state="")
         for out, shape in zip(outs, call.shapes, strict=True):
             if out is None:
                 continue
             check_array("out", out, self.takes_dtypes)
+            kind = f"{out.dtype}{list(out.shape)}"
             if shape is None:
-                raise ValueError("allreduce: out: must be None on ranks that have no result")
+                allowed = "must be None on ranks that have no result"
+                raise wrong_value("out", kind, allowed, state="")
             if (out.shape, out.dtype) != (shape, call.dtype):
-                raise ValueError(
-                    f"allreduce: out is {out.dtype}{list(out.shape)}: must be "
-                    f"{call.dtype}{list(shape)}"
-                )
+                allowed = f"must be {call.dtype}{list(shape)}"
+                raise wrong_value("out", kind, allowed, state=f" is {kind}")
             if on_gpu(out) != call.gpu:
-                place = "GPU" if call.gpu else "CPU"
-                raise TypeError(f"allreduce: out must be on the {place}, like x")
-            if not getattr(out.flags, "writeable", True):
-                raise ValueError("allreduce: out is read-only")
+                allowed = f"must be on the {'GPU' if call.gpu else 'CPU'}, like x"
+                raise wrong_type("out", kind, allowed, state="")
+            check_writable(out)
 
     def run(
         self,
@@ -459,10 +456,10 @@ class Collective(Method):
         method = self.chosen(ranks, call)
         if self.share.sums:
             warn_of_error(method, ranks)
-        found = method.move(ranks, xs, outs, call, iteration)
+        results = method.move(ranks, xs, outs, call, iteration)
         if known_by is not None and ranks.virtual_ranks == 1:
             know(ranks, known_by, method, xs[0], call)
-        return found
+        return results
 
     def move(
         self,
@@ -484,13 +481,14 @@ class Collective(Method):
         """Return the arrays of a call."""
         results = self._results(xs, outs, call)
         sizes = [call.blocks.sizes(rank, world.ranks) for rank in world.hosted]
-        given = [self._nothing(results, call) if x is None else x for x in xs]
-        taken = [self._flat(x)[:size] for x, (size, _) in zip(given, sizes, strict=True)]
+        read = [self._nothing(results, call) if x is None else x for x in xs]
+        taken = [self._flat(x)[:size] for x, (size, _) in zip(read, sizes, strict=True)]
         keeps = call.blocks.keeps and world.hosts(self.root)
         if keeps:  # the root, in the same process, already has it
             written: list[Array | None] = [xs[self.root - world.rank]]
         else:
-            shares = any(each is not None and overlaps(each, taken) for each in results)
+            pairs = product((each for each in results if each is not None), taken)
+            shares = any(np.may_share_memory(*pair) for pair in pairs)
             written = [r if r is None or not shares else np.empty_like(r) for r in results]
         flat = [None if w is None or keeps else self._flat(w) for w in written]
         return Arrays(taken, [*flat, *[None] * (len(taken) - len(flat))], results, written)
@@ -519,11 +517,10 @@ class Collective(Method):
     def _results(self, xs: Sequence[Any], outs: Any, call: Call) -> list[Array | None]:
         """Return the arrays for the results."""
         like = next((x for x in xs if x is not None), np.empty(0))
-        given = [None] * len(call.shapes) if outs is None else outs
         return [
             out if out is not None or shape is None
             else np.empty_like(like, shape=shape, dtype=call.dtype)
-            for out, shape in zip(given, call.shapes, strict=True)
+            for out, shape in zip(outs or [None] * len(call.shapes), call.shapes, strict=True)
         ]  # fmt: skip
 
     def _flat(self, x: Array) -> Array:
@@ -596,7 +593,7 @@ class Collective(Method):
             what = f"{self.call} {self.algorithm}: results"
             (bad,) = check_alike(world, None, {}, [bad > 0], what)
         if bad:
-            self._raise_nonfinite(world, xs)
+            raise_nonfinite(world, xs, WHOLE, None, self.call)
 
     def _run_programs(
         self, world: Ranks, arrays: Arrays, blocks: Blocks, shifts: Shifts, iteration: int
@@ -615,21 +612,8 @@ class Collective(Method):
 
         Raises NonFiniteGradient.
         """
-        own = np.array([max(amax_of(x) for x in xs)], np.int64)
-        (bits,) = world.max(own, f"{self.call} {self.algorithm}: exponents").tolist()
-        if bits >= NONFINITE_BITS:
-            self._raise_nonfinite(world, xs)
-        return shifts_of(self, [bits], world.ranks, sums=self.share.sums)
-
-    def _raise_nonfinite(self, world: Ranks, xs: Sequence[Any]) -> NoReturn:
-        """Raise NonFiniteGradient that names the ranks. Collective."""
-        found = [
-            rank
-            for rank, x in zip(world.hosted, xs, strict=True)
-            if x is not None and not is_finite(x.reshape(-1))
-        ]
-        ranks = [rank for each in world.gather(found, "non-finite") for rank in each]
-        raise NonFiniteGradient(["x"], sorted(ranks), call=self.call)
+        bits = shared_amax(world, xs, WHOLE, f"{self.call} {self.algorithm}: exponents")
+        return self.shifts_of(bits, world.ranks, sums=self.share.sums)
 
 
 class KnownCall(NamedTuple):
@@ -672,12 +656,12 @@ def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) ->
         recording = entry.recording
     digest = recordings.digest(method, call.blocks, world.nodes)
     is_read, is_written = (size > 0 for size in call.blocks.sizes(world.rank, world.ranks))
-    found = KnownCall(
+    known = KnownCall(
         world.nodes, digest, method, call, recording, move, is_read, is_written,
         np.empty(0, call.dtype),
     )  # fmt: skip
     with suppress(TypeError):  # counts may be arrays, which cannot be hashed
-        keep(world.board.known, (key, *kind_of(x)), found)
+        keep(world.board.known, (key, *kind_of(x)), known)
 
 
 def kind_of(x: Array | None) -> tuple[Any, ...]:
@@ -716,15 +700,15 @@ def run_known(
         out = np.empty(shape, call.dtype)
     if not board.agrees(with_iteration(digest, iteration), method.collective, first=True):
         return None
-    given = x if is_read else nothing, out if is_written else nothing
+    pair = x if is_read else nothing, out if is_written else nothing
     if move is not None:
-        move(*map(method._flat, given))
-        count(world, *given)
-        method._divide(world, given[1:])
+        move(*map(method._flat, pair))
+        count(world, *pair)
+        method._divide(world, pair[1:])
     elif recording is not None:
-        bad = recording.run(*given, iteration)
+        bad = recording.run(*pair, iteration)
         if method.fmt is not None:
-            method._agree(world, bad, [given[0].reshape(-1)])
+            method._agree(world, bad, [pair[0].reshape(-1)])
     if call.blocks.keeps and is_read and out is not x:
         out[...] = x
     return [out]
@@ -735,7 +719,7 @@ def is_plain(x: object) -> bool:
     return x is None or (type(x) is np.ndarray and x.flags.c_contiguous)
 
 
-class PreparedCollective:
+class PreparedCollective(Repeatable):
     """A repeatable collective of fixed arrays; made by Collective.prepare. Collective.
 
     is_fast: whether run executes a compiled call list, without the interpreter, or MPI's own
@@ -757,13 +741,13 @@ class PreparedCollective:
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
         self._recording: Recording | None = None
         self._move = mover(world, call.blocks) if method.algorithm == MPI_ALLREDUCE else None
-        self._freed = False
         x, out = self._arrays.flat
         is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
         if is_list and method._is_listed(call):
             shifts = method.first_shifts(WHOLE)
-            given = world, method, x, out, WHOLE, shifts
-            self._recording = Recording(*given, moves=False, blocks=call.blocks)
+            self._recording = Recording(
+                world, method, x, out, WHOLE, shifts, moves=False, blocks=call.blocks
+            )
             finalize(self, self._recording.drop)
 
     @property
@@ -790,22 +774,9 @@ class PreparedCollective:
             suspect = method.hides_nonfinite and not all(map(is_finite, self._arrays.xs))
             what = f"{method.call} {method.algorithm}: iteration"
             if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
-                method._raise_nonfinite(world, self._arrays.xs)
-        given = self._arrays, self._call, iteration, self._recording, self._move
-        method._into(world, *given)
+                raise_nonfinite(world, self._arrays.xs, WHOLE, None, method.call)
+        method._into(world, self._arrays, self._call, iteration, self._recording, self._move)
         return self._arrays.copied()
-
-    def free(self) -> None:
-        """Free the requests; then run raises an error. Not collective."""
-        self._freed = True
-        if self._recording is not None:
-            self._recording.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.free()
 
 
 WHOLE = (Segment("x", 0, 1 << 62),)  # all tiles, with one shift
@@ -818,24 +789,26 @@ def count(world: Any, x: Array, out: Array) -> None:
 
 def even(rows: int, ranks: int) -> tuple[int, ...]:
     """Return the rows of each rank for blocks as even as possible."""
-    found = (split(rows, ranks, i) for i in range(ranks))
-    return tuple(stop - start for start, stop in found)
+    blocks = (split(rows, ranks, i) for i in range(ranks))
+    return tuple(stop - start for start, stop in blocks)
+
+
+def check_rows(rank: int, x: Array, rows: int) -> None:
+    """Raise ValueError unless a rank's array has the number of rows that counts say."""
+    if x.shape[0] != rows:
+        name, state = f"x of rank {rank}", f" has {x.shape[0]} rows"
+        raise wrong_value(name, x.shape[0], f"counts say {rows}", state=state)
 
 
 def checked_counts(name: str, counts: Any, ranks: int) -> tuple[int, ...]:
     """Return counts as a tuple. Raises TypeError or ValueError unless there is one per rank."""
     if not isinstance(counts, Sequence | np.ndarray) or isinstance(counts, str):
-        raise TypeError(f"allreduce: {name}={counts!r}: must be a list of integers")
+        raise wrong_type(name, counts, "must be a list of integers")
     if len(counts) != ranks:
-        raise ValueError(f"allreduce: {name}={counts!r}: must be {ranks}, one per rank")
+        raise wrong_value(name, counts, f"must be {ranks}, one per rank")
     for each in counts:
         check_whole("allreduce", name, each, 0)
     return tuple(map(int, counts))
-
-
-def overlaps(array: Array, others: Sequence[Array]) -> bool:
-    """Whether an array shares memory with one of the others."""
-    return any(np.may_share_memory(array, each) for each in others)
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..errors import ArgumentError
+from ..methods import check_bool
 from ..ops import backend_of, on_gpu
 from ..ops.payloads import Array
 from ..world.gpu_messages import Carrier, Direct, Staged
@@ -28,22 +30,21 @@ COUNT_BYTES = 8  # of the number of non-finite values, uint64
 
 def check_graphs(method: Method, world: Ranks, xs: Sequence[Array], graphs: object) -> None:
     """Raise TypeError or ValueError if a call cannot be captured."""
-    what = "Allreduce.prepare: graphs=True"
-    if not isinstance(graphs, bool):
-        raise TypeError(f"Allreduce.prepare: graphs={graphs!r}: must be True or False")
-    if not graphs:
-        return
+    check_bool("Allreduce.prepare", "graphs", graphs)
+    why = ""
     if world.virtual_ranks > 1:
-        raise ValueError(f"{what}: {world.virtual_ranks} virtual ranks: must be 1 per process")
-    if not (len(xs) and on_gpu(xs[0])):
-        raise ValueError(f"{what}: x is not on a GPU: graphs need CuPy arrays")
-    if method.algorithm == MPI_ALLREDUCE:
-        raise ValueError(f"{what}: algorithm='mpi': MPI sums by itself, there is nothing to launch")
-    if method.is_random:
-        raise ValueError(
-            f"{what}: rounding='stochastic': its key differs from call to call, but the arguments "
-            "of captured kernels are fixed"
+        why = f"{world.virtual_ranks} virtual ranks: must be 1 per process"
+    elif not (len(xs) and on_gpu(xs[0])):
+        why = "x is not on a GPU: graphs need CuPy arrays"
+    elif method.algorithm == MPI_ALLREDUCE:
+        why = "algorithm='mpi': MPI sums by itself, there is nothing to launch"
+    elif method.is_random:
+        why = (
+            "rounding='stochastic': its key differs from call to call, but the arguments of "
+            "captured kernels are fixed"
         )
+    if why:
+        raise ArgumentError("Allreduce.prepare", "graphs", graphs, why)
 
 
 class Between(NamedTuple):
@@ -132,13 +133,13 @@ class Graphed:
             (BufferPool(partial(fresh, like)), BufferPool(pinned))
             for _ in range(min(self._window, len(self._pieces)))
         ]
-        found = []
+        between = []
         for piece in self._pieces:
             pool, hosts = slots[piece.number % len(slots)]
             pool.rewind()
             hosts.rewind()
-            found.append(list(self._piece(piece, out, graphs, pool.take, hosts.take)))
-        return found
+            between.append(list(self._piece(piece, out, graphs, pool.take, hosts.take)))
+        return between
 
     def _piece(
         self, piece: Piece, out: Array, graphs: Graphs | None, take: Take, take_host: Take

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -127,7 +128,8 @@ def run(
     RankFailure, after the death of a process, which all remaining processes raise.
     """
     try:
-        return _Run(world, start, pieces, like, what, window, carrier).run()
+        carrier = carrier_of(world, like) if carrier is None else carrier
+        return _Run(world, start, pieces, like, what, window, carrier, [[]] * pieces).run()
     except Exception as error:
         give_up(world, error, what)
 
@@ -139,8 +141,8 @@ def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
         raise failure from None
     if world.processes == 1:
         raise error
-    said = f"{what}: {type(error).__name__}: {error}"
-    world.abort(said if is_of_gpu(error) else f"{said}\n{traceback.format_exc()}")
+    text = f"{what}: {type(error).__name__}: {error}"
+    world.abort(text if is_of_gpu(error) else f"{text}\n{traceback.format_exc()}")
 
 
 def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
@@ -170,42 +172,39 @@ def sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> 
     return 0
 
 
+@dataclass(eq=False)
 class _Piece(Generic[Result]):
     """A piece in progress: its programs by rank, how many still run, and their buffers."""
 
-    def __init__(self, number: int, take: Take) -> None:
-        self.number, self.take = number, take
-        self.programs: dict[int, Program[Result]] = {}
-        self.running = 0
-        self.results: dict[int, Result] = {}
-        self.sends: list[Wait] = []
+    number: int
+    take: Take
+    programs: dict[int, Program[Result]]
+    running: int
+    results: dict[int, Result] = field(default_factory=dict)
+    sends: list[Wait] = field(default_factory=list)
 
 
+@dataclass
 class _Run(Generic[Result]):
-    """The state of one run: programs that can continue, and waits."""
+    """The state of one run: programs that can continue, and waits; for the first fields see run.
 
-    def __init__(
-        self,
-        world: Ranks,
-        start: Start[Result],
-        pieces: int,
-        like: Array,
-        what: str,
-        window: int,
-        carrier: Ranks | Direct | Staged | None,
-    ) -> None:
-        self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
-        self.window = window
-        if carrier is None:
-            carrier = carrier_of(world, like)
-        self.carrier = carrier
-        self.results: list[list[Result]] = [[]] * pieces
-        self.opened = 0
-        self.under_way: list[_Piece[Result]] = []
-        self.runnable: deque[tuple[_Piece[Result], int, Array | None]] = deque()
-        self.mail: dict[tuple[int, int, int], deque[Exchange]] = {}  # (piece, from, to): waiting
-        self.local: dict[tuple[int, int], tuple[_Piece[Result], Exchange]] = {}  # (piece, rank)
-        self.remote: list[tuple[_Piece[Result], int, Wait, Array]] = []
+    mail: (piece, from, to) -> waiting messages; local: (piece, rank) -> who waits for one
+    """
+
+    world: Ranks
+    start: Start[Result]
+    pieces: int
+    like: Array
+    what: str
+    window: int
+    carrier: Ranks | Direct | Staged
+    results: list[list[Result]]
+    opened: int = 0
+    under_way: list[_Piece[Result]] = field(default_factory=list)
+    runnable: deque[tuple[_Piece[Result], int, Array | None]] = field(default_factory=deque)
+    mail: dict[tuple[int, int, int], deque[Exchange]] = field(default_factory=dict)
+    local: dict[tuple[int, int], tuple[_Piece[Result], Exchange]] = field(default_factory=dict)
+    remote: list[tuple[_Piece[Result], int, Wait, Array]] = field(default_factory=list)
 
     def run(self) -> list[list[Result]]:
         while True:
@@ -235,11 +234,9 @@ class _Run(Generic[Result]):
             pool = self.carrier.cache.get((BufferPool, type(self.like), slot), self._new_pool)
             pool.rewind()
             take = pool.take
-        piece: _Piece[Result] = _Piece(number, take)
-        programs = self.start(number, take)
-        piece.programs = dict(zip(self.world.hosted, programs, strict=True))
-        piece.running = len(piece.programs)
-        for rank in piece.programs:
+        programs = dict(zip(self.world.hosted, self.start(number, take), strict=True))
+        piece = _Piece(number, take, programs, len(programs))
+        for rank in programs:
             self.runnable.append((piece, rank, None))
         self.under_way.append(piece)
         self.opened += 1

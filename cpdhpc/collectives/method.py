@@ -7,16 +7,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError
+from ..errors import ArgumentError, ArgumentTypeError, ConfigError, reworded
 from ..formats import (
     IN_BLOCKS,
     INTEGERS,
@@ -46,6 +46,9 @@ from .schedules import SCHEDULES, Layout, group_size
 
 Array = npt.NDArray[Any]
 
+wrong_value = partial(ArgumentError, "allreduce")  # said_by sets the function that was called
+wrong_type = partial(ArgumentTypeError, "allreduce")
+
 HEADROOMS = {"n": 2, "sqrt": 1, "none": 0}  # H = ranks ** (half of this)
 
 
@@ -74,19 +77,18 @@ def parse_scaling(text: str, wire: str | Format | None) -> Scaling:
     Raises ValueError for unknown names and shifts out of range.
     """
     if not isinstance(text, str):
-        raise TypeError(f"allreduce: scaling={text!r}: known are {', '.join(SCALINGS)}")
+        raise wrong_type("scaling", text, f"known are {', '.join(SCALINGS)}")
     kind, colon, number = text.partition(":")
     if kind not in (*SHARED, "none", "static", "aps") or (kind == "static") != bool(colon):
-        raise ValueError(f"allreduce: scaling={text!r}: {suggest(text, SCALINGS)}")
+        raise wrong_value("scaling", text, suggest(text, SCALINGS))
     if kind != "static":
         return Scaling(kind, 0)
     if not re.fullmatch("[+-]?[0-9]+", number):
-        raise ValueError(f"allreduce: scaling={text!r}: static:K needs an integer K")
+        raise wrong_value("scaling", text, "static:K needs an integer K")
     shift, fmt = int(number), None if wire is None else parse_wire(wire)
     if wire is not None and fmt is not None and not fmt.shift_min <= shift <= fmt.shift_max:
-        raise ValueError(
-            f"allreduce: scaling={text!r}: K for {named(wire)} is {fmt.shift_min}..{fmt.shift_max}"
-        )
+        allowed = f"K for {named(wire)} is {fmt.shift_min}..{fmt.shift_max}"
+        raise wrong_value("scaling", text, allowed)
     return Scaling(kind, shift)
 
 
@@ -200,7 +202,8 @@ class Machine:
         for each in fields(self):
             value = getattr(self, each.name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"Machine: {each.name}={value}: must be 0 or more, and finite")
+                allowed = "must be 0 or more, and finite"
+                raise ArgumentError("Machine", each.name, value, allowed, str(value))
 
 
 DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; not measured
@@ -251,11 +254,11 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
     if machine is None or isinstance(machine, Machine):
         return machine or DEFAULT
     if not isinstance(machine, str | Path):
-        raise TypeError(f"allreduce: machine={machine!r}: must be a Machine, a path or None")
+        raise wrong_type("machine", machine, "must be a Machine, a path or None")
     try:
         return read_machine(Path(machine)).machine
     except ConfigError as error:
-        raise ConfigError(f"allreduce: machine: {error}") from None
+        raise reworded(error, f"allreduce: machine: {error}") from None
 
 
 class Sums(NamedTuple):
@@ -317,7 +320,7 @@ class Method:
         for name in ("algorithm", "accumulate", "op", "rounding", "overflow", "headroom"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (name in UNSAID and value is None):
-                raise TypeError(f"allreduce: {name}={value!r}: must be a string")
+                raise wrong_type(name, value, "must be a string")
         check_key("allreduce", "seed", self.seed)
         check_integer("allreduce", "random_bits", self.random_bits)
         object.__setattr__(self, "seed", int(self.seed))  # NumPy's integers compare equal
@@ -336,28 +339,25 @@ class Method:
             value = getattr(self, name)
             if value not in allowed and not (name in UNSAID and value is None):
                 fits = [each for each in allowed if self.fmt is None or each != MPI_ALLREDUCE]
-                raise ValueError(f"allreduce: {name}={value!r}: {suggest(value, fits)}")
+                raise wrong_value(name, value, suggest(value, fits))
         if self.fmt is not None:
             try:
                 self._cast(self.fmt)
             except ValueError as error:
                 raise said_by("allreduce", error) from None
         elif not 0 <= self.random_bits <= (RANDOM_BITS if self.rounding == "stochastic" else 0):
-            raise ValueError(
-                f"allreduce: random_bits={self.random_bits}: wire='raw' with "
-                f"rounding={self.rounding!r}: 0..{RANDOM_BITS} with 'stochastic', else 0"
-            )
+            allowed = f"0..{RANDOM_BITS} with 'stochastic', else 0"
+            allowed = f"wire='raw' with rounding={self.rounding!r}: {allowed}"
+            raise wrong_value("random_bits", self.random_bits, allowed, str(self.random_bits))
         if self.fmt is not None and self.algorithm == MPI_ALLREDUCE:
-            raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
+            raise wrong_value("algorithm", "mpi", f"wire={self.wire!r}: must be 'raw'")
         if self.exact:
             self._check_exact()
         own, kind = wire_scaling(self.wire), self.parsed_scaling.kind
         if isinstance(self.wire, str) and self.wire in IN_BLOCKS and own != kind:
             element = IN_BLOCKS[self.wire].element.name
-            raise ValueError(
-                f"allreduce: scaling={self.scaling or kind!r}: wire={self.wire!r} is scaled by "
-                f"{own}: for another scaling name its format, {element}"
-            )
+            allowed = f"is scaled by {own}: for another scaling name its format, {element}"
+            raise wrong_value("scaling", self.scaling or kind, f"wire={self.wire!r} {allowed}")
 
     def _cast(self, fmt: Format) -> Cast:
         overflow = "saturate" if self.exact and self.overflow is None else self.overflow
@@ -366,28 +366,21 @@ class Method:
     def _check_exact(self) -> None:
         """Raise ValueError for choices that have no exact sum."""
         if isinstance(self.fmt, TableFormat):
-            raise ValueError(
-                f"allreduce: accumulate='exact': wire={self.wire!r}: exact sums are of "
-                "floating-point formats and integers"
-            )
+            allowed = "exact sums are of floating-point formats and integers"
+            raise wrong_value("accumulate", "exact", f"wire={self.wire!r}: {allowed}")
         if self.algorithm == AUTO:
-            raise ValueError(
-                "allreduce: algorithm='auto': bench fit does not measure exact sums: use one of "
-                f"{', '.join(SCHEDULES)}"
-            )
+            allowed = f"use one of {', '.join(SCHEDULES)}"
+            allowed = f"bench fit does not measure exact sums: {allowed}"
+            raise wrong_value("algorithm", AUTO, allowed)
         kinds = ("aps",) if self.integers else ("aps", "static", "none")
         what = f"wire={self.wire!r}" if self.integers else "accumulate='exact'"
         if self.parsed_scaling.kind not in kinds:
             names = ", ".join(name for name in SCALINGS if name.partition(":")[0] in kinds)
-            raise ValueError(
-                f"allreduce: scaling={self.scaling!r}: {what} needs shifts that all ranks share: "
-                f"known are {names}"
-            )
+            allowed = f"{what} needs shifts that all ranks share: known are {names}"
+            raise wrong_value("scaling", self.scaling, allowed)
         if self.overflow == "inf":
-            raise ValueError(
-                f"allreduce: overflow={self.overflow!r}: {what} allows only saturate: no integer "
-                "is infinite"
-            )
+            allowed = f"{what} allows only saturate: no integer is infinite"
+            raise wrong_value("overflow", self.overflow, allowed)
 
     def _accumulates(self) -> tuple[str, ...]:
         """Return the allowed values of accumulate; for raw, float32 and requantise are the same."""
@@ -548,6 +541,24 @@ class Method:
             return (), ()
         return [shift] * len(parts), [shift] * len(parts)
 
+    def shifts_of(self, amax: Sequence[int], ranks: int, *, sums: bool = True) -> Shifts:
+        """Return the shift of each segment from the float32 bits of its max|x| over all ranks.
+
+        sums: whether contributions are added
+        """
+        assert self.fmt is not None, "otherwise none are shared"
+        if self.integers:
+            shifts = [integer_shift(bits, self.fmt) for bits in amax]
+            return shifts, shifts
+        if self.exact or not sums:  # exact sums become wider: they need no headroom
+            shifts = [aps_shift(bits, self.fmt, 1, "none") for bits in amax]
+            return shifts, shifts
+        sent = "none" if self.sums_held else self.headroom
+        return (
+            [aps_shift(bits, self.fmt, ranks, sent) for bits in amax],
+            [aps_shift(bits, self.fmt, ranks, self.headroom) for bits in amax],
+        )
+
     def plan(
         self,
         nodes: tuple[int, ...],
@@ -613,22 +624,21 @@ class Method:
         return Packed(cast, fit=kind in SHARED, shared=SHARED.get(kind, TILE))
 
 
+P = ParamSpec("P")
 Chosen = TypeVar("Chosen", bound=Method)
 
 
-def configured(kind: type[Chosen], **choices: Any) -> Chosen:
-    """Return a method of a kind with these choices, checked once; machine: a Machine or None."""
+def configured(kind: Callable[P, Chosen], *arguments: P.args, **keywords: P.kwargs) -> Chosen:
+    """Return a method of a class with these options, checked once; machine: a Machine or None."""
     try:
-        found = _configured(kind, **choices)  # type: ignore[arg-type]  # a class can be hashed
-    except TypeError:  # maybe a choice cannot be hashed; the next line reports a wrong type
-        return kind(**choices)
-    assert isinstance(found, kind), "made by it"
-    return found
+        return _configured(kind, *arguments, **keywords)  # type: ignore[arg-type,return-value]
+    except TypeError:  # maybe an option cannot be hashed; the next line reports a wrong type
+        return kind(*arguments, **keywords)
 
 
 @lru_cache(maxsize=256, typed=True)
-def _configured(kind: type[Method], **choices: Any) -> Method:
-    return kind(**choices)
+def _configured(kind: Callable[..., Method], *arguments: Any, **keywords: Any) -> Method:
+    return kind(*arguments, **keywords)
 
 
 def named_as(method: Chosen, algorithm: str) -> Chosen:

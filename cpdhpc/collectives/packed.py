@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..methods import USUAL, said_by
 from ..ops.payloads import Array
 from ..world.mpi import World, as_world
 from .blocks import SHARES
-from .checks import check_count, name_of_x, note_written, of_tensor
+from .checks import name_of_x, note_written, of_tensor
 from .collective import Collective, run_known
 from .method import Op, configured
 from .recorded import listed
@@ -53,15 +54,14 @@ def reduce_scatter(
         except for wire "raw": direct on one node; on several nodes hier, or rhd if no two ranks
         share a node
     out: for the block, [counts[rank], ...], and returned; with virtual ranks one for each
-    wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
-    errors: see allreduce. "mean" needs floats or complex numbers
+    Other arguments, and errors: see allreduce. "mean" needs floats or complex numbers.
     Returns an array like x; with virtual ranks a list of them.
     """
-    return _run(
-        "reduce_scatter", world, x, out, counts, None, iteration,
-        wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op,
-        rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom, seed=seed,
+    make = partial(
+        Collective, wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits,
+        headroom, seed=seed, collective="reduce_scatter",
     )  # fmt: skip
+    return _run(world, x, out, iteration, make, counts=counts)
 
 
 def all_gather(
@@ -96,14 +96,14 @@ def all_gather(
     scaling: see allreduce; "aps" has one shift for all values
     out: for the result, [sum(counts), ...], and returned. If it shares memory with x, one more
         copy is made
-    wire, rounding, overflow, random_bits, seed, iteration, and errors: see allreduce
+    Other arguments, and errors: see allreduce.
     Returns an array like x: a single one, also with virtual ranks.
     """
-    return _run(
-        "all_gather", world, x, out, counts, None, iteration,
-        wire=wire, algorithm=algorithm, scaling=scaling,
-        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    make = partial(
+        Collective, wire, algorithm, scaling, rounding=rounding, overflow=overflow,
+        random_bits=random_bits, seed=seed, collective="all_gather",
     )  # fmt: skip
+    return _run(world, x, out, iteration, make, counts=counts)
 
 
 def all_to_all(
@@ -134,14 +134,14 @@ def all_to_all(
     algorithm: "direct" (pairwise) or "mpi" (MPI_Alltoall, wire "raw"); "usual" is direct
     out: for the result, [sum of received rows, ...], and returned; with virtual ranks one for each
     With virtual ranks counts and recv_counts are lists of one for each, too.
-    wire, scaling, rounding, overflow, random_bits, seed, iteration, and errors: see all_gather
+    Other arguments, and errors: see all_gather.
     Returns an array like x; with virtual ranks a list of them.
     """
-    return _run(
-        "all_to_all", world, x, out, counts, recv_counts, iteration,
-        wire=wire, algorithm=algorithm, scaling=scaling,
-        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    make = partial(
+        Collective, wire, algorithm, scaling, rounding=rounding, overflow=overflow,
+        random_bits=random_bits, seed=seed, collective="all_to_all",
     )  # fmt: skip
+    return _run(world, x, out, iteration, make, counts=counts, recv_counts=recv_counts)
 
 
 def broadcast(
@@ -170,14 +170,14 @@ def broadcast(
         on it. "usual" is tree on one node and for at most 64 KiB of float32, otherwise hier, or rhd
         if no two ranks share a node; for wire "raw" it is mpi, except for a few values on one node
     out: for the result, like x, and returned; may be x itself. Default: a new array
-    wire, scaling, rounding, overflow, random_bits, seed, iteration, and errors: see all_gather
+    Other arguments, and errors: see all_gather.
     Returns an array like x: a single one, also with virtual ranks.
     """
-    return _run(
-        "broadcast", world, x, out, None, None, iteration,
-        wire=wire, algorithm=algorithm, scaling=scaling, root=root,
-        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    make = partial(
+        Collective, wire, algorithm, scaling, rounding=rounding, overflow=overflow,
+        random_bits=random_bits, seed=seed, collective="broadcast", root=root,
     )  # fmt: skip
+    return _run(world, x, out, iteration, make)
 
 
 def reduce(
@@ -207,14 +207,13 @@ def reduce(
         send their parts to the root; "tree" (binomial, counted from the root on); or "mpi"
         (MPI_Reduce, wire "raw"). For "usual" see reduce_scatter
     out: on the root: for the result, like x, and returned
-    wire, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed, iteration, and
-    errors: see reduce_scatter
+    Other arguments, and errors: see reduce_scatter.
     """
-    return _run(
-        "reduce", world, x, out, None, None, iteration,
-        wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op, root=root,
-        rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom, seed=seed,
+    make = partial(
+        Collective, wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits,
+        headroom, seed=seed, collective="reduce", root=root,
     )  # fmt: skip
+    return _run(world, x, out, iteration, make)
 
 
 def gather(
@@ -240,11 +239,11 @@ def gather(
     out: on the root: for the result, [sum(counts), ...], and returned
     Other arguments, and errors: see all_gather.
     """
-    return _run(
-        "gather", world, x, out, counts, None, iteration,
-        wire=wire, algorithm=algorithm, scaling=scaling, root=root,
-        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    make = partial(
+        Collective, wire, algorithm, scaling, rounding=rounding, overflow=overflow,
+        random_bits=random_bits, seed=seed, collective="gather", root=root,
     )  # fmt: skip
+    return _run(world, x, out, iteration, make, counts=counts)
 
 
 def scatter(
@@ -275,61 +274,59 @@ def scatter(
     Other arguments, and errors: see all_gather.
     Returns an array like x, a NumPy array on ranks without x; with virtual ranks a list of them.
     """
-    return _run(
-        "scatter", world, x, out, counts, None, iteration,
-        wire=wire, algorithm=algorithm, scaling=scaling, root=root,
-        rounding=rounding, overflow=overflow, random_bits=random_bits, seed=seed,
+    make = partial(
+        Collective, wire, algorithm, scaling, rounding=rounding, overflow=overflow,
+        random_bits=random_bits, seed=seed, collective="scatter", root=root,
     )  # fmt: skip
+    return _run(world, x, out, iteration, make, counts=counts)
 
 
 def _run(
-    name: str,
     world: Any,
     x: Any,
     out: Any,
-    counts: Any,
-    recv_counts: Any,
     iteration: int,
-    **choices: Any,
+    make: partial[Collective],
+    counts: Any = None,
+    recv_counts: Any = None,
 ) -> Any:
-    """Prepare choices and arrays, run the collective of a name, and return its result."""
-    ranks, error = world if type(world) is World else as_world(world, name), None
-    key = name, *choices.values(), listed(counts), listed(recv_counts)
-    if (type(x) is np.ndarray or x is None) and choices["seed"].__class__ is int:
+    """Run the collective that make makes, which raises the errors of options; return its result."""
+    name, error = make.keywords["collective"], None
+    ranks = world if type(world) is World else as_world(world, name)
+    key = *make.args, *make.keywords.values(), listed(counts), listed(recv_counts)
+    if (type(x) is np.ndarray or x is None) and make.keywords["seed"].__class__ is int:
         known = run_known(ranks, key, x, out, iteration)
         if known is not None:
             return known[0]
-    several, share = ranks.virtual_ranks > 1, SHARES[name]
     try:
-        config = configured(Collective, collective=name, **choices)
-    except Exception as found:  # of any class: it must be raised on all ranks
-        config, error = Collective(collective=name), found
-    given = x if several and isinstance(x, Sequence) else [x]
+        method = configured(make.func, *make.args, **make.keywords)
+    except Exception as wrong:  # of any class: it must be raised on all ranks
+        method, error = Collective(collective=name), wrong
+    several, share = ranks.virtual_ranks > 1, SHARES[name]
+    arrays = x if several and isinstance(x, Sequence) else [x]
     if several and x is None:
-        given = [None] * ranks.virtual_ranks
+        arrays = [None] * ranks.virtual_ranks
     rooted = share.rooted and not share.same and name != "scatter"
     is_one = not several or share.same or rooted  # whether out and the result are single arrays
     xs: list[Any] = []
     outs: list[Any] | None = None
     try:
-        check_count(ranks, "x", given)
-        xs = [array_of(name_of_x(ranks, r), each) for r, each in enumerate(given, ranks.rank)]
+        xs = [array_of(name_of_x(ranks, r), each) for r, each in enumerate(arrays, ranks.rank)]
         if out is not None:
             outs = [array_of("out", each) for each in ([out] if is_one else out)]
         if outs is not None and rooted and several:
-            outs = [outs[0] if rank == config.root else None for rank in ranks.hosted]
-    except Exception as found:  # of any class: it must be raised on all ranks
-        error = error or said_by(name, found)
-    results = config.run(
+            outs = [outs[0] if rank == method.root else None for rank in ranks.hosted]
+    except Exception as wrong:  # of any class: it must be raised on all ranks
+        error = error or said_by(name, wrong)
+    results = method.run(
         ranks, xs, outs, counts=counts, recv_counts=recv_counts, iteration=iteration, error=error,
         known_by=key,
     )  # fmt: skip
     if out is None and (type(x) is not np.ndarray or rooted):
-        like = next((each for each in given if each is not None), None)
+        like = next((each for each in arrays if each is not None), None)
         results = [tensor_like(like, each) for each in results]
     elif out is not None:
-        given_outs = [out] * len(results) if is_one else out
-        pairs = zip(results, given_outs, strict=True)
+        pairs = zip(results, [out] * len(results) if is_one else out, strict=True)
         results = [None if r is None else note_written(each) for r, each in pairs]
     if rooted:
         return next((each for each in results if each is not None), None)
@@ -348,8 +345,8 @@ def array_of(name: str, x: Any) -> Any:
     sizes = {1: torch.uint8, 2: torch.int16}
     lost = x.requires_grad and torch.is_grad_enabled()  # of_tensor refuses it
     if is_foreign(x) and x.element_size() in sizes and not lost:
-        found = of_tensor(name, x.detach().view(sizes[x.element_size()]))
-        return found.view(f"V{x.element_size()}")
+        array = of_tensor(name, x.detach().view(sizes[x.element_size()]))
+        return array.view(f"V{x.element_size()}")
     return of_tensor(name, x)
 
 

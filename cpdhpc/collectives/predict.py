@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..formats import SHARED, TILE, tiles
 from ..methods import GROW, USUAL
 from ..ops.payloads import Array, Packed
@@ -363,8 +364,8 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
     if method.algorithm == USUAL:
         method = replace(method, algorithm=method.usual(nodes, 4 * n))
     if method.algorithm not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
+        known = f"known are {', '.join(SCHEDULES)}"
+        raise ArgumentError("predict", "algorithm", method.algorithm, known)
     schedule = SCHEDULES[method.algorithm]
     collective = method.blocks_of(n, len(nodes)).share
     near = _all_alike(schedule, collective, nodes) if len(nodes) > ALL_RANKS else None
@@ -509,11 +510,11 @@ def _error(wire: Packed, sums: Sums, kind: str) -> Expected:
         if not chains:
             parts = [rounded(contribution(), 1) for _ in range(sums.held)] or [contribution()]
             return np.asarray(np.sum(parts, 0, np.float32)), len(parts)
-        found, terms = total(chains[:-1])
+        sum_, terms = total(chains[:-1])
         for _ in range(chains[-1] - 1):
             part, more = total(chains[:-1])
-            found, terms = rounded(found, terms) + part, terms + more
-        return found, terms
+            sum_, terms = rounded(sum_, terms) + part, terms + more
+        return sum_, terms
 
     with np.errstate(all="ignore"):
         found, _ = total(sums.chains)
@@ -572,13 +573,13 @@ def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
     Depends only on its arguments, so it is the same on all ranks.
     """
     machine = as_machine(method.machine)
-    found: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     for name, schedule in SCHEDULES.items():
         if method.accumulate is None or method.accumulate in schedule.accumulates:
-            found[name] = replace(method, algorithm=name)
-    if method.algorithm != AUTO or not found:
+            methods[name] = replace(method, algorithm=name)
+    if method.algorithm != AUTO or not methods:
         raise ValueError(f"choose: {method}: nothing to choose from")
-    good = {name: each for name, each in found.items() if stagnation(each, nodes) is None}
-    found = good or found
-    times_s = {name: predict(machine, each, nodes, n).time_s for name, each in found.items()}
-    return found[fastest(times_s)]
+    good = {name: each for name, each in methods.items() if stagnation(each, nodes) is None}
+    methods = good or methods
+    times_s = {name: predict(machine, each, nodes, n).time_s for name, each in methods.items()}
+    return methods[fastest(times_s)]

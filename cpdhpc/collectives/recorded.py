@@ -129,12 +129,12 @@ def parts_of(plan: Plan, in_node: bool) -> list[Piece]:
     pieces = plan.pieces()
     if not in_node:
         return list(pieces)
-    found = []
+    parts = []
     for piece in pieces:
         longest = plan.blocks.longest(plan.schedule, plan.nodes, piece)
         count = max(1, min(-(-longest // PART_VALUES), MOST_PARTS // len(pieces)))
-        found += [piece._replace(part=i, parts=count) for i in range(count)]
-    return found
+        parts += [piece._replace(part=i, parts=count) for i in range(count)]
+    return parts
 
 
 class Recording:
@@ -276,10 +276,10 @@ class Recording:
         if to in self._near:
             assert self._shared is not None, "otherwise no process is near"
             note = self._shared.note(payload)
-            given = self._is_given(payload)
+            is_given = self._is_given(payload)
             if self._divisor is not None and np.may_share_memory(payload, self.out):  # divided then
                 note = None
-            self._lends = self._lends or (given and note is not None)
+            self._lends = self._lends or (is_given and note is not None)
             if note is None:
                 note = self._shared.note(self._copied(payload, mailbox))
             word = self._word()
@@ -398,10 +398,10 @@ class Recording:
         if self._shared is None:
             return [(word,) for word in self._ended]
         notes = [self._shared.note(word) for word in self._ended]
-        told = self._world.gather((notes, self._shared.untold), self.what)
-        self._shared.hear([untold for _, untold in told], self._world.process)
+        everyone = self._world.gather((notes, self._shared.untold), self.what)
+        self._shared.hear([untold for _, untold in everyone], self._world.process)
         return [
-            (word, *(self._shared.payload(told[process][0][slot]) for process in self._near))
+            (word, *(self._shared.payload(everyone[process][0][slot]) for process in self._near))
             for slot, word in enumerate(self._ended)
         ]
 
@@ -435,12 +435,12 @@ class Recording:
             self._draw(iteration)
             self._follow(x, out)
         try:  # as in run_agreed: a common function would cost the smallest calls a few percent
-            found = run_list(self._list, kernel_threads(), self._looks(LOOKS), x, out)
-            if found == WAITING:
-                found = self._awaited()
+            result = run_list(self._list, kernel_threads(), self._looks(LOOKS), x, out)
+            if result == WAITING:
+                result = self._awaited()
         except BaseException as error:
             self._give_up(error)
-        return self._bad_values(out) if found == 0 else found
+        return self._bad_values(out) if result == 0 else result
 
     def run_agreed(
         self, number: int, xs: Sequence[Array], outs: Sequence[Array], iteration: int
@@ -455,14 +455,14 @@ class Recording:
         if self._differs:
             self._draw(iteration)
         try:
-            found = run_agreed(board.calls, number, self._list, kernel_threads(), LOOKS, xs, outs)
-            if found == WAITING:
-                found = self._awaited()
+            result = run_agreed(board.calls, number, self._list, kernel_threads(), LOOKS, xs, outs)
+            if result == WAITING:
+                result = self._awaited()
         except BaseException as error:
             self._give_up(error)
-        if found == ABSENT:
+        if result == ABSENT:
             return self.run(xs[0], outs[0], iteration) if board.wait(self.what) else UNLIKE
-        return self._bad_values(outs[0]) if found == 0 else found
+        return self._bad_values(outs[0]) if result == 0 else result
 
     def _looks(self, most: int) -> int:
         """Return how often a run looks in vain before it waits: 0 if the world sleeps then."""
@@ -501,8 +501,8 @@ class Recording:
         try:
             for request in self._requests:
                 request.Test()
-        except Exception as found:
-            return found
+        except Exception as own:
+            return own
         return error
 
     def free(self) -> None:
@@ -557,7 +557,7 @@ class Known:
     digest: int  # of the recording
     keeps: object  # a reference, if the call is recognised by this object's identity
     segments: tuple[Segment, ...]
-    told: tuple[tuple[int, ...], tuple[int, ...], str]  # the fields of Reduced except arrays
+    outcome: tuple[tuple[int, ...], tuple[int, ...], str]  # the fields of Reduced except arrays
 
 
 class Recordings(dict[tuple[Method, int | Blocks], Entry]):
@@ -678,9 +678,9 @@ def know(
         return
     if not (method.shares_shifts or method.hides_nonfinite):
         whole = parts or (Segment("x", 0, x.size),)
-        told = Known(entry.nodes, entry.recording, entry.digest, keeps, whole, reduced[1:])
+        known = Known(entry.nodes, entry.recording, entry.digest, keeps, whole, reduced[1:])
         with suppress(TypeError):  # segments may be lists, which cannot be hashed
-            keep(world.board.known, (what, x.shape, listed(segments)), told)
+            keep(world.board.known, (what, x.shape, listed(segments)), known)
 
 
 def know_as(world: Ranks, what: Hashable, other: Hashable, x: Array) -> None:
@@ -743,7 +743,7 @@ def run_known(
     if outs is not None and totals is not outs:
         np.copyto(outs[0], totals[0])
         totals = outs
-    sent_shifts, result_shifts, algorithm = known.told
+    sent_shifts, result_shifts, algorithm = known.outcome
     return new_reduced(((totals[0],), sent_shifts, result_shifts, algorithm))
 
 
@@ -770,8 +770,8 @@ def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
         size_bytes = math.prod(map(int, sides), start=array.itemsize)
         check_whole("empty_shared", "bytes of the array", size_bytes, 0)
         taken = np.empty(size_bytes, np.uint8) if shared is None else shared.take(size_bytes)
-        found = taken if shared is None else shared.lent(lease, taken)
-        array = found.view(np.float32).reshape(sides)
+        memory = taken if shared is None else shared.lent(lease, taken)
+        array = memory.view(np.float32).reshape(sides)
     except (TypeError, ValueError) as wrong:
         error = wrong
     except (OSError, MemoryError) as wrong:

@@ -83,9 +83,9 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
         data = None if x is None else np.ascontiguousarray(x).view(np.uint8)
         return _spread(rank, world.ranks, root_rank, data, size_bytes)
 
-    found: Array = _run(world, f"broadcast from rank {root_rank}", program)[0].view(DTYPES[which])
+    array: Array = _run(world, f"broadcast from rank {root_rank}", program)[0].view(DTYPES[which])
     own = arrays[root_rank - world.hosted.start] if world.hosts(root_rank) else None
-    return found if own is None else own
+    return array if own is None else own
 
 
 def sum(world: Ranks, arrays: Sequence[Array]) -> Array:
@@ -181,8 +181,8 @@ def _one_kind(
             )
         kinds |= {(x.dtype.name, x.size) for x in each.values()}
     if len(kinds) > 1:
-        shown = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
-        raise ValueError(f"neighbours: arrays are {shown}: with sources they must have one kind")
+        names = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
+        raise ValueError(f"neighbours: arrays are {names}: with sources they must have one kind")
     ((dtype, length),) = kinds
     return {"dtype": dtype, "length": length}
 
@@ -202,16 +202,16 @@ def _told(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[list[tuple
     return list(comes.values())
 
 
-def _is_rank(given: object, world: Ranks) -> bool:
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    return whole and 0 <= given < world.ranks  # type: ignore[operator]
+def _is_rank(rank: object, world: Ranks) -> bool:
+    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    return whole and 0 <= rank < world.ranks  # type: ignore[operator]
 
 
-def _check_number(name: str, world: Ranks, given: Sequence[object]) -> None:
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"{name}: {type(given).__name__}: must be a list, one for each hosted rank")
-    if len(given) != world.virtual_ranks:
-        raise ValueError(f"{name}: {len(given)} entries for {world.virtual_ranks} hosted ranks")
+def _check_number(name: str, world: Ranks, xs: Sequence[object]) -> None:
+    if not isinstance(xs, list | tuple):
+        raise TypeError(f"{name}: {type(xs).__name__}: must be a list, one for each hosted rank")
+    if len(xs) != world.virtual_ranks:
+        raise ValueError(f"{name}: {len(xs)} entries for {world.virtual_ranks} hosted ranks")
 
 
 def _check_dtype(name: str, x: Any, dtypes: Sequence[str]) -> Array:
@@ -225,10 +225,10 @@ def _check_dtype(name: str, x: Any, dtypes: Sequence[str]) -> Array:
 
 
 def _check_vector(name: str, x: Any) -> Array:
-    found = _check_dtype(name, x, DTYPES)
-    if found.ndim != 1:
-        raise ValueError(f"{name} has shape {found.shape}: must have one dimension")
-    return found
+    array = _check_dtype(name, x, DTYPES)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}: must have one dimension")
+    return array
 
 
 def _check_like(name: str, rank: int, x: Array, first: Array) -> None:
@@ -249,8 +249,8 @@ def _agreed(
     arguments, numbers = dict[str, object](), [0] * count
     try:
         arguments, numbers = check()
-    except Exception as found:  # of any class: it must be raised on all ranks
-        error = found
+    except Exception as wrong:  # of any class: it must be raised on all ranks
+        error = wrong
     return check_alike(world, error, arguments, numbers, f"{name}: arguments")
 
 

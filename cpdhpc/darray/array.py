@@ -17,7 +17,7 @@ from ..whole_files import as_path
 from ..world import files
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-from .copies import Array, array_backend
+from .copies import Array, array_backend, wrong_shape
 from .layout import Box, Layout, check_layout
 from .plan import WindowPlan
 
@@ -36,10 +36,9 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
         check_layout("redistribute", "layout_to", layout_to)
         kind = _check_part("redistribute: x", x, layout_from, ranks.rank)
         if layout_from.shape != layout_to.shape or layout_to.ranks != ranks.size:
-            raise ValueError(
-                f"redistribute: layout_to has shape {layout_to.shape} over {layout_to.ranks} "
-                f"ranks: must have {layout_from.shape} over {ranks.size}"
-            )
+            allowed = f"must have {layout_from.shape} over {ranks.size}"
+            state = f" has shape {layout_to.shape} over {layout_to.ranks} ranks"
+            raise ArgumentError("redistribute", "layout_to", layout_to.shape, allowed, state=state)
         return layout_to.digest[:12], kind
 
     digests, kinds = zip(*ranks.gather_from(described, "redistribute"), strict=True)
@@ -66,10 +65,7 @@ def _check_part(what: str, x: Array, layout: Layout, rank: int) -> str:
     dtype = array_backend(what, x).dtype(x)
     owned = layout.owner(rank).shape
     if tuple(x.shape[: len(owned)]) != owned:
-        raise ValueError(
-            f"{what} has shape {tuple(x.shape)}: must begin with {owned}, the shape of rank "
-            f"{rank}'s box"
-        )
+        raise wrong_shape(what, x, f"must begin with {owned}, the shape of rank {rank}'s box")
     return f"{dtype}, further axes {tuple(x.shape[len(owned) :])}"
 
 
@@ -81,13 +77,13 @@ def _given(what: str, array: Array, layout: Layout, root: int | None, rank: int)
     """
     gives = root is None or rank == root
     if array is None and not gives:
-        raise TypeError(f"{what}: array is None: {_wanted(layout, root)}")
+        raise ArgumentTypeError(what, "array", None, _wanted(layout, root), state=" is None")
     backend = array_backend(f"{what}: array", array)
     if root is not None:  # it travels
         backend.check(f"{what}: array", array)
     shape, ends = tuple(array.shape), len(layout.shape)
     if gives and shape[:ends] != layout.shape:
-        raise ValueError(f"{what}: array has shape {shape}: must begin with {layout.shape}")
+        raise wrong_shape(f"{what}: array", array, f"must begin with {layout.shape}")
     return shape[:ends], f"{backend.dtype(array)}, further axes {shape[ends:]}"
 
 
@@ -239,10 +235,9 @@ def _on_host(what: str, x: Array) -> Array:
     except TypeError:
         host = None
     if host is None or host.dtype.isbuiltin == ADDED:
-        raise TypeError(
-            f"{what}: dtype={backend.dtype(x)}: must be one of NumPy's own, as HDF5 stores only "
-            "these: float32 holds the values of shorter formats exactly"
-        )
+        allowed = "must be one of NumPy's own, as HDF5 stores only these: float32 holds the values "
+        allowed, dtype = f"{allowed}of shorter formats exactly", backend.dtype(x)
+        raise ArgumentTypeError.of(what, dtype, allowed, f": dtype={dtype}")
     return host
 
 

@@ -335,11 +335,11 @@ class Kept:
         self.last.clear()
 
 
-def drop(kept: ref[Kept]) -> None:
+def drop(reference: ref[Kept]) -> None:
     """Let the rest of a dropped plan be freed once that waits for no other rank."""
-    found = kept()
-    if found is not None:
-        found.world.cache.drop(found)
+    resources = reference()
+    if resources is not None:
+        resources.world.cache.drop(resources)
 
 
 def _same(one: Plain, other: Plain) -> bool:

@@ -44,11 +44,11 @@ def ghosts_of(
 ) -> Frame:
     """Return a frame of ghosts for arrays with the layout of x and out, and for elements."""
     size = x.itemsize
-    given, result = (
+    source, result = (
         ghost(base, 0, each.shape, size, each.strides) for base, each in ((X, x), (OUT, out))
     )
     ones = [ghost(each.base, each.offset, (1,), size) for each in elements]
-    return operation.frame(pieces, NUMPY, given, result, ones)
+    return operation.frame(pieces, NUMPY, source, result, ones)
 
 
 def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> list[Row]:
@@ -252,13 +252,13 @@ class Program:
                 span.before.arrive(slot)
             row = span.first
             while row != span.last:
-                found = run_moves(self.compiled, row, span.last, serial, number, POLLS, x, out)
-                assert found is not None, "the arrays were checked before"
-                row = found if found == span.last else self._wait(found, serial, number)
+                done = run_moves(self.compiled, row, span.last, serial, number, POLLS, x, out)
+                assert done is not None, "the arrays were checked before"
+                row = done if done == span.last else self._wait(done, serial, number)
             if span.after is not None:
                 span.after.start(slot)
 
-    def rest(self, found: int, serial: int, number: int, x: Plain, out: Plain) -> None:
+    def rest(self, done: int, serial: int, number: int, x: Plain, out: Plain) -> None:
         """Continue at a row that waits, or that needs MPI."""
         order = self.slots[serial % SLOTS]
         if self._needs_mpi:
@@ -266,19 +266,19 @@ class Program:
                 inbox.start(serial % SLOTS)
             self.run(order.whole, serial, number, x, out)
         else:
-            row = self._wait(found, serial, number)
+            row = self._wait(done, serial, number)
             self.run([Span(row, order.whole[0].last)], serial, number, x, out)
 
-    def _wait(self, found: int, serial: int, number: int) -> int:
+    def _wait(self, done: int, serial: int, number: int) -> int:
         """Wait for the event of a row, and return the row; see run_moves."""
-        index = found if found >= 0 else -1 - found
+        index = done if done >= 0 else -1 - done
         row = self._rows[index]
         if row["op"] == moves.TAKE:
             mailbox = self._mailboxes[int(row["source"]) - MEMORY - 1]
             mailbox.stop(f"cannot read what rank {mailbox.other} lends")
         mailbox = self._mailboxes[int(row["target"]) - MEMORY - 1]
         offset = int(row["target_offset"])
-        if found < 0:
+        if done < 0:
             mailbox.differs(offset, number)
         mailbox.wait_word(offset, serial + int(row["value"]))
         return index

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..ops import misread, to_host, type_name
 from .layout import Box
 from .windows import Message, Piece, RankPieces
@@ -47,9 +48,9 @@ class ArrayBackend:
     def check(self, what: str, x: Array) -> None:
         """Raise TypeError if an array of this backend cannot be exchanged."""
         if x.dtype.hasobject:
-            raise TypeError(f"{what} is of {x.dtype}: objects have no bytes that can be sent")
+            raise wrong_dtype(what, x.dtype, "objects have no bytes that can be sent")
         if not x.dtype.isnative:
-            raise TypeError(f"{what} is of {x.dtype}: must have this machine's byte order")
+            raise wrong_dtype(what, x.dtype, "must have this machine's byte order")
 
     def empty(self, like: Array, shape: Sequence[int]) -> Array:
         """Return a new array."""
@@ -124,14 +125,15 @@ class _Torch(ArrayBackend):
     def check(self, what: str, x: Array) -> None:
         torch = sys.modules["torch"]
         if x.requires_grad and torch.is_grad_enabled():
-            raise TypeError(
-                f"{what} requires a gradient, which would be lost: use cpdhpc.torch.autograd"
+            allowed, state = (
+                "use cpdhpc.torch.autograd",
+                " requires a gradient, which would be lost",
             )
+            raise ArgumentTypeError.of(what, True, allowed, state)
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
-            raise TypeError(
-                f"{what} is {x.layout}, or a view that only conjugates or negates: must be strided "
-                "and resolved"
-            )
+            state = f" is {x.layout}, or a view that only conjugates or negates"
+            allowed = "must be strided and resolved"
+            raise ArgumentTypeError.of(what, str(x.layout), allowed, state)
 
     def empty(self, like: Array, shape: Sequence[int]) -> Array:
         """The memory order follows like's, so that both are read along contiguous elements."""
@@ -197,19 +199,31 @@ NUMPY, CUPY, TORCH, TORCH_GPU = ArrayBackend(), _Cupy(), _Torch(), _TorchGpu()
 
 
 def array_backend(what: str, x: Array) -> ArrayBackend:
-    """Return the backend of an array. Raises TypeError, naming what, for other types."""
+    """Return the backend of an array. Raises TypeError for other types.
+
+    what: the function and its argument, for example "exchange: x"
+    """
     if isinstance(x, np.ndarray):
         if advice := misread(x):
-            raise TypeError(f"{what} is {type_name(x)}: {advice}")
+            raise ArgumentTypeError.of(what, type_name(x), advice, f" is {type_name(x)}")
         return NUMPY
     module = type(x).__module__.partition(".")[0]
     if module == "cupy" and hasattr(x, "dtype"):
         return CUPY
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
         return TORCH if x.device.type == "cpu" else TORCH_GPU
-    raise TypeError(
-        f"{what} is {type_name(x)}: known are arrays of NumPy and CuPy and torch tensors"
-    )
+    allowed = "known are arrays of NumPy and CuPy and torch tensors"
+    raise ArgumentTypeError.of(what, type_name(x), allowed, f" is {type_name(x)}")
+
+
+def wrong_dtype(what: str, dtype: object, allowed: str) -> ArgumentTypeError:
+    """Return the error of an array's dtype. what: see array_backend."""
+    return ArgumentTypeError.of(what, str(dtype), allowed, f" is of {dtype}")
+
+
+def wrong_shape(what: str, x: Array, allowed: str) -> ArgumentError:
+    """Return the error of an array's shape. what: see array_backend."""
+    return ArgumentError.of(what, tuple(x.shape), allowed, f" has shape {tuple(x.shape)}")
 
 
 class Copy(NamedTuple):
@@ -290,8 +304,8 @@ def show_own(frame: Frame) -> Iterator[Copy]:
     for fill, element in zip(frame.pieces.fills, frame.elements, strict=True):
         yield Copy(fill.target, frame.of_window(fill.target), [element])
     for piece in frame.pieces.local:
-        shown = frame.turned(frame.of_owned(piece.source), piece)
-        yield Copy(piece.target, frame.of_window(piece.target), [shown])
+        values = frame.turned(frame.of_owned(piece.source), piece)
+        yield Copy(piece.target, frame.of_window(piece.target), [values])
 
 
 def pack_sums(frame: Frame, message: Message, values: Array) -> Iterator[Copy]:

@@ -274,9 +274,9 @@ def _dtype(pieces: RankPieces) -> type[np.generic]:
 
 def _wrong_cells(pieces: RankPieces, exchange: Operation) -> int:
     expected = expected_window(pieces, lambda index: 1 + index, _dtype(pieces))
-    found = exchange((1 + owned_index(pieces)).astype(expected.dtype))
-    both_nan = (found != found) & (expected != expected)  # the fill value may be NaN
-    return int((~((found == expected) | both_nan)).sum())
+    window = exchange((1 + owned_index(pieces)).astype(expected.dtype))
+    both_nan = (window != window) & (expected != expected)  # the fill value may be NaN
+    return int((~((window == expected) | both_nan)).sum())
 
 
 def _dots(
@@ -286,10 +286,10 @@ def _dots(
     rng, dtype = np.random.default_rng((pieces.rank, call)), _dtype(pieces)
     x = rng.integers(-LARGEST, LARGEST + 1, pieces.owned.shape).astype(dtype)
     y = rng.integers(-LARGEST, LARGEST + 1, pieces.window.shape).astype(dtype)
-    shown, axes = exchange(x), pieces.windows.shown(pieces.rank)
+    window, axes = exchange(x), pieces.windows.shown(pieces.rank)
     for axis in range(len(axes)):
-        shown[_filled(axes, axis)] = 0
-    dots = (shown * y).sum(), (x * accumulate(y)).sum()
+        window[_filled(axes, axis)] = 0
+    dots = (window * y).sum(), (x * accumulate(y)).sum()
     return int(dots[0].real), int(dots[1].real)
 
 
@@ -303,5 +303,5 @@ def _wrong_counts(pieces: RankPieces, accumulate: Operation) -> int:
             own = slice(pieces.owned.start[axis], pieces.owned.stop[axis])
             product = product[..., None] * counts[own]
         expected += product
-    found = accumulate(np.ones(pieces.window.shape, np.int64))
-    return int((found != expected).sum())
+    sums = accumulate(np.ones(pieces.window.shape, np.int64))
+    return int((sums != expected).sum())

@@ -196,8 +196,8 @@ class DeviceChannel:
     def come(self, slot: int) -> bool:
         """Whether all cells that MPI moves have come; gives MPI time to move them."""
         room = self._rooms[slot]
-        asked = [request.Test() for each in (room.sends, *room.receives) for request in each]
-        return all(asked[len(room.sends) :])
+        complete = [request.Test() for each in (room.sends, *room.receives) for request in each]
+        return all(complete[len(room.sends) :])
 
     def finish(self, slot: int, serial: int, number: int, x: Addresses, out: Addresses) -> None:
         """Unpack the messages."""
@@ -304,21 +304,21 @@ class Region(NamedTuple):
 
 def each_once(copies: Iterable[Copy], regions: Sequence[Region] = ()) -> list[Region]:
     """Return regions with the copies merged in: additions extend the terms of earlier regions."""
-    found = list(regions)
+    disjoint = list(regions)
     for box, target, terms, adds in copies:
-        shown = [np.broadcast_to(term, target.shape) for term in terms]
-        new = Region(box, target, tuple((t, adds and i == 0) for i, t in enumerate(shown)))
+        sources = [np.broadcast_to(term, target.shape) for term in terms]
+        new = Region(box, target, tuple((t, adds and i == 0) for i, t in enumerate(sources)))
         if not adds:
-            found.append(new)
+            disjoint.append(new)
             continue
-        before, found = found, []
+        before, disjoint = disjoint, []
         for region in before:
             both = region.box.intersect(box)
-            found += [region.part(rest) for rest in region.box.without(both)]
+            disjoint += [region.part(rest) for rest in region.box.without(both)]
             if not both.empty:
                 part = region.part(both)
-                found.append(part._replace(terms=part.terms + new.part(both).terms))
-    return found
+                disjoint.append(part._replace(terms=part.terms + new.part(both).terms))
+    return disjoint
 
 
 class Tables(NamedTuple):
@@ -392,8 +392,8 @@ def _loops(region: Region, itemsize: int, still: bool) -> Iterator[_Loops]:
     shape, target = region.target.shape, side_of(region.target)
     if 0 in shape:
         return
-    found = [(side_of(term), begins) for term, begins in region.terms]
-    terms = tuple(side._replace(base=side.base + BEGINS * begins) for side, begins in found)
+    pairs = [(side_of(term), begins) for term, begins in region.terms]
+    terms = tuple(side._replace(base=side.base + BEGINS * begins) for side, begins in pairs)
     sides = (target, *terms)
     axes = [(itemsize, tuple(int(not still or s.base % BEGINS != TABLE) for s in sides))]
     strides = [side.strides for side in sides]

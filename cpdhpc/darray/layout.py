@@ -264,11 +264,11 @@ def receptive(
     reach = dilation (size - 1) + 1 cells; each argument is one number, or one for each axis
     Raises ValueError if size, step or dilation is below 1, or their number does not fit.
     """
-    given = {"size": size, "step": step, "pad": pad, "dilation": dilation}
-    numbers = {name: _each_axis(name, value, box.ndim) for name, value in given.items()}
+    arguments = {"size": size, "step": step, "pad": pad, "dilation": dilation}
+    numbers = {name: _each_axis(name, value, box.ndim) for name, value in arguments.items()}
     for name in ("size", "step", "dilation"):
         if min(numbers[name]) < 1:
-            raise ArgumentError("receptive", name, given[name], "must be 1 or more")
+            raise ArgumentError("receptive", name, arguments[name], "must be 1 or more")
     axes = list(zip(box.start, box.stop, *numbers.values(), strict=True))
     start = tuple(lo * t - p for lo, _, _, t, p, _ in axes)
     stop = tuple((hi - 1) * t - p + d * (s - 1) + 1 for _, hi, s, t, p, d in axes)

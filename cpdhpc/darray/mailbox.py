@@ -114,10 +114,10 @@ class Mailbox:
 
     def differs(self, head: int, number: int) -> NoReturn:
         """End the job: the message that came belongs to a different call."""
-        found = load_acquire(self.word(head + 8))
-        same = "" if found >> 32 == number >> 32 else ", of another shape or dtype"
+        there = load_acquire(self.word(head + 8))
+        same = "" if there >> 32 == number >> 32 else ", of another shape or dtype"
         self.stop(
-            f"rank {self.other} is at number {found & 0xFFFFFFFF}{same}, "
+            f"rank {self.other} is at number {there & 0xFFFFFFFF}{same}, "
             f"this rank at number {number & 0xFFFFFFFF} ({self.purpose.key})"
         )
 

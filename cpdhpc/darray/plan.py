@@ -10,7 +10,7 @@ from weakref import finalize, ref
 import numpy as np
 
 from ..collectives.engine import carrier_of, give_up
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import Format
 from ..ops import type_name
 from ..ops.moves import run_moves
@@ -20,7 +20,17 @@ from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
 from .channel import Call, Channel, Kept, drop
 from .compiled import POLLS, Program
-from .copies import ACCUMULATE, EXCHANGE, Addresses, Array, ArrayBackend, Operation, array_backend
+from .copies import (
+    ACCUMULATE,
+    EXCHANGE,
+    Addresses,
+    Array,
+    ArrayBackend,
+    Operation,
+    array_backend,
+    wrong_dtype,
+    wrong_shape,
+)
 from .describe import Description, Verification, describe, packed_wire, verify
 from .device import SUMS
 from .layout import Box, Layout, as_box, check_layout
@@ -195,10 +205,10 @@ def _greet(plan: WindowPlan, operation: Operation) -> None:
 
 def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:
     """Raise an error on all ranks, including those that have begun the call and wait."""
-    found, by_all = plan.world.refuse(error)
+    agreed, by_all = plan.world.refuse(error)
     if not by_all:
-        _break(plan, found)
-    raise found from None
+        _break(plan, agreed)
+    raise agreed from None
 
 
 def _break(plan: WindowPlan, error: Exception) -> None:
@@ -220,25 +230,23 @@ def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -
     what = f"{operation.name}: {'y' if adds else 'x'}"
     backend = array_backend(what, x)
     backend.check(what, x)
-    given, result = (plan.shape, plan.owned.shape) if adds else (plan.owned.shape, plan.shape)
-    ndim, dtype = len(given), backend.dtype(x)
-    if tuple(x.shape[:ndim]) != given:
-        shown = f"cells around {plan.owned}" if plan.halo_only else f"window {plan.window}"
-        raise ValueError(
-            f"{what} has shape {tuple(x.shape)}: must begin with {given}, the shape of the "
-            f"{shown if adds else f'owned box {plan.owned}'} of rank {plan.rank}"
-        )
+    expected, result = (plan.shape, plan.owned.shape) if adds else (plan.owned.shape, plan.shape)
+    ndim, dtype = len(expected), backend.dtype(x)
+    if tuple(x.shape[:ndim]) != expected:
+        place = f"cells around {plan.owned}" if plan.halo_only else f"window {plan.window}"
+        place = place if adds else f"owned box {plan.owned}"
+        allowed = f"must begin with {expected}, the shape of the {place} of rank {plan.rank}"
+        raise wrong_shape(what, x, allowed)
     if adds and dtype == "bool":
-        raise TypeError(f"{what} is of bool: truth values cannot be summed")
+        raise wrong_dtype(what, "bool", "truth values cannot be summed")
     if plan.packed is not None and dtype != "float32":
-        raise TypeError(f"{what} is of {dtype}: wire {plan.wire} takes float32")
+        raise wrong_dtype(what, dtype, f"wire {plan.wire} takes float32")
     shape = result + tuple(x.shape[ndim:])
     if out is None:
         if adds and plan.halo_only:
-            raise TypeError(
-                f"accumulate: out is None: plan {plan.name!r} is of halos only: received sums are "
-                "added to the content of out"
-            )
+            allowed = "is of halos only: received sums are added to the content of out"
+            allowed = f"plan {plan.name!r} {allowed}"
+            raise ArgumentTypeError.of("accumulate: out", None, allowed, " is None")
         out = backend.empty(x, shape)
     else:
         _check_out(f"{operation.name}: out", backend, x, out, shape)
@@ -257,17 +265,17 @@ def _on_gpu(
     """
     dtype, devices = backend.dtype(x), (backend.device(x), backend.device(out))
     if dtype != "bool" and dtype not in SUMS:
-        raise TypeError(f"{what} is of {dtype}: on a GPU known are bool, {', '.join(SUMS)}")
+        raise wrong_dtype(what, dtype, f"on a GPU known are bool, {', '.join(SUMS)}")
     if devices[0] != devices[1]:
         raise ValueError(f"{what} is on GPU {devices[0]}, out on GPU {devices[1]}")
-    found = backend.addresses(x), backend.addresses(out)
-    for name, each in zip((what, "out"), found, strict=True):
+    places = backend.addresses(x), backend.addresses(out)
+    for name, each in zip((what, "accumulate: out"), places, strict=True):
         if adds and gcd(each.ctypes.data, *each.strides) % SUMS[dtype][1] and each.size:
-            raise ValueError(
-                f"{name} begins at {each.ctypes.data} and has strides {each.strides}: sums of "
-                f"{dtype} need multiples of {SUMS[dtype][1]} bytes"
-            )
-    return found[0], found[1]
+            place = each.ctypes.data, each.strides
+            state = f" begins at {place[0]} and has strides {place[1]}"
+            allowed = f"sums of {dtype} need multiples of {SUMS[dtype][1]} bytes"
+            raise ArgumentError.of(name, place, allowed, state)
+    return places[0], places[1]
 
 
 def _check_out(
@@ -275,19 +283,19 @@ def _check_out(
 ) -> None:
     """Raise TypeError or ValueError unless out has x's backend and dtype, and this shape."""
     if array_backend(what, out) is not backend or out.dtype != x.dtype:
-        raise TypeError(
-            f"{what} is {type_name(out)} of {getattr(out, 'dtype', '?')}: must be "
-            f"{type_name(x)} of {x.dtype}, like the input"
-        )
+        kind = f"{type_name(out)} of {getattr(out, 'dtype', '?')}"
+        allowed = f"must be {type_name(x)} of {x.dtype}, like the input"
+        raise ArgumentTypeError.of(what, kind, allowed, f" is {kind}")
     backend.check(what, out)
     if tuple(out.shape) != shape:
-        raise ValueError(f"{what} has shape {tuple(out.shape)}: must be {shape}")
+        raise wrong_shape(what, out, f"must be {shape}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ValueError(f"{what} is read-only")
+        raise ArgumentError.of(what, False, "must be writeable", " is read-only")
     strides = out.stride() if hasattr(out, "stride") else out.strides
     # Empty arrays have strides of 0, and no cells to share.
     if prod(shape) and any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
-        raise ValueError(f"{what} has strides {tuple(strides)}: its cells share memory")
+        state = f" has strides {tuple(strides)}"
+        raise ArgumentError.of(what, tuple(strides), "its cells share memory", state)
 
 
 def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) -> Channel:
@@ -321,7 +329,7 @@ def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
         except TypeError:
             adds = False
         if not adds:
-            raise TypeError(f"accumulate: y is of {dtype}, which cannot be summed in its own dtype")
+            raise wrong_dtype("accumulate: y", dtype, "cannot be summed in its own dtype")
         return
     for value in filter(None, map(fill_value, plan.windows.modes)):
         try:
@@ -445,10 +453,10 @@ class WindowPlan(RankPieces):
                 f"verify: plan {self.name!r} rounds messages to {self.wire}: verify one with "
                 'wire="raw"'
             )
-        found = verify(self, self.world, self.exchange, self.accumulate)
-        if not found.passed:
-            raise ArithmeticError(f"verify: plan {self.name!r}: {found}")
-        return found
+        figures = verify(self, self.world, self.exchange, self.accumulate)
+        if not figures.passed:
+            raise ArithmeticError(f"verify: plan {self.name!r}: {figures}")
+        return figures
 
     def free(self) -> None:
         """Free requests and memory once the other ranks have read all messages.

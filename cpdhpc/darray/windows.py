@@ -210,8 +210,8 @@ class Windows:
         """Return the ranks whose cells a rank's window shows, itself included, in order."""
         hull = self._hulls[rank]
         near = (self._bounds[:, 0] < hull[1]) & (self._bounds[:, 1] > hull[0])
-        found = np.flatnonzero(near.all(axis=1) & self._filled)
-        return [int(owner) for owner in found if any(self.pieces(int(owner), rank))]
+        near_ones = np.flatnonzero(near.all(axis=1) & self._filled)
+        return [int(owner) for owner in near_ones if any(self.pieces(int(owner), rank))]
 
     def readers(self, rank: int) -> list[int]:
         """Return the ranks whose windows show a rank's cells, itself included, in order."""
@@ -231,8 +231,8 @@ class Windows:
             return
         axes = []
         for axis in range(box.ndim):
-            found = self._segments(axis, window.start[axis], window.stop[axis])
-            cut = (_cut(each, box.start[axis], box.stop[axis]) for each in found)
+            segments = self._segments(axis, window.start[axis], window.stop[axis])
+            cut = (_cut(each, box.start[axis], box.stop[axis]) for each in segments)
             axes.append([each for each in cut if each.length])
         for combined in product(*axes):
             yield _piece(combined)
@@ -242,16 +242,16 @@ class Windows:
         return [fill for part in self.parts(rank) for fill in self._fills(part)]
 
     def _fills(self, window: Box) -> list[Fill]:
-        found = list[Fill]()
+        fills = list[Fill]()
         for axis, (mode, extent) in enumerate(zip(self.modes, self.layout.shape, strict=True)):
             value = fill_value(mode)
             if value is None or window.empty:
                 continue
             inside = replaced(window, axis, 0, extent)
             beyond = list(window.without(inside.intersect(window)))
-            found = [Fill(rest, each) for box, each in found for rest in outside(box, beyond)]
-            found += [Fill(box, value) for box in beyond]
-        return found
+            fills = [Fill(rest, each) for box, each in fills for rest in outside(box, beyond)]
+            fills += [Fill(box, value) for box in beyond]
+        return fills
 
     def shown(self, rank: int) -> list[Integers]:
         """Return, for each axis, the index of the cell that each cell of a window shows, or -1.
@@ -289,10 +289,10 @@ class Windows:
         return hulls
 
 
-def _hull(found: Sequence[Segment]) -> tuple[int, int]:
-    if not found:
+def _hull(segments: Sequence[Segment]) -> tuple[int, int]:
+    if not segments:
         return -1, -1
-    return min(s.source for s in found), max(s.source + s.sources for s in found)
+    return min(s.source for s in segments), max(s.source + s.sources for s in segments)
 
 
 def replaced(box: Box, axis: int, low: int, high: int) -> Box:
@@ -345,14 +345,14 @@ class RankPieces:
         self.halo_only, self.parts = windows.halo_only, windows.parts(rank)
         cells = sum(part.size for part in self.parts)
         self.shape = (cells,) if self.halo_only else self.window.shape
-        shown = [piece.source for piece in self.local if piece.is_itself]
-        self.uncovered = [] if self.halo_only else outside(self.owned, shown)
+        own = [piece.source for piece in self.local if piece.is_itself]
+        self.uncovered = [] if self.halo_only else outside(self.owned, own)
 
     def bare(self) -> RankPieces:
         """Return a copy without references to its users."""
-        found = object.__new__(RankPieces)
-        vars(found).update(vars(self))
-        return found
+        pieces = object.__new__(RankPieces)
+        vars(pieces).update(vars(self))
+        return pieces
 
     @cached_property
     def interior(self) -> Box:
@@ -394,6 +394,6 @@ def interior_of(window: Box, remote: Sequence[Box]) -> Box:
             cuts.append(replaced(inner, axis, hole.stop[axis], inner.stop[axis]))
         ends = np.minimum(stops, [[cut.stop] for cut in cuts])
         sides = (ends - np.maximum(starts, [[cut.start] for cut in cuts])).clip(0)
-        kept = [cut.size for cut in cuts] - sides.prod(2).sum(1)
-        inner = cuts[int(kept.argmax())]
+        gains = [cut.size for cut in cuts] - sides.prod(2).sum(1)
+        inner = cuts[int(gains.argmax())]
     return inner

@@ -38,10 +38,10 @@ def own_cores(world: Ranks) -> Iterator[str]:
     """
     before = os.sched_getaffinity(0)
     mine = (socket.gethostname(), sorted(before))
-    found = world.gather(mine)
-    sharing = [i for i, each in enumerate(found) if each == mine]
+    everyone = world.gather(mine)
+    sharing = [i for i, each in enumerate(everyone) if each == mine]
     overlap = any(
-        host == mine[0] and cores != mine[1] and before & set(cores) for host, cores in found
+        host == mine[0] and cores != mine[1] and before & set(cores) for host, cores in everyone
     )
     if overlap or len(sharing) > len(before):
         yield f"ranks share cores: times are of waiting for one another too; {_threads(world)}"

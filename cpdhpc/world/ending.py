@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from .. import _cpu
+from ..errors import ArgumentError, ArgumentTypeError
 from ..methods import check_bool, check_whole
 from .ranks import portable
 
@@ -33,20 +34,21 @@ def say(lines: Sequence[str]) -> None:
 
 def world_error(
     virtual_ranks: int, most: int, timeout_s: object, gpu_direct: object, share_memory: object
-) -> Exception | None:
-    """Return the error in the arguments of a World, or None; most: the limit of virtual ranks."""
+) -> bytes | None:
+    """Return the error in a World's arguments, pickled, or None; most: limit of virtual ranks."""
     try:
         check_whole("World", "virtual_ranks", virtual_ranks, 1)
         if virtual_ranks > most:
-            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
+            raise ArgumentError("World", "virtual_ranks", virtual_ranks, "too many for MPI's tags")
         if not isinstance(timeout_s, int | float | np.number) or isinstance(timeout_s, bool):
-            raise TypeError(f"World: timeout_s={timeout_s!r}: must be a number")
+            raise ArgumentTypeError("World", "timeout_s", timeout_s, "must be a number")
         if not timeout_s > 0:
-            raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
+            allowed = "must be more than 0"
+            raise ArgumentError("World", "timeout_s", timeout_s, allowed, str(timeout_s))
         check_bool("World", "gpu_direct", gpu_direct)
         check_bool("World", "share_memory", share_memory)
     except (TypeError, ValueError) as error:
-        return error
+        return portable(error)
     return None
 
 
@@ -190,20 +192,20 @@ class Begun(NamedTuple):
 
     def next(self, start: Callable[[], Any]) -> Begun:
         """Return the record of a call started by start: a communicator's method, maybe partial."""
-        given = next(iter(getattr(start, "args", ())), np.empty(0, np.uint8))
-        array = given[0] if isinstance(given, list) else given
+        sent = next(iter(getattr(start, "args", ())), np.empty(0, np.uint8))
+        array = sent[0] if isinstance(sent, list) else sent
         return Begun(self.number + 1, getattr(start, "func", start).__name__, array.nbytes)
 
     def again(self, mpi: Any, comm: Any) -> Callable[[], Any]:
         """Return a function that begins the same call here, with values that nobody reads."""
         values = np.zeros(self.size_bytes // 8, np.int64)
-        found = np.empty(values.size * comm.Get_size(), np.int64)
-        given: dict[str, tuple[Any, ...]] = {
+        results = np.empty(values.size * comm.Get_size(), np.int64)
+        arguments: dict[str, tuple[Any, ...]] = {
             "Ibcast": ([np.empty(self.size_bytes, np.uint8), mpi.BYTE], 0),
-            "Iallgather": (values, found),
-            "Iallreduce": (values, found[: values.size], mpi.MAX),
+            "Iallgather": (values, results),
+            "Iallreduce": (values, results[: values.size], mpi.MAX),
         }
-        return partial(getattr(comm, self.name), *given.get(self.name, ()))
+        return partial(getattr(comm, self.name), *arguments.get(self.name, ()))
 
 
 def meet(
@@ -219,16 +221,16 @@ def meet(
     others = [process for process in range(size) if process != rank]
     data = portable(mine), begun
     sends = [comm.isend(data, process, tag) for process in others]
-    found, missing = {rank: data}, others
+    received, missing = {rank: data}, others
     end_s = time.monotonic() + wait_s
     while missing or not all([send.test()[0] for send in sends]):
-        found |= {p: comm.recv(source=p, tag=tag) for p in missing if comm.Iprobe(p, tag)}
-        missing = [process for process in others if process not in found]
+        received |= {p: comm.recv(source=p, tag=tag) for p in missing if comm.Iprobe(p, tag)}
+        missing = [process for process in others if process not in received]
         os.sched_yield()
         if time.monotonic() > end_s:
             who = ", ".join(map(str, missing)) or "unknown"
             raise TimeoutError(f"rank {who} did not learn of it in {wait_s:.0f} s")
-    told = [found[process] for process in range(size)]
-    errors = [pickle.loads(each) for each, _ in told if each is not None]
-    furthest = max((each for _, each in told), key=lambda calls: calls[-1])
+    states = [received[process] for process in range(size)]
+    errors = [pickle.loads(each) for each, _ in states if each is not None]
+    furthest = max((each for _, each in states), key=lambda calls: calls[-1])
     return errors[0], len(errors) == size, furthest

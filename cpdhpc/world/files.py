@@ -41,26 +41,26 @@ def save(
     """
 
     def make() -> tuple[str, Offsets]:
-        file = kept.enter_context(store.replacing(path))
+        file = stack.enter_context(store.replacing(path))
         try:
             return file.name, store.create(file, rooms, attributes, chunks, compression)
-        except store.StoreError as found:
-            raise store.StoreError(f"{path}: {found}") from None
+        except store.StoreError as wrong:
+            raise store.StoreError(f"{path}: {wrong}") from None
 
     error: Exception | None = None
     checksum = ""
     try:
-        with ExitStack() as kept:
+        with ExitStack() as stack:
             name, offsets = world.on_first(make, "save")
             temporary = Path(name)
             fill(temporary, offsets)
-            begin = partial(_begin, temporary, kept, open_own)
+            begin = partial(_begin, temporary, stack, open_own)
             digests = _digests(world, world.agreed(begin, "save", OSError)[0], "save")
             checksum = world.on_first(lambda: store.seal(temporary, digests), "save")
-    except OSError as found:
-        error = UserError(f"{path}: cannot be written: {found.strerror or found}")
-    except UserError as found:
-        error = found
+    except OSError as wrong:
+        error = UserError(f"{path}: cannot be written: {wrong.strerror or wrong}")
+    except UserError as wrong:
+        error = wrong
     world.agree(error, "save")
     return checksum
 
@@ -75,14 +75,16 @@ def opened(world: Ranks, path: Path) -> Iterator[tuple[io.BufferedReader, str]]:
     Each process reads a part of it for the check. Continue to read from the open file: another
     file may replace path meanwhile. Raises StoreError on all processes if it is missing or damaged.
     """
-    with ExitStack() as kept:
-        yield _checked(world, path, kept)
+    with ExitStack() as stack:
+        yield _checked(world, path, stack)
 
 
-def _checked(world: Ranks, path: Path, kept: ExitStack) -> tuple[io.BufferedReader, str]:
+def _checked(world: Ranks, path: Path, stack: ExitStack) -> tuple[io.BufferedReader, str]:
     try:
         for _ in range(TRIES):
-            file, begin = world.agreed(partial(_begin, path, kept, open_ordinary), "check", OSError)
+            file, begin = world.agreed(
+                partial(_begin, path, stack, open_ordinary), "check", OSError
+            )
             if len(set(world.gather(begin, "check"))) == 1:  # it has the checksum of all the rest
                 break
         else:
@@ -93,15 +95,15 @@ def _checked(world: Ranks, path: Path, kept: ExitStack) -> tuple[io.BufferedRead
     except FileNotFoundError as error:
         raise store.StoreError(f"{error.filename or path}: there is no such file") from None
     except OSError as error:
-        said = error.strerror or error
-        raise store.StoreError(f"{error.filename or path}: cannot be read: {said}") from None
+        reason = error.strerror or error
+        raise store.StoreError(f"{error.filename or path}: cannot be read: {reason}") from None
 
 
 def _begin(
-    path: Path, kept: ExitStack, opener: Callable[[str, int], int]
+    path: Path, stack: ExitStack, opener: Callable[[str, int], int]
 ) -> tuple[io.BufferedReader, bytes]:
-    """Return an open file, which kept will close, and its first bytes."""
-    file = kept.enter_context(open(path, "rb", opener=opener))  # noqa: SIM115 - kept closes it
+    """Return an open file, which stack will close, and its first bytes."""
+    file = stack.enter_context(open(path, "rb", opener=opener))  # noqa: SIM115 - stack closes it
     return file, file.read(store.USER_BLOCK)
 
 

@@ -47,12 +47,12 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
 
         if lacks := gpu_runtime.unsupported():
             address = ""
-    told = world.gather((address, lacks, oversubscribe), "GPU")
-    for process, (gpu, why, _) in enumerate(told):
+    answers = world.gather((address, lacks, oversubscribe), "GPU")
+    for process, (gpu, why, _) in enumerate(answers):
         if not gpu:
             raise UserError(f"use_gpu: process {process} {why}")
-    shared = sharing(world, [gpu for gpu, _, _ in told])
-    if shared and not all(allowed for _, _, allowed in told):
+    shared = sharing(world, [gpu for gpu, _, _ in answers])
+    if shared and not all(allowed for _, _, allowed in answers):
         raise UserError(
             f"use_gpu: processes {', '.join(shared)} would share GPUs of their node: "
             "start fewer, or allow it: oversubscribe=True, bench --oversubscribe-gpus, in a job "
@@ -78,8 +78,8 @@ def check_gpus(world: Ranks, function: str, device: int, memory: int) -> None:
         can_be_shared = gpu_runtime.can_be_shared(memory)
         return gpu_runtime.address_of(device), f"cuda:{device}", world.shares_gpus, can_be_shared
 
-    told = world.gather_from(place, function)
-    closed = [process for process, each in enumerate(told) if not each[3]]
+    places = world.gather_from(place, function)
+    closed = [process for process, each in enumerate(places) if not each[3]]
     if closed and gpu_aware(world).yes:
         raise UserError(
             f"{function}: memory of torch on process {closed[0]} cannot be shared by CUDA IPC, as "
@@ -87,9 +87,9 @@ def check_gpus(world: Ranks, function: str, device: int, memory: int) -> None:
             "PYTORCH_CUDA_ALLOC_CONF, or let arrays be staged: World(gpu_direct=False), "
             "train.gpu_direct = 'never'"
         )
-    shared = sharing(world, [each[0] for each in told])
-    if shared and not all(each[2] for each in told):
-        named = ", ".join(told[int(each)][1] for each in shared)
+    shared = sharing(world, [each[0] for each in places])
+    if shared and not all(each[2] for each in places):
+        named = ", ".join(places[int(each)][1] for each in shared)
         raise UserError(
             f"{function}: model: processes {', '.join(shared)} of a node share a GPU ({named}): "
             'move it by model.to(f"cuda:{use_gpu(world)}"), or allow it: '
@@ -156,15 +156,15 @@ def find_out(world: Ranks) -> Answer:
     The library is queried first, as a trial crashes if it does not support GPUs: a no is final.
     A yes is tried, because it may only describe how the library was built.
     """
-    asked = [Answer(*each) for each in world.gather(tuple(_ask(world)), "GPU-aware MPI")]
-    for answer in asked:
+    answers = [Answer(*each) for each in world.gather(tuple(_ask(world)), "GPU-aware MPI")]
+    for answer in answers:
         if not answer.yes:
             return answer
     if world.processes < 2:
-        return Answer(True, f"{asked[0].why}; not tried, which needs 2 processes")
+        return Answer(True, f"{answers[0].why}; not tried, which needs 2 processes")
     if exchange(world):
-        return Answer(True, f"{asked[0].why}; each process sent GPU memory to the next")
-    return Answer(False, f"{asked[0].why} says yes, but GPU memory arrived changed")
+        return Answer(True, f"{answers[0].why}; each process sent GPU memory to the next")
+    return Answer(False, f"{answers[0].why} says yes, but GPU memory arrived changed")
 
 
 def _ask(world: Ranks) -> Answer:
@@ -356,8 +356,8 @@ class Staged(Carrier):
         """Sum over processes, as Ranks.sum_by_mpi. Collective."""
         if array.size == 0:
             return
-        what, given = "MPI_Allreduce", array if source is None else source
-        host, copied = self.streams.to_host(given.view(np.uint8), self.streams.mark())
+        what, sent = "MPI_Allreduce", array if source is None else source
+        host, copied = self.streams.to_host(sent.view(np.uint8), self.streams.mark())
         self.wait([copied], what)
         self._world.sum_by_mpi(host.view(np.float32))
         landed = self.streams.to_device(host, array.view(np.uint8), self.streams.mark())

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import _cpu
-from ..errors import UserError
+from ..errors import ArgumentError, ArgumentTypeError, UserError
 from ..methods import check_whole
 from . import ending, timeline
 from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
@@ -103,18 +103,20 @@ class World(Ranks):
         self._library: ctypes.CDLL | None = None
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
-            raise TypeError(f"World: comm is {comm!r}: must be an mpi4py intra-communicator")
+            allowed, shown = "must be an mpi4py intra-communicator", repr(comm)
+            raise ArgumentTypeError("World", "comm", shown, allowed, state=f" is {shown}")
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         first = here.allreduce(comm.Get_rank(), self._mpi.MIN)  # process of this node
         here.Free()
         self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         most = math.isqrt((self._most_tag - 1) // (STREAMS + 1))  # virtual ranks, for MPI's tags
         error = ending.world_error(virtual_ranks, most, timeout_s, gpu_direct, share_memory)
-        firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
+        own = first, virtual_ranks if error is None else 0, error
+        firsts, numbers, errors = zip(*comm.allgather(own), strict=True)
         if any(errors):
-            raise named(errors, 1)  # virtual ranks may be wrong
-        if len(set(asked)) > 1:
-            raise ValueError(f"World: virtual_ranks={asked}, by process: must be the same")
+            raise named([each and pickle.loads(each) for each in errors], 1)
+        if len(set(numbers)) > 1:
+            raise ValueError(f"World: virtual_ranks={numbers}, by process: must be the same")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
         self._pairs = virtual_ranks**2  # of a rank here and a rank of another process
         self._alarm_tag = STREAMS * self._pairs  # not used by messages
@@ -161,11 +163,11 @@ class World(Ranks):
         Raises TypeError or ValueError on all processes if the list is wrong on any.
         """
         self.agreed(lambda: check_process_list(processes, self.processes), "part", Exception)
-        asked = self.gather(tuple(map(int, processes)), "part")
-        if len(set(asked)) > 1:
-            raise ValueError(f"World.part: processes={asked}, by process: must be the same")
-        inside = self.process in asked[0]
-        place = asked[0].index(self.process) if inside else 0
+        lists = self.gather(tuple(map(int, processes)), "part")
+        if len(set(lists)) > 1:
+            raise ValueError(f"World.part: processes={lists}, by process: must be the same")
+        inside = self.process in lists[0]
+        place = lists[0].index(self.process) if inside else 0
         comm = self._comm.Split(0 if inside else self._mpi.UNDEFINED, place)
         if not inside:
             return None
@@ -185,7 +187,8 @@ class World(Ranks):
         if not isinstance(array, np.ndarray):
             raise TypeError(f"broadcast: array is {type(array).__name__}: must be a NumPy array")
         if not array.flags.c_contiguous:
-            raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
+            state, allowed = f" has strides {array.strides}", "must be C-contiguous"
+            raise ArgumentError("broadcast", "array", array.strides, allowed, state=state)
         self.count_collective(array.nbytes)
         for piece in pieces(array.reshape(-1).view(np.uint8)):
             self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
@@ -198,8 +201,8 @@ class World(Ranks):
         error: Exception | None = None
         try:
             data = np.frombuffer(pickle.dumps(value), np.uint8)
-        except Exception as found:  # the value's own methods may raise anything
-            error = TypeError(f"{what}: process {self.process}: cannot be pickled: {found}")
+        except Exception as wrong:  # the value's own methods may raise anything
+            error = TypeError(f"{what}: process {self.process}: cannot be pickled: {wrong}")
             data = np.frombuffer(pickle.dumps(error), np.uint8)
         size = np.array([-data.size if error else data.size], np.int64)
         sizes = np.empty(self.processes, np.int64)
@@ -235,14 +238,14 @@ class World(Ranks):
         """
         self.count_collective(array.nbytes)
         if array.nbytes <= MESSAGE_BYTES:
-            given = self._mpi.IN_PLACE if source is None else source
-            return self._comm.Allreduce(given, array, self._mpi.SUM)
+            sent = self._mpi.IN_PLACE if source is None else source
+            return self._comm.Allreduce(sent, array, self._mpi.SUM)
         totals = pieces(array)
-        givens = [self._mpi.IN_PLACE] * len(totals)
+        sources = [self._mpi.IN_PLACE] * len(totals)
         if source is not None:
-            givens = pieces(source)
-        for given, total in zip(givens, totals, strict=True):
-            self._comm.Allreduce(given, total, self._mpi.SUM)
+            sources = pieces(source)
+        for sent, total in zip(sources, totals, strict=True):
+            self._comm.Allreduce(sent, total, self._mpi.SUM)
 
     def count_collective(self, size_bytes: int) -> None:
         """Count the bytes that this process passes to one of MPI's own collectives."""
@@ -358,17 +361,17 @@ class World(Ranks):
             timeline.done(timeline.WAIT, since)
         except Exception as error:
             if error is self.refusal:  # all processes are in the call by now
-                said = str(error)
-                self._timeout.wait(request.Test, lambda waited_s, absent: [said])
+                text = str(error)
+                self._timeout.wait(request.Test, lambda waited_s, absent: [text])
                 raise
             if not isinstance(error, self._mpi.Exception):
                 raise
             failure = self.failure(error, what)
             if failure is not None or self.processes == 1:
                 raise failure or error from None
-            asked = "is another process, or thread, in another call?"
-            told = f"{name} {self.process} | {what}: {error}: {asked}"
-            self._timeout.give_up(0.0, lambda waited_s, absent: [told])
+            question = "is another process, or thread, in another call?"
+            text = f"{name} {self.process} | {what}: {error}: {question}"
+            self._timeout.give_up(0.0, lambda waited_s, absent: [text])
 
     def refuse(self, error: Exception, *, behind: bool = False) -> tuple[Exception, bool]:
         """Return the error of the lowest rank that refuses a call, and whether all refuse one.
@@ -386,17 +389,17 @@ class World(Ranks):
         if self._damaged():  # a process that waits for a word in memory only learns of it here
             raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
-            found, _ = self._meet(None)
-            if found is not self.postponed:
-                self.refusal = found
-                raise found
+            agreed, _ = self._meet(None)
+            if agreed is not self.postponed:
+                self.refusal = agreed
+                raise agreed
 
     def _meet(self, mine: Exception | None, behind: bool = False) -> tuple[Exception, bool]:
-        told = None if mine is None else of_rank(self.rank, mine)
-        if told is not None:
-            told.behind = behind  # type: ignore[attr-defined]  # and goes where it goes
+        refusal = None if mine is None else of_rank(self.rank, mine)
+        if refusal is not None:
+            refusal.behind = behind  # type: ignore[attr-defined]  # and goes where it goes
         try:
-            known = told, tuple(self._begun), min(self.timeout_s, REFUSAL_S)
+            known = refusal, tuple(self._begun), min(self.timeout_s, REFUSAL_S)
             error, by_all, begun = meet(self._duplicate, self._most_tag, *known)
         except TimeoutError as late:  # abort adds this rank's number
             self.abort(f"{mine or 'another rank refused a call'}: {late}")
@@ -508,11 +511,9 @@ def as_world(world_or_comm: Any, function: str) -> Ranks:
         return world_or_comm
     mpi = running_mpi()
     if not isinstance(world_or_comm, mpi.Intracomm):
-        given = type(world_or_comm).__name__
-        raise TypeError(
-            f"{function}: world is {given}: must be a World, a Loopback or an mpi4py "
-            "intra-communicator"
-        )
+        kind = type(world_or_comm).__name__
+        allowed = "must be a World, a Loopback or an mpi4py intra-communicator"
+        raise ArgumentTypeError(function, "world", kind, allowed, state=f" is {kind}")
     world = world_or_comm.Get_attr(_keyval())
     if world is None:
         world = World(world_or_comm)

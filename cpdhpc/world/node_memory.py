@@ -98,12 +98,12 @@ class Shared:
             return False
         self.boards[process] = memory[BOARD]
         self._near_pids.add(pid)
-        found = np.zeros(SECRET_BYTES, np.uint8)
+        copied = np.zeros(SECRET_BYTES, np.uint8)
         try:
-            read_memory(pid, address, found)
+            read_memory(pid, address, copied)
         except OSError:
             self._unread.add(process)
-        if found.tobytes() != secret:
+        if copied.tobytes() != secret:
             self._unread.add(process)
         return memory[:SECRET_BYTES].tobytes() == secret
 
@@ -192,13 +192,13 @@ class Shared:
         """The leases that this process has left, not yet announced to the others."""
         return sorted(self._untold)
 
-    def hear(self, told: Sequence[Sequence[int]], process: int) -> None:
-        """Free the leases that all have left. told: all processes' untold; process: this one."""
-        self._untold.difference_update(told[process])
-        for number, leases in enumerate(told):
+    def hear(self, lists: Sequence[Sequence[int]], process: int) -> None:
+        """Free the leases that all have left; process: this one."""
+        self._untold.difference_update(lists[process])
+        for number, leases in enumerate(lists):
             for lease in leases:
                 self._left_by.setdefault(lease, set()).add(number)
-        for lease in [each for each, by in self._left_by.items() if len(by) == len(told)]:
+        for lease in [each for each, by in self._left_by.items() if len(by) == len(lists)]:
             del self._left_by[lease]
             self.give_back(self._left.pop(lease))
 
@@ -340,11 +340,11 @@ class Board:
         if self.has_failed:
             self.has_failed = False
             return False
-        found = meet(self.calls, number, LOOKS)
-        if found == WAITING:
-            found = self.wait(what)
-        self.has_failed = first and not found
-        return bool(found)
+        result = meet(self.calls, number, LOOKS)
+        if result == WAITING:
+            result = self.wait(what)
+        self.has_failed = first and not result
+        return bool(result)
 
     def wait(self, what: str) -> bool:
         """Wait for processes that have not come; return whether all have the same number."""
@@ -389,14 +389,14 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
         missed = [i for i in near if not shared.meet(i, Name(*NAME.unpack(names[i][0])))]
         if missed:
             problem = f"process {world.process} cannot map the memory of process {missed[0]}"
-    found = world.gather((problem, shared is not None and shared.reads), "shared memory")
-    problems = [each for each, _ in found if each]
+    everyone = world.gather((problem, shared is not None and shared.reads), "shared memory")
+    problems = [each for each, _ in everyone if each]
     if problems:
         if shared is not None:
             shared.free()
         return None, problems[0]
     assert shared is not None, "otherwise there is a problem"
-    shared.lends = all(reads for _, reads in found)
+    shared.lends = all(reads for _, reads in everyone)
     if len(near) == world.processes - 1:
         world.board = Board(world, shared)
     return shared, "memory that the processes of a node share"

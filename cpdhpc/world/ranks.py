@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Refused, UserError, reworded
+from ..errors import ArgumentError, ArgumentTypeError, Refused, UserError, reworded
 from ..methods import check_whole
 
 T = TypeVar("T")
@@ -80,10 +80,10 @@ class Cache:
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object under key; on first use the result of make."""
-        found: T | None = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = make()
-        return found
+        value: T | None = self._kept.get(key)
+        if value is None:
+            value = self._kept[key] = make()
+        return value
 
     def items(self) -> list[tuple[Hashable, Any]]:
         """Return all keys and objects."""
@@ -231,8 +231,8 @@ class Ranks(ABC):
         value, error = None, None
         try:
             value = make()
-        except told as found:
-            error = found
+        except told as wrong:
+            error = wrong
         self.agree(error, what, of_call=True)
         return cast(T, value)
 
@@ -245,8 +245,8 @@ class Ranks(ABC):
         value, error = None, None
         try:
             value = make()
-        except Exception as found:
-            error = portable(of_rank(self.rank, found))
+        except Exception as wrong:
+            error = portable(of_rank(self.rank, wrong))
         everyone = self.gather((value, error), what)
         for _, each in everyone:
             if each is not None:
@@ -284,9 +284,9 @@ class Ranks(ABC):
 
     def take_postponed(self) -> Exception:
         """Return the postponed error and clear it."""
-        found, self.postponed = self.postponed, None
-        assert found is not None, "the caller has seen it"
-        return found
+        error, self.postponed = self.postponed, None
+        assert error is not None, "the caller has seen it"
+        return error
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return the same world: copies of objects that communicate share the communicator."""
@@ -426,11 +426,13 @@ def portable(error: Exception | None) -> bytes | None:
 def check_process_list(processes: object, count: int) -> None:
     """Raise TypeError or ValueError unless these are some of count processes, each once."""
     if not isinstance(processes, Sequence) or isinstance(processes, str):
-        raise TypeError(f"World.part: processes={processes!r}: must be a list or range")
+        allowed = "must be a list or range"
+        raise ArgumentTypeError("World.part", "processes", processes, allowed)
     for process in processes:
         check_whole("World.part", "process", process, 0, count)
     if not 0 < len(processes) == len(set(processes)):
-        raise ValueError(f"World.part: processes={list(processes)}: must be some, each once")
+        allowed = "must be some, each once"
+        raise ArgumentError("World.part", "processes", list(processes), allowed)
 
 
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:
@@ -454,10 +456,11 @@ class Loopback(Ranks):
             try:
                 self.nodes = numbered(nodes)
             except TypeError:
-                said = f"Loopback: nodes={nodes!r}: must be a list of numbers or names"
-                raise TypeError(said) from None
+                allowed = "must be a list of numbers or names"
+                raise ArgumentTypeError("Loopback", "nodes", nodes, allowed) from None
             if len(nodes) != self.ranks:
-                raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one per rank")
+                allowed = f"must be {self.ranks}, one per rank"
+                raise ArgumentError("Loopback", "nodes", nodes, allowed)
 
     def split(self, group: int) -> Loopback:
         """Return a world of the same number of ranks in this process."""

@@ -162,8 +162,8 @@ def _write(world: Ranks, path: Path, own: Rows, counts: list[int], lost: list[in
             with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as text:
                 _write_events(text, every, int(start_ns), world.virtual_ranks, lost)
             return
-        told = _Text(file)
-        _write_events(told, every, int(start_ns), world.virtual_ranks, lost)
+        lines = _Text(file)
+        _write_events(lines, every, int(start_ns), world.virtual_ranks, lost)
 
 
 class _Text:
