@@ -64,9 +64,9 @@ class PartialSums {
         for (i64 w = 0; w < STEP / 64; ++w)
             for (u64 bits = marks[w]; bits; bits &= bits - 1) body(64 * w + __builtin_ctzll(bits));
     }
-    // Writes zeros to the recorded places of sum, and forgets them.
+    // Forgets the recorded places, and writes zeros to them if sum is given.
     void clear(float* sum) {
-        each([&](i64 k) { sum[k] = 0; });
+        if (sum) each([&](i64 k) { sum[k] = 0; });
         memset(marks, 0, sizeof marks);
     }
 
@@ -93,8 +93,8 @@ PyObject* mean_places(PyObject*, PyObject* args) {
     i64 count = 0;
     for (size_t s = 0; s < sources.places.all.size(); ++s) count += sources.count(s);
     int exponent;
-    const bool is_exact = frexpf(divisor, &exponent) == 0.5f && 0 < exponent &&
-                          exponent<100, is_dense = DENSE * count> n;
+    const bool is_exact = frexpf(divisor, &exponent) == 0.5f && 0 < exponent && exponent < 100;
+    const bool is_dense = DENSE * count > n;
     const float by = is_exact ? 1 / divisor : divisor;
     std::atomic<u32> most{0};
     std::atomic<bool> full{false};
@@ -122,7 +122,7 @@ PyObject* mean_places(PyObject*, PyObject* args) {
                     });
                 }
                 values.done(out.at<float>(i), m);
-                if (!is_dense && values.streams) sums.clear(sum);
+                if (!is_dense) sums.clear(values.streams ? sum : nullptr);
             }
             raise_to(most, largest);
         } catch (const std::bad_alloc&) {
@@ -241,12 +241,13 @@ PyObject* put_marked(PyObject*, PyObject* args) {
     });
 }
 
+__extension__ typedef unsigned __int128 Wide;
+
 // Philox 4x64 of 10 rounds, as NumPy has it. Source: Salmon et al.: Parallel random numbers: as
 // easy as 1, 2, 3, SC 2011.
 struct Philox {
     u64 low, high;  // the key
     void draw(u64 counter, u64* four) const {
-        __extension__ typedef unsigned __int128 Wide;
         u64 a = counter, b = 0, c = 0, d = 0, first = low, second = high;
         for (int round = 0; round < 10; ++round) {
             const Wide by_a = (Wide)a * 0xd2e7470ee14c6c93, by_c = (Wide)c * 0xca5a826395121157;
@@ -261,7 +262,6 @@ struct Philox {
 // mark_drawn(low, high, count, n, words): sets bits of words until count of n are set, those of
 // Philox's numbers modulo n.
 PyObject* mark_drawn(PyObject*, PyObject* args) {
-    Philox stream;
     unsigned long long low, high;
     long long count, n;
     Buffer words;
@@ -269,7 +269,7 @@ PyObject* mark_drawn(PyObject*, PyObject* args) {
         !has_length(words, "words", (n + 31) / 32 * (i64)sizeof(u32)))
         return nullptr;
     if (count < 0 || count > n) return PyErr_Format(PyExc_ValueError, "count: must be 0..n");
-    stream = {low, high};
+    const Philox stream = {low, high};
     {
         Unlocked unlocked;
         memset(words.view.buf, 0, (size_t)words.view.len);
@@ -278,7 +278,6 @@ PyObject* mark_drawn(PyObject*, PyObject* args) {
         u64 four[4];
         for (u64 i = 0; count > 0; ++i) {
             if (i % 4 == 0) stream.draw(i / 4 + 1, four);
-            __extension__ typedef unsigned __int128 Wide;
             u64 place = four[i % 4] - (u64)((Wide)four[i % 4] * inverse >> 64) * each;
             while (place >= each) place -= each;  // twice at most
             const u32 bit = 1u << place % 32, before = marks[place / 32];
