@@ -616,7 +616,8 @@ def accumulate_above(
     found = select_above(out, threshold)
     values = gather(out, found)
     if less:
-        scatter_add(out, found, cupy.copysign(np.float32(less), -values))
+        signs = ~values.view(np.uint32) & ~MAGNITUDE
+        scatter_add(out, found, (signs | np.float32(less).view(np.uint32)).view(np.float32))
     return most, found, values
 
 
