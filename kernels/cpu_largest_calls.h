@@ -102,10 +102,14 @@ struct Sums {
                 const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
                 float *first = sums.at(sum.at<float>(i)), *second = totals.at(total.at<float>(i)),
                       *last = more.view.buf ? second : first;
-                largest = std::max(largest, loops->accumulate_above(
-                                                above, x.at<float>(i), kept.at<float>(i), factor,
-                                                more.at<float>(i), m, first, second, (u32)i,
-                                                found.places, found.values, &found.count));
+                const u32 own =
+                    above < CPD_MAGNITUDE
+                        ? loops->accumulate_above(above, x.at<float>(i), kept.at<float>(i), factor,
+                                                  more.at<float>(i), m, first, second, (u32)i,
+                                                  found.places, found.values, &found.count)
+                        : loops->accumulate(x.at<float>(i), kept.at<float>(i), factor,
+                                            more.at<float>(i), m, first, second);
+                largest = std::max(largest, own);
                 if (less != 0)
                     for (i64 k = 0; k < found.count; ++k)
                         last[found.places[k] - i] -= copysignf(less, found.values[k]);
@@ -139,7 +143,7 @@ struct Sums {
 // The k-th largest of some magnitudes, 1 <= k <= their number, which it puts in another order: one
 // histogram leaves few of them.
 u32 kth_largest(std::vector<u32>& bits, i64 k) {
-    u32 least = ~0u, most = 0;
+    u32 least = CPD_MAGNITUDE, most = 0;
     for (u32 each : bits) least = std::min(least, each), most = std::max(most, each);
     int shift = 0;
     while ((most - least) >> shift >= CPD_BUCKETS) ++shift;
@@ -229,7 +233,7 @@ PyObject* accumulate_largest(PyObject*, PyObject* args) {
         std::atomic<u32> most{0};
         std::vector<u32> sample;
         if (k > 0) sums.sample(sample);
-        const u32 above = k > 0 ? exceeded(k, floats_in(sums.x), sample) : ~0u;
+        const u32 above = k > 0 ? exceeded(k, floats_in(sums.x), sample) : CPD_MAGNITUDE;
         PyObject* done = sums.write(above, 0, blocks, most);
         if (!done) return nullptr;
         Py_DECREF(done);
@@ -254,7 +258,7 @@ PyObject* largest(PyObject*, PyObject* args) {
         for (i64 line = 0; line < n / SAMPLED; ++line)
             for (i64 i = 0; i < LINE; ++i)
                 sample.push_back(magnitude_bits(*x.at<float>(line * SAMPLED + i)));
-        const u32 first = k > 0 ? exceeded(k, n, sample) : ~0u;
+        const u32 first = k > 0 ? exceeded(k, n, sample) : CPD_MAGNITUDE;
         for (u32 above : {first, 0u}) {
             PyObject* done = collect(threads, x, above, blocks);
             if (!done) return nullptr;

@@ -95,13 +95,12 @@ i64 take_marked(const u32* words, float* x, i64 n, float* values) {
     i64 count = 0;
 #if CPD_REGISTER == 64
     for (i64 i = 0; i < n; i += CPD_GROUP) {
-        const __mmask16 marks = (__mmask16)(words[i / 32] >> i % 32),
-                        valid = (__mmask16)(n - i < CPD_GROUP ? (1u << (n - i)) - 1 : 0xffff);
+        const __mmask16 marks = (__mmask16)(words[i / 32] >> i % 32);
         const F value = load_some(x + i, n - i);
         const int some = __builtin_popcount(marks);
         _mm512_mask_storeu_ps(values + count, (__mmask16)((1u << some) - 1),
                               _mm512_maskz_compress_ps(marks, value));
-        _mm512_mask_storeu_ps(x + i, valid, _mm512_maskz_mov_ps((__mmask16)~marks, value));
+        store_some(x + i, n - i, _mm512_maskz_mov_ps((__mmask16)~marks, value));
         count += some;
     }
 #else
@@ -119,11 +118,10 @@ i64 put_marked(const u32* words, const float* values, i64 n, float* x) {
     i64 count = 0;
 #if CPD_REGISTER == 64
     for (i64 i = 0; i < n; i += CPD_GROUP) {
-        const __mmask16 marks = (__mmask16)(words[i / 32] >> i % 32),
-                        valid = (__mmask16)(n - i < CPD_GROUP ? (1u << (n - i)) - 1 : 0xffff);
+        const __mmask16 marks = (__mmask16)(words[i / 32] >> i % 32);
         const int some = __builtin_popcount(marks);
         const F packed = _mm512_maskz_loadu_ps((__mmask16)((1u << some) - 1), values + count);
-        _mm512_mask_storeu_ps(x + i, valid, _mm512_maskz_expand_ps(marks, packed));
+        store_some(x + i, n - i, _mm512_maskz_expand_ps(marks, packed));
         count += some;
     }
 #else

@@ -275,14 +275,15 @@ PyObject* mark_drawn(PyObject*, PyObject* args) {
         memset(words.view.buf, 0, (size_t)words.view.len);
         u32* const marks = words.at<u32>(0);
         const u64 each = (u64)n, inverse = each ? ~(u64)0 / each : 0;
-        u64 four[4];
-        for (u64 i = 0; count > 0; ++i) {
-            if (i % 4 == 0) stream.draw(i / 4 + 1, four);
-            u64 place = four[i % 4] - (u64)((Wide)four[i % 4] * inverse >> 64) * each;
-            while (place >= each) place -= each;  // twice at most
+        u64 some[16];
+        for (i64 left = count, i = 0; left > 0; ++i) {
+            if (i % 16 == 0)
+                for (i64 k = 0; k < 4; ++k) stream.draw((u64)(i / 4 + k + 1), some + 4 * k);
+            u64 place = some[i % 16] - (u64)((Wide)some[i % 16] * inverse >> 64) * each;
+            for (int k = 0; k < 2; ++k) place -= each & (0 - (u64)(place >= each));
             const u32 bit = 1u << place % 32, before = marks[place / 32];
             marks[place / 32] = before | bit;
-            count -= !(before & bit);
+            left -= !(before & bit);
         }
     }
     Py_RETURN_NONE;

@@ -17,6 +17,7 @@ from simulated_cupy import simulated
 from cpdhpc import _cpu
 from cpdhpc.formats import TILE
 from cpdhpc.ops import cpu, reference, set_kernel_threads
+
 LINE, SAMPLED = 16, 4096  # as kernels/cpu_largest_calls.h has them
 
 BOUNDED = settings(max_examples=80, deadline=None, derandomize=True, database=None)

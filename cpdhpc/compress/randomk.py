@@ -112,7 +112,7 @@ class RandomK(DenseMessages):
         for name, start, stop in bucket.segments:
             if name in means:
                 kernels.put_marked(mean[start:stop], marks[name], means[name])
-        most = bits_of_largest([np.float32([0]), *means.values()])
+        most = bits_of_largest([np.zeros(1, np.float32), *means.values()])
         shares = [counts[name] / n for name, n in sizes.items()]
         return layers.finished(mean, most, waiting, shares, self.error_feedback)
 

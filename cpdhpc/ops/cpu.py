@@ -498,7 +498,7 @@ def _accumulated(
     factor: float,
     more: Array | None,
     total: Array | None,
-    above: int = 2**32 - 1,
+    above: int = int(MAGNITUDE),  # nothing is
     less: float = 0.0,
 ) -> tuple[int, Array, Array]:
     """Return the largest bits, and indices and values of magnitudes above some bits."""
