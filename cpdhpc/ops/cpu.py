@@ -566,7 +566,7 @@ def put(out: Array, indices: Array, values: Array) -> None:
 def mark_drawn(key: Array, count: int, n: int) -> Array:
     """Return a bit for each of n places, the first count of them that are drawn; see reference."""
     words = np.empty(-(-n // 32), np.uint32)
-    _cpu.mark_drawn(*map(int, key), count, n, words)
+    _cpu.mark_drawn(int(key[0]), int(key[1]), count, n, words)
     return words
 
 
