@@ -4,6 +4,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 
 #include "cpu_threads.h"
 
@@ -24,6 +26,8 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 #include "cpu_steps_calls.h"
 //
 #include "cpu_passes_calls.h"
+//
+#include "cpu_largest_calls.h"
 //
 #include "cpu_places_calls.h"
 
@@ -242,7 +246,6 @@ PyMethodDef methods[] = {
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
     {"mark_above", mark_above, METH_VARARGS, nullptr},
-    {"collect_above", collect_above, METH_VARARGS, nullptr},
     {"count_digits", count_digits, METH_VARARGS, nullptr},
     {"count_bits", count_bits, METH_VARARGS, nullptr},
     {"pack_bitmap", pack_bitmap, METH_VARARGS, nullptr},
@@ -254,6 +257,8 @@ PyMethodDef methods[] = {
     {"clear", clear, METH_VARARGS, nullptr},
     {"step_layers", step_layers, METH_VARARGS, nullptr},
     {"accumulate", accumulate, METH_VARARGS, nullptr},
+    {"accumulate_largest", accumulate_largest, METH_VARARGS, nullptr},
+    {"largest", largest, METH_VARARGS, nullptr},
     {"scale_runs", scale_runs, METH_VARARGS, nullptr},
     {"run_maxima", run_maxima, METH_VARARGS, nullptr},
     {"row_sums", row_sums, METH_VARARGS, nullptr},
@@ -268,9 +273,11 @@ PyMethodDef methods[] = {
     {"put", put, METH_VARARGS, nullptr},
     {"mark_drawn", mark_drawn, METH_VARARGS, nullptr},
     {"chunk_leaders", chunk_leaders, METH_VARARGS, nullptr},
+    {"accumulate_chunks", accumulate_chunks, METH_VARARGS, nullptr},
     {"mean_places", mean_places, METH_VARARGS, nullptr},
     {"merge_places", merge_places, METH_VARARGS, nullptr},
     {"accumulate_taking", accumulate_taking, METH_VARARGS, nullptr},
+    {"put_marked", put_marked, METH_VARARGS, nullptr},
     {"take", take, METH_VARARGS, nullptr},
     {"row_products", row_products, METH_VARARGS, nullptr},
     {"column_products", column_products, METH_VARARGS, nullptr},

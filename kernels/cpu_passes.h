@@ -13,10 +13,23 @@ CPD_FN int magnitude_of(float x) {
 // Number of values by which data is prefetched: the time of some additions.
 const i64 SOON = 256;
 
-template <bool SCALED, bool TWICE>
+// The values above some bits: written one after the other, with room for a group more.
+struct Found {
+    u32 above, first;  // first: the place of the first value
+    u32* places;
+    float* values;
+    i64 count;
+    CPD_INLINE void add(i64 i, float value) {
+        if ((u32)magnitude_of(value) > above)
+            places[count] = first + (u32)i, values[count++] = value;
+    }
+};
+
+template <bool SCALED, bool TWICE, bool COLLECT>
 u32 accumulate_as(const float* x, const float* kept, float factor, const float* more, i64 n,
-                  float* sum, float* total) {
+                  float* sum, float* total, Found* found) {
     const F by = from_float(factor);
+    const U limit = lanes(COLLECT ? found->above : 0);
     U largest = lanes(0);
     i64 i = 0;
     for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
@@ -30,6 +43,15 @@ u32 accumulate_as(const float* x, const float* kept, float factor, const float* 
             store(total, i, n, value);
         }
         largest = larger(largest, bits_of(value) & CPD_MAGNITUDE);
+#if CPD_REGISTER == 64
+        if (COLLECT)
+            found->count +=
+                store_lanes(signs(is_above(value, limit)), lane_numbers() + (found->first + (u32)i),
+                            value, found->places + found->count, found->values + found->count);
+#else
+        if (COLLECT && any(is_above(value, limit)))
+            for (int k = 0; k < CPD_GROUP; ++k) found->add(i + k, value[k]);
+#endif
     }
     int most = (int)largest_lane(largest);
     for (; i < n; ++i) {
@@ -38,16 +60,77 @@ u32 accumulate_as(const float* x, const float* kept, float factor, const float* 
         if (TWICE) total[i] = value = value + more[i];
         const int magnitude = magnitude_of(value);
         most = most < magnitude ? magnitude : most;
+        if (COLLECT) found->add(i, value);
     }
     return (u32)most;
 }
 
+template <bool COLLECT>
+u32 accumulate_by(const float* x, const float* kept, float factor, const float* more, i64 n,
+                  float* sum, float* total, Found* found) {
+    return (more          ? factor != 1 ? accumulate_as<true, true, COLLECT>
+                                        : accumulate_as<false, true, COLLECT>
+            : factor != 1 ? accumulate_as<true, false, COLLECT>
+                          : accumulate_as<false, false, COLLECT>)(x, kept, factor, more, n, sum,
+                                                                  total, found);
+}
+
 u32 accumulate(const float* x, const float* kept, float factor, const float* more, i64 n,
                float* sum, float* total) {
-    if (more && factor != 1) return accumulate_as<true, true>(x, kept, factor, more, n, sum, total);
-    if (more) return accumulate_as<false, true>(x, kept, factor, more, n, sum, total);
-    return (factor != 1 ? accumulate_as<true, false>
-                        : accumulate_as<false, false>)(x, kept, factor, more, n, sum, total);
+    return accumulate_by<false>(x, kept, factor, more, n, sum, total, nullptr);
+}
+
+u32 accumulate_above(u32 above, const float* x, const float* kept, float factor, const float* more,
+                     i64 n, float* sum, float* total, u32 first, u32* places, float* values,
+                     i64* count) {
+    Found found = {above, first, places, values, 0};
+    const u32 most = accumulate_by<true>(x, kept, factor, more, n, sum, total, &found);
+    *count = found.count;
+    return most;
+}
+
+// Moves the values with set bits to values, one after the other, and leaves zeros; words have no
+// bits beyond n. Returns their number.
+i64 take_marked(const u32* words, float* x, i64 n, float* values) {
+    i64 count = 0;
+#if CPD_REGISTER == 64
+    for (i64 i = 0; i < n; i += CPD_GROUP) {
+        const __mmask16 marks = (__mmask16)(words[i / 32] >> i % 32);
+        const F value = load_some(x + i, n - i);
+        const int some = __builtin_popcount(marks);
+        _mm512_mask_storeu_ps(values + count, (__mmask16)((1u << some) - 1),
+                              _mm512_maskz_compress_ps(marks, value));
+        store_some(x + i, n - i, _mm512_maskz_mov_ps((__mmask16)~marks, value));
+        count += some;
+    }
+#else
+    for (i64 i = 0; i < n; i += 32)
+        for (u32 word = words[i / 32]; word; word &= word - 1) {
+            float& own = x[i + __builtin_ctz(word)];
+            values[count++] = own, own = 0;
+        }
+#endif
+    return count;
+}
+
+// Writes the values to the places with set bits, and zeros to the others. Returns their number.
+i64 put_marked(const u32* words, const float* values, i64 n, float* x) {
+    i64 count = 0;
+#if CPD_REGISTER == 64
+    for (i64 i = 0; i < n; i += CPD_GROUP) {
+        const __mmask16 marks = (__mmask16)(words[i / 32] >> i % 32);
+        const int some = __builtin_popcount(marks);
+        const F packed = _mm512_maskz_loadu_ps((__mmask16)((1u << some) - 1), values + count);
+        store_some(x + i, n - i, _mm512_maskz_expand_ps(marks, packed));
+        count += some;
+    }
+#else
+    memset(x, 0, (size_t)n * sizeof(float));
+    for (i64 i = 0; i < n; i += 32)
+        for (u32 word = words[i / 32]; word; word &= word - 1)
+            x[i + __builtin_ctz(word)] = values[count++];
+#endif
+    return count;
 }
 
 // x cut to +-limit and divided, or multiplied by by; returns the largest magnitude of the results.
@@ -287,16 +370,21 @@ i64 leaders_of(const float* x, const float* rate, float more, u32 highest, i64 n
     return count;
 }
 
-// The first of a chunk's largest magnitudes.
+// The first of a chunk's largest magnitudes. 64 values are compared without a branch, as the place
+// of the leader cannot be foreseen.
 i64 leader_of(const float* x, i64 n) {
 #if CPD_REGISTER == 64
     U largest = lanes(0);
     for (i64 i = 0; i < n; i += CPD_GROUP)
         largest = larger(largest, bits_of(load_some(x + i, n - i)) & CPD_MAGNITUDE);
     const U highest = lanes(largest_lane(largest));
-    for (i64 i = 0;; i += CPD_GROUP) {
-        const U bits = bits_of(load_some(x + i, n - i)) & CPD_MAGNITUDE;
-        if (const u32 found = signs(equal(bits, highest))) return i + __builtin_ctz(found);
+    for (i64 i = 0;; i += 64) {
+        u64 found = 0;
+        for (i64 k = 0; k < 64 && i + k < n; k += CPD_GROUP) {
+            const U bits = bits_of(load_some(x + i + k, n - i - k)) & CPD_MAGNITUDE;
+            found |= (u64)signs(equal(bits, highest)) << k;
+        }
+        if (found) return i + __builtin_ctzll(found);
     }
 #else
     const int most = (int)largest_of(x, n);

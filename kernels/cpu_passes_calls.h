@@ -62,61 +62,6 @@ int to_views(PyObject* given, void* target) {
     return 1;
 }
 
-// accumulate(threads, x, kept, factor, more, sum, total, above): sum = x + factor * kept, and if
-// more and total are given total = sum + more. Returns the bits of the largest magnitude of the
-// last one, and its indices and values with a magnitude above these bits, as bytearrays.
-PyObject* accumulate(PyObject*, PyObject* args) {
-    int threads;
-    float factor;
-    unsigned above;
-    Buffer x, kept, more, sum, total;
-    if (!PyArg_ParseTuple(args, "iy*y*fO&w*O&I", &threads, &x.view, &kept.view, &factor,
-                          to_optional, &more, &sum.view, to_optional_out, &total, &above) ||
-        !as_long(x, kept, "kept") || !as_long(x, more, "more") || !as_long(x, sum, "sum") ||
-        !as_long(x, total, "total"))
-        return nullptr;
-    if (!more.view.buf != !total.view.buf)
-        return PyErr_Format(PyExc_ValueError, "accumulate: more and total: must be given both");
-    const i64 n = floats_in(x);
-    std::vector<Above> parts((size_t)(n / (BLOCK_TILES * CPD_TILE) + 1));
-    std::atomic<u32> most{0};
-    std::atomic<bool> full{false};
-    PyObject* done = in_blocks(threads, n, [&](const Block& b) {
-        Above& part = parts[(size_t)(b.tile / BLOCK_TILES)];
-        u32 places[CPD_TILE + 2], largest = 0;
-        float values[CPD_TILE];
-        Written sums(n), totals(n);
-        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
-            const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
-            float *first = sums.at(sum.at<float>(i)), *second = totals.at(total.at<float>(i));
-            const u32 found = loops->accumulate(x.at<float>(i), kept.at<float>(i), factor,
-                                                more.at<float>(i), m, first, second);
-            largest = largest < found ? found : largest;
-            sums.done(sum.at<float>(i), m);
-            if (more.view.buf) totals.done(total.at<float>(i), m);
-            if (found <= above) continue;
-            try {
-                const float* last = more.view.buf ? second : first;
-                i64 count = loops->collect_tile(above, last, m, (u32)i, places, values);
-                part.places.insert(part.places.end(), places, places + count);
-                part.values.insert(part.values.end(), values, values + count);
-            } catch (const std::bad_alloc&) {
-                full = true;
-            }
-        }
-        raise_to(most, largest);
-    });
-    if (!done) return nullptr;
-    Py_DECREF(done);
-    if (full) return PyErr_NoMemory();
-    PyObject* places = joined(parts, &Above::places);
-    PyObject* values = places ? joined(parts, &Above::values) : nullptr;
-    PyObject* all = values ? Py_BuildValue("IOO", (unsigned)most, places, values) : nullptr;
-    Py_XDECREF(places);
-    Py_XDECREF(values);
-    return all;
-}
-
 // Runs of values, each with a number of its own: they end at ends, int64[runs], which ascend.
 struct Runs {
     Buffer each, ends;
@@ -540,31 +485,9 @@ PyObject* put(PyObject*, PyObject* args) {
         return nullptr;
     return in_blocks(threads, words_in(indices), [&](const Block& b) {
         float* to = out.at<float>(0);
-        const u32* at = indices.at<u32>(b.first);
-        for (i64 i = 0; i < b.n; ++i) to[at[i]] = values.at<float>(b.first)[i];
+        each_place(to, indices.at<u32>(b.first), b.n,
+                   [&](i64 i, float& x) { x = values.at<float>(b.first)[i]; });
     });
-}
-
-// mark_drawn(draws, n, words): sets bit draw % n of words for each 64-bit draw; returns the number
-// of bits that were not set.
-PyObject* mark_drawn(PyObject*, PyObject* args) {
-    Buffer draws, words;
-    unsigned long long n;
-    if (!PyArg_ParseTuple(args, "y*Kw*", &draws.view, &n, &words.view) ||
-        !has_length(words, "words", (i64)((n + 31) / 32 * sizeof(u32))))
-        return nullptr;
-    i64 count = 0;
-    if (n) {
-        Unlocked unlocked;
-        for (i64 i = 0; i < draws.view.len / (i64)sizeof(u64); ++i) {
-            const u64 place = *draws.at<u64>(i) % n;
-            u32& word = *words.at<u32>((i64)(place / 32));
-            const u32 bit = 1u << place % 32;
-            count += !(word & bit);
-            word |= bit;
-        }
-    }
-    return PyLong_FromLongLong(count);
 }
 
 // chunk_leaders(x, chunk, out): the position of the first of the largest magnitudes of each chunk.
@@ -582,6 +505,37 @@ PyObject* chunk_leaders(PyObject*, PyObject* args) {
                 loops->leader_of(x.at<float>(i), n - i < chunk ? n - i : chunk);
     }
     Py_RETURN_NONE;
+}
+
+// accumulate_chunks(x, kept, chunk, sum, places): sum = x + kept, and the places of chunk_leaders.
+// Returns the bits of the largest magnitude.
+PyObject* accumulate_chunks(PyObject*, PyObject* args) {
+    long long chunk;
+    Buffer x, kept, sum, places;
+    if (!PyArg_ParseTuple(args, "y*y*Lw*w*", &x.view, &kept.view, &chunk, &sum.view,
+                          &places.view) ||
+        !as_long(x, kept, "kept") || !as_long(x, sum, "sum"))
+        return nullptr;
+    const i64 n = floats_in(x);
+    if (chunk < 1 || !has_length(places, "places", (n + chunk - 1) / chunk * (i64)sizeof(i64)))
+        return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "chunk: %lld", chunk);
+    u32 most = 0;
+    {
+        Unlocked unlocked;
+        const i64 step = chunk < STEP ? STEP / chunk * chunk : chunk;
+        Written sums(chunk < STEP ? n : 0);
+        i64* place = places.at<i64>(0);
+        for (i64 i = 0; i < n; i += step) {
+            const i64 m = n - i < step ? n - i : step;
+            float* to = sums.at(sum.at<float>(i));
+            most = std::max(most, loops->accumulate(x.at<float>(i), kept.at<float>(i), 1, nullptr,
+                                                    m, to, nullptr));
+            for (i64 k = 0; k < m; k += chunk)
+                *place++ = loops->leader_of(to + k, m - k < chunk ? m - k : chunk);
+            sums.done(sum.at<float>(i), m);
+        }
+    }
+    return PyLong_FromUnsignedLong(most);
 }
 
 // A matrix of n rows, with columns by its size, and count rows to multiply it by.

@@ -3,7 +3,7 @@
 
 namespace {
 
-const i64 DENSE = 8;  // if one of so many values is summed, dividing all takes no more time
+const i64 DENSE = 16;  // if one of so many values is summed, dividing all takes no more time
 
 // Sparse arrays of n values, of several sources. Their places ascend, are distinct and below n.
 struct Sources {
@@ -41,11 +41,10 @@ class PartialSums {
                 least = std::min(least, (i64)*sources.places.at<u32>((i64)s, next[s]));
         return least;
     }
-    // Writes the sums at places first .. first + n - 1, in the order of sources from 0 on, into
-    // sum, and with NOTES records their places for each. n: STEP at most
+    // Adds the values at places first .. first + n - 1, in the order of sources, to sum, which has
+    // zeros, and with NOTES records their places. n: STEP at most
     template <bool NOTES>
     void add(i64 first, i64 n, float* sum) {
-        memset(sum, 0, (size_t)n * sizeof(float));
         for (size_t s = 0; s < next.size(); ++s) {
             const u32* places = sources.places.at<u32>((i64)s, 0);
             const float* values = sources.values.at<float>((i64)s, 0);
@@ -59,23 +58,16 @@ class PartialSums {
             next[s] = i;
         }
     }
-    // The number of remaining values of sources before a place.
-    i64 left_before(i64 end) const {
-        i64 count = 0;
-        for (size_t s = 0; s < next.size(); ++s) {
-            const u32* begin = sources.places.at<u32>((i64)s, 0);
-            count += std::lower_bound(begin + next[s], begin + sources.count(s), end) - begin;
-            count -= next[s];
-        }
-        return count;
-    }
-    // Calls body(k) for each place first + k of the last add; once.
+    // Calls body(k) for each recorded place first + k.
     template <class Work>
-    void each(const Work& body) {
-        for (i64 w = 0; w < STEP / 64; ++w) {
-            u64 bits = marks[w];
-            for (marks[w] = 0; bits; bits &= bits - 1) body(64 * w + __builtin_ctzll(bits));
-        }
+    void each(const Work& body) const {
+        for (i64 w = 0; w < STEP / 64; ++w)
+            for (u64 bits = marks[w]; bits; bits &= bits - 1) body(64 * w + __builtin_ctzll(bits));
+    }
+    // Forgets the recorded places, and writes zeros to them if sum is given.
+    void clear(float* sum) {
+        if (sum) each([&](i64 k) { sum[k] = 0; });
+        memset(marks, 0, sizeof marks);
     }
 
   private:
@@ -83,12 +75,6 @@ class PartialSums {
     std::vector<i64> next;  // of each source: number of places that are done
     u64 marks[STEP / 64] = {};
 };
-
-u32 magnitude_bits(float x) {
-    u32 bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits & CPD_MAGNITUDE;
-}
 
 // mean_places(threads, places, values, divisor, out): out is the sum of the sources' values at a
 // place, in their order from 0 on, over divisor; places and values: tuples of each. Returns the
@@ -104,8 +90,12 @@ PyObject* mean_places(PyObject*, PyObject* args) {
         !sources.are_sound("mean_places", floats_in(out)))
         return nullptr;
     const i64 n = floats_in(out);
+    i64 count = 0;
+    for (size_t s = 0; s < sources.places.all.size(); ++s) count += sources.count(s);
     int exponent;
     const bool is_exact = frexpf(divisor, &exponent) == 0.5f && 0 < exponent && exponent < 100;
+    const bool is_dense = DENSE * count > n;
+    const float by = is_exact ? 1 / divisor : divisor;
     std::atomic<u32> most{0};
     std::atomic<bool> full{false};
     PyObject* done = in_blocks(threads, n, [&](const Block& b) {
@@ -113,12 +103,13 @@ PyObject* mean_places(PyObject*, PyObject* args) {
             PartialSums sums(sources, b.first);
             Written values(n);
             u32 largest = 0;
+            if (values.streams) memset(values.own, 0, sizeof values.own);
             for (i64 i = b.first; i < b.first + b.n; i += STEP) {
                 const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
                 float* sum = values.at(out.at<float>(i));
-                if (is_exact || DENSE * sums.left_before(i + m) > m) {
+                if (is_dense || !values.streams) memset(sum, 0, (size_t)m * sizeof(float));
+                if (is_dense) {
                     sums.add<false>(i, m, sum);
-                    const float by = is_exact ? 1 / divisor : divisor;
                     largest = std::max(
                         largest, divisor == 1
                                      ? loops->largest_of(sum, m)
@@ -126,11 +117,12 @@ PyObject* mean_places(PyObject*, PyObject* args) {
                 } else {
                     sums.add<true>(i, m, sum);
                     sums.each([&](i64 k) {
-                        sum[k] /= divisor;
+                        sum[k] = is_exact ? sum[k] * by : sum[k] / by;
                         largest = std::max(largest, magnitude_bits(sum[k]));
                     });
                 }
                 values.done(out.at<float>(i), m);
+                if (!is_dense) sums.clear(values.streams ? sum : nullptr);
             }
             raise_to(most, largest);
         } catch (const std::bad_alloc&) {
@@ -156,7 +148,7 @@ PyObject* merge_places(PyObject*, PyObject* args) {
     try {
         Unlocked unlocked;
         PartialSums sums(sources, 0);
-        float sum[STEP];
+        float sum[STEP] = {};
         for (i64 at = sums.place(); at < n; at = sums.place()) {
             const i64 first = at / STEP * STEP;
             sums.add<true>(first, STEP, sum);
@@ -165,6 +157,7 @@ PyObject* merge_places(PyObject*, PyObject* args) {
                 places.push_back((u32)(first + k));
                 values.push_back(sum[k]);
             });
+            sums.clear(sum);
         }
     } catch (const std::bad_alloc&) {
         return PyErr_NoMemory();
@@ -172,32 +165,52 @@ PyObject* merge_places(PyObject*, PyObject* args) {
     return both_bytes_of(places, values);
 }
 
-// accumulate_taking(threads, x, kept, sum, places, values): sum = x + kept, but 0 at some places,
-// whose sums go to values. Returns the bits of the largest magnitude of all sums.
+// Places of n values that are marked by a bit each: bit i % 32 of word i / 32.
+struct Marks {
+    Buffer words;
+    std::vector<i64> starts;  // of each block, the number of places before it
+    // Whether there are a bit for each of n places, none beyond, and a value for each place.
+    bool are_sound(i64 n, const Buffer& values) {
+        if (!has_length(words, "words", (n + 31) / 32 * (i64)sizeof(u32))) return false;
+        i64 count = 0;
+        for (i64 w = 0; w < words_in(words); ++w) {
+            if (w % (BLOCK_TILES * CPD_TILE / 32) == 0) starts.push_back(count);
+            count += __builtin_popcount(*words.at<u32>(w));
+        }
+        if (n % 32 && *words.at<u32>(n / 32) >> n % 32)
+            return PyErr_Format(PyExc_ValueError, "words: bits beyond value %lld", (long long)n),
+                   false;
+        return has_length(values, "values", count * (i64)sizeof(float));
+    }
+    i64 before(const Block& b) const {
+        return starts.empty() ? 0 : starts[(size_t)(b.tile / BLOCK_TILES)];
+    }
+    const u32* at(i64 i) const { return words.at<u32>(i / 32); }
+};
+
+// accumulate_taking(threads, x, kept, sum, words, values): sum = x + kept, but 0 at the marked
+// places, whose sums go to values. Returns the bits of the largest magnitude of all sums.
 PyObject* accumulate_taking(PyObject*, PyObject* args) {
     int threads;
-    Buffer x, kept, sum, places, values;
+    Marks marks;
+    Buffer x, kept, sum, values;
     if (!PyArg_ParseTuple(args, "iy*y*w*y*w*", &threads, &x.view, &kept.view, &sum.view,
-                          &places.view, &values.view) ||
+                          &marks.words.view, &values.view) ||
         !as_long(x, kept, "kept") || !as_long(x, sum, "sum") ||
-        !has_length(values, "values", places.view.len) ||
-        !ascends("accumulate_taking", places, floats_in(x)))
+        !marks.are_sound(floats_in(x), values))
         return nullptr;
-    const i64 n = floats_in(x), count = words_in(places);
-    const u32* const place = places.at<u32>(0);
-    float* const taken = values.at<float>(0);
+    const i64 n = floats_in(x);
     std::atomic<u32> most{0};
     PyObject* done = in_blocks(threads, n, [&](const Block& b) {
-        i64 k = std::lower_bound(place, place + count, b.first) - place;
+        float* taken = values.at<float>(marks.before(b));
         u32 largest = 0;
         Written sums(n);
-        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
-            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
+        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
+            const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
             float* to = sums.at(sum.at<float>(i));
             largest = std::max(largest, loops->accumulate(x.at<float>(i), kept.at<float>(i), 1,
                                                           nullptr, m, to, nullptr));
-            const i64 end = std::lower_bound(place + k, place + count, i + m) - place;
-            for (; k < end; ++k) taken[k] = to[place[k] - i], to[place[k] - i] = 0;
+            taken += loops->take_marked(marks.at(i), to, m, taken);
             sums.done(sum.at<float>(i), m);
         }
         raise_to(most, largest);
@@ -205,6 +218,75 @@ PyObject* accumulate_taking(PyObject*, PyObject* args) {
     if (!done) return nullptr;
     Py_DECREF(done);
     return PyLong_FromUnsignedLong(most);
+}
+
+// put_marked(threads, words, values, out): out = values at the marked places, and 0 elsewhere.
+PyObject* put_marked(PyObject*, PyObject* args) {
+    int threads;
+    Marks marks;
+    Buffer values, out;
+    if (!PyArg_ParseTuple(args, "iy*y*w*", &threads, &marks.words.view, &values.view, &out.view) ||
+        !marks.are_sound(floats_in(out), values))
+        return nullptr;
+    const i64 n = floats_in(out);
+    return in_blocks(threads, n, [&](const Block& b) {
+        const float* next = values.at<float>(marks.before(b));
+        Written numbers(n);
+        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
+            const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
+            float* to = numbers.at(out.at<float>(i));
+            next += loops->put_marked(marks.at(i), next, m, to);
+            numbers.done(out.at<float>(i), m);
+        }
+    });
+}
+
+__extension__ typedef unsigned __int128 Wide;
+
+// Philox 4x64 of 10 rounds, as NumPy has it. Source: Salmon et al.: Parallel random numbers: as
+// easy as 1, 2, 3, SC 2011.
+struct Philox {
+    u64 low, high;  // the key
+    void draw(u64 counter, u64* four) const {
+        u64 a = counter, b = 0, c = 0, d = 0, first = low, second = high;
+        for (int round = 0; round < 10; ++round) {
+            const Wide by_a = (Wide)a * 0xd2e7470ee14c6c93, by_c = (Wide)c * 0xca5a826395121157;
+            a = (u64)(by_c >> 64) ^ b ^ first, b = (u64)by_c;
+            c = (u64)(by_a >> 64) ^ d ^ second, d = (u64)by_a;
+            first += 0x9e3779b97f4a7c15, second += 0xbb67ae8584caa73b;
+        }
+        four[0] = a, four[1] = b, four[2] = c, four[3] = d;
+    }
+};
+
+// mark_drawn(low, high, count, n, words): sets bits of words until count of n are set, those of
+// Philox's numbers modulo n.
+PyObject* mark_drawn(PyObject*, PyObject* args) {
+    unsigned long long low, high;
+    long long count, n;
+    Buffer words;
+    if (!PyArg_ParseTuple(args, "KKLLw*", &low, &high, &count, &n, &words.view) ||
+        !has_length(words, "words", (n + 31) / 32 * (i64)sizeof(u32)))
+        return nullptr;
+    if (count < 0 || count > n) return PyErr_Format(PyExc_ValueError, "count: must be 0..n");
+    const Philox stream = {low, high};
+    {
+        Unlocked unlocked;
+        memset(words.view.buf, 0, (size_t)words.view.len);
+        u32* const marks = words.at<u32>(0);
+        const u64 each = (u64)n, inverse = each ? ~(u64)0 / each : 0;
+        u64 some[16];
+        for (i64 left = count, i = 0; left > 0; ++i) {
+            if (i % 16 == 0)
+                for (i64 k = 0; k < 4; ++k) stream.draw((u64)(i / 4 + k + 1), some + 4 * k);
+            u64 place = some[i % 16] - (u64)((Wide)some[i % 16] * inverse >> 64) * each;
+            for (int k = 0; k < 2; ++k) place -= each & (0 - (u64)(place >= each));
+            const u32 bit = 1u << place % 32, before = marks[place / 32];
+            marks[place / 32] = before | bit;
+            left -= !(before & bit);
+        }
+    }
+    Py_RETURN_NONE;
 }
 
 // take(threads, x, places, values): values = x[places], which become 0.
@@ -216,8 +298,7 @@ PyObject* take(PyObject*, PyObject* args) {
         return nullptr;
     return in_blocks(threads, words_in(places), [&](const Block& b) {
         float *from = x.at<float>(0), *to = values.at<float>(b.first);
-        const u32* at = places.at<u32>(b.first);
-        for (i64 i = 0; i < b.n; ++i) to[i] = from[at[i]], from[at[i]] = 0;
+        each_place(from, places.at<u32>(b.first), b.n, [&](i64 i, float& x) { to[i] = x, x = 0; });
     });
 }
 

@@ -43,10 +43,19 @@ void count_bits(const u32* words, i64 n, u32* counts) {
 }
 
 // Writes the places of set bits of a tile's n words, counted from first, and returns their number.
-// For each two words, two places are always written, which costs less than a branch; if they have
-// fewer bits the next words overwrite them, so places must have room for two more.
+// Some places are always written, which costs less than a branch; the next ones overwrite them, so
+// places must have room for CPD_GROUP more.
 CPD_FN i64 places_of_tile(const u32* words, i64 n, u32 first, u32* places) {
     i64 count = 0;
+#if CPD_REGISTER == 64
+    for (i64 i = 0; i < 2 * n; ++i) {
+        const u32 marks = words[i / 2] >> 16 * (i % 2) & 0xffff;
+        const U all = lane_numbers() + (first + 16 * (u32)i);
+        const __m512i some = _mm512_maskz_compress_epi32((__mmask16)marks, (__m512i)all);
+        memcpy(places + count, &some, sizeof some);
+        count += __builtin_popcount(marks);
+    }
+#else
     for (i64 i = 0; i < n; i += 2) {
         u64 word = words[i] | (i + 1 < n ? (u64)words[i + 1] << 32 : 0);
         i64 next = count + __builtin_popcountll(word);
@@ -56,11 +65,12 @@ CPD_FN i64 places_of_tile(const u32* words, i64 n, u32 first, u32* places) {
         for (; count < next; word &= word - 1) places[count++] = place + (u32)__builtin_ctzll(word);
         count = next;
     }
+#endif
     return count;
 }
 
 void unpack_bitmap(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end) {
-    u32 places[CPD_TILE + 2];
+    u32 places[CPD_TILE + CPD_GROUP];
     for (i64 w = 0; w < n; w += 32) {
         i64 start = starts[w / 32];
         i64 count = places_of_tile(words + w, n - w < 32 ? n - w : 32, first + 32 * (u32)w, places);

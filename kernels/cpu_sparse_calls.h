@@ -17,61 +17,6 @@ PyObject* mark_above(PyObject*, PyObject* args) {
     });
 }
 
-// The values of a block above a limit.
-struct Above {
-    std::vector<u32> places;
-    std::vector<float> values;
-};
-
-template <class T>
-PyObject* joined(const std::vector<Above>& parts, std::vector<T> Above::* which) {
-    size_t count = 0;
-    for (const Above& each : parts) count += (each.*which).size();
-    PyObject* bytes = PyByteArray_FromStringAndSize(nullptr, (Py_ssize_t)(count * sizeof(T)));
-    char* next = bytes ? PyByteArray_AsString(bytes) : nullptr;
-    for (const Above& each : parts) {
-        size_t size = (each.*which).size() * sizeof(T);
-        if (next && size) memcpy(next, (each.*which).data(), size), next += size;
-    }
-    return bytes;
-}
-
-// collect_above(threads, bits, x): the ascending indices and the values of magnitudes above bits,
-// as two bytearrays.
-PyObject* collect_above(PyObject*, PyObject* args) {
-    int threads;
-    unsigned bits;
-    Buffer x;
-    if (!PyArg_ParseTuple(args, "iIy*", &threads, &bits, &x.view)) return nullptr;
-    i64 n = floats_in(x);
-    std::vector<Above> parts((size_t)(n / (BLOCK_TILES * CPD_TILE) + 1));
-    std::atomic<bool> full{false};
-    PyObject* done = in_blocks(threads, n, [&](const Block& b) {
-        Above& part = parts[(size_t)(b.tile / BLOCK_TILES)];
-        u32 places[CPD_TILE + 2];
-        float values[CPD_TILE];
-        try {
-            for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
-                i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
-                i64 count = loops->collect_tile(bits, x.at<float>(i), m, (u32)i, places, values);
-                part.places.insert(part.places.end(), places, places + count);
-                part.values.insert(part.values.end(), values, values + count);
-            }
-        } catch (const std::bad_alloc&) {
-            full = true;
-        }
-    });
-    if (!done) return nullptr;
-    Py_DECREF(done);
-    if (full) return PyErr_NoMemory();
-    PyObject* places = joined(parts, &Above::places);
-    PyObject* values = places ? joined(parts, &Above::values) : nullptr;
-    PyObject* both = values ? PyTuple_Pack(2, places, values) : nullptr;
-    Py_XDECREF(places);
-    Py_XDECREF(values);
-    return both;
-}
-
 PyObject* count_digits(PyObject*, PyObject* args) {
     int threads, shift;
     unsigned low;
@@ -146,6 +91,17 @@ bool ascends(const char* name, const Buffer& indices, i64 n) {
     return ascend(name, indices.at<u32>(0), words_in(indices), n);
 }
 
+const i64 FAR = 32;  // places from one that is used to one whose line is prefetched
+
+// Calls body(i, x[at[i]]) for n places.
+template <class Work>
+void each_place(float* x, const u32* at, i64 n, const Work& body) {
+    for (i64 i = 0; i < n; ++i) {
+        __builtin_prefetch(x + at[i + FAR < n ? i + FAR : n - 1]);
+        body(i, x[at[i]]);
+    }
+}
+
 PyObject* gather(PyObject*, PyObject* args) {
     int threads;
     Buffer x, indices, out;
@@ -153,9 +109,9 @@ PyObject* gather(PyObject*, PyObject* args) {
         !has_length(out, "out", indices.view.len) || !ascends("gather", indices, floats_in(x)))
         return nullptr;
     return in_blocks(threads, words_in(indices), [&](const Block& b) {
-        const float* from = x.at<float>(0);
-        const u32* at = indices.at<u32>(b.first);
-        for (i64 i = 0; i < b.n; ++i) out.at<float>(b.first)[i] = from[at[i]];
+        float* to = out.at<float>(b.first);
+        each_place(x.at<float>(0), indices.at<u32>(b.first), b.n,
+                   [&](i64 i, const float& own) { to[i] = own; });
     });
 }
 
@@ -167,9 +123,9 @@ PyObject* scatter_add(PyObject*, PyObject* args) {
         !ascends("scatter_add", indices, floats_in(out)))
         return nullptr;
     return in_blocks(threads, words_in(indices), [&](const Block& b) {
-        float* to = out.at<float>(0);
-        const u32* at = indices.at<u32>(b.first);
-        for (i64 i = 0; i < b.n; ++i) to[at[i]] += values.at<float>(b.first)[i];
+        const float* terms = values.at<float>(b.first);
+        each_place(out.at<float>(0), indices.at<u32>(b.first), b.n,
+                   [&](i64 i, float& own) { own += terms[i]; });
     });
 }
 
@@ -180,9 +136,7 @@ PyObject* clear(PyObject*, PyObject* args) {
         !ascends("clear", indices, floats_in(x)))
         return nullptr;
     return in_blocks(threads, words_in(indices), [&](const Block& b) {
-        float* to = x.at<float>(0);
-        const u32* at = indices.at<u32>(b.first);
-        for (i64 i = 0; i < b.n; ++i) to[at[i]] = 0.0f;
+        each_place(x.at<float>(0), indices.at<u32>(b.first), b.n, [](i64, float& own) { own = 0; });
     });
 }
 

@@ -43,12 +43,20 @@ struct Loops {
     void (*count_digits)(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts);
     void (*count_bits)(const u32* words, i64 n, u32* counts);
     void (*unpack_bitmap)(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end);
-    // Of a tile of n values; places has room for CPD_TILE + 2. Returns the number above bits.
+    // Of a tile of n values; both arrays have room for a group more. Returns the number above bits.
     i64 (*collect_tile)(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values);
     // Passes of compression methods. sum = x + factor * kept, and if more is given total = sum +
     // more; return the bits of the largest magnitude of the last.
     u32 (*accumulate)(const float* x, const float* kept, float factor, const float* more, i64 n,
                       float* sum, float* total);
+    // The same for a tile, with the places, counted from first, and the values of the last sum that
+    // are above bits; their arrays have room for a group more than n. count: written.
+    u32 (*accumulate_above)(u32 above, const float* x, const float* kept, float factor,
+                            const float* more, i64 n, float* sum, float* total, u32 first,
+                            u32* places, float* values, i64* count);
+    // Values at the set bits of words, which become 0; and the reverse. Return their number.
+    i64 (*take_marked)(const u32* words, float* x, i64 n, float* values);
+    i64 (*put_marked)(const u32* words, const float* values, i64 n, float* x);
     u32 (*scale)(bool divide, const float* x, float by, float limit, i64 n, float* out);
     u32 (*largest_of)(const float* x, i64 n);
     double (*sum_in_pairs)(int of, const float* x, i64 n, double center);

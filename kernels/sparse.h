@@ -32,19 +32,15 @@ CPD_FN void pack_run(const u32* codes, int n, int width, u32* words) {
     if (filled) *words = (u32)open;
 }
 
-// Reads up to CPD_RUN codes that pack_run wrote.
+// Reads up to CPD_RUN codes that pack_run wrote: each on its own, without waiting for the last one.
 CPD_FN void unpack_run(const u32* words, int n, int width, u32* codes) {
-    u32 mask = (u32)(((u64)1 << width) - 1);
-    u64 open = 0;
-    int left = 0;
+    const u32 mask = (u32)(((u64)1 << width) - 1);
+    const int last = (n * width - 1) / 32;
+    if (!width) words = codes, codes[0] = 0;  // there are no words
     for (int i = 0; i < n; ++i) {
-        if (left < width) {
-            open |= (u64)*words++ << left;
-            left += 32;
-        }
-        codes[i] = (u32)open & mask;
-        open >>= width;
-        left -= width;
+        const int bit = i * width, at = bit / 32;
+        const u64 two = words[at < last ? at : last] | (u64)words[at < last ? at + 1 : last] << 32;
+        codes[i] = (u32)(two >> bit % 32) & mask;
     }
 }
 

@@ -193,21 +193,32 @@ def test_sparse_arrays_are_merged_as_by_the_reference(share: float) -> None:
         assert np.all(sums != 0)
 
 
-@pytest.mark.parametrize("ops", [reference, cpu])
-def test_draws_are_marked_once(ops: Any) -> None:
-    draws, words = np.array([5, 5, 2**63 + 7, 106], np.uint64), np.zeros(4, np.uint32)
-    places = {int(each) % 101 for each in draws.tolist()}
-    assert ops.mark_drawn(draws, 101, words) == len(places)
-    assert set(ops.unpack_bitmap(words).tolist()) == places
-    assert ops.mark_drawn(draws[:1], 101, words) == 0
+def test_the_first_distinct_numbers_of_philox_are_marked() -> None:
+    for n, count in ((1, 1), (2, 2), (101, 50), (128, 128), (1 << 20, 4097), (0, 0), (5, 0)):
+        key = np.array([n, 2**64 - 1 - count], np.uint64)
+        drawn: dict[int, None] = {}
+        stream = np.random.Philox(key=key)
+        while len(drawn) < count:
+            drawn[int(stream.random_raw()) % n] = None
+        for ops in (reference, cpu):
+            words = ops.mark_drawn(key, count, n)
+            assert words.size == -(-n // 32)
+            assert ops.unpack_bitmap(words).tolist() == sorted(drawn)
+            with pytest.raises(ValueError, match=r"count.*must be 0..n|must be 0\.\."):
+                ops.mark_drawn(key, n + 1, n)
 
 
 def test_wrong_lengths_are_errors_and_never_a_crash() -> None:
     x, short, i = np.ones(64, np.float32), np.ones(63, np.float32), np.array([64])
+    marks = np.array([4, 1], np.uint32)
     wrong: list[Callable[[], object]] = [
-        lambda: _cpu.accumulate(1, x, short, 1.0, None, x, None, 0),
-        lambda: _cpu.accumulate(1, x, x, 1.0, x, x, None, 0),
-        lambda: _cpu.accumulate(1, x, x, 1.0, x, x, short, 0),
+        lambda: _cpu.accumulate(1, x, short, 1.0, None, x, None, 0, 0.0),
+        lambda: _cpu.accumulate(1, x, x, 1.0, x, x, None, 0, 0.0),
+        lambda: _cpu.accumulate(1, x, x, 1.0, x, x, short, 0, 0.0),
+        lambda: _cpu.accumulate_largest(1, x, short, 1.0, None, x, None, 1),
+        lambda: _cpu.accumulate_chunks(x, x, 50, x.copy(), np.empty(1, "i8")),
+        lambda: _cpu.accumulate_chunks(x, x, 0, x.copy(), np.empty(1, "i8")),
+        lambda: _cpu.accumulate_chunks(x, short, 50, x.copy(), np.empty(2, "i8")),
         lambda: _cpu.scale_runs(1, True, x, x[:1], np.array([63]), None, x),
         lambda: _cpu.scale_runs(1, True, x, x[:2], i, None, x),
         lambda: _cpu.scale_runs(1, True, x, x[:2], np.array([64, 63]), None, x),
@@ -230,14 +241,18 @@ def test_wrong_lengths_are_errors_and_never_a_crash() -> None:
         lambda: _cpu.take(1, x.copy(), np.array([64], "u4"), x[:1].copy()),
         lambda: _cpu.take(1, x.copy(), np.array([3, 2], "u4"), x[:2].copy()),
         lambda: _cpu.take(1, x.copy(), np.array([3], "u4"), x[:2].copy()),
-        lambda: _cpu.accumulate_taking(1, x, x, x.copy(), np.array([64], "u4"), x[:1].copy()),
-        lambda: _cpu.accumulate_taking(1, x, x, short.copy(), np.array([4], "u4"), x[:1].copy()),
+        lambda: _cpu.accumulate_taking(1, x, x, x.copy(), np.array([4], "u4"), x[:1].copy()),
+        lambda: _cpu.accumulate_taking(1, x, x, x.copy(), np.array([4, 1], "u4"), x[:1].copy()),
+        lambda: _cpu.accumulate_taking(1, x, x, short.copy(), marks, x[:2].copy()),
+        lambda: _cpu.put_marked(1, marks, x[:1], x.copy()),
+        lambda: _cpu.put_marked(1, np.array([0, 1 << 31], "u4"), x[:1], short.copy()),
         lambda: _cpu.mean_places(1, (np.array([64], "u4"),), (x[:1],), 1.0, x.copy()),
         lambda: _cpu.mean_places(1, (np.array([6], "u4"),), (x[:2],), 1.0, x.copy()),
         lambda: _cpu.mean_places(1, (np.array([6], "u4"),), (), 1.0, x.copy()),
         lambda: _cpu.merge_places(64, (np.array([64], "u4"),), (x[:1],)),
         lambda: cpu.mean_places([np.array([6])], [x[:1]], 1.0, x.copy()),
-        lambda: _cpu.mark_drawn(np.zeros(1, "u8"), 33, np.zeros(1, "u4")),
+        lambda: _cpu.mark_drawn(1, 2, 3, 33, np.zeros(1, "u4")),
+        lambda: _cpu.mark_drawn(1, 2, -1, 3, np.zeros(1, "u4")),
         lambda: _cpu.mean_runs(1, 1, False, (), x[:1], i, 1.0, x),
         lambda: _cpu.mean_runs(1, 4, False, (np.zeros(511, "u1"),), x[:1], i, 1.0, x),
     ]

@@ -27,10 +27,11 @@ from cpdhpc.compress import (
     TopK,
 )
 from cpdhpc.compress.bucket import BYTES, MIB, Bucket, split_bucket
-from cpdhpc.compress.randomk import drawn_distinct
+from cpdhpc.compress.randomk import marks_of
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.optimizers import Sgd
+from cpdhpc.ops import cpu
 from cpdhpc.torch import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
@@ -222,12 +223,12 @@ def test_randomk_draws_alike_and_without_bias() -> None:
     draws, n, k = 10_000, 20, 3
     found = np.zeros(n)
     for time in range(draws):
-        found[drawn_distinct((time, 7), k, n)] += 1
+        found[cpu.unpack_bitmap(marks_of((time, 7), k, n))] += 1
     p = k / n
     assert np.abs(found - draws * p).max() <= 5 * math.sqrt(draws * p * (1 - p))
     for n in (1, 2, 5, 8):
         for k in range(n + 1):
-            index = drawn_distinct((n, k), k, n)
+            index = cpu.unpack_bitmap(marks_of((n, k), k, n))
             assert index.size == k and (np.diff(index) > 0).all() and np.isin(index, range(n)).all()
     names = tuple(map(str, range(400)))
     bucket = Bucket(names, ((2, 5),) * 400)

@@ -129,8 +129,13 @@ class OkTopk(SparseMessages):
         for x, pairs, threshold in zip(waiting, above, thresholds, strict=True):
             if not _is_about(pairs[0].size, k):
                 kernels = backend_of(x)
-                largest = kernels.select_magnitude(x, k)
-                indices, values = to_host(largest), to_host(kernels.gather(x, largest))
+                if pairs[0].size > k:  # the k largest are among them
+                    among = kernels.select_magnitude(pairs[1], k)
+                    largest = pairs[0][among], pairs[1][among]
+                else:
+                    found_in_all = kernels.select_magnitude(x, k)
+                    largest = found_in_all, kernels.gather(x, found_in_all)
+                indices, values = map(to_host, largest)
                 magnitudes = np.abs(values)
                 threshold[0] = _below(magnitudes.min()) / scale
                 pairs = indices[magnitudes > 0], values[magnitudes > 0]

@@ -11,8 +11,19 @@ import numpy as np
 from ..ops import backend_of, cpu, placed
 from ..ops.common import NONFINITE_BITS
 from ..randomness import Key
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, amax, check_known
+from .base import (
+    Array,
+    Column,
+    Context,
+    DenseMessages,
+    Layers,
+    Mean,
+    amax,
+    bits_of_largest,
+    check_known,
+)
 from .bucket import Bucket
+from .memory import empty_mean
 from .sparse import (
     Density,
     Epochs,
@@ -68,17 +79,18 @@ class RandomK(DenseMessages):
             backend_of(gradients[0]),
         )
         sizes = {name: stop - start for name, start, stop in layers.coded.segments}
-        drawn = {
-            name: placed(drawn_distinct(context.key(name), count_of(density, n), n), gradients[0])
+        counts = {name: count_of(density, n) for name, n in sizes.items()}
+        marks = {
+            name: placed(marks_of(context.key(name), counts[name], n), gradients[0])
             for name, n in sizes.items()
         }
         parts: dict[str, list[Array]] = {name: [] for name in sizes}
 
         def accumulate(of: OfLayer) -> int:
             name = layers.coded.names[of.layer]
-            bits, values = kernels.accumulate_taking(of.gradient, of.kept, of.x, drawn[name])
+            bits, values = kernels.accumulate_taking(of.gradient, of.kept, of.x, marks[name])
             if bits >= NONFINITE_BITS:  # the error names the layers by the values in x
-                kernels.put(of.x, drawn[name], values)
+                kernels.put(of.x, kernels.unpack_bitmap(marks[name]), values)
             parts[name].append(values)
             return int(bits)
 
@@ -88,31 +100,32 @@ class RandomK(DenseMessages):
             waiting = layers.joined()
             layers.check(waiting, amax(waiting))
             for name, start, stop in layers.coded.segments:
-                parts[name] = [kernels.gather(x[start:stop], drawn[name]) for x in waiting]
+                places = kernels.unpack_bitmap(marks[name])
+                parts[name] = [kernels.gather(x[start:stop], places) for x in waiting]
         means = self._mean(parts, context)
         if not self.error_feedback:
             with np.errstate(over="ignore"):  # layers.mean checks it
                 for name, n in sizes.items():
-                    factor = np.float32(n / drawn[name].size)
+                    factor = np.float32(n / counts[name])
                     means[name] = kernels.multiply(means[name], factor)
-        places = {name: drawn[name] + np.uint32(start) for name, start, _ in layers.coded.segments}
-        mean, most = layers.mean_of_layers(places, means)
-        shares = [drawn[name].size / n for name, n in sizes.items()]
+        mean = empty_mean(context, bucket, gradients[0])
+        for name, start, stop in bucket.segments:
+            if name in means:
+                kernels.put_marked(mean[start:stop], marks[name], means[name])
+        most = bits_of_largest([np.zeros(1, np.float32), *means.values()])
+        shares = [counts[name] / n for name, n in sizes.items()]
         return layers.finished(mean, most, waiting, shares, self.error_feedback)
 
 
-def drawn_distinct(key: Key, k: int, n: int) -> Array:
-    """Return k random numbers of 0..n - 1, ascending, uint32[k]; all choices are equally likely.
+def marks_of(key: Key, k: int, n: int) -> Array:
+    """Return a bit for each of n places, k of which are set, as ops.pack_bitmap has them.
 
-    Numbers are drawn until enough are distinct: those that are taken, or those that are left out.
+    All choices are equally likely. Those that are set are drawn, or those that are not.
     """
-    stream = np.random.Philox(np.random.SeedSequence(key))
-    taken, few = np.zeros(-(-n // 32), np.uint32), min(k, n - k)
-    missing = few
-    while missing:
-        missing -= cpu.mark_drawn(stream.random_raw(missing), n, taken)
-    if few < k:
-        taken = ~taken
+    stream = np.random.SeedSequence(key).generate_state(2, np.uint64)
+    marks = cpu.mark_drawn(stream, min(k, n - k), n)
+    if n - k < k:
+        marks = ~marks
         if n % 32:
-            taken[-1] &= np.uint32((1 << n % 32) - 1)
-    return cpu.unpack_bitmap(taken)
+            marks[-1] &= np.uint32((1 << n % 32) - 1)
+    return marks

@@ -14,7 +14,7 @@ from ..ops.common import MAGNITUDE
 from ..options import Allowed
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known
 from .bucket import Bucket
-from .sparse import Epochs, SparseMessages, coded_layers
+from .sparse import Epochs, OfLayer, SparseMessages, coded_layers
 
 RATE_OF_COST = {196: 25, 128: 50, 0: 400}  # by the least operations per weight; Chen et al.
 LARGEST_CHUNK = 1 << 16  # positions have 16 bits at most
@@ -80,8 +80,18 @@ class ScaleCom(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         is_dense = context.epoch < self.dense_epochs
         layers = coded_layers(self, gradients, bucket, context, is_dense)
-        coded, waiting = layers.coded, layers.with_residuals()
-        chosen = self._chosen(waiting, coded, context) if coded.names else {}
+        coded, leaders, leader = layers.coded, dict[int, Array](), _leader(context)
+
+        def accumulate(of: OfLayer) -> int:
+            sums, kernels = (of.gradient, of.kept, of.x), backend_of(of.x)
+            if context.world.hosted[of.row] != leader or self.per_chunk > 1:
+                return kernels.accumulate(*sums)
+            chunk_values = self._chunk_values(coded.names[of.layer])
+            most, leaders[of.layer] = kernels.accumulate_chunks(*sums, chunk_values)
+            return most
+
+        waiting = layers.accumulated(accumulate)
+        chosen = self._chosen(waiting, leaders, coded, context) if coded.names else {}
         take = backend_of(waiting[0]).take
         parts = {name: [take(x, i) for x in waiting] for name, i in chosen.items()}
         total, most = layers.mean_of_layers(chosen, self._mean(parts, context))
@@ -99,18 +109,20 @@ class ScaleCom(DenseMessages):
         rate = _rate_of(self.costs[name]) if name in self.costs else self.rates.get(name, self.rate)
         return rate * self.per_chunk
 
-    def _chosen(self, waiting: list[Array], coded: Bucket, context: Context) -> dict[str, Array]:
+    def _chosen(
+        self, waiting: list[Array], leaders: Mapping[int, Array], coded: Bucket, context: Context
+    ) -> dict[str, Array]:
         """Return the indices that the leading rank chooses, uint32[m] by layer. Collective.
 
         waiting: float32[coded.size] of each hosted rank
+        leaders: the places of the largest of chunks by the number of a layer, if they are known
         The payload has positions in chunks, of one byte or two.
         """
-        world = context.world
-        leader = context.iteration % world.ranks
+        world, leader = context.world, _leader(context)
         payload = broadcast(
             world,
             [
-                self._positions(x, coded) if rank == leader else None
+                self._positions(x, leaders, coded) if rank == leader else None
                 for rank, x in zip(world.hosted, waiting, strict=True)
             ],
             leader,
@@ -125,14 +137,20 @@ class ScaleCom(DenseMessages):
             found[name] = placed(indices[indices < stop].astype(np.uint32), waiting[0])
         return found
 
-    def _positions(self, x: Array, coded: Bucket) -> Array:
+    def _positions(self, x: Array, leaders: Mapping[int, Array], coded: Bucket) -> Array:
         """Return the positions of the largest values in the chunks of all layers, as bytes."""
         found = []
-        for name, start, stop in coded.segments:
+        for layer, (name, start, stop) in enumerate(coded.segments):
             chunk_values = self._chunk_values(name)
-            positions = _largest(x[start:stop], chunk_values, self.per_chunk)
+            positions = leaders.get(layer)
+            if positions is None:
+                positions = _largest(x[start:stop], chunk_values, self.per_chunk)
             found.append(to_host(positions.astype(_kind(chunk_values))).ravel().view(np.uint8))
         return np.concatenate(found)
+
+
+def _leader(context: Context) -> int:
+    return context.iteration % context.world.ranks
 
 
 def _rate_of(cost: float) -> int:
@@ -150,9 +168,6 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     Of values of one magnitude the first ones are taken. If the last chunk has too few values, its
     positions may lie beyond the end.
     """
-    if per_chunk == 1:
-        leaders: Array = backend_of(x).chunk_leaders(x, chunk_values)
-        return leaders.reshape(-1, 1)
     found = []
     for part in blocks(x, chunk_values):
         own = x[part]

@@ -260,17 +260,19 @@ class SparseLayers:
         return Waiting(sums, pushes, [self._joined(each, sums[0]) for each in chosen])
 
     def waiting_above(
-        self, thresholds: Sequence[Sequence[float] | Array]
+        self, thresholds: Sequence[Sequence[float] | Array], takes: bool = False
     ) -> tuple[list[Array], list[Pairs]]:
         """Return gradients plus residuals, and their values above a threshold. Collective.
 
         thresholds: of each hosted rank those of the coded layers. Raises as accumulated.
+        takes: subtract the threshold from the magnitudes of these values
         """
         above = [list[Pairs]() for _ in self.gradients]
 
         def accumulate(of: OfLayer) -> int:
             select, limit = backend_of(of.x).accumulate_above, float(thresholds[of.row][of.layer])
-            bits, indices, values = select(of.gradient, of.kept, of.x, limit)
+            less = limit if takes else 0.0
+            bits, indices, values = select(of.gradient, of.kept, of.x, limit, less)
             above[of.row].append((indices + np.uint32(of.start), values))
             return int(bits)
 
@@ -380,13 +382,18 @@ class SparseLayers:
         return Mean.finite(flat, self.shares(shares))
 
     def exchange(
-        self, payloads: Sequence[Array], decode: Callable[[Array], Pairs], waiting: Sequence[Array]
+        self,
+        payloads: Sequence[Array],
+        decode: Callable[[Array], Pairs],
+        waiting: Sequence[Array],
+        is_taken: bool = False,
     ) -> Sent:
         """Send payloads to all ranks, and subtract the values that were sent. Collective.
 
         payloads: uint8[bytes] of each hosted rank; decode: returns their indices in the coded
             layers, uint32[m], ascending, and values, float32[m]
         waiting: float32[coded.size] of each hosted rank, from which its own values are subtracted
+        is_taken: whether they are already
         The values of all ranks are added in the order of ranks.
         """
         world, coded, kernels = self.context.world, self.coded, backend_of(waiting[0])
@@ -399,7 +406,7 @@ class SparseLayers:
             counts += own_counts
             terms.append(placed(values, waiting[0]))
             places.append(placed(self.in_bucket(indices, own_counts), waiting[0]))
-            if world.hosts(rank):
+            if world.hosts(rank) and not is_taken:
                 own = waiting[rank - world.hosted.start]
                 negative = kernels.multiply(terms[-1], np.float32(-1))
                 kernels.scatter_add(own, placed(indices, own), negative)

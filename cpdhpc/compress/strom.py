@@ -44,7 +44,7 @@ class Strom(SparseMessages):
         coded = layers.coded
         squares = self._squares(layers, gradients, context) if self.tau is None else {}
         taus = self._taus(coded, squares, context)
-        waiting, chosen = layers.waiting_above([taus] * len(gradients))
+        waiting, chosen = layers.waiting_above([taus] * len(gradients), takes=True)
         payloads = [encode_sparse(i, np.copysign(ONE, x), coded.size, SIGN) for i, x in chosen]
         ends = np.array([stop for _, _, stop in coded.segments], np.uint32)
 
@@ -54,7 +54,7 @@ class Strom(SparseMessages):
             backend_of(signs).multiply_runs(signs, taus, borders, signs)
             return indices, signs
 
-        sent = layers.exchange(payloads, decode, waiting)
+        sent = layers.exchange(payloads, decode, waiting, is_taken=True)
         mean = layers.finished(sent.mean, sent.most, waiting, sent.shares)
         for name, square in squares.items():
             _kept(name, context)[:] = square

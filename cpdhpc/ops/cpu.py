@@ -20,9 +20,7 @@ from .common import (
     check_rank,
     check_size,
     kernel_threads,
-    radix_select,
     threshold_bits,
-    without_last_ties,
 )
 from .common import fitting_shift as fitting_shift
 from .common import stream_words as stream_words
@@ -406,7 +404,7 @@ def accumulate(
     total: Array | None = None,
 ) -> int:
     """Write x + factor * kept, and that + more into total if given; see ops.reference."""
-    return _accumulated(x, kept, out, factor, more, total, 2**32 - 1)[0]
+    return _accumulated(x, kept, out, factor, more, total)[0]
 
 
 def accumulate_largest(
@@ -421,38 +419,45 @@ def accumulate_largest(
 ) -> tuple[Array, Array]:
     """Return the k largest of what accumulate writes last: uint32[k], ascending, float32[k]."""
     check_rank("accumulate_largest", k, x.size, 0)
-    last = out if total is None else total
-    if k == 0 or x.size <= FEW:
-        accumulate(x, kept, out, factor=factor, more=more, total=total)
-        found = select_magnitude(last, k)
-        return found, last[found]
-    sums, own = _lines(x), _lines(kept)  # new arrays
-    also = (None, None) if more is None else (_lines(more), sums)
-    accumulate(sums, own, sums, factor=factor, more=also[0], total=also[1])
-    low = _low_of(sums, k, x.size)
-    _, found, values = _accumulated(x, kept, out, factor, more, total, low - 1)
-    if found.size < k:
-        found = select_magnitude(last, k)
-        return found, last[found]
-    largest = _first_largest(values, _kth(values, k), k)
-    return found[largest], values[largest]
+    _check_floats(x=x, kept=kept, out=out, more=more, total=total)
+    sums = x, kept, factor, more, out, total
+    found, values = _pairs(_cpu.accumulate_largest(kernel_threads(), *sums, k))
+    if found.size == k:
+        return found, values
+    last = out if total is None else total  # zeros are among them, or a sample was wrong
+    found = select_magnitude(last, k)
+    return found, last[found]
 
 
 def accumulate_above(
-    x: Array, kept: Array, out: Array, threshold: float
+    x: Array, kept: Array, out: Array, threshold: float, less: float = 0.0
 ) -> tuple[int, Array, Array]:
     """Return what accumulate returns, and what it writes above a threshold; see ops.reference."""
     check_size("accumulate_above", x.size)
-    return _accumulated(x, kept, out, 1.0, None, None, threshold_bits(threshold))
+    return _accumulated(x, kept, out, 1.0, None, None, threshold_bits(threshold), less)
 
 
-def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
-    """Return what accumulate returns, and what it writes at the indices, which become 0."""
+def accumulate_taking(x: Array, kept: Array, out: Array, marks: Array) -> tuple[int, Array]:
+    """Return what accumulate returns, and what it writes at marked places, which become 0."""
     _check_floats(x=x, kept=kept, out=out)
-    _check("indices", indices, np.uint32)
-    values = np.empty(indices.size, np.float32)
-    most = _cpu.accumulate_taking(kernel_threads(), x, kept, out, indices, values)
+    _check("marks", marks, np.uint32)
+    values = np.empty(int(count_bits(marks).sum()), np.float32)
+    most = _cpu.accumulate_taking(kernel_threads(), x, kept, out, marks, values)
     return int(most), values
+
+
+def accumulate_chunks(x: Array, kept: Array, out: Array, chunk_values: int) -> tuple[int, Array]:
+    """Return what accumulate returns, and chunk_leaders of what it writes."""
+    _check_floats(x=x, kept=kept, out=out)
+    leaders = np.empty(-(-x.size // chunk_values), np.int64)
+    return int(_cpu.accumulate_chunks(x, kept, chunk_values, out, leaders)), leaders
+
+
+def put_marked(out: Array, marks: Array, values: Array) -> None:
+    """Write values to marked places, and zeros to the others: float32[n], words, float32[m]."""
+    _check_floats(out=out, values=values)
+    _check("marks", marks, np.uint32)
+    _cpu.put_marked(kernel_threads(), marks, values, out)
 
 
 def take(x: Array, indices: Array) -> Array:
@@ -477,8 +482,7 @@ def mean_places(
 def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> tuple[Array, Array]:
     """Return the indices and values of the sum of sparse arrays; see ops.reference."""
     _check_places(indices, values)
-    places, sums = _cpu.merge_places(n, tuple(indices), tuple(values))
-    return np.frombuffer(places, np.uint32), np.frombuffer(sums, np.float32)
+    return _pairs(_cpu.merge_places(n, tuple(indices), tuple(values)))
 
 
 def _check_places(indices: Sequence[Array], values: Sequence[Array]) -> None:
@@ -494,12 +498,18 @@ def _accumulated(
     factor: float,
     more: Array | None,
     total: Array | None,
-    above: int,
+    above: int = int(MAGNITUDE),  # nothing is
+    less: float = 0.0,
 ) -> tuple[int, Array, Array]:
     """Return the largest bits, and indices and values of magnitudes above some bits."""
     _check_floats(x=x, kept=kept, out=out, more=more, total=total)
-    found = _cpu.accumulate(kernel_threads(), x, kept, factor, more, out, total, above)
-    return int(found[0]), np.frombuffer(found[1], np.uint32), np.frombuffer(found[2], np.float32)
+    sums = x, kept, factor, more, out, total
+    most, found = _cpu.accumulate(kernel_threads(), *sums, above, less)
+    return int(most), *_pairs(found)
+
+
+def _pairs(found: tuple[bytearray, bytearray]) -> tuple[Array, Array]:
+    return np.frombuffer(found[0], np.uint32), np.frombuffer(found[1], np.float32)
 
 
 def accumulate_leaders(
@@ -553,14 +563,11 @@ def put(out: Array, indices: Array, values: Array) -> None:
     _cpu.put(kernel_threads(), out, indices, values)
 
 
-def mark_drawn(draws: Array, n: int, words: Array) -> int:
-    """Set bit draw % n of words for each of some draws; return how many were not set.
-
-    draws: uint64[m]; words: uint32[ceil(n / 32)], as pack_bitmap has them
-    """
-    _check("draws", draws, np.uint64)
-    _check("words", words, np.uint32)
-    return int(_cpu.mark_drawn(draws, n, words))
+def mark_drawn(key: Array, count: int, n: int) -> Array:
+    """Return a bit for each of n places, the first count of them that are drawn; see reference."""
+    words = np.empty(-(-n // 32), np.uint32)
+    _cpu.mark_drawn(int(key[0]), int(key[1]), count, n, words)
+    return words
 
 
 def encode_signs(
@@ -635,16 +642,6 @@ def mean_runs(
     _check("ends", ends, np.int64)
     how, divisor = (kernel_threads(), bits, trits, tuple(payloads)), float(len(payloads))
     return int(_cpu.mean_runs(*how, numbers, ends, divisor, out))
-
-
-# The k largest of n values are found in little more than one pass over them. A sample gives a
-# magnitude that about k values exceed; one pass collects these, and a radix selection finds the
-# k-th among them. The result is exact for any sample: if fewer than k values exceed the magnitude,
-# all values but zeros are collected.
-SAMPLED = 4096  # the sample has one line of each block of so many values
-LINE = 16  # float32 in a cache line
-FEW = 8192  # NumPy selects among fewer values: it takes less time than three calls
-SPARE = 6  # standard deviations by which a sample may be wrong
 
 
 def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
@@ -749,74 +746,25 @@ def select_above(x: Array, threshold: float) -> Array:
 
 def kth_magnitude(x: Array, k: int) -> int:
     """Return the float32 bits, without the sign, of the k-th largest |x|."""
-    _check("x", x, np.float32)
     check_rank("kth_magnitude", k, x.size, 1)
-    return _kth(x, k) if x.size <= FEW else _largest(x, k)[2]
+    _, values = _largest(x, k)
+    return int(np.min(values.view(np.uint32) & MAGNITUDE)) if values.size == k else 0
 
 
 def select_magnitude(x: Array, k: int) -> Array:
     """Return the indices of the k largest |x|, of equal ones the lower: uint32[k], ascending."""
-    _check("x", x, np.float32)
     check_rank("select_magnitude", k, x.size, 0)
-    if k == 0:
-        return np.empty(0, np.uint32)
-    if x.size <= FEW:
-        return _first_largest(x, _kth(x, k), k).astype(np.uint32)
-    found, values, kth = _largest(x, k)
-    if kth == 0:
-        zeros = np.flatnonzero(x == 0)[: k - found.size]
-        return np.sort(np.concatenate([found, zeros.astype(np.uint32)]))
-    return found[_first_largest(values, kth, k)]
+    found, _ = _largest(x, k)
+    if found.size == k:
+        return found
+    zeros = np.flatnonzero(x == 0)[: k - found.size]
+    return np.sort(np.concatenate([found, zeros.astype(np.uint32)]))
 
 
-def _magnitudes(x: Array) -> Array:
-    return x.view(np.uint32) & MAGNITUDE
-
-
-def _kth(x: Array, k: int) -> int:
-    """Return the k-th largest magnitude."""
-    if x.size > FEW:
-        return radix_select(count_digits, x, k)
-    return int(np.partition(_magnitudes(x), x.size - k)[x.size - k])
-
-
-def _first_largest(x: Array, kth: int, k: int) -> Array:
-    """Return the indices of the k largest, the k-th of which is known, ascending."""
-    if x.size <= FEW:
-        found = np.flatnonzero(_magnitudes(x) >= kth)
-    else:
-        found = unpack_bitmap(mark_above(x, kth - 1))
-    return found if found.size == k else found[without_last_ties(_magnitudes(x[found]), kth, k)]
-
-
-def _largest(x: Array, k: int) -> tuple[Array, Array, int]:
-    """Return indices and values that include the k largest, except zeros, and the k-th largest."""
-    for low in (_low(x, k), 1):
-        parts = _cpu.collect_above(kernel_threads(), low - 1, x)
-        found, values = np.frombuffer(parts[0], np.uint32), np.frombuffer(parts[1], np.float32)
-        if found.size >= k:
-            return found, values, _kth(values, k)
-    return found, values, 0
-
-
-def _low(x: Array, k: int) -> int:
-    """Return a magnitude, 1 or more, that k values or a few more reach, by a sample."""
-    return _low_of(_lines(x), k, x.size)
-
-
-def _lines(x: Array) -> Array:
-    """Return the sample of x."""
-    lines = x.size // SAMPLED
-    return x[: lines * SAMPLED].reshape(lines, SAMPLED)[:, :LINE].reshape(-1)
-
-
-def _low_of(sample: Array, k: int, n: int) -> int:
-    """Return _low of n values by a sample of them."""
-    expected = k * sample.size / n
-    reach = int(expected + SPARE * expected**0.5) + 1
-    if reach >= sample.size:
-        return 1
-    return max(1, _kth(sample, reach))
+def _largest(x: Array, k: int) -> tuple[Array, Array]:
+    """Return the indices and values of the k largest |x| without zeros."""
+    _check("x", x, np.float32)
+    return _pairs(_cpu.largest(kernel_threads(), x, k))
 
 
 def encode_two_scales(

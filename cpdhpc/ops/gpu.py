@@ -609,18 +609,30 @@ def accumulate_largest(
 
 
 def accumulate_above(
-    x: Array, kept: Array, out: Array, threshold: float
+    x: Array, kept: Array, out: Array, threshold: float, less: float = 0.0
 ) -> tuple[int, Array, Array]:
     """Return what accumulate returns, and what it writes above a threshold; see ops.reference."""
     most = accumulate(x, kept, out)
     found = select_above(out, threshold)
-    return most, found, gather(out, found)
+    values = gather(out, found)
+    if less:
+        signs = ~values.view(np.uint32) & ~MAGNITUDE
+        scatter_add(out, found, (signs | np.float32(less).view(np.uint32)).view(np.float32))
+    return most, found, values
 
 
-def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
-    """Return what accumulate returns, and what it writes at the indices, which become 0."""
+def accumulate_taking(x: Array, kept: Array, out: Array, marks: Array) -> tuple[int, Array]:
+    """Return what accumulate returns, and what it writes at marked places, which become 0."""
     most = accumulate(x, kept, out)
-    return most, take(out, indices)
+    return most, take(out, unpack_bitmap(marks))
+
+
+def accumulate_chunks(
+    x: Array, kept: Array, out: Array, chunk_values: int
+) -> tuple[int, HostArray]:
+    """Return what accumulate returns, and chunk_leaders of what it writes."""
+    most = accumulate(x, kept, out)
+    return most, chunk_leaders(out, chunk_values)
 
 
 def take(x: Array, indices: Array) -> Array:
@@ -753,6 +765,12 @@ def mean_runs(
 def clear_all(out: Array) -> None:
     """Write zeros into out, float32[n]."""
     out[...] = 0
+
+
+def put_marked(out: Array, marks: Array, values: Array) -> None:
+    """Write values to marked places, and zeros to the others: float32[n], words, float32[m]."""
+    clear_all(out)
+    put(out, unpack_bitmap(marks), values)
 
 
 def put(out: Array, indices: Array, values: Array) -> None:

@@ -479,24 +479,34 @@ def accumulate_largest(
 
 
 def accumulate_above(
-    x: Array, kept: Array, out: Array, threshold: float
+    x: Array, kept: Array, out: Array, threshold: float, less: float = 0.0
 ) -> tuple[int, Array, Array]:
     """Return the bits of accumulate, and indices and values of its result above a threshold.
 
+    Then the magnitudes of these are reduced by less in out.
     Returns the bits, uint32[m], ascending, and float32[m]. See select_above.
     """
     most = accumulate(x, kept, out)
     found = select_above(out, threshold)
-    return most, found, out[found]
+    values = out[found]
+    if less:
+        out[found] -= np.copysign(np.float32(less), values)
+    return most, found, values
 
 
-def accumulate_taking(x: Array, kept: Array, out: Array, indices: Array) -> tuple[int, Array]:
-    """Return the bits of accumulate, and its results at the indices, which become 0 in out.
+def accumulate_taking(x: Array, kept: Array, out: Array, marks: Array) -> tuple[int, Array]:
+    """Return the bits of accumulate, and its results at marked places, which become 0 in out.
 
-    indices: uint32[m], ascending; returns the bits and float32[m]
+    marks: uint32[ceil(n / 32)], see pack_bitmap; returns the bits and float32[m]
     """
     most = accumulate(x, kept, out)
-    return most, take(out, indices)
+    return most, take(out, unpack_bitmap(marks))
+
+
+def accumulate_chunks(x: Array, kept: Array, out: Array, chunk_values: int) -> tuple[int, Array]:
+    """Return the bits of accumulate, and chunk_leaders of its result."""
+    most = accumulate(x, kept, out)
+    return most, chunk_leaders(out, chunk_values)
 
 
 def accumulate_leaders(
@@ -854,15 +864,28 @@ def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> t
     return found, total[found]
 
 
-def mark_drawn(draws: Array, n: int, words: Array) -> int:
-    """Set bit draw % n of words for each draw; return the number of bits that were not set.
+def put_marked(out: Array, marks: Array, values: Array) -> None:
+    """Write values to the marked places of out, float32[n], and zeros to the others.
 
-    draws: uint64[m]; words: uint32[ceil(n / 32)], as pack_bitmap has them
+    marks: uint32[ceil(n / 32)], see pack_bitmap; values: float32[m], as many as there are bits
     """
-    before = unpack_bitmap(words)
-    found = np.union1d(before, (draws % np.uint64(n)).astype(np.uint32)) if draws.size else before
-    words[:] = pack_bitmap(found, n)
-    return int(found.size - before.size)
+    clear_all(out)
+    put(out, unpack_bitmap(marks), values)
+
+
+def mark_drawn(key: Array, count: int, n: int) -> Array:
+    """Return a bit for each of n places, the first count of them that are drawn.
+
+    key: uint64[2], of the stream of numbers, NumPy's Philox, whose remainders modulo n are places
+    Returns uint32[ceil(n / 32)], see pack_bitmap. Raises ValueError unless count is 0..n.
+    """
+    if not 0 <= count <= n:
+        raise ValueError(f"mark_drawn: count={count}: must be 0..{n}")
+    stream, found = np.random.Philox(key=key), np.empty(0, np.uint64)
+    while found.size < count:
+        draws = stream.random_raw(count - found.size) % np.uint64(n)
+        found = np.union1d(found, draws)
+    return pack_bitmap(found.astype(np.uint32), n)
 
 
 def pack_bins(bin_values: int, indices: Array, values: Array) -> Array:

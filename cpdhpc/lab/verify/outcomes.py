@@ -23,7 +23,7 @@ from ...formats import (
     sum_bits,
 )
 from ...formats import tiles as tiles_of
-from ...ops import to_host
+from ...ops import cpu, to_host
 from ...ops.payloads import Exact
 from ...ops.products import Products
 
@@ -191,6 +191,7 @@ def of_passes(ops: Any, n: int, there: There, here: Here) -> Recorded:
         leaders = ops.accumulate_leaders(x, kept, out, 1.5, bin_values)
         found.add("leaders", bin_values, out, *leaders)
         found.add("chunks", ops.chunk_leaders(x, bin_values))
+        found.add("of sums", *ops.accumulate_chunks(x, kept, out, bin_values), out)
     ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
     each = np.abs(values(ends.size, 5)) + np.float32(0.5)
     limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
@@ -233,13 +234,19 @@ def of_passes(ops: Any, n: int, there: There, here: Here) -> Recorded:
         both = ops.mean_runs(payloads, [each, each], ends, fmt.bits, mean, trits=wire.trits)
         found.add("mean of codes", both, mean)
     for threshold in (0.0, 0.5, 1e30, np.inf):
-        found.add("above", threshold, *ops.accumulate_above(x, kept, out, threshold), out)
+        for less in (0.0, 0.5):
+            above = ops.accumulate_above(x, kept, out, threshold, less)
+            found.add("above", threshold, less, *above, out)
     for share in (0.0, 0.01, 0.5, 1.0):  # of places: none, few, many, all
         rng = np.random.default_rng(n)
         lie = [np.flatnonzero(rng.random(n) < share).astype(np.uint32) for _ in range(3)]
         many = [there(each) for each in lie]
         own = [there(values(each.size, 6 + i)) for i, each in enumerate(lie)]
-        found.add("taking", share, *ops.accumulate_taking(x, kept, out, many[0]), out)
+        marks = there(cpu.pack_bitmap(lie[0], n))
+        most, own_values = ops.accumulate_taking(x, kept, out, marks)
+        found.add("taking", share, most, own_values, out)
+        ops.put_marked(total, marks, own_values)
+        found.add("put marked", share, total)
         found.add("taken", share, ops.take(out, many[1]), out)
         for some, divisor in ((3, 3.0), (3, 1.0), (3, 2.0), (1, 1.0), (0, 2.0)):
             bits = ops.mean_places(many[:some], own[:some], divisor, out)
