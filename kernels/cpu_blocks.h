@@ -49,6 +49,17 @@ CPD_FN D fused(D a, D b, D c) {
 #endif
 }
 
+// Keeps g++ from loading a value anew for each product: loads would then take longer than products.
+template <class V>
+CPD_FN V in_register(V x) {
+#if CPD_REGISTER == 64
+    asm("" : "+v"(x));
+#elif defined(CPD_X86)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
 // The first n values from x on, 1 to all lanes, followed by zeros.
 CPD_FN F some_of(const float* x, i64 n) {
 #if CPD_REGISTER == 64
@@ -118,10 +129,13 @@ CPD_FN void store_lane_sums(const Vector<T>* sums, T* out) {
     typedef typename VectorOf<T>::Each Each;
     constexpr int all = lanes_of<T>;
     Vector<T> v[C];
+#pragma GCC unroll 8
     for (int i = 0; i < C; ++i) v[i] = sums[i];
     if constexpr (C > 1)
+#pragma GCC unroll 4
         for (int i = 0; i < C; i += 2) v[i] = folded<1>(v[i], v[i + 1], Each{});
     if constexpr (C > 2)
+#pragma GCC unroll 2
         for (int i = 0; i < C; i += 4) v[i] = folded<2>(v[i], v[i + 2], Each{});
     if constexpr (C > 4) v[0] = folded<4>(v[0], v[4], Each{});
     if constexpr (C < 2 && all > 1) v[0] = folded<1>(v[0], v[0], Each{});
@@ -146,7 +160,7 @@ CPD_TILE_FN void dots(const T* w, i64 n, const T* x, i64 width, i64 ahead, T* ou
         }
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-            const Vector<T> image = loaded<false>(x + c * width + i, 0);
+            const Vector<T> image = in_register(loaded<false>(x + c * width + i, 0));
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][c] = fused(rows[r], image, sums[r][c]);
         }
@@ -160,6 +174,7 @@ CPD_TILE_FN void dots(const T* w, i64 n, const T* x, i64 width, i64 ahead, T* ou
                 sums[r][c] = fused(row, loaded<false>(x + c * width + i, 0), sums[r][c]);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) store_lane_sums<T, C>(sums[r], out + r * C);
 }
 
@@ -174,7 +189,7 @@ CPD_FN void rank_k(const T* a, i64 row, i64 step, const T* b, i64 width, i64 k, 
         for (int v = 0; v < V; ++v) rows[v] = loaded<SOME>(b + v * lanes_of<T>, n);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const Vector<T> factor = Vector<T>{} + a[r * row];
+            const Vector<T> factor = in_register(Vector<T>{} + a[r * row]);
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) sums[r][v] = fused(factor, rows[v], sums[r][v]);
         }
@@ -247,7 +262,9 @@ CPD_TILE_FN void overlay_tile(const BlockShape& of, const T* w, const Responses<
     Vector<T> sums[C][V] = {};
     rank_k<T, C, V, SOME>(&r.at(0, image), r.image, r.map, w + i, of.inputs, of.maps, of.inputs - i,
                           sums);
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c)
+#pragma GCC unroll 8
         for (int v = 0; v < V; ++v)
             stored<false>(y + (image + c) * of.width + i + v * lanes_of<T>, sums[c][v], 0);
 }
