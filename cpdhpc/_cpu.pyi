@@ -214,6 +214,20 @@ def clone() -> str: ...
 def clones() -> list[str]: ...
 def use_clone(name: str, /) -> None: ...
 def step_layers(threads: int, rule: int, arrays: list[Any], rows: Any, numbers: Any, /) -> None: ...
+def reconstruct_blocks(
+    threads: int, weight: Array, x: Array, responses: Array, again: Array, /
+) -> None: ...
+def descend_blocks(
+    threads: int,
+    by: tuple[float, float, float],
+    weight: Array,
+    moving: Array,
+    x: Array,
+    again: Array,
+    responses: Array,
+    slopes: Array,
+    /,
+) -> None: ...
 def matmul(
     threads: int,
     product: tuple[int, ...],

@@ -15,7 +15,7 @@ import torch
 
 from ...darray.layout import Box, whole
 from ...darray.plan import WindowPlan
-from .blocks import fields_of, most_bytes
+from .blocks import most_bytes
 from .layer import MacroLayer, TimedHandle
 from .passes import COLUMNS, Views, order_of, parts_of
 
@@ -76,11 +76,13 @@ class Descent:
         cells, responses, order = (of.channels, batch), (of.layer.maps, batch), order_of(weight)
         self.x, self.again = (Windowed(self.fields, cells, weight, order) for _ in range(2))
         self.responses, self.slopes = (Windowed(self.pools, responses, weight) for _ in range(2))
-        fields = [fields_of(each.window, of) for each in (self.x, self.again)]
-        given = weight, layer.momentum, *fields, self.responses.own, self.slopes.own
+        windows = Views(
+            *(weight, layer.momentum, self.x.window, self.again.window),
+            *(self.responses.own, self.slopes.own),
+        )
         counts, size, step = layer.own_blocks, of.layer.field, of.layer.step
         boxes = early_and_late(self.fields, counts, size, step)
-        self.parts = parts_of(layer.filters, Views(*given), boxes, batch)
+        self.parts = parts_of(layer.filters, windows, boxes, batch)
         most = most_bytes(weight) // (2 * of.layer.maps * batch * weight.element_size())
         near = early_and_late(self.pools, layer.own_pools, of.layer.pool, of.layer.pool_step)
         self.pool_parts = [[part for box in some for part in box.parts(most)] for some in near]

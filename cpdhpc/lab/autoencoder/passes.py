@@ -6,6 +6,7 @@ gradient, momentum and step, while all of the block's data are in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from ... import _cpu
 from ...darray.layout import Box
 from ...ops.tensors import array_of
-from .blocks import Filters, overlaps
+from .blocks import Filters, fields_of, overlaps
 
 Tensor = torch.Tensor
 COPIES = 2  # of weights and of fields in a part that a pass uses together
@@ -38,7 +39,8 @@ class Views(NamedTuple):
     """Views of the data of some blocks.
 
     weight, moving: float[blocks, maps, inputs], the filters and their momentum
-    x, again: [rows of blocks, columns, field, field, channels, batch], see fields_of
+    x, again: [rows of blocks, columns, field, field, channels, batch], see fields_of; of all blocks
+        of a rank: the window itself
     responses, slopes: [rows of blocks, columns, maps, batch]
     """
 
@@ -50,9 +52,10 @@ class Views(NamedTuple):
     slopes: Tensor
 
     def part(self, filters: Filters, box: Box) -> Views:
-        """Return the views of a part's blocks, counted from the rank's first."""
+        """Return the views of a part of all blocks, counted from the rank's first."""
         own, at = [filters.chosen(box, values) for values in self[:2]], box.slices((0, 0))
-        return Views(*own, *(values[at] for values in self[2:]))
+        fields = [fields_of(window, filters.geometry) for window in (self.x, self.again)]
+        return Views(*own, *(each[at] for each in (*fields, self.responses, self.slopes)))
 
 
 class CompiledPart:
@@ -131,7 +134,7 @@ Part = CompiledPart | TorchPart
 
 
 def parts_of(
-    filters: Filters, windows: Views, boxes: list[list[Box]], batch: int
+    filters: Filters, windows: Views, boxes: Sequence[list[Box]], batch: int
 ) -> list[list[Part]]:
     """Return the parts of lists of boxes of blocks.
 
