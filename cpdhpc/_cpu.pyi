@@ -215,17 +215,17 @@ def clones() -> list[str]: ...
 def use_clone(name: str, /) -> None: ...
 def step_layers(threads: int, rule: int, arrays: list[Any], rows: Any, numbers: Any, /) -> None: ...
 def reconstruct_blocks(
-    threads: int, weight: Array, x: Array, responses: Array, again: Array, /
+    threads: int, weight: Any, x: Any, responses: Any, again: Any, /
 ) -> None: ...
 def descend_blocks(
     threads: int,
     by: tuple[float, float, float],
-    weight: Array,
-    moving: Array,
-    x: Array,
-    again: Array,
-    responses: Array,
-    slopes: Array,
+    weight: Any,
+    moving: Any,
+    x: Any,
+    again: Any,
+    responses: Any,
+    slopes: Any,
     /,
 ) -> None: ...
 def matmul(
