@@ -228,6 +228,20 @@ def clone() -> str: ...
 def clones() -> list[str]: ...
 def use_clone(name: str, /) -> None: ...
 def step_layers(threads: int, rule: int, arrays: list[Any], rows: Any, numbers: Any, /) -> None: ...
+def reconstruct_blocks(
+    threads: int, weight: Any, x: Any, responses: Any, again: Any, /
+) -> None: ...
+def descend_blocks(
+    threads: int,
+    by: tuple[float, float, float],
+    weight: Any,
+    moving: Any,
+    x: Any,
+    again: Any,
+    responses: Any,
+    slopes: Any,
+    /,
+) -> None: ...
 def matmul(
     threads: int,
     product: tuple[int, ...],

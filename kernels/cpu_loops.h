@@ -526,6 +526,7 @@ void copy(u8* out, const u8* x, i64 size) {
 
 }  // namespace
 
+#include "cpu_blocks.h"
 #include "cpu_integers.h"
 #include "cpu_products.h"
 #include "cpu_sparse.h"
@@ -576,4 +577,7 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 momentum_step,
                                 lamb_sums,
                                 adamp_sums,
-                                move_weights};
+                                move_weights,
+                                {reconstruct_block<float>, reconstruct_block<double>},
+                                {add_field<float>, add_field<double>},
+                                {descend_block<float>, descend_block<double>}};

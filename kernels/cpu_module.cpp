@@ -17,6 +17,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 #include "cpu_board_calls.h"  // with call lists: the others' calls can be written down
 //
+#include "cpu_blocks_calls.h"
 #include "cpu_ending_calls.h"
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
@@ -215,7 +216,7 @@ PyObject* clones(PyObject*, PyObject*) {
     return names;
 }
 
-// For tests and benchmarks: all clones must give the same bits.
+// For tests and benchmarks: all clones must give the same bits, except for blocks of filters.
 PyObject* use_clone(PyObject*, PyObject* args) {
     const char* wanted;
     if (!PyArg_ParseTuple(args, "s", &wanted)) return nullptr;
@@ -285,6 +286,8 @@ PyMethodDef methods[] = {
     {"encode_runs", encode_runs, METH_VARARGS, nullptr},
     {"mean_runs", mean_runs, METH_VARARGS, nullptr},
     {"matmul", matmul, METH_VARARGS, nullptr},
+    {"reconstruct_blocks", reconstruct_blocks, METH_VARARGS, nullptr},
+    {"descend_blocks", descend_blocks, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
     {"read_loan", read_loan, METH_VARARGS, nullptr},
     {"read_memory", read_memory, METH_VARARGS, nullptr},

@@ -5,6 +5,7 @@
 #ifndef CPD_CPU_TABLE_H
 #define CPD_CPU_TABLE_H
 
+#include "blocks.h"
 #include "cast.h"
 #include "passes.h"
 #include "products_how.h"
@@ -91,6 +92,15 @@ struct Loops {
                        LayerSums* sums);
     void (*move_weights)(const Moments& by, const LayerMove& move, float* w, const float* m,
                          const float* v, i64 n);
+    // The autoencoder's filters of a block, of float32 and float64. Its fields x and again, and its
+    // responses and their slopes, are strided views; outputs: [batch][width].
+    void (*reconstruct_block[2])(const BlockShape& of, const void* weight, const void* x,
+                                 void* responses, void* outputs, void* room);
+    // Adds an image's outputs to its field.
+    void (*add_field[2])(const BlockShape& of, const void* outputs, void* again);
+    void (*descend_block[2])(const BlockShape& of, const BlockStep& by, void* weight, void* moving,
+                             const void* x, const void* again, const void* responses,
+                             const void* slopes, void* room);
 };
 
 // Compilers other than gcc, other processors and sanitisers get only the portable loops.

@@ -20,7 +20,7 @@ from training import ROOT, write_idx
 from cpdhpc import store
 from cpdhpc.config import ConfigError
 from cpdhpc.darray.layout import Layout as Cells
-from cpdhpc.lab.autoencoder import blocks, probe
+from cpdhpc.lab.autoencoder import blocks, passes, probe
 from cpdhpc.lab.autoencoder.blocks import Filters, respond
 from cpdhpc.lab.autoencoder.command import mosaic
 from cpdhpc.lab.autoencoder.descent import Descent
@@ -157,6 +157,7 @@ def test_an_iteration_on_a_gpu_has_as_many_launches_for_any_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(blocks, "CPU_BYTES", blocks.GPU_BYTES)
+    monkeypatch.setattr(passes, "compiled", lambda like: False)
     counts = []
     for side in (12, 60):
         of = Geometry(Layer(field=4, step=2, maps=3, pool=2), (side, side), 2)

@@ -13,7 +13,7 @@ import autoencoders as serial  # noqa: E402
 
 from cpdhpc.config import UserError  # noqa: E402
 from cpdhpc.darray.layout import Layout  # noqa: E402
-from cpdhpc.lab.autoencoder import blocks, descent, probe  # noqa: E402
+from cpdhpc.lab.autoencoder import blocks, passes, probe  # noqa: E402
 from cpdhpc.lab.autoencoder import job as geometry  # noqa: E402
 from cpdhpc.lab.autoencoder.command import shown  # noqa: E402
 from cpdhpc.lab.autoencoder.descent import Descent  # noqa: E402
@@ -49,11 +49,11 @@ GEOMETRIES = pytest.mark.parametrize("of", [serial.GEOMETRY, serial.SMALL], ids=
 
 
 @GEOMETRIES
-@pytest.mark.parametrize("few", [0, 1000], ids=["columns", "rows"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("bytes_", [1, 2**21], ids=["blocks", "parts"])
-def test_objective_and_step_equal_the_serial_ones(world, of, few, bytes_, monkeypatch):
+def test_objective_and_step_equal_the_serial_ones(world, of, compiled, bytes_, monkeypatch):
     """Two steps from the same filters: the first one's gradient is the momentum."""
-    monkeypatch.setattr(descent, "FEW", few)
+    monkeypatch.setattr(passes, "compiled", lambda like: compiled)
     monkeypatch.setattr(blocks, "CPU_BYTES", bytes_)
     x, weight = serial.images(of=of), serial.whole_weight(of)
     loss, pooled = serial.serial_objective(weight, x, of)

@@ -61,16 +61,10 @@ def overlaps(fields: Tensor, values: Tensor, geometry: Geometry) -> list[tuple[T
 
 
 class Scratch:
-    """Memory for values of the blocks of a part, reused from part to part.
+    """Memory for values of the blocks of a part, reused from part to part. like: of the dtype."""
 
-    like: of the dtype and device; columns: whether the images of a batch are columns of a block's
-    matrices in memory, [values, batch]; otherwise they are rows
-    """
-
-    def __init__(self, like: Tensor, n: int, values: int, batch: int, columns: bool) -> None:
-        shape = (n, values, batch) if columns else (n, batch, values)
-        memory = like.new_empty(shape)
-        self.memory, self.columns = memory if columns else memory.mT, columns
+    def __init__(self, like: Tensor, n: int, values: int, batch: int) -> None:
+        self.memory = like.new_empty((n, values, batch))
 
     def of(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return a part's matrices [blocks, values, batch], and the same in the shape of like."""
@@ -78,17 +72,8 @@ class Scratch:
         return here, here.view(like.shape)
 
     def or_in_place(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same, or [rows, columns, values, batch] themselves, if their layout fits."""
-        if (values if self.columns else values.mT).is_contiguous():
-            return values.flatten(0, 1), values
-        return self.of(values)
-
-
-def operands(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operands of a torch.bmm, transposed if that is the memory layout of out."""
-    if out.is_contiguous():
-        return left, right, out
-    return right.mT, left.mT, out.mT
+        """Return the same, or [rows, columns, values, batch] themselves, if they are contiguous."""
+        return (values.flatten(0, 1), values) if values.is_contiguous() else self.of(values)
 
 
 class Filters:
@@ -106,19 +91,20 @@ class Filters:
         first = box.start[0] * self.counts[1] + box.start[1]
         return values[first : first + box.size]
 
-    def parts(self, boxes: Iterable[Box], batch: int, copies: int) -> list[Box]:
-        """Return parts of boxes. copies: of weights and of fields that are used together."""
+    def parts(self, boxes: Iterable[Box], batch: int, copies: int, least: int = 1) -> list[Box]:
+        """Return parts of boxes.
+
+        copies: of weights and of fields that are used together; least: blocks of a part
+        """
         maps, inputs = self.weight.shape[1:]
         values = copies * (maps * inputs + inputs * batch + maps * batch)
         most = most_bytes(self.weight) // (values * self.weight.element_size())
-        return list(parts(boxes, self.counts[1], max(1, most)))
+        return list(parts(boxes, self.counts[1], max(least, most)))
 
-    def scratch(self, boxes: list[Box], batch: int, columns: bool = True) -> list[Scratch]:
+    def scratch(self, boxes: list[Box], batch: int) -> list[Scratch]:
         """Return memory for the fields and for the responses of the largest part."""
         n, like = max((box.size for box in boxes), default=0), self.weight
-        return [
-            Scratch(like, n, values, batch, columns) for values in (like.shape[2], like.shape[1])
-        ]
+        return [Scratch(like, n, values, batch) for values in (like.shape[2], like.shape[1])]
 
     def respond(self, window: Tensor) -> Tensor:
         """Return the responses [rows of blocks, columns, maps, batch] to a window."""

@@ -15,12 +15,12 @@ import torch
 
 from ...darray.layout import Box, whole
 from ...darray.plan import WindowPlan
-from .blocks import fields_of, most_bytes, operands, overlaps
+from .blocks import most_bytes
 from .layer import MacroLayer, TimedHandle
+from .passes import COLUMNS, Views, order_of, parts_of
 
 Tensor = torch.Tensor
-COPIES = 2  # of weights and of fields in a part of the second pass
-FEW = 16  # images of a batch, below which they are rows of a block's matrices
+Pair = tuple[int, int]
 
 
 class Terms(NamedTuple):
@@ -36,12 +36,6 @@ class Terms(NamedTuple):
     energy: Tensor
 
 
-def laid(memory: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the first values of memory as an array with this order of axes."""
-    cut = memory[: prod(shape)].view([shape[axis] for axis in order])
-    return cut.permute([order.index(axis) for axis in range(len(order))])
-
-
 class Windowed:
     """Values on a plan's window; own: those of the cells that this rank owns, a view if possible.
 
@@ -49,10 +43,12 @@ class Windowed:
     """
 
     def __init__(
-        self, plan: WindowPlan, trail: tuple[int, ...], like: Tensor, order: Sequence[int]
+        self, plan: WindowPlan, trail: Pair, like: Tensor, order: Sequence[int] = COLUMNS
     ) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
-            return laid(like.new_empty(prod(shape)), shape, order)
+            return like.new_empty([shape[axis] for axis in order]).permute(
+                [order.index(axis) for axis in range(len(order))]
+            )
 
         self.window = make(plan.window.shape + trail)
         inside = plan.window.contains(plan.owned)
@@ -70,53 +66,23 @@ def early_and_late(
     return [] if early.empty else [early], list(whole(counts).without(early))
 
 
-class Part(NamedTuple):
-    """Views of the data of some blocks, made once. For two products the operands, see operands.
-
-    x, again: their fields; overlaps: pairs of fields and the values to be added to them
-    responses, slopes: their own; the others are scratch memory, twice in two shapes
-    """
-
-    weight: Tensor
-    moving: Tensor
-    x: Tensor
-    again: Tensor
-    responses: Tensor
-    slopes: Tensor
-    overlaps: list[tuple[Tensor, Tensor]]
-    fields: tuple[Tensor, Tensor]
-    errors: tuple[Tensor, Tensor]
-    here: tuple[Tensor, Tensor]
-    pools: tuple[Tensor, Tensor]
-    back: Tensor
-    respond: tuple[Tensor, Tensor, Tensor]
-    reconstruct: tuple[Tensor, Tensor, Tensor]
-    return_: tuple[Tensor, Tensor, Tensor]
-
-
 class Descent:
     """The iterations of a layer on batches of one size. Its arrays are made once. Collective."""
 
     def __init__(self, layer: MacroLayer, batch: int) -> None:
-        of, weight, columns = layer.geometry, layer.weight, batch >= FEW
+        of, weight = layer.geometry, layer.weight
         self.layer, self.batch = layer, batch
         self.fields, self.pools = layer.plans["fields"], layer.plans["pools"]
-        cells, responses = (of.channels, batch), (of.layer.maps, batch)
-        # In both orders of axes, a row of a field is contiguous, for all images or for one.
-        order = (0, 1, 2, 3) if columns else (0, 3, 1, 2)
-        self.order = (0, 1, 2, 3) if columns else (0, 1, 3, 2)
+        cells, responses, order = (of.channels, batch), (of.layer.maps, batch), order_of(weight)
         self.x, self.again = (Windowed(self.fields, cells, weight, order) for _ in range(2))
-        self.responses, self.slopes = (
-            Windowed(self.pools, responses, weight, self.order) for _ in range(2)
+        self.responses, self.slopes = (Windowed(self.pools, responses, weight) for _ in range(2))
+        windows = Views(
+            *(weight, layer.momentum, self.x.window, self.again.window),
+            *(self.responses.own, self.slopes.own),
         )
-        boxes = [
-            layer.filters.parts(some, batch, COPIES)
-            for some in early_and_late(self.fields, layer.own_blocks, of.layer.field, of.layer.step)
-        ]
-        every = [box for some in boxes for box in some]
-        self.scratch = [layer.filters.scratch(every, batch, columns) for _ in range(2)]
-        self.back = layer.filters.scratch(every, batch, columns)[1]
-        self.parts = [[self._part(box) for box in some] for some in boxes]
+        counts, size, step = layer.own_blocks, of.layer.field, of.layer.step
+        boxes = early_and_late(self.fields, counts, size, step)
+        self.parts = parts_of(layer.filters, windows, boxes, batch)
         most = most_bytes(weight) // (2 * of.layer.maps * batch * weight.element_size())
         near = early_and_late(self.pools, layer.own_pools, of.layer.pool, of.layer.pool_step)
         self.pool_parts = [[part for box in some for part in box.parts(most)] for some in near]
@@ -124,23 +90,6 @@ class Descent:
         self.pool_scratch = [
             weight.new_empty(max(map(prod, some), default=0)) for some in zip(*shapes, strict=True)
         ]
-
-    def _part(self, box: Box) -> Part:
-        filters, at = self.layer.filters, box.slices((0, 0))
-        weight = filters.chosen(box, filters.weight)
-        x, again = (fields_of(of.window, filters.geometry)[at] for of in (self.x, self.again))
-        responses, slopes = self.responses.own[at], self.slopes.own[at]
-        (of_fields, of_responses), (of_errors, of_pools) = self.scratch
-        fields, errors = of_fields.of(x), of_errors.of(again)
-        here, pools = of_responses.or_in_place(responses), of_pools.or_in_place(slopes)
-        back = self.back.of(slopes)[0]
-        return Part(
-            weight, filters.chosen(box, self.layer.momentum), x, again, responses, slopes,
-            overlaps(again, fields[1], filters.geometry), fields, errors, here, pools, back,
-            operands(weight, fields[0], here[0]),
-            operands(weight.mT, here[0], fields[0]),
-            operands(weight, errors[0], back),
-        )  # fmt: skip
 
     def objective(self, x: Tensor) -> tuple[Terms, Tensor]:
         """Return this rank's terms, and its pooled responses. Collective.
@@ -166,12 +115,13 @@ class Descent:
         terms = self._terms(sparsity)
         differences = self.fields.begin(self.again.own, self.again.window)
         slopes.finish()
+        alpha = 2 * self.layer.geometry.scale**2 / self.batch
         for part in self.parts[0]:
-            self._descend(part, rate, momentum)
+            part.descend(rate, momentum, alpha)
             differences.progress()
         differences.finish()
         for part in self.parts[1]:
-            self._descend(part, rate, momentum)
+            part.descend(rate, momentum, alpha)
         return terms
 
     def _forward(self, x: Tensor, pooled: Tensor | None) -> tuple[Tensor, TimedHandle]:
@@ -183,11 +133,11 @@ class Descent:
         cells = self.fields.begin(self.x.own, self.x.window)
         self.again.window.zero_()
         for part in self.parts[0]:
-            self._reconstruct(part)
+            part.reconstruct()
             cells.progress()
         cells.finish()
         for part in self.parts[1]:
-            self._reconstruct(part)
+            part.reconstruct()
         again = self.fields.begin_accumulate(self.again.window, self.again.own)
         responses = self.pools.begin(self.responses.own, self.responses.window)
         sums = [x.new_zeros(())]
@@ -199,17 +149,6 @@ class Descent:
             sums.append(self._pool(box, pooled))
             again.progress()
         return torch.stack(sums).sum(), again
-
-    def _reconstruct(self, part: Part) -> None:
-        """Compute the responses of some blocks, and add their filters' outputs for them."""
-        part.fields[1].copy_(part.x)
-        *given, out = part.respond
-        torch.bmm(*given, out=out)
-        part.responses.copy_(part.here[1])
-        *given, out = part.reconstruct
-        torch.bmm(*given, out=out)
-        for to, values in part.overlaps:
-            to.add_(values)
 
     def _of_pools(self, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of some pools' sums along the first axis, and of the pools."""
@@ -230,7 +169,7 @@ class Descent:
         down = [(slice(k, k + (rows - 1) * step + 1, step), across) for k in range(top, top + size)]
         along = [slice(k, k + (columns - 1) * step + 1, step) for k in range(size)]
         sums, here = (
-            laid(memory, shape, self.order)
+            memory[: prod(shape)].view(shape)
             for memory, shape in zip(self.pool_scratch, self._of_pools(box), strict=True)
         )
         torch.square(self.responses.window[down[0]], out=sums)
@@ -264,28 +203,3 @@ class Descent:
         error, sparsity = error * (of.scale**2 / self.batch), sparsity / self.batch
         loss = error + of.layer.sparsity * sparsity
         return Terms(loss, error, sparsity, energy / self.batch)
-
-    def _descend(self, part: Part, rate: float, momentum: float) -> None:
-        """Move the filters of some blocks.
-
-        With responses r = W x and the reconstruction's slope g in a field, the gradient of W is
-        r g^T + s x^T for s = W g + the pools' slope. For filters w of length 1 its part along w,
-        w . (r g^T + s x^T) = r . (W g + s), is subtracted.
-        """
-        of = self.layer.geometry
-        (x, x_shaped), (g, g_shaped), (r, r_shaped) = part.fields, part.errors, part.here
-        pools, s = part.pools[0], part.back
-        x_shaped.copy_(part.x)
-        g_shaped.copy_(part.again)
-        r_shaped.copy_(part.responses)
-        torch.mul(part.slopes, r_shaped, out=part.pools[1])
-        alpha = 2 * of.scale**2 / self.batch
-        left, right, out = part.return_
-        turned = pools if out is s else pools.mT
-        torch.baddbmm(turned, left, right, alpha=alpha, out=out)
-        part.moving.baddbmm_(r, g.mT, beta=momentum, alpha=alpha)
-        part.moving.baddbmm_(s, x.mT)
-        along = pools.sub_(s, alpha=2).mul_(r).sum(2, keepdim=True)  # with the opposite sign
-        part.moving.addcmul_(part.weight, along)
-        part.weight.sub_(part.moving, alpha=rate)
-        part.weight.div_(torch.linalg.vector_norm(part.weight, dim=2, keepdim=True))
