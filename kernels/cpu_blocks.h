@@ -83,7 +83,7 @@ CPD_FN D some_of(const double* x, i64 n) {
     return found;
 #endif
 }
-CPD_FN void store_some(float* x, F values, i64 n) {
+CPD_FN void write_some(float* x, F values, i64 n) {
 #if CPD_REGISTER == 64
     _mm512_mask_storeu_ps(x, (__mmask16)((1u << n) - 1), values);
 #elif CPD_REGISTER == 32
@@ -92,7 +92,7 @@ CPD_FN void store_some(float* x, F values, i64 n) {
     for (i64 i = 0; i < n; ++i) x[i] = values[i];
 #endif
 }
-CPD_FN void store_some(double* x, D values, i64 n) {
+CPD_FN void write_some(double* x, D values, i64 n) {
 #if CPD_REGISTER == 64
     _mm512_mask_storeu_pd(x, (__mmask8)((1u << n) - 1), values);
 #elif CPD_REGISTER == 32
@@ -112,7 +112,7 @@ CPD_FN Vector<T> loaded(const T* x, i64 n) {
 }
 template <bool SOME, class T>
 CPD_FN void stored(T* x, Vector<T> values, i64 n) {
-    if constexpr (SOME) return store_some(x, values, n);
+    if constexpr (SOME) return write_some(x, values, n);
     memcpy(x, &values, sizeof values);
 }
 
@@ -231,7 +231,7 @@ void add_field(const BlockShape& of, const void* values, void* window) {
         for (; i + lanes_of<T> <= of.run; i += lanes_of<T>)
             stored<false>(to + i, loaded<false>(to + i, 0) + loaded<false>(from + i, 0), 0);
         if (i < of.run)
-            store_some(to + i, some_of(to + i, of.run - i) + some_of(from + i, of.run - i),
+            write_some(to + i, some_of(to + i, of.run - i) + some_of(from + i, of.run - i),
                        of.run - i);
     }
 }
@@ -346,7 +346,7 @@ void descend_rows(const BlockShape& of, const Move<T>& d, i64 j) {
                     w + i, fused(rate, loaded<false>(moving + i, 0), loaded<false>(w + i, 0)) * by,
                     0);
             if (const i64 n = of.inputs - i)
-                store_some(w + i, fused(rate, some_of(moving + i, n), some_of(w + i, n)) * by, n);
+                write_some(w + i, fused(rate, some_of(moving + i, n), some_of(w + i, n)) * by, n);
         }
     }
     if constexpr (R > 1) descend_rows<T, R / 2>(of, d, j);

@@ -165,18 +165,31 @@ __attribute__((noinline, cold)) void encode_far(const Cast& cast, u8 shift, Key 
     encode_tile<WAY, COUNT, false>(cast, near.shifts[0], key, index, near.values, words, counts, x);
 }
 
+// Encodes a tile by its shift and its largest magnitude, CPD_INF if that is not known.
+template <int WAY, bool COUNT>
+CPD_FN void encode_by(const Cast& cast, u8 shift, u32 amax, Key key, u64 index, const float* x,
+                      u32* words, u32* counts, const float* ahead) {
+    if (__builtin_expect(is_far(cast, shift), 0))
+        return encode_far<WAY, COUNT>(cast, shift, key, index, x, words, counts);
+    if (knows_inside(WAY) && stays_inside(cast, amax, shift))
+        encode_tile<WAY, COUNT, knows_inside(WAY)>(cast, shift, key, index, x, words, counts,
+                                                   ahead);
+    else
+        encode_tile<WAY, COUNT, false>(cast, shift, key, index, x, words, counts, ahead);
+}
+
 // Chooses the shift of a tile with this largest magnitude if it is to fit, and encodes the tile.
 template <int WAY, bool COUNT>
 CPD_FN void encode_fitting(const Cast& cast, bool fit, u32 amax, Key key, u64 index, const float* x,
                            u32* words, u8& shift, u32* counts, const float* ahead) {
     if (fit) shift = fitting_shift(cast, amax);
-    if (__builtin_expect(is_far(cast, shift), 0))
-        return encode_far<WAY, COUNT>(cast, shift, key, index, x, words, counts);
-    if (knows_inside(WAY) && fit && stays_inside(cast, amax, shift))
-        encode_tile<WAY, COUNT, knows_inside(WAY)>(cast, shift, key, index, x, words, counts,
-                                                   ahead);
-    else
-        encode_tile<WAY, COUNT, false>(cast, shift, key, index, x, words, counts, ahead);
+    encode_by<WAY, COUNT>(cast, shift, fit ? amax : CPD_INF, key, index, x, words, counts, ahead);
+}
+
+template <int WAY, bool COUNT>
+void tile_loop(const Cast& cast, u8 shift, u32 amax, Key key, u64 index, const float* x, u32* words,
+               const float* ahead) {
+    encode_by<WAY, COUNT>(cast, shift, amax, key, index, x, words, nullptr, ahead);
 }
 
 // The largest magnitude is found one tile ahead: another tile is encoded during its latency and
@@ -446,6 +459,11 @@ void encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset, c
     else CPD_PICK(encode_loop, cast, counts)(cast, fit, key, offset, x, n, words, shifts, counts);
 }
 
+void encode_known(const Cast& cast, u8 shift, u32 amax, Key key, u64 offset, const float* x,
+                  u32* words, const float* ahead) {
+    CPD_PICK_WAY(tile_loop, cast, false)(cast, shift, amax, key, offset, x, words, ahead);
+}
+
 template <bool TABLE>
 i64 decode_loop(const Cast& given, int blocks, const u32* words, const u8* shifts, float* out,
                 i64 n) {
@@ -541,6 +559,7 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 unpack,
                                 amax_tiles,
                                 encode_tiles,
+                                encode_known,
                                 decode_tiles,
                                 decode_add_tiles,
                                 decode_add_encode_tiles,
@@ -564,9 +583,9 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 parts_of,
                                 take_signs,
                                 pack_signs,
-                                add_signs,
+                                mean_signs,
                                 leaders_of,
-                                levels_of,
+                                add_levels,
                                 leader_of,
                                 row_products,
                                 column_products,

@@ -158,9 +158,17 @@ u32 scale_as(const float* x, float by, float limit, i64 n, float* out) {
     return (u32)most;
 }
 
+// Whether 1 / by is exact: a power of two, so that a product with it has the bits of the quotient.
+CPD_FN bool has_inverse(float by) {
+    const int bits = magnitude_of(by), exponent = bits >> 23;
+    return !(bits & 0x7fffff) && 0 < exponent && exponent < 254;
+}
+
 u32 scale(bool divide, const float* x, float by, float limit, i64 n, float* out) {
     if (divide && limit < __builtin_inff()) return scale_as<true, true>(x, by, limit, n, out);
-    return (divide ? scale_as<true, false> : scale_as<false, false>)(x, by, limit, n, out);
+    if (!divide || has_inverse(by))
+        return scale_as<false, false>(x, divide ? 1 / by : by, limit, n, out);
+    return scale_as<true, false>(x, by, limit, n, out);
 }
 
 u32 largest_of(const float* x, i64 n) {
@@ -239,13 +247,16 @@ double sum_in_pairs(int of, const float* x, i64 n, double center) {
                                  : sum_as<CPD_VALUES>)(x, n, center);
 }
 
-// The sums of the values below 0, and of the others, each with zeros in place of the rest.
-Parts parts_of(const float* x, i64 n) {
+// The sums of the values below 0, and of the others, each with zeros in place of the rest. n values
+// are prefetched, as of the next row: memory would have nothing to do meanwhile.
+Parts parts_of(const float* x, i64 n, const float* ahead) {
     if (n > LEAF) {
         const i64 half = n / 2, first = half - half % 8;
-        const Parts a = parts_of(x, first), b = parts_of(x + first, n - first);
+        const Parts a = parts_of(x, first, ahead);
+        const Parts b = parts_of(x + first, n - first, ahead + first);
         return {a.below + b.below, a.above + b.above};
     }
+    for (i64 i = 0; i < n; i += 16) expect(ahead + i);
     Parts sum = {-0.0, -0.0};
     i64 i = 0;
     if (n >= 8) {
@@ -266,10 +277,18 @@ Parts parts_of(const float* x, i64 n) {
     return sum;
 }
 
-// rest = x minus the mean for its sign.
-void take_signs(const float* x, float below, float above, i64 n, float* rest) {
+// rest = x minus the mean for its sign. n values are prefetched.
+void take_signs(const float* x, float below, float above, i64 n, float* rest, const float* ahead) {
+    for (i64 i = 0; i < n; i += 16) expect(ahead + i);
 #pragma GCC ivdep
     for (i64 i = 0; i < n; ++i) rest[i] = x[i] - (x[i] < 0 ? below : above);
+}
+
+// Each byte with its bits in reverse.
+CPD_FN u64 reversed(u64 bits) {
+    bits = (bits >> 1 & 0x5555555555555555) | (bits & 0x5555555555555555) << 1;
+    bits = (bits >> 2 & 0x3333333333333333) | (bits & 0x3333333333333333) << 2;
+    return (bits >> 4 & 0x0f0f0f0f0f0f0f0f) | (bits & 0x0f0f0f0f0f0f0f0f) << 4;
 }
 
 // 64 bits, each byte's highest first, set where values are not below 0.
@@ -278,10 +297,7 @@ CPD_FN u64 not_below(const float* x, i64 n) {
     i64 i = 0;
     for (; i + CPD_GROUP <= n; i += CPD_GROUP) below |= (u64)signs((I)(load(x, i, n) < F{})) << i;
     for (; i < n; ++i) below |= (u64)(x[i] < 0) << i;
-    u64 bits = n < 64 ? ~below & (((u64)1 << n) - 1) : ~below;
-    bits = (bits >> 1 & 0x5555555555555555) | (bits & 0x5555555555555555) << 1;
-    bits = (bits >> 2 & 0x3333333333333333) | (bits & 0x3333333333333333) << 2;
-    return (bits >> 4 & 0x0f0f0f0f0f0f0f0f) | (bits & 0x0f0f0f0f0f0f0f0f) << 4;
+    return reversed(n < 64 ? ~below & (((u64)1 << n) - 1) : ~below);
 }
 
 // Writes a bit for each value from bit first of out on, the highest of a byte first, and returns
@@ -310,64 +326,99 @@ i64 pack_signs(const float* x, i64 n, i64 first, u8* out) {
     return count;
 }
 
-// x += the means for the bits from bit first of packed on.
-void add_signs(const u8* packed, i64 first, float below, float above, i64 n, float* x) {
-    i64 i = 0;
-    for (; i < n && (first + i) % 8; ++i)
-        x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
-    const u8* bytes = packed + (first + i) / 8;
-#if CPD_REGISTER == 64
-    const F low = from_float(below), high = from_float(above);
-    for (; i + 16 <= n; i += 16, bytes += 2) {
-        u32 bits = bytes[0] | (u32)bytes[1] << 8;
-        bits = (bits >> 1 & 0x5555) | (bits & 0x5555) << 1;
-        bits = (bits >> 2 & 0x3333) | (bits & 0x3333) << 2;
-        bits = (bits >> 4 & 0x0f0f) | (bits & 0x0f0f) << 4;
-        const F chosen = _mm512_mask_blend_ps((__mmask16)bits, low, high);
-        store(x, i, n, load(x, i, n) + chosen);
-    }
-#endif
-    for (; i + 8 <= n; i += 8) {
-        const EightInts bit = {128, 64, 32, 16, 8, 4, 2, 1};
-        const EightInts chosen = ((EightInts{} + (int)*bytes++) & bit) == bit;
-        EightFloats value, low = EightFloats{} + below, high = EightFloats{} + above;
-        low = (EightFloats)(((EightInts)low & ~chosen) | ((EightInts)high & chosen));
-        memcpy(&value, x + i, sizeof value);
-        value += low;
-        memcpy(x + i, &value, sizeof value);
-    }
-    for (; i < n; ++i) x[i] += packed[(first + i) / 8] >> (7 - (first + i) % 8) & 1 ? above : below;
+// The n bits, 64 at most, from bit first of packed on, the first one the lowest.
+CPD_FN u64 bits_at(const u8* packed, i64 first, i64 n) {
+    const int shift = (int)(first % 8);
+    const i64 bytes = (shift + n + 7) / 8;
+    u64 bits = 0;
+    packed += first / 8;
+    if (bytes >= 8)
+        memcpy(&bits, packed, sizeof bits);
+    else
+        memcpy(&bits, packed, (size_t)bytes);
+    bits = reversed(bits) >> shift;
+    return bytes > 8 ? bits | reversed(packed[8]) << (64 - shift) : bits;
 }
 
-// Writes the places, counted from first, at which x + more * rate reaches highest, the largest x of
-// a bin of n values, and the values of x there, without zeros. Both arrays have room for a group
-// more than n. Returns their number.
-i64 leaders_of(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
-               u32* places, float* values) {
+// The lanes of above where bits from the lowest on are set, of below elsewhere.
+CPD_FN F chosen(u32 bits, F below, F above) {
+#if CPD_REGISTER == 64
+    return _mm512_mask_blend_ps((__mmask16)bits, below, above);
+#else
+    const U each = lanes(1) << lane_numbers();
+    return (lanes(bits) & each) == each ? above : below;
+#endif
+}
+
+// out = the sum over ranks, each added to the last, of the means for their bits from bit first on,
+// over divisor; pairs: the means for unset and for set bits, from 2 * row on. Returns the largest
+// magnitude.
+u32 mean_signs(const u8* const* packed, const float* const* pairs, i64 ranks, i64 row, i64 first,
+               float divisor, i64 n, float* out) {
+    const bool multiplies = has_inverse(divisor);
+    const F by = from_float(multiplies ? 1 / divisor : divisor);
+    U largest = lanes(0);
+    for (i64 i = 0; i < n; i += 64) {
+        const i64 m = n - i < 64 ? n - i : 64;
+        F sums[64 / CPD_GROUP] = {};
+        for (i64 rank = 0; rank < ranks; ++rank) {
+            const F below = from_float(pairs[rank][2 * row]);
+            const F above = from_float(pairs[rank][2 * row + 1]);
+            const u64 bits = bits_at(packed[rank], first + i, m);
+            for (int k = 0; k < 64; k += CPD_GROUP)
+                sums[k / CPD_GROUP] += chosen((u32)(bits >> k), below, above);
+        }
+        float rest[64], *to = m < 64 ? rest : out + i;
+        for (int k = 0; k < 64; k += CPD_GROUP) {
+            const F sum = sums[k / CPD_GROUP];
+            store(to, k, 64, multiplies ? sum * by : sum / by);
+        }
+        if (m < 64) {  // no lanes from m on
+            memcpy(out + i, rest, (size_t)m * sizeof(float));
+            memset(rest + m, 0, (size_t)(64 - m) * sizeof(float));
+        }
+        for (int k = 0; k < 64; k += CPD_GROUP)
+            largest = larger(largest, bits_of(load(to, k, 64)) & CPD_MAGNITUDE);
+    }
+    return largest_lane(largest);
+}
+
+// The codes of compress/adacomp.py, of 8 bits or 16.
+template <class Code>
+i64 leaders_as(const float* x, const float* rate, float more, u32 highest, i64 n, Code* codes) {
     const int most = (int)highest;
+    const u32 minus = 1u << CPD_BIN_BITS(sizeof(Code));
     i64 count = 0, i = 0;
 #if CPD_REGISTER == 64
     for (; i < n; i += CPD_GROUP) {
         const F value = load_some(x + i, n - i), reach = load_some(rate + i, n - i) * more + value;
-        const I reached = (I)(bits_of(reach) & CPD_MAGNITUDE) >= most;
-        const u32 found = signs(reached & ((I)(bits_of(value) & CPD_MAGNITUDE) != 0));
-        count += store_lanes(found, lane_numbers() + (first + (u32)i), value, places + count,
-                             values + count);
+        const I own = (I)(bits_of(value) & CPD_MAGNITUDE),
+                all = (I)(bits_of(reach) & CPD_MAGNITUDE);
+        const u32 found = signs((all >= most) & (own != 0));
+        const U signed_numbers = (lane_numbers() + (u32)i) | ((U)(value < F{}) & minus);
+        count += store_lanes(found, signed_numbers, codes + count);
     }
-#endif
+#else
     for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
         const F value = load(x, i, n), reach = load(rate, i, n) * more + value;
         const I reached = (I)(bits_of(reach) & CPD_MAGNITUDE) >= most;
         u32 found = signs(reached & ((I)(bits_of(value) & CPD_MAGNITUDE) != 0));
         for (; found; found &= found - 1) {
             const i64 k = i + __builtin_ctz(found);
-            places[count] = first + (u32)k, values[count++] = x[k];
+            codes[count++] = (Code)((u32)k | (x[k] < 0 ? minus : 0));
         }
     }
     for (; i < n; ++i)
         if (magnitude_of(rate[i] * more + x[i]) >= most && magnitude_of(x[i]))
-            places[count] = first + (u32)i, values[count++] = x[i];
+            codes[count++] = (Code)((u32)i | (x[i] < 0 ? minus : 0));
+#endif
     return count;
+}
+
+i64 leaders_of(const float* x, const float* rate, float more, u32 highest, i64 n, int code_bytes,
+               void* codes) {
+    return code_bytes == 1 ? leaders_as(x, rate, more, highest, n, (u8*)codes)
+                           : leaders_as(x, rate, more, highest, n, (uint16_t*)codes);
 }
 
 // The first of a chunk's largest magnitudes. 64 values are compared without a branch, as the place
@@ -394,17 +445,17 @@ i64 leader_of(const float* x, i64 n) {
 #endif
 }
 
-// The integers of whole tiles of codes, a sign before a magnitude of the other bits.
-void levels_of(int bits, const u32* words, i64 tiles, float* out) {
+// sum += the integers of a tile of codes, a sign before a magnitude of the other bits, times by.
+void add_levels(int bits, const u32* words, const float* by, float* sum) {
     const U mask = lanes((1u << (bits - 1)) - 1);
-    for (i64 t = 0; t < tiles; ++t, words += CPD_LANES * bits, out += CPD_TILE)
-        for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP) {
-            Unpacker unpacker = make_unpacker(words, lane);
-            take_each(unpacker, bits, all_rows(lane), [&](int i, U code) {
-                const U minus = lanes(0) - (code >> (bits - 1) & 1);
-                store(out, i, CPD_TILE, to_float(((code & mask) ^ minus) - minus));
-            });
-        }
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP) {
+        Unpacker unpacker = make_unpacker(words, lane);
+        take_each(unpacker, bits, all_rows(lane), [&](int i, U code) {
+            const U sign = code << (32 - bits) & 0x80000000u;  // of 0 too: it adds nothing
+            const F level = from_bits(bits_of(to_float(code & mask)) | sign);
+            store(sum, i, CPD_TILE, load(sum, i, CPD_TILE) + level * load(by, i, CPD_TILE));
+        });
+    }
 }
 
 // Products in the order of NumPy's einsum: four sums side by side, of 16 products the last four

@@ -51,16 +51,19 @@ struct Views {
     }
 };
 
-int to_views(PyObject* given, void* target) {
+int add_views(PyObject* given, void* target, int flags) {
     std::vector<Py_buffer>& all = static_cast<Views*>(target)->all;
     if (!PyTuple_Check(given)) return PyErr_SetString(PyExc_TypeError, "must be a tuple"), 0;
     for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
         Py_buffer view;
-        if (PyObject_GetBuffer(PyTuple_GetItem(given, i), &view, PyBUF_SIMPLE)) return 0;
+        if (PyObject_GetBuffer(PyTuple_GetItem(given, i), &view, flags)) return 0;
         all.push_back(view);
     }
     return 1;
 }
+
+int to_views(PyObject* given, void* target) { return add_views(given, target, PyBUF_SIMPLE); }
+int to_views_out(PyObject* given, void* target) { return add_views(given, target, PyBUF_WRITABLE); }
 
 // Runs of values, each with a number of its own: they end at ends, int64[runs], which ascend.
 struct Runs {
@@ -80,12 +83,15 @@ struct Runs {
     }
 };
 
-// Calls body(run, first, n) for the part of each run that lies in first .. first + n - 1.
+// Calls body(run, first, n) for the part of each run that lies in first .. first + n - 1. run: one
+// that does not end before the values, and afterwards the last one: a search takes long.
 template <class Work>
-void each_run(const Runs& runs, i64 first, i64 n, const Work& body) {
-    for (i64 at = first, run = runs.of(first); at < first + n; ++run) {
-        const i64 end = *runs.ends.at<i64>(run), stop = end < first + n ? end : first + n;
-        if (at < stop) body(run, at, stop - at), at = stop;
+void each_run(const Runs& runs, i64& run, i64 first, i64 n, const Work& body) {
+    const i64* ends = runs.ends.at<i64>(0);
+    for (i64 at = first; at < first + n;) {
+        while (ends[run] <= at) ++run;
+        const i64 stop = ends[run] < first + n ? ends[run] : first + n;
+        body(run, at, stop - at), at = stop;
     }
 }
 
@@ -104,11 +110,12 @@ PyObject* scale_runs(PyObject*, PyObject* args) {
     std::atomic<u32> most{0};
     PyObject* done = in_blocks(threads, floats_in(x), [&](const Block& b) {
         Written values(x.view.buf == out.view.buf ? 0 : floats_in(x));
+        i64 at_run = runs.of(b.first);
         u32 largest = 0;
         for (i64 i = b.first; i < b.first + b.n; i += STEP) {
             const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
             float* to = values.at(out.at<float>(i));
-            each_run(runs, i, m, [&](i64 run, i64 first, i64 n) {
+            each_run(runs, at_run, i, m, [&](i64 run, i64 first, i64 n) {
                 const float limit = limits.view.buf ? *limits.at<float>(run) : __builtin_inff();
                 const u32 found = loops->scale(divide, x.at<float>(first),
                                                *runs.each.at<float>(run), limit, n, to + first - i);
@@ -123,42 +130,51 @@ PyObject* scale_runs(PyObject*, PyObject* args) {
     return PyLong_FromUnsignedLong(most);
 }
 
-// run_maxima(x, ends, out): the bits of the largest magnitude of each run.
+// Values of a row that NumPy converts to float64 at once; it adds their sums in order.
+const i64 AT_ONCE = 8192;
+
+template <class Work>
+double sum_of_row(const float* x, i64 n, const Work& also) {
+    double sum = 0;
+    for (i64 i = 0; i < n; i += AT_ONCE) {
+        const i64 m = n - i < AT_ONCE ? n - i : AT_ONCE;
+        sum += loops->sum_in_pairs(CPD_VALUES, x + i, m, 0);
+        also(i, m);
+    }
+    return sum;
+}
+
+// run_maxima(x, ends, out): the bits of the largest magnitude of each run. Returns the sum of x, as
+// of a row, by the same pass.
 PyObject* run_maxima(PyObject*, PyObject* args) {
     Buffer x, out;
     Runs runs;
     if (!PyArg_ParseTuple(args, "y*y*w*", &x.view, &runs.ends.view, &out.view) ||
-        !has_length(out, "out", runs.count() * (i64)sizeof(u32)))
+        !runs.are_sound(floats_in(x), out))
         return nullptr;
-    i64 start = 0;
-    const i64* ends = runs.ends.at<i64>(0);
-    for (i64 run = 0; run < runs.count(); start = ends[run++])
-        if (ends[run] < start || ends[run] > floats_in(x))
-            return PyErr_Format(PyExc_ValueError, "run_maxima: ends: must ascend, %lld at most",
-                                (long long)floats_in(x));
+    if (runs.count() && *runs.ends.at<i64>(runs.count() - 1) > floats_in(x))
+        return PyErr_Format(PyExc_ValueError, "run_maxima: ends: must be %lld at most",
+                            (long long)floats_in(x));
+    double sum;
     {
         Unlocked unlocked;
-        start = 0;
-        for (i64 run = 0; run < runs.count(); start = ends[run++])
-            *out.at<u32>(run) = loops->largest_of(x.at<float>(start), ends[run] - start);
+        u32* most = out.at<u32>(0);
+        memset(most, 0, (size_t)out.view.len);
+        i64 at_run = 0;
+        sum = sum_of_row(x.at<float>(0), floats_in(x), [&](i64 i, i64 m) {
+            each_run(runs, at_run, i, m, [&](i64 run, i64 first, i64 n) {
+                const u32 found = loops->largest_of(x.at<float>(first), n);
+                most[run] = most[run] < found ? found : most[run];
+            });
+        });
     }
-    Py_RETURN_NONE;
+    return PyFloat_FromDouble(sum);
 }
 
-// Values of a row that NumPy converts to float64 at once; it adds their sums in order.
-const i64 AT_ONCE = 8192;
-
-double sum_of_row(const float* x, i64 n) {
-    double sum = 0;
-    for (i64 i = 0; i < n; i += AT_ONCE)
-        sum += loops->sum_in_pairs(CPD_VALUES, x + i, n - i < AT_ONCE ? n - i : AT_ONCE, 0);
-    return sum;
-}
-
-Parts parts_of_row(const float* x, i64 n) {
+Parts parts_of_row(const float* x, i64 n, const float* ahead) {
     Parts sum = {};
     for (i64 i = 0; i < n; i += AT_ONCE) {
-        const Parts next = loops->parts_of(x + i, n - i < AT_ONCE ? n - i : AT_ONCE);
+        const Parts next = loops->parts_of(x + i, n - i < AT_ONCE ? n - i : AT_ONCE, ahead + i);
         sum = {sum.below + next.below, sum.above + next.above};
     }
     return sum;
@@ -173,7 +189,7 @@ PyObject* row_sums(PyObject*, PyObject* args) {
     {
         Unlocked unlocked;
         for (i64 i = 0; i < rows; ++i)
-            *out.at<double>(i) = sum_of_row(x.at<float>(i * columns), columns);
+            *out.at<double>(i) = sum_of_row(x.at<float>(i * columns), columns, [](i64, i64) {});
     }
     Py_RETURN_NONE;
 }
@@ -246,7 +262,7 @@ PyObject* encode_signs(PyObject*, PyObject* args) {
                                                         1, nullptr, columns, row.data(), nullptr)
                                     : loops->largest_of(sums, columns);
             most = most < largest ? largest : most;
-            const Parts sum = parts_of_row(sums, columns);
+            const Parts sum = parts_of_row(sums, columns, x.at<float>(first + columns));
             const i64 count = loops->pack_signs(sums, columns, first, signs.at<u8>(0)),
                       others = columns - count;
             const float below = (float)(sum.below / (double)(others ? others : 1)),
@@ -254,7 +270,8 @@ PyObject* encode_signs(PyObject*, PyObject* args) {
             *pairs.at<float>(2 * i) = below, *pairs.at<float>(2 * i + 1) = above;
             if (!rest.view.buf) continue;
             float* to = streams ? row.data() : rest.at<float>(first);
-            loops->take_signs(sums, below, above, columns, to);
+            const float* ahead = (kept.view.buf ? kept : x).at<float>(first + columns);
+            loops->take_signs(sums, below, above, columns, to, ahead);
             if (streams)
                 stream_on((u8*)rest.at<float>(first), (const u8*)to, columns * (i64)sizeof(float));
         }
@@ -280,6 +297,14 @@ PyObject* decode_signs(PyObject*, PyObject* args) {
         return PyErr_Occurred() ? nullptr
                                 : PyErr_Format(PyExc_ValueError, "pairs: must be as many as signs");
     u32 most = 0;
+    std::vector<const u8*> bits;
+    std::vector<const float*> numbers;
+    try {
+        for (i64 rank = 0; rank < ranks; ++rank)
+            bits.push_back(signs.at<u8>(rank, 0)), numbers.push_back(pairs.at<float>(rank, 0));
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
     {
         Unlocked unlocked;
         Written values(n);
@@ -287,12 +312,8 @@ PyObject* decode_signs(PyObject*, PyObject* args) {
             for (i64 j = 0; j < columns; j += STEP) {
                 const i64 first = row * columns + j, m = columns - j < STEP ? columns - j : STEP;
                 float* x = values.at(out.at<float>(first));
-                memset(x, 0, (size_t)m * sizeof(float));
-                for (i64 rank = 0; rank < ranks; ++rank) {
-                    const float* pair = pairs.at<float>(rank, 2 * row);
-                    loops->add_signs(signs.at<u8>(rank, 0), first, pair[0], pair[1], m, x);
-                }
-                const u32 found = loops->scale(true, x, divisor, __builtin_inff(), m, x);
+                const u32 found = loops->mean_signs(bits.data(), numbers.data(), ranks, row, first,
+                                                    divisor, m, x);
                 most = most < found ? found : most;
                 values.done(out.at<float>(first), m);
             }
@@ -315,75 +336,32 @@ PyObject* both_bytes_of(const std::vector<u32>& places, const std::vector<float>
     return both;
 }
 
-const i64 GROUP_VALUES = 16;  // of the widest register
-
-// accumulate_leaders(x, kept, more, bin, sum, highest): sum = x + kept; returns the places at which
-// sum + more * x reaches the largest of its bin of bin values, and the values, as bytearrays;
-// highest: the bits of each bin's largest, written.
-PyObject* accumulate_leaders(PyObject*, PyObject* args) {
-    float more;
-    long long bin;
-    Buffer x, kept, sum, highest;
-    if (!PyArg_ParseTuple(args, "y*y*fLw*w*", &x.view, &kept.view, &more, &bin, &sum.view,
-                          &highest.view) ||
-        !as_long(x, kept, "kept") || !as_long(x, sum, "sum"))
-        return nullptr;
-    const i64 n = floats_in(x);
-    if (bin < 1 || !has_length(highest, "highest", (n + bin - 1) / bin * (i64)sizeof(u32)))
-        return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "bin: %lld", bin);
-    std::vector<u32> places;
-    std::vector<float> numbers;
-    i64 count = 0;
-    bool full = false;
-    {
-        Unlocked unlocked;
-        try {
-            Written values(bin < STEP ? n : 0);
-            const i64 step = bin < STEP ? STEP / bin * bin : bin;
-            for (i64 i = 0; i < n; i += step) {
-                const i64 m = n - i < step ? n - i : step;
-                const float* from = x.at<float>(i);
-                float* to = values.at(sum.at<float>(i));
-                loops->accumulate(from, kept.at<float>(i), 1, nullptr, m, to, nullptr);
-                const size_t room = (size_t)(count + m + GROUP_VALUES);
-                if (places.size() < room) places.resize(2 * room), numbers.resize(2 * room);
-                for (i64 j = 0; j < m; j += bin) {
-                    const i64 own = m - j < bin ? m - j : bin;
-                    const u32 largest = loops->largest_of(to + j, own);
-                    *highest.at<u32>((i + j) / bin) = largest;
-                    count += loops->leaders_of(to + j, from + j, more, largest, own, (u32)(i + j),
-                                               places.data() + count, numbers.data() + count);
-                }
-                values.done(sum.at<float>(i), m);
-            }
-            places.resize((size_t)count), numbers.resize((size_t)count);
-        } catch (const std::bad_alloc&) {
-            full = true;
-        }
-    }
-    if (full) return PyErr_NoMemory();
-    return both_bytes_of(places, numbers);
-}
-
 // The layout of AdaComp's codes, of 8 bits or 16: see compress/adacomp.py.
 struct BinCodes {
-    int index_bits;
     i64 bin;
     static const i64 SKIPPED = 4;  // empty bins that one passes over, at most
-    u32 passing() const { return (1u << index_bits) - 1; }
-    u32 last() const { return 1u << (index_bits + 1); }
+    int bytes() const { return bin < 1 << 6 ? 1 : 2; }
+    int index_bits() const { return CPD_BIN_BITS(bytes()); }
+    u32 passing() const { return (1u << index_bits()) - 1; }
+    u32 last() const { return 2u << index_bits(); }
+
+    // Passes over empty bins.
+    template <class Code>
+    void skip(i64 empty, std::vector<Code>& codes) const {
+        for (; empty > 0; empty -= SKIPPED) {
+            const u32 more = (u32)(empty < SKIPPED ? empty : SKIPPED) - 1;
+            codes.push_back((Code)(passing() | more << index_bits()));
+        }
+    }
 
     template <class Code>
     void pack(const u32* indices, const float* values, i64 n, std::vector<Code>& codes) const {
         for (i64 i = 0, before = -1; i < n; ++i) {
             const i64 own = indices[i] / (u32)bin;
             if (i && own != before) codes.back() |= (Code)last();
-            for (i64 empty = own - before - 1; empty > 0; empty -= SKIPPED) {
-                const u32 more = (u32)(empty < SKIPPED ? empty : SKIPPED) - 1;
-                codes.push_back((Code)(passing() | more << index_bits));
-            }
+            skip(own - before - 1, codes);
             const u32 minus = values[i] < 0;
-            codes.push_back((Code)((u32)(indices[i] - own * bin) | minus << index_bits));
+            codes.push_back((Code)((u32)(indices[i] - own * bin) | minus << index_bits()));
             before = own;
         }
         if (n) codes.back() |= (Code)last();
@@ -396,7 +374,7 @@ struct BinCodes {
         i64 count = 0;
         u32 start = first;
         for (i64 i = 0; i < n; ++i) {
-            const u32 code = codes[i], index = code & passing(), upper = code >> index_bits;
+            const u32 code = codes[i], index = code & passing(), upper = code >> index_bits();
             if (index == passing()) {
                 start += (upper + 1) * (u32)bin;
                 continue;
@@ -425,17 +403,17 @@ PyObject* pack_bins(PyObject*, PyObject* args) {
         return nullptr;
     std::vector<u8> bytes;
     std::vector<uint16_t> pairs;
-    const BinCodes how = {bin < 1 << 6 ? 6 : 14, bin};
+    const BinCodes how = {bin};
     try {
         const i64 n = words_in(indices);
-        if (how.index_bits == 6)
+        if (how.bytes() == 1)
             how.pack(indices.at<u32>(0), values.at<float>(0), n, bytes);
         else
             how.pack(indices.at<u32>(0), values.at<float>(0), n, pairs);
     } catch (const std::bad_alloc&) {
         return PyErr_NoMemory();
     }
-    return how.index_bits == 6 ? bytes_of(bytes) : bytes_of(pairs);
+    return how.bytes() == 1 ? bytes_of(bytes) : bytes_of(pairs);
 }
 
 // unpack_bins(bin, codes, scale, first, indices, values): the reverse; returns their number.
@@ -448,15 +426,181 @@ PyObject* unpack_bins(PyObject*, PyObject* args) {
                           &values.view) ||
         !is_bin(bin))
         return nullptr;
-    const BinCodes how = {bin < 1 << 6 ? 6 : 14, bin};
-    const i64 n = codes.view.len / (how.index_bits == 6 ? 1 : 2);
+    const BinCodes how = {bin};
+    const i64 n = codes.view.len / how.bytes();
     if (!has_length(indices, "indices", n * 4) || !has_length(values, "values", n * 4))
         return nullptr;
     u32* at = indices.at<u32>(0);
     float* to = values.at<float>(0);
-    return PyLong_FromLongLong(how.index_bits == 6
+    return PyLong_FromLongLong(how.bytes() == 1
                                    ? how.unpack(codes.at<u8>(0), n, scale, first, at, to)
                                    : how.unpack(codes.at<uint16_t>(0), n, scale, first, at, to));
+}
+
+const i64 GROUP_VALUES = 16;  // of the widest register
+
+// Whole bins of x, up to the last one, of at most so many values that they stay in the cache.
+i64 step_of(i64 bin) { return bin < STEP ? STEP / bin * bin : bin; }
+
+// Appends the codes of the leaders of x + kept, written to sum, and writes the largest of its bins.
+template <class Code>
+void encode_leaders(const Buffer& x, const Buffer& kept, float more, const BinCodes& how,
+                    const Buffer& sum, const Buffer& highest, std::vector<Code>& codes) {
+    const i64 n = floats_in(x), bin = how.bin, step = step_of(bin);
+    std::vector<Code> own((size_t)(bin + GROUP_VALUES));
+    Written values(bin < STEP ? n : 0);
+    i64 empty = 0;
+    for (i64 i = 0; i < n; i += step) {
+        const i64 end = n - i < step ? n : i + step;
+        float* to = values.at(sum.at<float>(i));
+        for (i64 j = i; j < end; j += bin) {
+            const i64 size = end - j < bin ? end - j : bin;
+            const float* from = x.at<float>(j);
+            const u32 largest =
+                loops->accumulate(from, kept.at<float>(j), 1, nullptr, size, to + (j - i), nullptr);
+            *highest.at<u32>(j / bin) = largest;
+            const i64 count =
+                loops->leaders_of(to + (j - i), from, more, largest, size, how.bytes(), own.data());
+            if (!count) {
+                ++empty;
+                continue;
+            }
+            how.skip(empty, codes), empty = 0;
+            own[(size_t)count - 1] |= (Code)how.last();
+            codes.insert(codes.end(), own.begin(), own.begin() + count);
+        }
+        values.done(sum.at<float>(i), end - i);
+    }
+}
+
+// encode_bins(x, kept, more, bin, sum, highest): sum = x + kept; returns the codes of the places at
+// which sum + more * x reaches the largest sum of its bin of bin values, without zeros, as a
+// bytearray; highest: the bits of each bin's largest, written.
+PyObject* encode_bins(PyObject*, PyObject* args) {
+    float more;
+    long long bin;
+    Buffer x, kept, sum, highest;
+    if (!PyArg_ParseTuple(args, "y*y*fLw*w*", &x.view, &kept.view, &more, &bin, &sum.view,
+                          &highest.view) ||
+        !as_long(x, kept, "kept") || !as_long(x, sum, "sum") || !is_bin(bin) ||
+        !has_length(highest, "highest", (floats_in(x) + bin - 1) / bin * (i64)sizeof(u32)))
+        return nullptr;
+    std::vector<u8> bytes;
+    std::vector<uint16_t> pairs;
+    const BinCodes how = {bin};
+    bool full = false;
+    {
+        Unlocked unlocked;
+        try {
+            if (how.bytes() == 1)
+                encode_leaders(x, kept, more, how, sum, highest, bytes);
+            else
+                encode_leaders(x, kept, more, how, sum, highest, pairs);
+        } catch (const std::bad_alloc&) {
+            full = true;
+        }
+    }
+    if (full) return PyErr_NoMemory();
+    return how.bytes() == 1 ? bytes_of(bytes) : bytes_of(pairs);
+}
+
+// The codes of a rank, of which those before next are read.
+struct Reader {
+    const u8* codes;       // perhaps at an odd address
+    i64 end, next, start;  // numbers of codes; the first place of the next one's bin
+    float numbers[2];      // for unset and set signs
+    float* rest;           // from which they are subtracted, or null
+    i64 values;            // that were read
+};
+
+// Adds the values of codes for the places first .. stop - 1, whole bins of n values, to out.
+// Returns whether the codes are sound.
+template <class Code>
+bool add_codes(const BinCodes& how, Reader& given, i64 first, i64 stop, i64 n, float* out) {
+    const u32 passing = how.passing();
+    const int bits = how.index_bits();
+    Reader r = given;  // which no store can change
+    for (; r.next < r.end && r.start < stop; ++r.next) {
+        Code code;
+        memcpy(&code, r.codes + r.next * (i64)sizeof code, sizeof code);
+        const u32 index = code & passing, upper = (u32)code >> bits;
+        if (index == passing) {
+            r.start += (upper + 1) * how.bin;
+            continue;
+        }
+        const i64 at = r.start + index;
+        if (index >= how.bin || at >= n) return false;
+        const float number = r.numbers[upper & 1];
+        out[at - first] += number;
+        if (r.rest) r.rest[at] -= number;
+        r.start += (upper >> 1) * how.bin;
+        ++r.values;
+    }
+    given = r;
+    return true;
+}
+
+// mean_bins(bin, codes, scales, rests, first, divisor, out): out is the sum over ranks of the
+// values of their codes, a tuple, over divisor; scales: float32 of each. Those of rank first and
+// the next ones are subtracted from the arrays of the tuple rests. Returns the bits of the largest
+// magnitude, and the numbers of values of the ranks, int64, as a bytearray.
+PyObject* mean_bins(PyObject*, PyObject* args) {
+    long long bin, owner;
+    float divisor;
+    Views codes, rests;
+    Buffer scales, out;
+    if (!PyArg_ParseTuple(args, "LO&y*O&Lfw*", &bin, to_views, &codes, &scales.view, to_views_out,
+                          &rests, &owner, &divisor, &out.view) ||
+        !is_bin(bin) || !rests.have_length("rests", out.view.len))
+        return nullptr;
+    const BinCodes how = {bin};
+    const i64 n = floats_in(out), ranks = (i64)codes.all.size(), step = step_of(bin);
+    const i64 owned = (i64)rests.all.size();
+    if (!has_length(scales, "scales", ranks * (i64)sizeof(float))) return nullptr;
+    if (owner < 0 || owner > ranks - owned)
+        return PyErr_Format(PyExc_ValueError, "rests: must be of ranks below %lld",
+                            (long long)ranks);
+    std::vector<Reader> readers;
+    std::vector<i64> counts;
+    u32 most = 0;
+    bool sound = true, full = false;
+    {
+        Unlocked unlocked;
+        try {
+            for (i64 rank = 0; rank < ranks; ++rank) {
+                const float scale = *scales.at<float>(rank);
+                const bool is_own = owner <= rank && rank < owner + owned;
+                float* rest = is_own ? (float*)rests.all[(size_t)(rank - owner)].buf : nullptr;
+                const i64 size = codes.all[(size_t)rank].len, end = size / how.bytes();
+                sound &= size % how.bytes() == 0;
+                readers.push_back({codes.at<u8>(rank, 0), end, 0, 0, {scale, -scale}, rest, 0});
+            }
+            Written values(bin < STEP ? n : 0);
+            for (i64 i = 0; i < n && sound; i += step) {
+                const i64 stop = n - i < step ? n : i + step;
+                float* sum = values.at(out.at<float>(i));
+                memset(sum, 0, (size_t)(stop - i) * sizeof(float));
+                for (Reader& each : readers)
+                    sound &= how.bytes() == 1 ? add_codes<u8>(how, each, i, stop, n, sum)
+                                              : add_codes<uint16_t>(how, each, i, stop, n, sum);
+                const u32 found = loops->scale(true, sum, divisor, __builtin_inff(), stop - i, sum);
+                most = most < found ? found : most;
+                values.done(out.at<float>(i), stop - i);
+            }
+            for (const Reader& each : readers)
+                sound &= each.next == each.end, counts.push_back(each.values);
+        } catch (const std::bad_alloc&) {
+            full = true;
+        }
+    }
+    if (full) return PyErr_NoMemory();
+    if (!sound)
+        return PyErr_Format(PyExc_ValueError, "mean_bins: codes: must be of bins of %lld values",
+                            bin);
+    PyObject* numbers = bytes_of(counts);
+    PyObject* both = numbers ? Py_BuildValue("IO", (unsigned)most, numbers) : nullptr;
+    Py_XDECREF(numbers);
+    return both;
 }
 
 // clear_all(threads, out): zeros, past the caches if there are many.
@@ -618,8 +762,6 @@ struct Codes {
     }
 };
 
-const i64 TILES = STEP / CPD_TILE;
-
 // encode_runs(threads, cast, trits, key, shift, x, each, ends, factor, payload): codes of x over
 // the number of its run, times factor, with one shift for all.
 PyObject* encode_runs(PyObject*, PyObject* args) {
@@ -640,22 +782,24 @@ PyObject* encode_runs(PyObject*, PyObject* args) {
         !has_length(payload, "payload", codes.bytes(floats_in(x))))
         return nullptr;
     return in_blocks(threads, floats_in(x), [&](const Block& b) {
-        float scaled[STEP];
-        u32 words[STEP / 16];
-        u8 shifts[TILES];
-        memset(shifts, shift, sizeof shifts);
-        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
-            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
-            each_run(runs, i, m, [&](i64 run, i64 first, i64 n) {
+        float scaled[CPD_TILE];
+        u32 words[2 * CPD_LANES];
+        i64 at_run = runs.of(b.first);
+        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
+            const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
+            u32 most = 0;
+            each_run(runs, at_run, i, m, [&](i64 run, i64 first, i64 n) {
                 float* to = scaled + (first - i);
-                loops->scale(true, x.at<float>(first), *runs.each.at<float>(run), __builtin_inff(),
-                             n, to);
-                if (factor != 1) loops->scale(false, to, factor, 0, n, to);
+                u32 found = loops->scale(true, x.at<float>(first), *runs.each.at<float>(run),
+                                         __builtin_inff(), n, to);
+                if (factor != 1) found = loops->scale(false, to, factor, 0, n, to);
+                most = most < found ? found : most;
             });
+            if (m < CPD_TILE) memset(scaled + m, 0, sizeof scaled - (size_t)m * sizeof(float));
             u8* to = payload.at<u8>(i / CPD_TILE * codes.tile_bytes());
-            loops->encode_tiles(cast, 0, false, key, i, scaled, m, codes.trits ? words : (u32*)to,
-                                shifts, nullptr);
-            if (codes.trits) loops->pack_trits(words, tiles_of(m), to);
+            loops->encode_tile(cast, (u8)shift, most, key, i, scaled,
+                               codes.trits ? words : (u32*)to, x.at<float>(i + CPD_TILE));
+            if (codes.trits) loops->pack_trits(words, 1, to);
         }
     });
 }
@@ -679,27 +823,30 @@ PyObject* mean_runs(PyObject*, PyObject* args) {
         return nullptr;
     std::atomic<u32> most{0};
     PyObject* done = in_blocks(threads, n, [&](const Block& b) {
-        float term[STEP];
-        u32 words[STEP / 16];
-        Written values(n);
-        for (i64 i = b.first; i < b.first + b.n; i += STEP) {
-            const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
-            float* sum = values.at(out.at<float>(i));
-            memset(sum, 0, (size_t)m * sizeof(float));
+        float spread[CPD_TILE] = {}, own[CPD_TILE];  // of a rank's runs; the sum
+        u32 words[2 * CPD_LANES], largest = 0;
+        const bool streams = n >= Written::LARGE;
+        i64 before = runs.of(b.first), at_run = before;
+        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE, before = at_run) {
+            const i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
+            memset(own, 0, sizeof own);
             for (i64 rank = 0; rank < count; ++rank) {
                 const u8* came = payloads.at<u8>(rank, i / CPD_TILE * codes.tile_bytes());
-                if (codes.trits) loops->unpack_trits(came, tiles_of(m), words);
-                loops->levels_of(codes.bits, codes.trits ? words : (const u32*)came, tiles_of(m),
-                                 term);
-                each_run(runs, i, m, [&](i64 run, i64 first, i64 size) {
-                    float* to = sum + (first - i);
-                    const float by = *runs.each.at<float>(rank * runs.count() + run);
-                    loops->accumulate(to, term + (first - i), by, nullptr, size, to, nullptr);
+                const float* numbers = runs.each.at<float>(rank * runs.count());
+                at_run = before;
+                each_run(runs, at_run, i, m, [&](i64 run, i64 first, i64 size) {
+                    std::fill_n(spread + (first - i), size, numbers[run]);
                 });
+                if (codes.trits) loops->unpack_trits(came, 1, words);
+                loops->add_levels(codes.bits, codes.trits ? words : (const u32*)came, spread, own);
             }
-            raise_to(most, loops->scale(true, sum, divisor, __builtin_inff(), m, sum));
-            values.done(out.at<float>(i), m);
+            float* to = streams ? own : out.at<float>(i);
+            const u32 found = loops->scale(true, own, divisor, __builtin_inff(), m, to);
+            largest = largest < found ? found : largest;
+            if (streams) stream_on((u8*)out.at<float>(i), (const u8*)own, m * (i64)sizeof(float));
         }
+        if (streams) end_stream();
+        raise_to(most, largest);
     });
     if (!done) return nullptr;
     Py_DECREF(done);

@@ -99,6 +99,17 @@ CPD_FN i64 store_lanes(u32 mask, U places, F values, u32* to, float* out) {
     memcpy(to, &packed, sizeof packed), memcpy(out, &numbers, sizeof numbers);
     return __builtin_popcount(mask);
 }
+// The same for the low bytes of values.
+CPD_FN i64 store_lanes(u32 mask, U values, u8* out) {
+    const __m512i packed = _mm512_maskz_compress_epi32((__mmask16)mask, (__m512i)values);
+    _mm_storeu_si128((__m128i*)out, _mm512_maskz_cvtepi32_epi8(0xffff, packed));
+    return __builtin_popcount(mask);
+}
+CPD_FN i64 store_lanes(u32 mask, U values, uint16_t* out) {
+    const __m512i packed = _mm512_maskz_compress_epi32((__mmask16)mask, (__m512i)values);
+    _mm256_storeu_si256((__m256i*)out, _mm512_maskz_cvtepi32_epi16(0xffff, packed));
+    return __builtin_popcount(mask);
+}
 #endif
 CPD_FN void store(float* x, i64 i, i64, F value) { memcpy(x + i, &value, sizeof value); }
 CPD_FN U load(const u32* x, i64 i, i64) {

@@ -21,6 +21,9 @@ struct Loops {
     // fit: choose and write the shifts, else read them. counts: three a tile, or null.
     void (*encode_tiles)(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
                          const float* x, i64 n, u32* words, u8* shifts, u32* counts);
+    // One tile, with the largest magnitude of x; a tile from ahead on is prefetched.
+    void (*encode_tile)(const Cast& cast, u8 shift, u32 amax, Key key, u64 offset, const float* x,
+                        u32* words, const float* ahead);
     i64 (*decode_tiles)(const Cast& cast, int blocks, const u32* words, const u8* shifts,
                         float* out, i64 n);
     void (*decode_add_tiles)(const Cast& cast, int blocks, const u32* words, const u8* shifts,
@@ -61,13 +64,17 @@ struct Loops {
     u32 (*scale)(bool divide, const float* x, float by, float limit, i64 n, float* out);
     u32 (*largest_of)(const float* x, i64 n);
     double (*sum_in_pairs)(int of, const float* x, i64 n, double center);
-    Parts (*parts_of)(const float* x, i64 n);
-    void (*take_signs)(const float* x, float below, float above, i64 n, float* rest);
+    Parts (*parts_of)(const float* x, i64 n, const float* ahead);
+    void (*take_signs)(const float* x, float below, float above, i64 n, float* rest,
+                       const float* ahead);
     i64 (*pack_signs)(const float* x, i64 n, i64 first, u8* out);
-    void (*add_signs)(const u8* packed, i64 first, float below, float above, i64 n, float* x);
-    i64 (*leaders_of)(const float* x, const float* rate, float more, u32 highest, i64 n, u32 first,
-                      u32* places, float* values);
-    void (*levels_of)(int bits, const u32* words, i64 tiles, float* out);
+    u32 (*mean_signs)(const u8* const* packed, const float* const* pairs, i64 ranks, i64 row,
+                      i64 first, float divisor, i64 n, float* out);
+    // Of a bin whose largest x is highest, the codes of the values but zeros at which x + more *
+    // rate reaches it; codes has room for a group more than n. Returns their number.
+    i64 (*leaders_of)(const float* x, const float* rate, float more, u32 highest, i64 n,
+                      int code_bytes, void* codes);
+    void (*add_levels)(int bits, const u32* words, const float* by, float* sum);
     i64 (*leader_of)(const float* x, i64 n);
     void (*row_products)(const float* m, i64 n, i64 columns, const float* rows, i64 count,
                          float* out);

@@ -6,6 +6,13 @@ struct Terms {
     float x, kept, more;
 };
 
+// The lowest byte, its bits in reverse.
+__device__ u8 reversed(u32 bits) {
+    bits = (bits >> 1 & 0x55u) | (bits & 0x55u) << 1;
+    bits = (bits >> 2 & 0x33u) | (bits & 0x33u) << 2;
+    return (u8)((bits >> 4 & 0x0fu) | (bits & 0x0fu) << 4);
+}
+
 }  // namespace
 
 extern "C" {
@@ -73,6 +80,35 @@ __global__ void bin_leaders(const float* x, const float* kept, float rate, i64 n
             if (reached >= most && bits_of(sum[i]) & CPD_MAGNITUDE)
                 atomicOr(words + i / 32, 1u << i % 32);
         }
+    }
+}
+
+// signs: a bit for each value of x, plus more if that is given and then written to total: the
+// highest of a byte first, set unless the value is below 0. counts: of each row's set bits, zeros
+// at first; amax: of each tile. A warp a tile.
+__global__ void pack_signs(const float* x, const float* more, i64 columns, i64 n, float* total,
+                           u8* signs, u32* counts, u32* amax) {
+    const int lane = lane_of_thread();
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        i64 row = row_of(t * CPD_TILE, columns, n), end = (row + 1) * columns;
+        u32 most = 0;
+        for (i64 i = t * CPD_TILE; i < n && i < (t + 1) * CPD_TILE; i += CPD_LANES) {
+            const i64 own = i + lane;
+            float value = load(x, own, n);
+            if (more) store(total, own, n, value = add(value, load(more, own, n)));
+            most = larger(most, bits_of(value) & CPD_MAGNITUDE);
+            const bool set = own < n && !is_below(value);
+            const u32 word = __ballot_sync(ALL_LANES, set);
+            if (lane < 4 && i + 8 * lane < n) signs[i / 8 + lane] = reversed(word >> 8 * lane);
+            for (; i >= end; end += columns) ++row;
+            if (i + CPD_LANES <= end || n <= end) {
+                if (lane == 0) atomicAdd(counts + row, (u32)__popc(word));
+            } else if (set) {
+                atomicAdd(counts + row_of(own, columns, n), 1u);
+            }
+        }
+        most = warp_largest(most);
+        if (lane == 0) amax[t] = most;
     }
 }
 

@@ -11,4 +11,7 @@ struct Parts {
     double below, above;
 };
 
+// Bits of the index in a code of AdaComp, by its bytes: see compress/adacomp.py.
+#define CPD_BIN_BITS(bytes) ((bytes) == 1 ? 6 : 14)
+
 #endif

@@ -100,6 +100,7 @@ ELSEWHERE = {  # why a kernel is not in the tables
     "run_maxima": "parts of runs are test_gpu_methods.py's, below 2**32",
     "chunk_leaders": "below",
     "bin_leaders": "test_gpu_methods.py, below 2**32",
+    "pack_signs": "below",
     "add_signs": "below",
     "subtract_signs": "below",
     "matmul": "below",
@@ -426,6 +427,11 @@ def test_signs_and_chunks_beyond_2_to_the_32(kernels: Any) -> None:
     assert out[PLACE] == 8.0
     run(kernels, "subtract_signs", given | {"out": out}, block + 1, block)
     assert out[PLACE] == 2.0
+    amax, counts, tile = sparse(PLACE // TILE + 1, "u4"), np.zeros(1, "u4"), PLACE // TILE
+    given |= {"more": None, "total": None, "counts": counts, "amax": amax}
+    run(kernels, "pack_signs", given, tile // WARPS + 1, tile // WARPS)
+    assert amax[tile] == np.float32(3).view("u4") and not signs[PLACE // 8] & 128 >> PLACE % 8
+    assert counts[0] == PLACE - tile // WARPS * WARPS * TILE  # of the block's values, but one
 
     chunk = BEYOND
     x, places = sparse((chunk + 1) * TILE, "f4"), sparse(chunk + 1, "i8")

@@ -66,6 +66,22 @@ def test_codes_of_bins_are_those_of_the_reference(bin_values: int) -> None:
             assert found.tobytes() == np.copysign(np.float32(0.25), x).tobytes()
 
 
+@pytest.mark.parametrize("bin_values", [1, 50, 500, 5000])
+def test_codes_that_no_bins_have_are_errors_and_never_a_crash(bin_values: int) -> None:
+    """Random bytes: either sound codes, of places below n, or a ValueError."""
+    rng, n, refused = np.random.default_rng(bin_values), 10_001, 0
+    for size in (0, 1, 2, 40, 4000):
+        for _ in range(20):
+            codes, out, rest = rng.integers(0, 256, size, np.uint8), *np.ones((2, n), np.float32)
+            try:
+                _, counts = cpu.mean_bins(bin_values, [codes], [2.0], out, 1.0, [rest])
+            except ValueError:
+                refused += 1
+                continue
+            assert out.sum() == 1.0 * n - rest.sum() and counts <= codes.size
+    assert refused >= 20
+
+
 def test_sums_are_numpys(clone: str) -> None:
     """NumPy halves, sums 8 side by side, and makes 8,192 of a row float64 at once."""
     for n in (1, 7, 8, 9, 127, 128, 129, 1000, 8193, 30001):
@@ -103,7 +119,7 @@ def test_what_is_not_a_number_is_the_largest(ops: Any) -> None:
         assert most > NONFINITE_BITS and found.tolist() == [39]
         kept[3], x[39] = np.inf, 0
         assert ops.accumulate(x, kept, out) == 0x7F800000
-        assert np.isinf(ops.run_maxima(out, np.array([20, 40]))[0])
+        assert np.isinf(ops.run_maxima(out, np.array([20, 40]))[0][0])
 
 
 def runs_with_nan(
@@ -116,7 +132,7 @@ def runs_with_nan(
     out, limits = there(np.zeros(42, np.float32)), np.array([1.0, np.inf], np.float32)
     with np.errstate(all="ignore"):
         ops.divide_runs(there(x), each, ends, out, limits)
-        found = [here(out).copy(), ops.run_maxima(there(x), ends)]
+        found = [here(out).copy(), ops.run_maxima(there(x), ends)[0]]
         m, kept, rest = (there(y.reshape(3, 14)) for y in (x, np.zeros_like(x), np.ones_like(x)))
         signs, pairs, largest = ops.encode_signs(m, kept, rest)
         alone = ops.encode_signs(m)
@@ -231,8 +247,11 @@ def test_wrong_lengths_are_errors_and_never_a_crash() -> None:
         lambda: _cpu.encode_signs(x, x, short, np.empty(8, "u1"), np.empty(8, "f4")),
         lambda: _cpu.decode_signs((np.empty(8, "u1"),), (), 4, 1.0, x),
         lambda: _cpu.decode_signs((np.empty(7, "u1"),), (np.empty(8, "f4"),), 4, 1.0, x),
-        lambda: _cpu.accumulate_leaders(x, x, 1.0, 0, x, np.empty(1, "u4")),
-        lambda: _cpu.accumulate_leaders(x, x, 1.0, 50, x, np.empty(1, "u4")),
+        lambda: _cpu.encode_bins(x, x, 1.0, 0, x.copy(), np.empty(1, "u4")),
+        lambda: _cpu.encode_bins(x, x, 1.0, 50, x.copy(), np.empty(1, "u4")),
+        lambda: _cpu.mean_bins(50, (), x[:1], (), 0, 1.0, x.copy()),
+        lambda: _cpu.mean_bins(50, (np.empty(0, "u1"),), x[:1], (short,), 0, 1.0, x.copy()),
+        lambda: _cpu.mean_bins(50, (np.empty(0, "u1"),), x[:1], (x.copy(),), 1, 1.0, x.copy()),
         lambda: _cpu.chunk_leaders(x, 50, np.empty(1, "i8")),
         lambda: _cpu.row_products(4, x, short[:15], x[:4]),
         lambda: _cpu.column_products(4, x, x[:4], x[:15]),

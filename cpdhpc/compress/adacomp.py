@@ -22,21 +22,22 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
-from ..ops import backend_of, cpu
+from ..collectives.sparse import allgather
+from ..ops import backend_of
 from ..options import Allowed
 from .base import Array, Context, Mean
 from .bucket import Bucket
-from .sparse import OfLayer, Pairs, SparseLayers, SparseMessages
+from .memory import empty_mean
+from .sparse import OfLayer, SparseLayers, SparseMessages
 
 HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
 
 
-class Leaders(NamedTuple):
-    """The values of a layer that are sent, NumPy's: scale, ascending indices and values."""
+class Coded(NamedTuple):
+    """The values of a layer that are sent, NumPy's: scale, and codes, uint8[bytes]."""
 
     scale: np.float32
-    indices: Array
-    values: Array
+    codes: Array
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,12 @@ class AdaComp(SparseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         layers = self._layers(gradients, bucket, context)
         bins = self._bins(layers.coded)
-        waiting, leaders = self._leaders(layers, bins)
-        payloads = [self._encoded(own, bins) for own in leaders]
-        sent = layers.exchange(
-            payloads, lambda each: self._decoded(each, bins, layers.coded), waiting
-        )
-        return layers.finished(sent.mean, sent.most, waiting, sent.shares)
+        waiting, own = self._encoded(layers, bins)
+        payloads = [_payload(each, bins) for each in own]
+        flat = empty_mean(context, bucket, gradients[0])
+        came = allgather(context.world, payloads) if bins else []
+        most, shares = self._decoded([_read(each, bins) for each in came], layers, waiting, flat)
+        return layers.finished(flat, most, waiting, shares)
 
     def _bins(self, coded: Bucket) -> list[int]:
         """Return the number of values of a bin of each layer."""
@@ -74,41 +75,63 @@ class AdaComp(SparseMessages):
             self.conv_bin_values if len(shape) > 2 else self.bin_values for shape in coded.shapes
         ]
 
-    def _leaders(
+    def _encoded(
         self, layers: SparseLayers, bins: Sequence[int]
-    ) -> tuple[list[Array], list[list[Leaders]]]:
-        """Return gradients plus residuals, and each hosted rank's leaders by layer. Collective."""
-        found: list[list[Leaders]] = [[] for _ in layers.gradients]
+    ) -> tuple[list[Array], list[list[Coded]]]:
+        """Return gradients plus residuals, and what each hosted rank sends by layer. Collective."""
+        found: list[list[Coded]] = [[] for _ in layers.gradients]
 
         def accumulate(of: OfLayer) -> int:
-            highest, indices, values = backend_of(of.x).accumulate_leaders(
+            highest, codes = backend_of(of.x).encode_bins(
                 of.gradient, of.kept, of.x, float(np.float32(self.scale - 1)), bins[of.layer]
             )
             with np.errstate(over="ignore", invalid="ignore"):  # accumulated checks it
                 scale = np.float32(highest.mean(dtype=np.float64))
-            found[of.row].append(Leaders(scale, indices, values))
+            found[of.row].append(Coded(scale, codes))
             return int(highest.view(np.uint32).max())
 
         return layers.accumulated(accumulate), found
 
-    def _encoded(self, leaders: Sequence[Leaders], bins: Sequence[int]) -> Array:
-        """Return a rank's payload, uint8[bytes]."""
-        head, codes = np.zeros(len(bins), HEAD), []
-        for i, (bin_values, (scale, indices, values)) in enumerate(zip(bins, leaders, strict=True)):
-            codes.append(cpu.pack_bins(bin_values, indices, values))
-            head[i] = scale, codes[-1].size // _code_bytes(bin_values)
-        return np.concatenate([each.view(np.uint8) for each in (head, *codes)])
+    def _decoded(
+        self,
+        came: Sequence[Sequence[Coded]],
+        layers: SparseLayers,
+        waiting: Sequence[Array],
+        flat: Array,
+    ) -> tuple[int, list[float]]:
+        """Write the mean of what ranks sent into flat, and subtract a rank's own from waiting.
 
-    def _decoded(self, payload: Array, bins: Sequence[int], coded: Bucket) -> Pairs:
-        """Return the indices in coded and the values of a payload."""
-        end, found = len(bins) * HEAD.itemsize, []
-        for bin_values, (scale, count), (_, start, _) in zip(
-            bins, payload[:end].view(HEAD), coded.segments, strict=True
+        Returns the bits of the largest magnitude, and the share of each layer that a rank sends.
+        """
+        world, most, shares = layers.context.world, 0, list[float]()
+        for i, (bin_values, out, (_, start, stop)) in enumerate(
+            zip(self._bins(layers.coded), layers.parts(flat), layers.coded.segments, strict=True)
         ):
-            begin, end = end, end + int(count) * _code_bytes(bin_values)
-            found.append(cpu.unpack_bins(bin_values, payload[begin:end], float(scale), start))
-        indices, values = map(np.concatenate, zip(*found, strict=True))
-        return indices, values
+            scales, codes = zip(*(each[i] for each in came), strict=True)
+            rests = [x[start:stop] for x in waiting]
+            bits, counts = backend_of(out).mean_bins(
+                bin_values, codes, scales, out, world.ranks, rests, world.hosted.start
+            )
+            most = max(most, bits)
+            shares.append(counts.sum() / ((stop - start) * world.ranks))
+        return most, shares
+
+
+def _payload(own: Sequence[Coded], bins: Sequence[int]) -> Array:
+    """Return a rank's payload, uint8[bytes]."""
+    head = np.zeros(len(bins), HEAD)
+    for i, (bin_values, (scale, codes)) in enumerate(zip(bins, own, strict=True)):
+        head[i] = scale, codes.size // _code_bytes(bin_values)
+    return np.concatenate([head.view(np.uint8), *(codes for _, codes in own)])
+
+
+def _read(payload: Array, bins: Sequence[int]) -> list[Coded]:
+    """Return the scale and the codes of each layer of a payload, parts of it."""
+    end, found = len(bins) * HEAD.itemsize, list[Coded]()
+    for bin_values, (scale, count) in zip(bins, payload[:end].view(HEAD), strict=True):
+        begin, end = end, end + int(count) * _code_bytes(bin_values)
+        found.append(Coded(scale, payload[begin:end]))
+    return found
 
 
 def _code_bytes(bin_values: int) -> int:

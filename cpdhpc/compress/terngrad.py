@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -17,7 +17,6 @@ from ..ops import backend_of, placed, to_host
 from ..ops.common import MAGNITUDE, NONFINITE_BITS
 from ..ops.payloads import Exact
 from ..options import Allowed
-from ..world.ranks import Ranks
 from .base import (
     Aggregator,
     Array,
@@ -82,15 +81,15 @@ class TernGrad(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         world, ends = context.world, self._ends(bucket)
         check_place(self, world, gradients, ends.size)
-        limits = [self._limits(gradient, bucket) for gradient in gradients]
-        scalers = self._scalers(gradients, limits, ends, bucket, world)
+        limits, own = zip(*(self._limits(x, ends, bucket) for x in gradients), strict=True)
+        largest = shared_largest(world, gradients, bucket, np.max(own, axis=0))
+        scalers = [largest] * len(own) if self.share else list(own)
         flat = empty_mean(context, bucket, gradients[0])
         if self.share:
             divisors = np.where(scalers[0] == 0, np.float32(1), scalers[0])
             ternary = take_spare(context, "ternary", bucket.size, gradients)
             for x, out, limit in zip(gradients, ternary, limits, strict=True):
-                spread = self._of_runs(limit, bucket)
-                backend_of(x).divide_runs(x, divisors, ends, out, limits=spread)
+                backend_of(x).divide_runs(x, divisors, ends, out, limits=limit)
                 for _, start, stop in self._excluded(bucket):
                     out[start:stop] = 0
             method = self._allreduce(context.seed)
@@ -116,45 +115,30 @@ class TernGrad(Aggregator):
     def _excluded(self, bucket: Bucket) -> list[Segment]:
         return [segment for segment in bucket.segments if segment.name in self.exclude]
 
-    def _limits(self, gradient: Array, bucket: Bucket) -> Array:
-        """Return the limit of each layer's values, float32[layers]; infinity for none."""
-        found = np.full(len(bucket.names), np.inf, np.float32)
-        for i, (name, start, stop) in enumerate(bucket.segments):
-            x = gradient[start:stop]
-            if self.clip and x.size and name not in self.exclude:
-                # Not finite if a value is infinite, which _scalers finds, or if it overflows
+    def _limits(self, gradient: Array, ends: Array, bucket: Bucket) -> tuple[Array, Array]:
+        """Return the limit of each run's values, infinity for none, and its largest value.
+
+        ends: of the runs; returns float32[runs], twice; 0 as the largest of an excluded layer
+        """
+        limits, largest = (np.full(ends.size, each, np.float32) for each in (np.inf, 0))
+        for name, start, stop in bucket.segments:
+            if name in self.exclude or start == stop:
+                continue
+            x, runs = gradient[start:stop], slice(*np.searchsorted(ends, (start, stop), "right"))
+            own, total = backend_of(x).run_maxima(x, ends[runs] - start)
+            if self.clip:
+                # Not finite if a value is infinite, which the caller finds, or if it overflows
                 with np.errstate(over="ignore", invalid="ignore"):
-                    limit = np.float32(self.clip * _deviation(x))
-                if np.isfinite(limit) and not _all_beyond(x, limit):
-                    found[i] = limit
-        return found
-
-    def _of_runs(self, each: Array, bucket: Bucket) -> Array:
-        """Return its layer's number for each run of _ends: float32[layers] to float32[runs]."""
-        whole = self.bucket_values
-        counts = [
-            -(-(stop - start) // whole) if whole else int(stop > start)
-            for _, start, stop in bucket.segments
-        ]
-        return np.repeat(each, counts)
-
-    def _scalers(
-        self, gradients: list[Array], limits: list[Array], ends: Array, bucket: Bucket, world: Ranks
-    ) -> list[Array]:
-        """Return the largest values of each hosted rank, or of all ranks. Collective."""
-        is_out = self._of_runs(np.array([n in self.exclude for n in bucket.names]), bucket)
-        own = []
-        for x, limit in zip(gradients, limits, strict=True):
-            largest = backend_of(x).run_maxima(x, ends)
-            cut = np.minimum(largest, self._of_runs(limit, bucket))  # NaN stays NaN
-            own.append(np.where(is_out, np.float32(0), cut))
-        largest = shared_largest(world, gradients, bucket, np.max(own, axis=0))
-        return [largest] * len(own) if self.share else own
+                    limit = np.float32(self.clip * _deviation(x, total))
+                if np.isfinite(limit) and own.max() > limit and not _all_beyond(x, limit):
+                    limits[runs] = limit
+            largest[runs] = np.minimum(own, limits[runs])  # NaN stays NaN
+        return limits, largest
 
     def _mean_of_own(
         self,
         gradients: list[Array],
-        limits: list[Array],
+        limits: Sequence[Array],
         scalers: list[Array],
         ends: Array,
         flat: Array,
@@ -169,8 +153,7 @@ class TernGrad(Aggregator):
             world.hosted, gradients, limits, scalers, parts, strict=True
         ):
             divisors = np.where(scaler == 0, np.float32(1), scaler)
-            spread = self._of_runs(limit, bucket)
-            backend_of(x).divide_runs(x, divisors, ends, out, limits=spread)
+            backend_of(x).divide_runs(x, divisors, ends, out, limits=limit)
             for _, start, stop in self._excluded(bucket):
                 out[start:stop] = 0
             payload = np.empty_like(x, shape=(TRITS.size_bytes(n),), dtype=np.uint8)
@@ -181,11 +164,9 @@ class TernGrad(Aggregator):
         decode_mean(TRITS, allgather(world, payloads), scales, ends, flat, gradients, bucket, world)
 
 
-def _deviation(x: Array) -> float:
-    """Return the bits of x.std(dtype=np.float64), float32[n], without temporary arrays."""
-    kernels = backend_of(x)
-    mean = kernels.row_sums(x.reshape(1, -1))[0] / x.size
-    return float(np.sqrt(kernels.square_sum(x, mean) / x.size))
+def _deviation(x: Array, total: float) -> float:
+    """Return the bits of x.std(dtype=np.float64), float32[n], whose sum is total."""
+    return float(np.sqrt(backend_of(x).square_sum(x, total / x.size) / x.size))
 
 
 def _all_beyond(x: Array, limit: np.float32) -> bool:

@@ -359,13 +359,12 @@ def square_sum(x: Array, center: float = 0.0) -> float:
     return float(_cpu.square_sum(x, center)) + 0.0
 
 
-def run_maxima(x: Array, ends: Array) -> Array:
-    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN if one is."""
+def run_maxima(x: Array, ends: Array) -> tuple[Array, float]:
+    """Return the largest magnitude of each run of float32[n], and the sum; see ops.reference."""
     _check("x", x, np.float32)
     _check("ends", ends, np.int64)
-    found = np.empty(ends.size, np.uint32)
-    _cpu.run_maxima(x, ends, found)
-    return found.view(np.float32)
+    found = np.empty(ends.size, np.float32)
+    return found, _cpu.run_maxima(x, ends, found)
 
 
 def multiply_runs(x: Array, each: Array, ends: Array, out: Array) -> int:
@@ -512,15 +511,31 @@ def _pairs(found: tuple[bytearray, bytearray]) -> tuple[Array, Array]:
     return np.frombuffer(found[0], np.uint32), np.frombuffer(found[1], np.float32)
 
 
-def accumulate_leaders(
+def encode_bins(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
-) -> tuple[Array, Array, Array]:
-    """Write x + kept into out; return its bins' largest values and leaders; see ops.reference."""
+) -> tuple[Array, Array]:
+    """Write x + kept into out; return its bins' largest values and codes; see ops.reference."""
     _check_floats(x=x, kept=kept, out=out)
-    highest = np.empty(-(-x.size // bin_values), np.uint32)
-    places, values = _cpu.accumulate_leaders(x, kept, rate, bin_values, out, highest)
-    found = np.frombuffer(places, np.uint32), np.frombuffer(values, np.float32)
-    return highest.view(np.float32), *found
+    highest = np.empty(-(-x.size // bin_values), np.float32)
+    codes = _cpu.encode_bins(x, kept, rate, bin_values, out, highest)
+    return highest, np.frombuffer(codes, np.uint8)
+
+
+def mean_bins(
+    bin_values: int,
+    codes: Sequence[Array],
+    scales: Sequence[float],
+    out: Array,
+    divisor: float,
+    rests: Sequence[Array] = (),
+    first: int = 0,
+) -> tuple[int, Array]:
+    """Write the mean of codes of encode_bins into out; see ops.reference."""
+    for rest in (out, *rests):
+        _check("out and rests", rest, np.float32)
+    given = tuple(codes), np.array(scales, np.float32), tuple(rests), first
+    most, counts = _cpu.mean_bins(bin_values, *given, divisor, out)
+    return most, np.frombuffer(counts, np.int64)
 
 
 def pack_bins(bin_values: int, indices: Array, values: Array) -> Array:

@@ -59,6 +59,7 @@ ARITHMETIC = (
     "run_maxima",
     "chunk_leaders",
     "bin_leaders",
+    "pack_signs",
     "add_signs",
     "subtract_signs",
     "move_boxes",

@@ -21,9 +21,9 @@ from ..formats import (
     tiles,
 )
 from ..randomness import Key
+from . import cpu
 from .common import (
     MAGNITUDE,
-    NONFINITE_BITS,
     Term,
     check_rank,
     check_size,
@@ -560,13 +560,13 @@ def _runs(name: str, x: Array, each: HostArray, ends: HostArray, out: Array) -> 
     launch(name, tile_blocks(x.size), x, np.int64(x.size), *runs, out)
 
 
-def run_maxima(x: Array, ends: HostArray) -> HostArray:
-    """Return the largest magnitude of each run of float32[n], NumPy's float32[runs]."""
+def run_maxima(x: Array, ends: HostArray) -> tuple[HostArray, float]:
+    """Return the largest magnitude of each run of float32[n], NumPy's, and the sum of x."""
     check("x", x, np.float32)
     most = cupy.zeros(ends.size, np.uint32)
     runs = (cupy.asarray(ends), np.int64(ends.size))
     launch("run_maxima", tile_blocks(x.size), x, np.int64(x.size), *runs, most)
-    return to_host(most).view(np.float32)
+    return to_host(most).view(np.float32), float(row_sums(x.reshape(1, -1))[0])
 
 
 def accumulate(
@@ -652,10 +652,10 @@ def mean_places(
     return divide_all(out, divisor, out)
 
 
-def accumulate_leaders(
+def encode_bins(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
-) -> tuple[HostArray, HostArray, HostArray]:
-    """Write x + kept into out; return its bins' largest values and leaders; see ops.reference."""
+) -> tuple[HostArray, HostArray]:
+    """Write x + kept into out; return its bins' largest values and codes, NumPy's; see ops.cpu."""
     for name, array in (("x", x), ("kept", kept), ("out", out)):
         check(name, array, np.float32, x.size)
     bins = -(-x.size // bin_values)
@@ -663,8 +663,29 @@ def accumulate_leaders(
     sizes = (np.int64(x.size), np.int64(bin_values), np.int64(bins))
     launch("bin_leaders", warp_blocks(bins), x, kept, np.float32(rate), *sizes, out, highest, words)
     found = unpack_bitmap(words)
-    values = gather(out, found)
-    return to_host(highest).view(np.float32), to_host(found), to_host(values)
+    codes = cpu.pack_bins(bin_values, to_host(found), to_host(gather(out, found)))
+    return to_host(highest).view(np.float32), codes
+
+
+def mean_bins(
+    bin_values: int,
+    codes: Sequence[HostArray],
+    scales: Sequence[float],
+    out: Array,
+    divisor: float,
+    rests: Sequence[Array] = (),
+    first: int = 0,
+) -> tuple[int, HostArray]:
+    """Write the mean of codes of encode_bins into out; see ops.reference. Waits."""
+    clear_all(out)
+    counts = np.zeros(len(codes), np.int64)
+    for rank, (own, scale) in enumerate(zip(codes, scales, strict=True)):
+        indices, values = map(cupy.asarray, cpu.unpack_bins(bin_values, own, scale, 0))
+        scatter_add(out, indices, values)
+        if 0 <= rank - first < len(rests):
+            scatter_add(rests[rank - first], indices, multiply(values, np.float32(-1)))
+        counts[rank] = indices.size
+    return divide_all(out, divisor, out), counts
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> HostArray:
@@ -682,19 +703,21 @@ def encode_signs(
     x: Array, kept: Array | None = None, rest: Array | None = None
 ) -> tuple[HostArray, HostArray, int]:
     """Return the signs of x + kept, rows' two means, NumPy's, and its largest bits."""
-    total = x if kept is None else add(x, kept)
-    bits = total.view(np.int32)
-    magnitude = bits & np.int32(MAGNITUDE)  # subnormal numbers are not 0
-    positive = (bits >= 0) | (magnitude == 0) | (magnitude > np.int32(NONFINITE_BITS))
-    counts = to_host(positive.sum(axis=1, dtype=np.int32))
+    check("x", x, np.float32)
+    total, more = (x, NULL) if kept is None else (cupy.empty(x.shape, np.float32), kept)
+    signs, amax = cupy.empty(-(-x.size // 8), np.uint8), cupy.empty(tiles(x.size), np.uint32)
+    counts = cupy.zeros(len(x), np.uint32)
+    sizes = (np.int64(x.shape[1]), np.int64(x.size))
+    sums = (NULL if kept is None else total, signs, counts, amax)
+    launch("pack_signs", tile_blocks(x.size), x, more, *sizes, *sums)
+    counts = to_host(counts).astype(np.int64)
     above, below = _row_sums(total, "above"), _row_sums(total, "below")
     means = (below / np.maximum(x.shape[1] - counts, 1), above / np.maximum(counts, 1))
     pairs = np.stack(means, axis=1).astype(np.float32)
     if rest is not None:
         check("rest", rest, np.float32, x.size)
-        numbers = (cupy.asarray(pairs), np.int64(x.shape[1]), np.int64(x.size))
-        launch("subtract_signs", element_blocks(x.size), total, *numbers, rest)
-    return to_host(cupy.packbits(positive)), pairs, _largest(total)
+        launch("subtract_signs", element_blocks(x.size), total, cupy.asarray(pairs), *sizes, rest)
+    return to_host(signs), pairs, int(to_host(amax).max(initial=0))
 
 
 def decode_signs(

@@ -509,15 +509,14 @@ def accumulate_chunks(x: Array, kept: Array, out: Array, chunk_values: int) -> t
     return most, chunk_leaders(out, chunk_values)
 
 
-def accumulate_leaders(
+def encode_bins(
     x: Array, kept: Array, out: Array, rate: float, bin_values: int
-) -> tuple[Array, Array, Array]:
-    """Write x + kept into out; return its bins' largest magnitudes and leaders.
+) -> tuple[Array, Array]:
+    """Write x + kept into out; return its bins' largest magnitudes and the codes of its leaders.
 
     x, kept, out: float32[n], in bins of bin_values values; the last bin may be shorter
-    Returns float32[bins], and of the leaders the ascending indices, uint32[m], and values. Leaders
-    are the values but zeros whose magnitude, with rate * x added, is no less than the largest of
-    their bin.
+    Returns float32[bins], and uint8[bytes] of pack_bins. Leaders are the values but zeros whose
+    magnitude, with rate * x added, is no less than the largest of their bin.
     """
     accumulate(x, kept, out)
     short = np.zeros(-x.size % bin_values, np.float32)
@@ -526,7 +525,34 @@ def accumulate_leaders(
     highest = own.reshape(-1, bin_values).max(axis=1, initial=0)
     found = (reach >= np.repeat(highest, bin_values)) & (own != 0)
     indices = np.flatnonzero(found).astype(np.uint32)
-    return highest.view(np.float32), indices, out[indices]
+    return highest.view(np.float32), pack_bins(bin_values, indices, out[indices])
+
+
+def mean_bins(
+    bin_values: int,
+    codes: Sequence[Array],
+    scales: Sequence[float],
+    out: Array,
+    divisor: float,
+    rests: Sequence[Array] = (),
+    first: int = 0,
+) -> tuple[int, Array]:
+    """Write the sum of the values of codes of encode_bins over divisor into out, float32[n].
+
+    codes: uint8[bytes] of each rank, in whose order values, scale or -scale, are added to 0
+    rests: float32[n] of rank first and the next ones, from which their values are subtracted
+    Returns the bits of the largest magnitude, and the number of values of each rank, int64[ranks].
+    Raises ValueError unless the codes are those of such bins.
+    """
+    clear_all(out)
+    counts = np.zeros(len(codes), np.int64)
+    for rank, (own, scale) in enumerate(zip(codes, scales, strict=True)):
+        indices, values = unpack_bins(bin_values, own, scale, 0)
+        scatter_add(out, indices, values)
+        if 0 <= rank - first < len(rests):
+            scatter_add(rests[rank - first], indices, -values)
+        counts[rank] = indices.size
+    return divide_all(out, divisor, out), counts
 
 
 def chunk_leaders(x: Array, chunk_values: int) -> Array:
@@ -558,15 +584,16 @@ def square_sum(x: Array, center: float = 0.0) -> float:
     return float(np.square(x - np.float64(center)).sum())
 
 
-def run_maxima(x: Array, ends: Array) -> Array:
-    """Return the largest magnitude of each run of float32[n], float32[runs]; NaN if one is.
+def run_maxima(x: Array, ends: Array) -> tuple[Array, float]:
+    """Return the largest magnitude of each run of float32[n], NaN if one is, and the sum of x.
 
-    ends: int64[runs], the ends of the runs
+    ends: int64[runs], the ends of the runs, the last one n
+    Returns float32[runs], and the sum of row_sums.
     """
     bits = x.view(np.uint32) & MAGNITUDE
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     found = [bits[a:b].max(initial=0) for a, b in zip(starts, ends, strict=True)]
-    return np.array(found, np.uint32).view(np.float32)
+    return np.array(found, np.uint32).view(np.float32), float(row_sums(x.reshape(1, -1))[0])
 
 
 def multiply_runs(x: Array, each: Array, ends: Array, out: Array) -> int:

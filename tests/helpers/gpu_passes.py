@@ -62,7 +62,7 @@ def passes(n: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
     yield "divide_runs", 8, lambda: gpu.divide_runs(x, each, ends, out)
     yield "run_maxima", 4, lambda: gpu.run_maxima(x, ends)
     yield "accumulate", 12, lambda: gpu.accumulate(x, y, out)
-    yield "accumulate_leaders", 12, lambda: gpu.accumulate_leaders(x, y, out, 0.5, 500)
+    yield "encode_bins", 12, lambda: gpu.encode_bins(x, y, out, 0.5, 500)
     yield "chunk_leaders", 4, lambda: gpu.chunk_leaders(x, 500)
     yield "kth_magnitude", 4, lambda: gpu.kth_magnitude(x, k)
     yield "select_magnitude", 4, lambda: gpu.select_magnitude(x, k)

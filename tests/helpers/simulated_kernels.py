@@ -163,7 +163,8 @@ def _chunk_leaders(a: SimpleNamespace) -> None:
 
 def _bin_leaders(a: SimpleNamespace) -> None:
     given = a.x[: a.n], a.kept[: a.n], a.sum[: a.n]
-    highest, found, _ = reference.accumulate_leaders(*given, a.rate, a.bin_values)
+    highest, codes = reference.encode_bins(*given, a.rate, a.bin_values)
+    found, _ = reference.unpack_bins(a.bin_values, codes, 1.0, 0)
     a.highest[...] = highest.view(np.uint32)
     np.bitwise_or.at(a.words, found // 32, np.uint32(1) << (found % 32).astype(np.uint32))
 
@@ -171,6 +172,17 @@ def _bin_leaders(a: SimpleNamespace) -> None:
 def _by_sign(a: SimpleNamespace, is_above: np.ndarray) -> np.ndarray:
     rows = np.arange(a.n) // a.columns
     return a.pairs.reshape(-1, 2)[rows, is_above.reshape(-1)[: a.n].astype(int)]
+
+
+def _pack_signs(a: SimpleNamespace) -> None:
+    total = a.x.reshape(-1)[: a.n]
+    if a.more is not None:
+        a.total.reshape(-1)[: a.n] = total = total + a.more.reshape(-1)[: a.n]
+    assert not a.counts.any() and a.counts.size * a.columns == a.n
+    above = ~(total < 0)
+    a.signs[...] = np.packbits(above)
+    a.counts[...] = above.reshape(-1, a.columns).sum(1)
+    a.amax[...] = reference.amax_tiles(total)
 
 
 def _add_signs(a: SimpleNamespace) -> None:
@@ -321,6 +333,7 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "run_maxima": _run_maxima,
     "chunk_leaders": _chunk_leaders,
     "bin_leaders": _bin_leaders,
+    "pack_signs": _pack_signs,
     "add_signs": _add_signs,
     "subtract_signs": _subtract_signs,
     "multiply_runs": lambda a: np.multiply(a.x, _of_runs(a), out=a.out),

@@ -188,15 +188,19 @@ def of_passes(ops: Any, n: int, there: There, here: Here) -> Recorded:
         options = {"factor": 0.5, "more": more, "total": total}
         found.add("of more", k, *ops.accumulate_largest(x, kept, out, k, **options), out, total)
     for bin_values in (1, 50, 500, 5000):
-        leaders = ops.accumulate_leaders(x, kept, out, 1.5, bin_values)
-        found.add("leaders", bin_values, out, *leaders)
+        highest, codes = ops.encode_bins(x, kept, out, 1.5, bin_values)
+        found.add("leaders", bin_values, out, highest, codes)
+        given = [codes, codes[:0], codes], [0.3, 7.0, 1e-3]
+        for own, divisor in (([out], 2.0), ([out, more.copy()], 3.0), ([], 1.0)):
+            bits, counts = ops.mean_bins(bin_values, *given, total, divisor, own, 1)
+            found.add("mean of leaders", bin_values, divisor, bits, counts, total, *own)
         found.add("chunks", ops.chunk_leaders(x, bin_values))
         found.add("of sums", *ops.accumulate_chunks(x, kept, out, bin_values), out)
     ends = np.unique(np.append(np.arange(1, n, 300), [n])).astype(np.int64)
     each = np.abs(values(ends.size, 5)) + np.float32(0.5)
     limits = np.where(np.arange(ends.size) % 3, np.float32(0.75), np.float32(np.inf))
     found.add("divide all", ops.divide_all(x, 3.0, out), out)
-    found.add("maxima", ops.run_maxima(x, ends))
+    found.add("maxima", *ops.run_maxima(x, ends))
     found.add("multiply", ops.multiply_runs(x, each, ends, out), out)
     ops.divide_runs(x, each, ends, out, limits=limits)
     found.add("divide", out)
