@@ -57,12 +57,12 @@ def first_step(program: Waits, ends: Sequence[Callable[[], None]]) -> Step | Non
     """Run a program as far as possible; return the step that it waits for, None at its end."""
     try:
         return next(program)
-    except StopIteration:
-        return None
-    except BaseException:
+    except BaseException as error:
         for end in ends:
             end()
-        raise
+        if not isinstance(error, StopIteration):
+            raise
+        return None
 
 
 def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torch.device) -> Any:
@@ -509,8 +509,7 @@ class MpiGroup(ProcessGroup):
             outs = [hosted.output(each) for each in output_tensors]
             ins = [hosted.apart(each, outs) for each in input_tensors]
             to, given = ([link.memory(x) for x in each] for each in (outs, ins))
-            own = outs[link.rank], ins[link.rank]
-            return call, programs.all_to_all(link, call, to, given, own)
+            return call, programs.all_to_all(link, call, to, given)
 
         return self._collective("all_to_all", make, input_tensors, output_tensors, opts)
 
@@ -533,9 +532,8 @@ class MpiGroup(ProcessGroup):
             outs = self._rows("output", output, output_split_sizes)
             x = hosted.apart(input, [out])
             ins = self._rows("input", input, input_split_sizes)
-            own = out[outs[link.rank]], x[ins[link.rank]]
             to, given = self._parts(out, outs), self._parts(x, ins)
-            return call, programs.all_to_all(link, call, to, given, own)
+            return call, programs.all_to_all(link, call, to, given)
 
         return self._collective("all_to_all", make, [input], [output], opts)
 
