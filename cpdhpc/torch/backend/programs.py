@@ -292,10 +292,9 @@ def reduce_scatter(
 ) -> Waits:
     """Reduce flat tensors; each rank gets its equal share of the result."""
     if link.board is None and len(outs) == 1 and folded(ins[0].nbytes, link):
-        (out,), (x,) = outs, ins
-        parts = [link.memory(part) for part in x.tensor_split(link.size)]
-        found = yield from link.agree_by_messages(text, parts)
-        fold_found(link, x.tensor_split(link.size)[link.rank], reductions[0], out, found)
+        parts = ins[0].tensor_split(link.size)
+        found = yield from link.agree_by_messages(text, [link.memory(part) for part in parts])
+        fold_found(link, parts[link.rank], reductions[0], outs[0], found)
         return
     if link.board is None:
         yield from link.agree(text)
@@ -495,9 +494,12 @@ def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int)
         move(own, into)
 
 
-def all_to_all(link: Link, text: str, outs: Sequence[Memory], ins: Sequence[Memory]) -> Waits:
+def all_to_all(
+    link: Link, text: str, outs: Sequence[Memory], ins: Sequence[Memory], _: object
+) -> Waits:
     """Send ins[rank] to each rank, which receives it in its outs[this rank].
 
+    The last argument are the tensors whose memory these are, to keep them alive.
     Raises Mismatch on all ranks if a rank does not send the length that another expects.
     """
     rank = link.rank
