@@ -27,6 +27,7 @@ WHOLE_BYTES = 1 << 18  # received from others: up to here each rank reduces all 
 MOST_KEPT = 16  # pieces
 ALIGN = 64  # elements: chunks begin at multiples; also of bytes, of the parts of a turn
 NOTHING: Memory = b""
+TURNS_BYTES = 1 << 21  # of a part: longer ones do not stay in caches, and messages are copied once
 SPREAD_BYTES = 1 << 18  # least size of a broadcast in chunks that ranks forward
 TREE = 3  # least number of ranks for that
 
@@ -136,14 +137,17 @@ def all_reduce(
     link: Link, text: str, xs: Sequence[Tensor], reductions: Sequence[Reduction]
 ) -> Waits:
     """Reduce flat tensors in place."""
+    if link.board is not None:
+        for x, reduction in zip(xs, reductions, strict=True):
+            if link.size == 2 or folded(x.nbytes, link):
+                yield from _fold_in_turns(link, text, x, reduction)
+            else:
+                yield from _reduce_in_turns(link, text, x, reduction)
+        return
     if len(xs) == 1 and folded(xs[0].nbytes, link):
         (x,), (reduction,) = xs, reductions
         take = partial(fold_found, link, x, reduction, x)
         yield from link.agree(text, link.memory(x), take)
-        return
-    if link.board is not None:
-        for x, reduction in zip(xs, reductions, strict=True):
-            yield from _reduce_in_turns(link, text, x, reduction)
         return
     yield from link.agree(text)
     for x, reduction in zip(xs, reductions, strict=True):
@@ -151,6 +155,17 @@ def all_reduce(
             yield from _reduce_whole(link, x, reduction)
         else:
             yield from _reduce_chunks(link, x, chunks(x.numel(), link.size), reduction, x)
+
+
+def _fold_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> Waits:
+    """Reduce a tensor in place, in the memory of the node; every rank reduces all values."""
+    item = x.element_size()
+
+    def take(first: int, found: Sequence[Memory]) -> None:
+        part = x if x.nbytes <= VALUES_BYTES else x[first // item : (first + VALUES_BYTES) // item]
+        fold_found(link, part, reduction, part, found)
+
+    yield from in_turns(link, text, [link.memory(x)], VALUES_BYTES, x.nbytes, take)
 
 
 def part_bytes(link: Link) -> int:
@@ -359,21 +374,21 @@ def all_gather(
 ) -> Waits:
     """Send each rank's tensors to all: outs[i][rank] is ins[i] of that rank."""
     longest = [max([each.nbytes for each in out]) for out in outs]
-    is_one = link.board is not None or (len(ins) == 1 and longest[0] <= link.room_bytes)
-    if not is_one:
-        yield from link.agree(text)
+    most = TURNS_BYTES if link.board is not None else link.room_bytes if len(ins) == 1 else -1
+    if max(longest) <= most:
+        for out, x, size in zip(outs, ins, longest, strict=True):
+            to = [link.memory(each) for each in out]
+            if out[link.rank].data_ptr() == x.data_ptr():
+                to[link.rank] = NOTHING
+            yield from one_for_all(link, text, link.memory(x), to, size)
+        return
+    yield from link.agree(text)
     moves = link.step()
-    for out, x, most in zip(outs, ins, longest, strict=True):
-        to, given = [link.memory(each) for each in out], link.memory(x)
-        own, to[link.rank] = to[link.rank], NOTHING
-        if is_one:
-            yield from one_for_all(link, text, given, to, most)
-        else:
-            _to_all(moves, link, out, x)
+    for out, x in zip(outs, ins, strict=True):
+        _to_all(moves, link, out, x)
         if out[link.rank].data_ptr() != x.data_ptr():
-            move(given, own)
-    if moves.requests:
-        yield moves
+            move(link.memory(x), link.memory(out[link.rank]))
+    yield moves
 
 
 def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
@@ -456,7 +471,7 @@ def gather(link: Link, text: str, outs: Sequence[Tensor], x: Tensor, root: int) 
     is_root = link.rank == root
     to = [link.memory(out) for out in outs] if is_root else [NOTHING] * link.size
     own, to[root] = to[root], NOTHING
-    if link.board is not None:
+    if link.board is not None and x.nbytes <= TURNS_BYTES:
         given = NOTHING if is_root else link.memory(x)
         yield from one_for_all(link, text, given, to, x.nbytes)
     else:
@@ -476,7 +491,7 @@ def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int)
     is_root, into = link.rank == root, link.memory(out)
     given = [link.memory(x) for x in xs] if is_root else [NOTHING] * link.size
     own, given[root] = given[root], NOTHING
-    if link.board is not None:
+    if link.board is not None and len(into) <= TURNS_BYTES:
         outs, room = [NOTHING] * link.size, part_bytes(link)
         if not is_root:
             outs[root] = into
@@ -542,7 +557,10 @@ def all_to_all(
 def _all_to_all_in_turns(
     link: Link, text: str, outs: Sequence[Memory], ins: Sequence[Memory], sizes: bytes
 ) -> Waits:
-    """Exchange parts in the memory of the node; how many turns are needed is told in the first."""
+    """Exchange parts in the memory of the node, the rest of long ones by messages.
+
+    The first turn tells the sizes of all parts.
+    """
     room = part_bytes(link)
     start, longest, first = link.rank * room, 1, 0
 
@@ -553,6 +571,14 @@ def _all_to_all_in_turns(
         copy_from(outs, start, room, first, found)
 
     while first < longest:
+        if first and longest > TURNS_BYTES:
+            moves = link.step()
+            for other in link.others:
+                moves.receive(outs[other][first:], other)
+            for other in link.others:
+                moves.send(ins[other][first:], other)
+            yield moves
+            return
         part = [(i * room, x[first : first + room]) for i, x in enumerate(ins) if len(x) > first]
         yield from link.turn(part, take, text, sizes)
         first += room
