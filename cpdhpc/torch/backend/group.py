@@ -231,8 +231,6 @@ class MpiGroup(ProcessGroup):
             raise RuntimeError(
                 f"{call}: this process was made by fork: only the one that started MPI may call"
             )
-        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
-        timeout_s = timeout.total_seconds() if timeout is not None else 0.0
         ends = [] if ends is None else ends
         waits = not getattr(opts, "asyncOp", True)
         step = NOTHING
@@ -244,6 +242,8 @@ class MpiGroup(ProcessGroup):
             if first is None:
                 return Ended(path, result)
             step = first
+        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+        timeout_s = timeout.total_seconds() if timeout is not None else 0.0
         operation = Operation(
             self._engine,
             self.channel,
