@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 import cpdhpc.torch  # makes the backend known
 from cpdhpc.torch.backend import channel as channels
 from cpdhpc.torch.backend import programs
+from cpdhpc.torch.backend.board import LEFT, SLOTS
 from cpdhpc.torch.backend.progress import engine
 
 assert cpdhpc.torch
@@ -41,13 +42,21 @@ def gloo() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["near", "far"])
-def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Calls compared by messages to each other rank, or by MPI, as between many ranks."""
+@pytest.fixture(params=["node", "near", "far"])
+def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Calls in the memory of the node; or by messages, as between nodes; or between many ranks."""
+    channel = dist.group.WORLD.channel
+    board = channel.board
+    if request.param != "node":
+        monkeypatch.setattr(channel, "board", None)
     if request.param == "far":
         monkeypatch.setattr(channels, "NEAR", 1)
         monkeypatch.setattr(programs, "NEAR", 1)
-    return str(request.param)
+    yield str(request.param)
+    if request.param != "node" and board is not None:  # its slots had other calls meanwhile
+        last = next(channel._calls)
+        for number in range(max(1, last - SLOTS + 1), last + 1):
+            board.mark(number, LEFT)
 
 
 def values(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

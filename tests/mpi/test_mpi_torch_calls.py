@@ -16,7 +16,8 @@ from torch.distributed import ReduceOp
 
 import cpdhpc.torch
 from cpdhpc.torch.backend import group as groups
-from cpdhpc.torch.backend.board import SLOTS
+from cpdhpc.torch.backend.board import SLOTS, VALUES_BYTES
+from cpdhpc.torch.backend.programs import TURNS_BYTES, WHOLE_BYTES
 from cpdhpc.torch.backend.progress import engine
 
 LARGE = 300_000  # elements, whose sum takes several messages
@@ -311,6 +312,37 @@ def test_small_calls_of_one_node_need_no_message() -> None:
     for work in [dist.all_reduce(x, async_op=True) for x in xs][::-1]:
         work.wait()
     assert all((x == i * ranks).all() for i, x in enumerate(xs))
+
+
+TURNS = ("VALUES_BYTES", "part", "WHOLE_BYTES", "TURNS_BYTES")
+
+
+@pytest.mark.parametrize("of", TURNS)
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_sizes_around_those_of_turns(of: str, more: int) -> None:
+    """Values in the memory of the node, as many as fit into a turn, or one less or more."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = VALUES_BYTES // ranks // 64 * 64
+    bounds = dict(zip(TURNS, (VALUES_BYTES, part, WHOLE_BYTES, TURNS_BYTES), strict=True))
+    count = bounds[of] + more
+    every = [torch.arange(r, r + count * ranks).remainder(61).to(torch.uint8) for r in range(ranks)]
+    mine, total = every[rank], sum(every[1:], every[0])
+    x, share = mine[:count].clone(), torch.empty(count, dtype=torch.uint8)
+    wholes = [torch.empty_like(mine) for _ in range(2)]
+    works = [
+        dist.all_reduce(x, async_op=True),
+        dist.reduce_scatter_single(share, mine, async_op=True),
+        dist.all_gather_single(wholes[0], mine[:count], async_op=True),
+        dist.all_to_all_single(wholes[1], mine, async_op=True),
+    ]
+    root = torch.empty_like(mine) if rank else mine
+    dist.broadcast(root, 0)
+    for work in works[::-1]:
+        work.wait()
+    assert torch.equal(x, total[:count]) and torch.equal(share, total.chunk(ranks)[rank])
+    assert torch.equal(wholes[0], torch.cat([each[:count] for each in every]))
+    assert torch.equal(wholes[1], torch.cat([each.chunk(ranks)[rank] for each in every]))
+    assert torch.equal(root, every[0])
 
 
 def test_a_group_goes_on_after_calls_that_were_late(hasty: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NoReturn
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from ...world.mpi import MESSAGE_BYTES, running_mpi
-from .board import TEXT_BYTES, VALUES_BYTES, Board
+from .board import LEFT, TEXT_BYTES, VALUES_BYTES, Board
 from .progress import CALLS, Broken, Step, Until, Waits
 
 Memory = Any  # of mpi4py: bytes at an address
+Take = Callable[[list[Memory]], None]
 
 NEAR = 8  # most ranks that send their calls to one another; more compare digests in rounds
 LEAST_TAGS = 32768  # guaranteed by MPI
@@ -117,98 +118,125 @@ def cut(memory: Memory) -> list[Memory]:
 
 
 class Link:
-    """The messages of one collective call.
+    """The messages of one collective call, or its turns in the memory of a node.
 
     path: unique among the calls of all groups; number: of the call, 0 for those in callbacks
+    board: the memory of the node, if all ranks share one
     room_bytes: most values that can accompany the text; ends: called at the end of the call
     looks: times that a board is read for each rank before the program yields
     """
 
     def __init__(self, channel: Channel, path: str, tag: int, number: int) -> None:
         self.channel, self.path, self._number = channel, path, number
-        self._board = channel.board if number else None
-        self.room_bytes = INLINE_BYTES if self._board is None else VALUES_BYTES
-        if channel.size > NEAR:
-            self.room_bytes = -1
+        self.board = channel.board if number else None
         self.rank, self.size = channel.rank, channel.size
         self.memory = channel.memory
         self.others = channel.others
-        self.tag = 2 * tag
-        self.looks = 1
+        self.tag, self.looks, self._turn = 2 * tag, 1, 0
         self.ends: list[Callable[[], None]] = []
-
-    def part_bytes(self, lengths_bytes: int) -> int:
-        """Return how many bytes for each rank can accompany the text and the lengths."""
-        if self._board is not None:
-            return VALUES_BYTES // self.size
-        return INLINE_BYTES - lengths_bytes
+        if self.board is not None:
+            self.room_bytes = VALUES_BYTES
+            self.ends.append(partial(self.board.mark, number, LEFT))
+        else:
+            self.room_bytes = INLINE_BYTES if channel.size <= NEAR else -1
 
     def step(self) -> Moves:
         """Return a step without messages, to which they are added."""
         return Moves(self)
 
-    def agree(
-        self, text: str, inline: Memory = b"", parts: Sequence[bytes] | None = None
-    ) -> Generator[Step, None, list[Memory]]:
-        """Compare the text of a call over the ranks; return the values that accompanied it.
+    def agree(self, text: str, inline: Memory = b"", take: Take | None = None) -> Waits:
+        """Compare the text of a call over the ranks.
 
-        inline, parts: this rank's values for all ranks, or for each; room_bytes in all
-        Returns the values of each rank, including this one; nothing with more than NEAR ranks,
-        whose values need their own messages.
+        inline: this rank's values for all ranks, room_bytes at most
+        take: called with the values of each rank, of which nothing may be kept; not with more than
+            NEAR ranks, whose values need their own messages
         Raises Mismatch on all ranks if texts differ or one begins with REFUSED.
         """
-        words = packed(text)
-        if self._board is not None:
-            return (yield from self._agree_on(self._board, words, inline, parts))
-        if self.size > NEAR:
-            yield from self._agree_in_rounds(words)
-            return []
+        if self.board is not None:
+            yield from self.turn(((0, inline),), take, text, leaves=True)
+        elif self.size > NEAR:
+            yield from self._agree_in_rounds(packed(text)[0])
+        else:
+            found = yield from self.agree_by_messages(text, [inline] * self.size)
+            if take is not None:
+                take(found)
+
+    def agree_by_messages(self, text: str, given: Sequence[Memory]) -> Waits:
+        """Compare the text of a call; return the values that each rank has for this one.
+
+        given: this rank's values for each, INLINE_BYTES at most
+        """
+        words, _ = packed(text)
         moves, found = self.step(), [bytearray(ROOM_BYTES) for _ in range(self.size)]
         for rank in self.others:
             moves.receive(found[rank], rank)
-        same = words + bytes(inline)
-        given = [same] * self.size if parts is None else [words + part for part in parts]
         for rank in self.others:
-            moves.send(given[rank], rank)
-        found[self.rank] = bytearray(given[self.rank])
+            moves.send(words + bytes(given[rank]), rank)
+        found[self.rank] = bytearray(words + bytes(given[self.rank]))
         yield moves
         if words.startswith(REFUSED_BYTES) or not all([data.startswith(words) for data in found]):
             raise Mismatch(difference([bytes(data[:TEXT_BYTES]) for data in found], self.path))
         return [memoryview(data)[TEXT_BYTES:] for data in found]
 
-    def _agree_on(
-        self, board: Board, words: bytes, inline: Memory, parts: Sequence[bytes] | None
-    ) -> Generator[Step, None, list[Memory]]:
-        """Compare texts and exchange values in the memory of the node."""
-        number = self._number
-        yield from self._until(board, board.is_free)
-        board.post(number, words, inline, parts)
-        yield from self._until(board, board.has_come)
-        found: list[Memory] = [inline if parts is None else parts[self.rank]] * self.size
-        same, in_parts = not words.startswith(REFUSED_BYTES), parts is not None
-        for rank in self.others:
-            same = same and board.text(number, rank) == words
-        if same:
-            for rank in self.others:
-                found[rank] = board.values(number, rank, in_parts=in_parts)
-        else:
-            texts = [board.text(number, rank) for rank in range(self.size)]
-        board.leave(number)
-        if not same:
-            raise Mismatch(difference(texts, self.path))
-        return found
+    def turn(
+        self,
+        given: Iterable[tuple[int, Memory]],
+        take: Take | None,
+        text: str,
+        note: bytes = b"",
+        *,
+        leaves: bool = False,
+    ) -> Waits:
+        """Exchange values in the memory of the node; in the first turn, compare texts, too.
 
-    def _until(self, board: Board, happened: Callable[[int, int], bool]) -> Waits:
-        """Wait until a condition of the board is true for all other ranks."""
-        number, others = self._number, self.others
+        given: this rank's values, each with the place where it begins
+        take: called with the memory of each rank, in which its values have the same places
+        note: for the other ranks, see notes
+        leaves: whether there are no more turns, so that others may reuse the slot before the end
+        Raises Mismatch on all ranks if texts differ or one begins with REFUSED.
+        """
+        board, number, turn = self.board, self._number, self._turn
+        assert board is not None, "all ranks are on one node"
+        self._turn = turn + 1
+        others = self.others
         for rank in others:
-            for _ in range(self.looks):
-                if happened(number, rank):
+            if not board.is_free(number, turn, rank):
+                yield self._until(board.is_free, turn)
+                break
+        for start, values in given:
+            board.write(number, turn, values, start)
+        if turn == 0:
+            words, digest = packed(text)
+            board.tell(number, words, digest, note)
+        board.post(number, turn)
+        looks = self.looks
+        for rank in others:
+            left = looks
+            while not board.has_come(number, turn, rank):
+                left -= 1
+                if left <= 0:
+                    yield self._until(board.has_come, turn)
                     break
-            else:
-                self.ends.append(partial(board.leave, number))
-                yield Step([Until(partial(happened, number, each)) for each in others], others)
-                return
+            if turn == 0 and board.digest(number, rank) != digest:
+                digest = 0
+        if turn == 0 and (not digest or text.startswith(REFUSED)):
+            raise Mismatch(difference(self._texts(board), self.path))
+        if take is not None:
+            take([board.values(number, turn, rank) for rank in range(self.size)])
+        board.mark(number, LEFT if leaves else turn)
+
+    def notes(self, size: int) -> list[bytes]:
+        """Return the notes of all ranks, each of that size, during a call's first turn."""
+        assert self.board is not None, "all ranks are on one node"
+        return [self.board.note(self._number, rank, size) for rank in range(self.size)]
+
+    def _until(self, happened: Callable[[int, int, int], bool], turn: int) -> Step:
+        """Return a step that waits until a condition of the board is true for all other ranks."""
+        number, others = self._number, self.others
+        return Step([Until(partial(happened, number, turn, each)) for each in others], others)
+
+    def _texts(self, board: Board) -> list[bytes]:
+        return [board.text(self._number, rank) for rank in range(self.size)]
 
     def _agree_in_rounds(self, words: bytes) -> Waits:
         """Compare the largest and smallest digests, over twice as many ranks in each round.
@@ -261,11 +289,14 @@ class Moves(Step):
 
 
 @lru_cache(4096)
-def packed(text: str) -> bytes:
-    """Return a call's text as TEXT_BYTES bytes, which differ if the texts do."""
+def packed(text: str) -> tuple[bytes, int]:
+    """Return a call's text as TEXT_BYTES bytes, and a number, which differ if the texts do."""
     data = text.encode()
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
-    return data[: TEXT_BYTES - DIGEST_BYTES].ljust(TEXT_BYTES - DIGEST_BYTES, b"\0") + digest
+    number = int.from_bytes(digest[:7], "little") + 1  # not 0
+    return data[: TEXT_BYTES - DIGEST_BYTES].ljust(
+        TEXT_BYTES - DIGEST_BYTES, b"\0"
+    ) + digest, number
 
 
 def unpacked(data: bytes) -> str:

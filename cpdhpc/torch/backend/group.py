@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from ...errors import UserError
 from . import NAME, forms, programs
-from .channel import REFUSED, Channel, Link, Memory
+from .channel import REFUSED, Channel, Link
 from .forms import Form
 from .host import Hosted, overlap
 from .programs import Tensor
@@ -53,16 +53,34 @@ def listed(tensors: Sequence[Tensor], call: str = "") -> str:
     return call + ", ".join(map(described, tensors))
 
 
+@lru_cache(1024)
+def rows(
+    name: str, shape: torch.Size, size_bytes: int, splits: tuple[int, ...], ranks: int
+) -> list[slice]:
+    """Return the bytes of each rank's rows of a tensor; splits: their numbers, or nothing."""
+    count = shape[0] if shape else 0
+    if not splits:
+        if count % ranks or not shape:
+            raise ValueError(f"{name} has {count} rows: must be a multiple of {ranks}")
+        splits = (count // ranks,) * ranks
+    if len(splits) != ranks or sum(splits) != count or min(splits) < 0:
+        raise ValueError(
+            f"{name}_split_sizes={list(splits)}: must be {ranks} numbers with the sum {count}"
+        )
+    each = size_bytes // count if count else 0
+    return [slice(each * a, each * b) for a, b in pairwise([0, *accumulate(splits)])]
+
+
 def first_step(program: Waits, ends: Sequence[Callable[[], None]]) -> Step | None:
     """Run a program as far as possible; return the step that it waits for, None at its end."""
     try:
         return next(program)
-    except StopIteration:
-        return None
-    except BaseException:
+    except BaseException as error:
         for end in ends:
             end()
-        raise
+        if not isinstance(error, StopIteration):
+            raise
+        return None
 
 
 def group_beside(group: ProcessGroup, timeout_s: float, store: Any, device: torch.device) -> Any:
@@ -213,8 +231,6 @@ class MpiGroup(ProcessGroup):
             raise RuntimeError(
                 f"{call}: this process was made by fork: only the one that started MPI may call"
             )
-        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
-        timeout_s = timeout.total_seconds() if timeout is not None else 0.0
         ends = [] if ends is None else ends
         waits = not getattr(opts, "asyncOp", True)
         step = NOTHING
@@ -226,6 +242,8 @@ class MpiGroup(ProcessGroup):
             if first is None:
                 return Ended(path, result)
             step = first
+        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+        timeout_s = timeout.total_seconds() if timeout is not None else 0.0
         operation = Operation(
             self._engine,
             self.channel,
@@ -509,8 +527,7 @@ class MpiGroup(ProcessGroup):
             outs = [hosted.output(each) for each in output_tensors]
             ins = [hosted.apart(each, outs) for each in input_tensors]
             to, given = ([link.memory(x) for x in each] for each in (outs, ins))
-            own = outs[link.rank], ins[link.rank]
-            return call, programs.all_to_all(link, call, to, given, own)
+            return call, programs.all_to_all(link, call, to, given, (outs, ins))
 
         return self._collective("all_to_all", make, input_tensors, output_tensors, opts)
 
@@ -529,13 +546,13 @@ class MpiGroup(ProcessGroup):
             if output.dtype != input.dtype:
                 raise TypeError(f"output is {output.dtype}: must be {input.dtype}, as the input")
             call = f"all_to_all_single {str(input.dtype)[6:]}"
-            out = hosted.output(output)
-            outs = self._rows("output", output, output_split_sizes)
-            x = hosted.apart(input, [out])
-            ins = self._rows("input", input, input_split_sizes)
-            own = out[outs[link.rank]], x[ins[link.rank]]
-            to, given = self._parts(out, outs), self._parts(x, ins)
-            return call, programs.all_to_all(link, call, to, given, own)
+            result = hosted.output(output)
+            values = hosted.apart(input, [result])
+            out, x = link.memory(result), link.memory(values)
+            size, splits = link.size, (tuple(output_split_sizes), tuple(input_split_sizes))
+            to = [out[each] for each in rows("output", output.shape, len(out), splits[0], size)]
+            given = [x[each] for each in rows("input", input.shape, len(x), splits[1], size)]
+            return call, programs.all_to_all(link, call, to, given, (result, values))
 
         return self._collective("all_to_all", make, [input], [output], opts)
 
@@ -629,23 +646,3 @@ class MpiGroup(ProcessGroup):
                 f"{whole_name} is {described(whole)}: must have the dtype and {size} times the "
                 f"elements of {name}, {described(part)}"
             )
-
-    def _rows(self, name: str, tensor: Tensor, splits: list[int]) -> list[slice]:
-        """Return the place of each rank's rows in a flat tensor."""
-        size, rows = self.channel.size, tensor.shape[0] if tensor.dim() else 0
-        if not splits:
-            if rows % size or not tensor.dim():
-                raise ValueError(f"{name} has {rows} rows: must be a multiple of {size}")
-            splits = [rows // size] * size
-        if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-            raise ValueError(
-                f"{name}_split_sizes={splits}: must be {size} numbers with the sum {rows}"
-            )
-        each = tensor.numel() // rows if rows else 0
-        ends = [0, *accumulate(splits)]
-        return [slice(each * a, each * b) for a, b in pairwise(ends)]
-
-    def _parts(self, flat: Tensor, places: Sequence[slice]) -> list[Memory]:
-        """Return the memory of each part of a flat tensor."""
-        memory, item = self.channel.memory(flat), flat.element_size()
-        return [memory[item * each.start : item * each.stop] for each in places]

@@ -23,7 +23,9 @@ def flat(tensor: Tensor) -> Tensor:
     """Return a plain tensor with one axis."""
     if tensor.is_inference():
         return _writable(tensor)
-    return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _writable(tensor: Tensor) -> Tensor:

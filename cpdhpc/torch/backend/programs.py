@@ -6,14 +6,17 @@ rank or, in the order of ranks, by all, so that all ranks have the same bits.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from .channel import NEAR, Channel, Link, Memory, Mismatch, Moves, cut
+from .board import VALUES_BYTES, move
+from .channel import INLINE_BYTES, NEAR, Channel, Link, Memory, Mismatch, Moves, cut
 from .progress import Step, Waits
 from .reductions import Reduction
 
@@ -22,7 +25,9 @@ Tensor = torch.Tensor
 PIECE_BYTES = 1 << 21  # of a chunk, reduced at a time while it is in the cache
 WHOLE_BYTES = 1 << 18  # received from others: up to here each rank reduces all values itself
 MOST_KEPT = 16  # pieces
-ALIGN = 64  # elements: chunks begin at multiples
+ALIGN = 64  # elements: chunks begin at multiples; also of bytes, of the parts of a turn
+NOTHING: Memory = b""
+TURNS_BYTES = 1 << 21  # of a part: longer ones do not stay in caches, and messages are copied once
 SPREAD_BYTES = 1 << 18  # least size of a broadcast in chunks that ranks forward
 TREE = 3  # least number of ranks for that
 
@@ -66,23 +71,55 @@ def folded(size_bytes: int, link: Link) -> bool:
     return size_bytes <= link.room_bytes and size_bytes * (link.size - 1) <= WHOLE_BYTES
 
 
-def fold_inline(
-    link: Link, found: Sequence[Memory], mine: Tensor, reduction: Reduction, out: Tensor
+def fold_found(
+    link: Link,
+    mine: Tensor,
+    reduction: Reduction,
+    out: Tensor,
+    found: Sequence[Memory],
+    start: int = 0,
 ) -> None:
-    """Reduce mine, and the other ranks' values that accompanied the text of a call, into out."""
+    """Reduce mine, and the values that each other rank has at start, in bytes, into out."""
     count = mine.numel()
     if count:
+        dtype = mine.dtype
         operands = [
-            mine if rank == link.rank else torch.frombuffer(each, dtype=mine.dtype, count=count)
+            mine
+            if rank == link.rank
+            else torch.frombuffer(each, dtype=dtype, count=count, offset=start)
             for rank, each in enumerate(found)
         ]
         reduction.fold(operands, out)
 
 
-def take_inline(data: Memory, out: Tensor, link: Link) -> None:
-    """Set out to the values that accompanied the text of a call."""
-    if out.numel():
-        link.memory(out)[:] = memoryview(data)[: out.nbytes]
+def in_turns(
+    link: Link,
+    text: str,
+    given: Sequence[Memory],
+    each: int,
+    longest: int,
+    take: Callable[[int, list[Memory]], None],
+) -> Waits:
+    """Exchange values in the memory of the node, in turns, of which there is at least one.
+
+    given: this rank's values for each of the others, or one for all; their bytes first to
+        first + each, for first = 0, each, 2 each, ..., are in a turn, at each times their number
+    longest: the largest size in bytes, the same on all ranks
+    take: called in each turn, with first and what link.turn passes
+    """
+    for first in range(0, max(1, longest), each):
+        part = [(i * each, x[first : first + each]) for i, x in enumerate(given) if len(x) > first]
+        yield from link.turn(part, partial(take, first), text)
+
+
+def copy_from(
+    outs: Sequence[Memory], start: int, each: int, first: int, found: Sequence[Memory]
+) -> None:
+    """Copy what a turn has brought from each rank, at start, to its out; see in_turns."""
+    for out, values in zip(outs, found, strict=True):
+        if len(out) > first:
+            part = out[first : first + each]
+            move(values[start : start + len(part)], part)
 
 
 def one_by_one(given: Sequence[Waits]) -> Waits:
@@ -100,10 +137,17 @@ def all_reduce(
     link: Link, text: str, xs: Sequence[Tensor], reductions: Sequence[Reduction]
 ) -> Waits:
     """Reduce flat tensors in place."""
+    if link.board is not None:
+        for x, reduction in zip(xs, reductions, strict=True):
+            if link.size == 2 or folded(x.nbytes, link):
+                yield from _fold_in_turns(link, text, x, reduction)
+            else:
+                yield from _reduce_in_turns(link, text, x, reduction)
+        return
     if len(xs) == 1 and folded(xs[0].nbytes, link):
         (x,), (reduction,) = xs, reductions
-        found = yield from link.agree(text, link.memory(x))
-        fold_inline(link, found, x, reduction, x)
+        take = partial(fold_found, link, x, reduction, x)
+        yield from link.agree(text, link.memory(x), take)
         return
     yield from link.agree(text)
     for x, reduction in zip(xs, reductions, strict=True):
@@ -111,6 +155,53 @@ def all_reduce(
             yield from _reduce_whole(link, x, reduction)
         else:
             yield from _reduce_chunks(link, x, chunks(x.numel(), link.size), reduction, x)
+
+
+def _fold_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> Waits:
+    """Reduce a tensor in place, in the memory of the node; every rank reduces all values."""
+    item = x.element_size()
+
+    def take(first: int, found: Sequence[Memory]) -> None:
+        part = x if x.nbytes <= VALUES_BYTES else x[first // item : (first + VALUES_BYTES) // item]
+        fold_found(link, part, reduction, part, found)
+
+    yield from in_turns(link, text, [link.memory(x)], VALUES_BYTES, x.nbytes, take)
+
+
+def part_bytes(link: Link) -> int:
+    """Return the room of each rank in a turn, whole elements of any dtype."""
+    return VALUES_BYTES // link.size // ALIGN * ALIGN
+
+
+def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> Waits:
+    """Reduce a tensor in place, in the memory of the node.
+
+    In a turn a rank gives a piece of each other rank's chunk, and the sums of its own chunk's
+    previous piece.
+    """
+    rank, item, room = link.rank, x.element_size(), part_bytes(link)
+    bounds, each, memory = chunks(x.numel(), link.size), room // item, link.memory(x)
+
+    def piece(of: int, number: int) -> tuple[int, int]:
+        """Return the first element of a chunk's piece, and the one after its last."""
+        first, last = bounds[of]
+        return min(first + number * each, last), min(first + (number + 1) * each, last)
+
+    def take(number: int, found: Sequence[Memory]) -> None:
+        """Add a piece of this rank's chunk, and copy the others' previous sums."""
+        start, stop = piece(rank, number)
+        fold_found(link, x[start:stop], reduction, x[start:stop], found, rank * room)
+        for other in link.others if number else ():
+            start, stop = piece(other, number - 1)
+            size = (stop - start) * item
+            move(found[other][other * room :][:size], memory[start * item : stop * item])
+
+    for number in range(-(-bounds[0][1] // each) + 1):
+        given = [(other, *piece(other, number)) for other in link.others]
+        if number:
+            given.append((rank, *piece(rank, number - 1)))
+        parts = [(r * room, memory[a * item : b * item]) for r, a, b in given if a < b]
+        yield from link.turn(parts, partial(take, number), text)
 
 
 def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
@@ -138,7 +229,7 @@ def _reduce_chunks(
     link: Link,
     x: Tensor,
     bounds: Sequence[tuple[int, int]],
-    reduction: Reduction | Unchanged,
+    reduction: Reduction,
     target: Tensor | None,
     own: Tensor | None = None,
 ) -> Waits:
@@ -215,81 +306,100 @@ def reduce_scatter(
     reductions: Sequence[Reduction],
 ) -> Waits:
     """Reduce flat tensors; each rank gets its equal share of the result."""
-    if len(outs) == 1 and folded(ins[0].nbytes, link):
-        (out,), (x,), (reduction,) = outs, ins, reductions
-        count, given = out.numel(), link.memory(x)
-        parts = [given[r * out.nbytes : (r + 1) * out.nbytes] for r in range(link.size)]
-        found = yield from link.agree(text, parts=parts)
-        mine = x[link.rank * count : (link.rank + 1) * count]
-        fold_inline(link, found, mine.clone(), reduction, out)
+    if link.board is None and len(outs) == 1 and folded(ins[0].nbytes, link):
+        parts = ins[0].tensor_split(link.size)
+        found = yield from link.agree_by_messages(text, [link.memory(part) for part in parts])
+        fold_found(link, parts[link.rank], reductions[0], outs[0], found)
         return
-    yield from link.agree(text)
+    if link.board is None:
+        yield from link.agree(text)
     for out, x, reduction in zip(outs, ins, reductions, strict=True):
         count = out.numel()
         bounds = [(rank * count, (rank + 1) * count) for rank in range(link.size)]
-        yield from _scatter_sums(link, x, bounds, reduction, out)
+        yield from _scatter_sums(link, text, x, bounds, reduction, out)
 
 
 def _scatter_sums(
-    link: Link, x: Tensor, bounds: Sequence[tuple[int, int]], reduction: Reduction, out: Tensor
+    link: Link,
+    text: str,
+    x: Tensor,
+    bounds: Sequence[tuple[int, int]],
+    reduction: Reduction,
+    out: Tensor,
 ) -> Waits:
-    """Reduce this rank's chunk of x into out; x is not changed."""
-    yield from _reduce_chunks(link, x, bounds, Unchanged(reduction, link.rank), None, out)
+    """Reduce this rank's chunk of x into out; x is not changed. On a board, compare the text."""
+    if link.board is None:
+        yield from _reduce_chunks(link, x, bounds, reduction, None, out)
+        return
+    item, room, memory = x.element_size(), part_bytes(link), link.memory(x)
+    given = [memory[a * item : b * item] for a, b in bounds]
+    own = x[slice(*bounds[link.rank])]
+    given[link.rank] = memory[:0]
 
+    def take(first: int, found: Sequence[Memory]) -> None:
+        part = slice(first // item, (first + room) // item)
+        fold_found(link, own[part], reduction, out[part], found, link.rank * room)
 
-class Unchanged:
-    """A reduction that does not overwrite this rank's operand."""
-
-    def __init__(self, reduction: Reduction, rank: int) -> None:
-        self._reduction, self._rank = reduction, rank
-
-    def fold(self, operands: Sequence[Tensor], out: Tensor) -> None:
-        """Reduce operands, in their order, into out."""
-        given = list(operands)
-        if self._rank == 0 and len(given) > 2:
-            out.copy_(given[0])
-            given[0] = out
-        self._reduction.fold(given, out)
+    longest = item * max([b - a for a, b in bounds])
+    yield from in_turns(link, text, given, room, longest, take)
 
 
 def reduce_scatter_uneven(
     link: Link, text: str, out: Tensor, x: Tensor, counts: Sequence[int], reduction: Reduction
 ) -> Waits:
     """Reduce a flat tensor; each rank gets counts[rank] elements of the result."""
-    if len(set(counts)) == 1:
-        yield from reduce_scatter(link, text, [out], [x], [reduction])
-        return
-    yield from link.agree(text)
+    if link.board is None:
+        yield from link.agree(text)
     ends = list(accumulate(counts))
     bounds = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    yield from _scatter_sums(link, x, bounds, reduction, out)
+    yield from _scatter_sums(link, text, x, bounds, reduction, out)
+
+
+def one_for_all(
+    link: Link, text: str, given: Memory, outs: Sequence[Memory], longest: int
+) -> Waits:
+    """Send values to all ranks, on a board or with the text, in which they have room.
+
+    outs: by rank, where its values arrive, or nothing; longest: the largest size, on all ranks
+    """
+    if link.board is None:
+        yield from link.agree(text, given, partial(copy_from, outs, 0, INLINE_BYTES, 0))
+    else:
+        take = partial(copy_from, outs, 0, VALUES_BYTES)
+        yield from in_turns(link, text, [given], VALUES_BYTES, longest, take)
 
 
 def all_gather(
     link: Link, text: str, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor]
 ) -> Waits:
     """Send each rank's tensors to all: outs[i][rank] is ins[i] of that rank."""
-    if len(ins) == 1 and max([each.nbytes for each in outs[0]]) <= link.room_bytes:
-        found = yield from link.agree(text, link.memory(ins[0]))
-        for each, came in zip(outs[0], found, strict=True):
-            take_inline(came, each, link)
+    longest = [max([each.nbytes for each in out]) for out in outs]
+    most = TURNS_BYTES if link.board is not None else link.room_bytes if len(ins) == 1 else -1
+    if max(longest) <= most:
+        for out, x, size in zip(outs, ins, longest, strict=True):
+            to = [link.memory(each) for each in out]
+            if out[link.rank].data_ptr() == x.data_ptr():
+                to[link.rank] = NOTHING
+            yield from one_for_all(link, text, link.memory(x), to, size)
         return
     yield from link.agree(text)
     moves = link.step()
     for out, x in zip(outs, ins, strict=True):
         _to_all(moves, link, out, x)
         if out[link.rank].data_ptr() != x.data_ptr():
-            out[link.rank].copy_(x)
+            move(link.memory(x), link.memory(out[link.rank]))
     yield moves
 
 
 def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
     """Send the root's tensors to all."""
-    if len(xs) == 1 and xs[0].nbytes <= link.room_bytes:
-        x = xs[0]
-        found = yield from link.agree(text, link.memory(x) if link.rank == root else b"")
-        if link.rank != root:
-            take_inline(found[root], x, link)
+    if link.board is not None or (len(xs) == 1 and xs[0].nbytes <= link.room_bytes):
+        for each in xs:
+            outs, x = [NOTHING] * link.size, link.memory(each)
+            if link.rank != root:
+                outs[root] = x
+            given = x if link.rank == root else NOTHING
+            yield from one_for_all(link, text, given, outs, len(x))
         return
     yield from link.agree(text)
     for x in xs:
@@ -339,16 +449,14 @@ def _spread(link: Link, x: Tensor, root: int) -> Waits:
 def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
     """Reduce a flat tensor into the root's out; no other tensor is changed."""
     if folded(x.nbytes, link):
-        given = [link.memory(x) if rank == root else b"" for rank in range(link.size)]
-        found = yield from link.agree(text, parts=given)
-        if link.rank == root:
-            fold_inline(link, found, x.clone(), reduction, out)
+        take = partial(fold_found, link, x, reduction, out) if link.rank == root else None
+        yield from link.agree(text, NOTHING if link.rank == root else link.memory(x), take)
         return
     yield from link.agree(text)
     bounds = chunks(x.numel(), link.size)
     start, stop = bounds[link.rank]
     mine = out[start:stop] if link.rank == root else x.new_empty(stop - start)
-    yield from _scatter_sums(link, x, bounds, reduction, mine)
+    yield from _reduce_chunks(link, x, bounds, reduction, None, mine)
     moves = link.step()
     if link.rank == root:
         for rank in link.others:
@@ -360,75 +468,136 @@ def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, ou
 
 def gather(link: Link, text: str, outs: Sequence[Tensor], x: Tensor, root: int) -> Waits:
     """Send all ranks' tensors to the root; outs: on the root, one for each rank."""
-    yield from link.agree(text)
-    moves = link.step()
-    if link.rank == root:
-        for rank in link.others:
-            moves.receive(link.memory(outs[rank]), rank)
-        outs[root].copy_(x)
+    is_root = link.rank == root
+    to = [link.memory(out) for out in outs] if is_root else [NOTHING] * link.size
+    own, to[root] = to[root], NOTHING
+    if link.board is not None and x.nbytes <= TURNS_BYTES:
+        given = NOTHING if is_root else link.memory(x)
+        yield from one_for_all(link, text, given, to, x.nbytes)
     else:
-        moves.send(link.memory(x), root)
-    yield moves
+        yield from link.agree(text)
+        moves = link.step()
+        for rank in link.others:
+            moves.receive(to[rank], rank)
+        if not is_root:
+            moves.send(link.memory(x), root)
+        yield moves
+    if is_root:
+        move(link.memory(x), own)
 
 
 def scatter(link: Link, text: str, out: Tensor, xs: Sequence[Tensor], root: int) -> Waits:
     """Send each rank one of the root's tensors; xs: on the root, one for each rank."""
-    yield from link.agree(text)
-    moves = link.step()
-    if link.rank == root:
-        for rank in link.others:
-            moves.send(link.memory(xs[rank]), rank)
-        out.copy_(xs[root])
+    is_root, into = link.rank == root, link.memory(out)
+    given = [link.memory(x) for x in xs] if is_root else [NOTHING] * link.size
+    own, given[root] = given[root], NOTHING
+    if link.board is not None and len(into) <= TURNS_BYTES:
+        outs, room = [NOTHING] * link.size, part_bytes(link)
+        if not is_root:
+            outs[root] = into
+        take = partial(copy_from, outs, link.rank * room, room)
+        yield from in_turns(link, text, given, room, len(into), take)
     else:
-        moves.receive(link.memory(out), root)
-    yield moves
+        yield from link.agree(text)
+        moves = link.step()
+        for rank in link.others:
+            moves.send(given[rank], rank)
+        if not is_root:
+            moves.receive(into, root)
+        yield moves
+    if is_root:
+        move(own, into)
 
 
 def all_to_all(
-    link: Link,
-    text: str,
-    outs: Sequence[Memory],
-    ins: Sequence[Memory],
-    own: tuple[Tensor, Tensor],
+    link: Link, text: str, outs: Sequence[Memory], ins: Sequence[Memory], _: object
 ) -> Waits:
     """Send ins[rank] to each rank, which receives it in its outs[this rank].
 
-    own: this rank's tensors of outs and ins for itself
+    The last argument are the tensors whose memory these are, to keep them alive.
     Raises Mismatch on all ranks if a rank does not send the length that another expects.
     """
-    size, rank = link.size, link.rank
-    row = array("q", [len(each) for each in (*ins, *outs)])
-    sizes = row.tobytes()
-    room = link.part_bytes(len(sizes))
-    is_near = size <= NEAR
-    small = [is_near and max(row[j], row[size + j]) <= room for j in range(size)]
-    if is_near:
-        given = [
-            b"".join((sizes, each)) if fits and j != rank else sizes
-            for j, (each, fits) in enumerate(zip(ins, small, strict=True))
-        ]
-        found = yield from link.agree(text, parts=given)
-        every = [memoryview(each)[: len(sizes)].cast("q").tolist() for each in found]
+    rank = link.rank
+    sizes = array("q", [*map(len, ins), *map(len, outs)]).tobytes()
+    given, to = list(ins), list(outs)
+    given[rank] = to[rank] = NOTHING
+    if link.board is not None:
+        yield from _all_to_all_in_turns(link, text, to, given, sizes)
+    elif link.size <= NEAR:
+        room = INLINE_BYTES - len(sizes)
+        short = [sizes + bytes(x) if len(x) <= room else sizes for x in given]
+        found = yield from link.agree_by_messages(text, short)
+        check_sizes(text, [bytes(each[: len(sizes)]) for each in found])
+        moves = link.step()
+        for other in link.others:
+            if len(to[other]) <= room:
+                move(found[other][len(sizes) :][: len(to[other])], to[other])
+            else:
+                moves.receive(to[other], other)
+        for other in link.others:
+            if len(given[other]) > room:
+                moves.send(given[other], other)
+        if moves.requests:
+            yield moves
     else:
         yield from link.agree(text)
-        rows = torch.empty(size, 2 * size, dtype=torch.int64, device="cpu")
-        yield from all_gather(link, text, [list(rows)], [torch.frombuffer(row, dtype=torch.int64)])
-        every = rows.tolist()
+        rows = torch.empty(link.size, len(sizes), dtype=torch.uint8, device="cpu")
+        row = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
+        yield from all_gather(link, text, [list(rows)], [row])
+        check_sizes(text, [bytes(link.memory(each)) for each in rows])
+        moves = link.step()
+        for other in link.others:
+            moves.receive(to[other], other)
+        for other in link.others:
+            moves.send(given[other], other)
+        yield moves
+    move(ins[rank], outs[rank])
+
+
+def _all_to_all_in_turns(
+    link: Link, text: str, outs: Sequence[Memory], ins: Sequence[Memory], sizes: bytes
+) -> Waits:
+    """Exchange parts in the memory of the node, the rest of long ones by messages.
+
+    The first turn tells the sizes of all parts.
+    """
+    room = part_bytes(link)
+    start, longest, first = link.rank * room, 1, 0
+
+    def take(found: Sequence[Memory]) -> None:
+        nonlocal longest
+        if first == 0:
+            longest = check_sizes(text, link.notes(len(sizes)))
+        copy_from(outs, start, room, first, found)
+
+    while first < longest:
+        if first and longest > TURNS_BYTES:
+            moves = link.step()
+            for other in link.others:
+                moves.receive(outs[other][first:], other)
+            for other in link.others:
+                moves.send(ins[other][first:], other)
+            yield moves
+            return
+        part = [(i * room, x[first : first + room]) for i, x in enumerate(ins) if len(x) > first]
+        yield from link.turn(part, take, text, sizes)
+        first += room
+
+
+def check_sizes(text: str, told: Sequence[bytes]) -> int:
+    """Return the longest part of an all_to_all; raise Mismatch if ranks differ in a length.
+
+    told: by rank, what it sends to each rank and expects of each, int64[2 * ranks]
+    """
+    size, first = len(told), told[0]
+    if first[:8] * 2 * size == first and all([each == first for each in told]):
+        return int.from_bytes(first[:8], sys.byteorder)
+    every = [memoryview(each).cast("q").tolist() for each in told]
     for source, sent in enumerate(every):
         for to, expected in enumerate(every):
             if sent[to] != expected[size + source]:
                 raise differing(text, source, to, sent[to], expected[size + source])
-    moves = link.step()
-    for other in link.others:
-        if not small[other]:
-            moves.receive(outs[other], other)
-    for other in link.others:
-        if not small[other]:
-            moves.send(ins[other], other)
-        elif len(outs[other]):
-            outs[other][:] = memoryview(found[other])[len(sizes) :][: len(outs[other])]
-    own[0].copy_(own[1])
-    yield moves
+    return int(max(map(max, every)))
 
 
 def differing(text: str, source: int, to: int, sent: int, expected: int) -> Exception:

@@ -59,7 +59,7 @@ class Reduction:
     def fold(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce operands, in their order, into out, which may be one of them.
 
-        Other operands may be overwritten.
+        Other operands are not changed.
         """
         if self._view is not None:
             out, operands = out.view(self._view), [each.view(self._view) for each in operands]
@@ -74,10 +74,15 @@ class Reduction:
             if operands[0] is not out:
                 out.copy_(operands[0])
         else:
-            total = operands[0]
-            for each in operands[1:-1]:
-                fold(total, each, out=total)
-            fold(total, operands[-1], out=out)
+            total, *others, last = operands
+            place = out.data_ptr()
+            if others and place in [each.data_ptr() for each in operands[2:]]:
+                into = torch.empty_like(out)
+            else:
+                into = out
+            for each in others:
+                total = fold(total, each, out=into)
+            fold(total, last, out=out)
         if self._mean:
             self._scaled(out)
 
