@@ -286,11 +286,11 @@ def test_a_checkpoint_of_gloo_is_read_over_mpi(
 
 def test_compiled() -> None:
     def program() -> list[torch.Tensor]:
-        from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+        from torch.distributed._functional_collectives import all_gather_single, all_reduce
 
         def function(x: torch.Tensor) -> torch.Tensor:
             total = all_reduce(x * 2, "sum", dist.group.WORLD)
-            return all_gather_tensor(total + 1, 0, dist.group.WORLD)
+            return all_gather_single(total + 1, 0, dist.group.WORLD)
 
         x = torch.arange(6.0) + dist.get_rank()
         model = DistributedDataParallel(network())

@@ -13,7 +13,7 @@ from ...errors import UserError
 from . import NAME
 
 DEVICES = ["cpu", "cuda"]
-OLDEST, NEWEST = (2, 13), (2, 14)  # versions of torch that the backend was tested with
+OLDEST, NEWEST = (2, 13), (2, 15)  # versions of torch that the backend was tested with
 
 
 def register() -> None:
