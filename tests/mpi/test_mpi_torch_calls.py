@@ -170,11 +170,39 @@ def test_outputs_that_lie_in_inputs(size: int) -> None:
     assert torch.equal(x, wanted)
 
 
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_outputs_that_autograd_tracks_before_their_calls_end(size: int) -> None:
+    """As those of functional collectives, which return before."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    if rank:
+        dist.barrier()  # rank 0 has begun its calls, which cannot end yet
+    x = torch.ones(ranks, ranks, size)
+    outs = [torch.ones(ranks, size), *torch.full((4, ranks, size), float(rank == 1)).unbind()]
+    outs = [out.clone() for out in outs]
+    with torch.no_grad():
+        works = [
+            dist.all_reduce(outs[0], group=group, async_op=True),
+            dist.broadcast(outs[1], 1, group=group, async_op=True),
+            dist.all_gather_single(outs[2], x[0, 0], group=group, async_op=True),
+            dist.reduce_scatter_single(outs[3], x, group=group, async_op=True),
+            dist.all_to_all_single(outs[4], x[0], group=group, async_op=True),
+        ]
+    for out in outs:
+        out.requires_grad_()
+    if not rank:
+        dist.barrier()
+    for work in works:
+        work.wait()
+    assert [set(out.flatten().tolist()) for out in outs] == [{ranks}, {1}, {1}, {ranks}, {1}]
+    dist.destroy_process_group(group)
+
+
 ONE_RANK: dict[str, Callable[[], Any]] = {
     "all_reduce: list index out of range": lambda: dist.group.WORLD.allreduce([]).wait(),
     "all_reduce: Cannot copy out of meta": lambda: dist.all_reduce(torch.ones(3, device="meta")),
     "broadcast: unsupported memory format": lambda: dist.broadcast(torch.eye(3).to_sparse(), 0),
-    "gather_single: gather_tensor is float32.5.: must have": lambda: dist.group.WORLD.gather_single(
+    "gather: gather_tensor is float32.5.: must have": lambda: dist.group.WORLD.gather_single(
         torch.ones(5), torch.ones(5), to(dist.get_rank())
     ).wait(),
     "all_to_all: output has 0 rows": lambda: dist.all_to_all_single(

@@ -163,7 +163,16 @@ class MpiGroup(ProcessGroup):
         """Set the group's description."""
         self._description = description
 
-    def get_backend(self, _: Any) -> Any:
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The device whose tensors messages can use, once torch has registered the group.
+
+        Before that it would attach a recorder, which only groups in C++ can have.
+        """
+        registered = self in distributed.distributed_c10d._world.pg_map
+        return [torch.device("cpu")] if registered else []
+
+    def get_backend(self, device: Any) -> Any:
         """Return this group: it is its own backend."""
         return self
 
