@@ -47,12 +47,12 @@ def lazily(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
             found = import_module(f"{package}.{modules[name] or name}")
+            value = getattr(found, name) if modules[name] else found
         except ModuleNotFoundError as error:
             said = to_install(error)
             if said is None:
                 raise
             raise ModuleNotFoundError(f"{package}.{name}: {said}", name=error.name) from None
-        value = getattr(found, name) if modules[name] else found
         setattr(sys.modules[package], name, value)  # not looked up again
         return value
 

@@ -102,6 +102,8 @@ def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cpdhpc.torch.backend.start", None)
     with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer$"):
         dist.init_process_group("cpdhpc", init_method="mpi://")
+    with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer$"):
+        assert registration.set_wires
 
 
 def test_a_torch_of_the_future_that_lacks_something_is_refused() -> None:
