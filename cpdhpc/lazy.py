@@ -47,12 +47,12 @@ def lazily(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
             module = import_module(f"{package}.{modules[name] or name}")
+            value = getattr(module, name) if modules[name] else module
         except ModuleNotFoundError as error:
             advice = to_install(error)
             if advice is None:
                 raise
             raise ModuleNotFoundError(f"{package}.{name}: {advice}", name=error.name) from None
-        value = getattr(module, name) if modules[name] else module
         setattr(sys.modules[package], name, value)  # not looked up again
         return value
 

@@ -102,6 +102,8 @@ def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cpdhpc.torch.backend.start", None)
     with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer$"):
         dist.init_process_group("cpdhpc", init_method="mpi://")
+    with pytest.raises(UserError, match=r"torch is 2.12.1\+cpu: must be 2.13 or newer$"):
+        assert registration.set_wires
 
 
 def test_a_torch_of_the_future_that_lacks_something_is_refused() -> None:
@@ -112,7 +114,7 @@ def test_a_torch_of_the_future_that_lacks_something_is_refused() -> None:
         "torch.distributed.init_process_group('cpdhpc', init_method='mpi://')\n"
     )
     assert run(program).stderr.splitlines()[-1] == (
-        "cpdhpc.errors.UserError: cpdhpc: torch is 3.1.0: must be 2.13 or newer; 2.14 is the "
+        "cpdhpc.errors.UserError: cpdhpc: torch is 3.1.0: must be 2.13 or newer; 2.15 is the "
         "newest that was tried: module 'torch.distributed' has no attribute 'AllreduceOptions'"
     )
 

@@ -51,7 +51,7 @@ else:
             "LossScaler": "loss_scaling",
             "ddp_hook": "ddp",
             "fsdp_hook": "fsdp",
-            "set_wires": "backend.wires",
+            "set_wires": "backend.registration",
         },
     )
     if sys.modules.get("torch") is not None:

@@ -84,6 +84,16 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
+def gathered(x: torch.Tensor, root: int) -> torch.Tensor | None:
+    """All ranks' tensors on a root, by a call that torch has since 2.15."""
+    here = dist.get_rank() == root
+    whole = torch.empty(x.numel() * dist.get_world_size() if here else 0, dtype=x.dtype)
+    options = dist.GatherOptions()
+    options.rootRank = root
+    dist.group.WORLD.gather_single(whole, x, options).wait()
+    return whole if here else None
+
+
 @pytest.mark.parametrize("dtype", EVERY, ids=str)
 def test_what_moves_values_moves_each_dtype(dtype: torch.dtype, near: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -103,6 +113,8 @@ def test_what_moves_values_moves_each_dtype(dtype: torch.dtype, near: str) -> No
         there = [torch.empty_like(x) for _ in range(ranks)] if rank == last else None
         dist.gather(x, there, dst=last)
         assert there is None or all(map(same, there, every)), size
+        at_once = gathered(x, last)
+        assert at_once is None or same(at_once, torch.cat(every)), size
         got = torch.empty_like(x)
         dist.scatter(got, every if rank == last else None, src=last)
         assert same(got, x), size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,12 @@ def hasty() -> Iterator[Any]:
 
 def each(value: Callable[[int], float]) -> list[float]:
     return [value(rank) for rank in range(dist.get_world_size())]
+
+
+def to(root: int) -> dist.GatherOptions:
+    options = dist.GatherOptions()
+    options.rootRank = root
+    return options
 
 
 def mine() -> torch.Tensor:
@@ -104,6 +111,19 @@ def test_tensors_of_inference_mode(size: int) -> None:
     assert (x == ranks**2).all()
 
 
+def test_torch_learns_that_a_group_has_none_of_the_rarer_abilities() -> None:
+    """It asks the group, or its backend for a device; each release of torch asks for more."""
+    group = dist.group.WORLD
+    backend, asked = torch._C._distributed_c10d.Backend, re.compile("_?supports_")
+    names = [name for name in dir(backend) if asked.match(name)]
+    assert "supports_coalescing" in names
+    device = torch.device("cpu")
+    for each in (group, group._get_backend(device)):
+        answers = {name: getattr(each, name, None) for name in names}
+        answers["supports_tensor_alloc"] = each.supports_tensor_alloc(device)
+        assert not any(answer is not False for answer in answers.values()), answers
+
+
 def test_scratch_memory_is_the_hosts_whatever_the_default_device_is() -> None:
     x = torch.ones(LARGE)
     with torch.device("meta"):
@@ -137,7 +157,12 @@ def test_outputs_that_lie_in_inputs(size: int) -> None:
         whole = torch.zeros(size * ranks)
         part = whole[place * size : (place + 1) * size].fill_(rank)
         dist.all_gather_single(whole, part)
-        assert torch.equal(whole, torch.arange(float(ranks)).repeat_interleave(size))
+        every = torch.arange(float(ranks)).repeat_interleave(size)
+        assert torch.equal(whole, every)
+        whole.zero_()
+        part.fill_(rank)
+        dist.group.WORLD.gather_single(whole, part, to(0)).wait()
+        assert rank or torch.equal(whole, every)
     x = torch.arange(1.0 * size * ranks) + rank
     wanted = torch.cat(
         [torch.arange(1.0 * size * ranks).chunk(ranks)[rank] + r for r in range(ranks)]
@@ -146,10 +171,41 @@ def test_outputs_that_lie_in_inputs(size: int) -> None:
     assert torch.equal(x, wanted)
 
 
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_outputs_that_autograd_tracks_before_their_calls_end(size: int) -> None:
+    """As those of functional collectives, which return before."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    if rank:
+        dist.barrier()  # rank 0 has begun its calls, which cannot end yet
+    x = torch.ones(ranks, ranks, size)
+    outs = [torch.ones(ranks, size), *torch.full((4, ranks, size), float(rank == 1)).unbind()]
+    outs = [out.clone() for out in outs]
+    with torch.no_grad():
+        works = [
+            dist.all_reduce(outs[0], group=group, async_op=True),
+            dist.broadcast(outs[1], 1, group=group, async_op=True),
+            dist.all_gather_single(outs[2], x[0, 0], group=group, async_op=True),
+            dist.reduce_scatter_single(outs[3], x, group=group, async_op=True),
+            dist.all_to_all_single(outs[4], x[0], group=group, async_op=True),
+        ]
+    for out in outs:
+        out.requires_grad_()
+    if not rank:
+        dist.barrier()
+    for work in works:
+        work.wait()
+    assert [set(out.flatten().tolist()) for out in outs] == [{ranks}, {1}, {1}, {ranks}, {1}]
+    dist.destroy_process_group(group)
+
+
 ONE_RANK: dict[str, Callable[[], Any]] = {
     "all_reduce: list index out of range": lambda: dist.group.WORLD.allreduce([]).wait(),
     "all_reduce: Cannot copy out of meta": lambda: dist.all_reduce(torch.ones(3, device="meta")),
     "broadcast: unsupported memory format": lambda: dist.broadcast(torch.eye(3).to_sparse(), 0),
+    "gather: gather_tensor is float32.5.: must have": lambda: dist.group.WORLD.gather_single(
+        torch.ones(5), torch.ones(5), to(dist.get_rank())
+    ).wait(),
     "all_to_all: output has 0 rows": lambda: dist.all_to_all_single(
         torch.tensor(0.0), torch.tensor(0.0)
     ),

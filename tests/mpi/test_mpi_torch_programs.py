@@ -284,13 +284,51 @@ def test_a_checkpoint_of_gloo_is_read_over_mpi(
     assert all(map(torch.equal, saved, loaded)) and len(saved) == len(loaded) > 0
 
 
+def test_the_state_of_one_rank_is_sent_to_all() -> None:
+    def program() -> list[torch.Tensor]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        model, of_first = network(), network().state_dict()
+        fully_shard(model)
+        state = {name: each + 1 for name, each in of_first.items()} if not dist.get_rank() else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+        return values(model)
+
+    assert_as_gloo(program)
+
+
+def test_a_checkpoint_is_saved_while_the_program_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, world: Any
+) -> None:
+    from torch.distributed import checkpoint
+
+    folders = [
+        Path(world.gather(str(tmp_path_factory.mktemp("checkpoint")))[0]) / name for name in "ab"
+    ]
+
+    def program() -> list[torch.Tensor]:
+        model = network()
+        fully_shard(model)
+        folder = folders.pop()
+        state = trained(model).state_dict()
+        group = dist.new_group()  # of the thread that saves
+        checkpoint.async_save(state, checkpoint_id=folder, process_group=group).result()
+        trained(model)
+        checkpoint.load(state, checkpoint_id=folder)
+        model.load_state_dict(state)
+        return values(model)
+
+    assert_as_gloo(program)
+
+
 def test_compiled() -> None:
     def program() -> list[torch.Tensor]:
-        from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+        from torch.distributed._functional_collectives import all_gather_single, all_reduce
 
         def function(x: torch.Tensor) -> torch.Tensor:
             total = all_reduce(x * 2, "sum", dist.group.WORLD)
-            return all_gather_tensor(total + 1, 0, dist.group.WORLD)
+            return all_gather_single(total + 1, 0, dist.group.WORLD)
 
         x = torch.arange(6.0) + dist.get_rank()
         model = DistributedDataParallel(network())

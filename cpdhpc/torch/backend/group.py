@@ -138,8 +138,11 @@ class MpiGroup(ProcessGroup):
     timeout_s: default time-out of calls
     """
 
-    supports_splitting = False  # torch asks what _get_backend returns
-    supports_coalescing = False
+    # torch asks these of a group, or of what get_backend returns
+    supports_splitting = supports_coalescing = supports_shrinking = False
+    supports_reconfigure = supports_window = False
+    supports_abort_hooks = supports_completion_hooks = False
+    supports_time_estimate = _supports_time_estimate = False
 
     def __init__(
         self,
@@ -178,9 +181,24 @@ class MpiGroup(ProcessGroup):
         """Set the group's description."""
         self._description = description
 
-    def _get_backend(self, _: Any) -> Any:
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The device whose tensors messages can use, once torch has registered the group.
+
+        Before that it would attach a recorder, which only groups in C++ can have.
+        """
+        registered = self in distributed.distributed_c10d._world.pg_map
+        return [torch.device("cpu")] if registered else []
+
+    def get_backend(self, device: Any) -> Any:
         """Return this group: it is its own backend."""
         return self
+
+    _get_backend = get_backend
+
+    def supports_tensor_alloc(self, _: Any) -> bool:
+        """Return False: FSDP2 allocates its buffers itself."""
+        return False
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later calls."""
@@ -397,9 +415,8 @@ class MpiGroup(ProcessGroup):
             outs, wholes = [], []
             for out, x in zip(outputs, inputs, strict=True):
                 self._check_parts("input_tensor", x, "output_tensor", out)
-                whole = hosted.output(out)
-                wholes.append(whole)
-                outs.append([whole[r * x.numel() : (r + 1) * x.numel()] for r in range(link.size)])
+                wholes.append(hosted.output(out))
+                outs.append([*wholes[-1].tensor_split(link.size)])
             if self._by_wires("all_gather", inputs):
                 ins = [hosted.input(x) for x in inputs]
                 return call, self._moved("all_gather", link, call, ins, wholes)
@@ -488,9 +505,24 @@ class MpiGroup(ProcessGroup):
                 for each in output_tensors[0]:
                     self._check_like("tensor", x, each)
                 outs = [hosted.output(each) for each in output_tensors[0]]
-            return call, programs.gather(link, call, outs, hosted.input(x), root)
+            return call, programs.gather(link, call, outs, hosted.apart(x, outs, root), root)
 
         return self._collective("gather", make, input_tensors, output_tensors, opts)
+
+    @by_device()
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Operation | Ended:
+        """Send all ranks' tensors to the root, concatenated in the order of ranks."""
+
+        def make(link: Link, hosted: Hosted) -> tuple[str, Waits]:
+            root = opts.rootRank
+            call = described(input, f"gather_single to rank {root} ")
+            outs: list[Tensor] = []
+            if link.rank == root:
+                self._check_parts("tensor", input, "gather_tensor", output)
+                outs = [*hosted.output(output).tensor_split(link.size)]
+            return call, programs.gather(link, call, outs, hosted.apart(input, outs, root), root)
+
+        return self._collective("gather", make, [input], [output], opts)
 
     @by_device(forms.SCATTER)
     def scatter(

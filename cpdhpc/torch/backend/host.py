@@ -20,12 +20,14 @@ def plain(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a plain tensor with one axis."""
+    """Return a plain tensor with one axis, apart from autograd.
+
+    Autograd may track the tensor itself before the call has ended.
+    """
     if tensor.is_inference():
         return _writable(tensor)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
+    detached = tensor.detach()
+    return detached if detached.dim() == 1 else detached.view(-1)
 
 
 def _writable(tensor: Tensor) -> Tensor:

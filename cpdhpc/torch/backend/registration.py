@@ -7,13 +7,14 @@ cpdhpc.torch, if torch is loaded. Other modules are loaded when a process group 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from ...errors import UserError
 from . import NAME
 
 DEVICES = ["cpu", "cuda"]
-OLDEST, NEWEST = (2, 13), (2, 14)  # versions of torch that the backend was tested with
+OLDEST, NEWEST = (2, 13), (2, 15)  # versions of torch that the backend was tested with
 
 
 def register() -> None:
@@ -28,8 +29,8 @@ def register() -> None:
     register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]
 
 
-def loaded() -> Any:
-    """Return the module start. Raises UserError for a torch that lacks what it needs."""
+def loaded(name: str = "start") -> Any:
+    """Return a module of the backend. Raises UserError for a torch that lacks what it needs."""
     import torch
 
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -38,10 +39,16 @@ def loaded() -> Any:
     if version < OLDEST:
         raise UserError(asks)
     try:
-        from . import start
+        return import_module(f".{name}", __package__)
     except (ImportError, AttributeError) as error:
         raise UserError(f"{asks}; {newest} is the newest that was tried: {error}") from error
-    return start
+
+
+def __getattr__(name: str) -> Any:
+    """Return set_wires, for cpdhpc.torch. Raises UserError as loaded does."""
+    if name == "set_wires":
+        return loaded("wires").set_wires
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _create(options: Any, _: Any = None) -> Any:
