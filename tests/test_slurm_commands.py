@@ -23,10 +23,12 @@ from cpdhpc.lab.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {  # parts of the package; lab/study is study
-    "binding",
+    "_cpu",
     "_version",
+    "binding",
     "claim",
     "cli",
+    "collectives",
     "commands",
     "config",
     "errors",
@@ -35,9 +37,11 @@ LIGHT = {  # parts of the package; lab/study is study
     "lab",
     "lazy",
     "methods",
+    "ops",
     "options",
     "ordinary",
     "partition",
+    "randomness",
     "schedulers",
     "settings",
     "signals",
@@ -46,6 +50,7 @@ LIGHT = {  # parts of the package; lab/study is study
     "study_data",
     "table_formats",
     "whole_files",
+    "world",
 }
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
