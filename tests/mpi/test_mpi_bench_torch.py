@@ -22,6 +22,7 @@ JOB = Path(__file__).parents[2] / "inputs" / "fsdp_markov.toml"
 TINY = ["model.width=8", "data.states=6", "data.time=5", "data.train=24", "data.test=7"]
 TINY += ["train.batch=8", "train.seeds=[0, 1]"]
 SET = [word for setting in TINY for word in ("--set", setting)]
+WIRES_OF_BOTH = "cpdhpc:gradient=e4m3,parameter=e2m1fn"
 WIRES = ["cpdhpc:gradient=e4m3,accumulate=exact,from_bytes=0", "cpdhpc:parameter=e4m3,from_bytes=0"]
 
 
@@ -57,6 +58,25 @@ def test_calls_have_a_table_and_a_picture(
         assert low - 0.05 <= float(ratio) <= high + 0.05
     if world.process == 0:
         assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_calls_beside_the_time_of_their_bytes_on_a_link(
+    world: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bits per value: 32; of e4m3 8, of e2m1fn 4, and a byte for each tile of 1,024 values."""
+    few = ("--repeats", 1, "--warmup", 0, "--sizes", "1MiB", "--link", 2)
+    rows = table(world, capsys, "torch", *few, "--backends", "cpdhpc", WIRES_OF_BOTH)
+    share = 2**18 // world.size  # values
+    for _, name, us, _, raw, times, _, _, packed, _, ratio in rows:
+        count = {"all_reduce": 2, "broadcast": world.size / (world.size - 1)}.get(name, 1)
+        sent = count * (world.size - 1) * share
+        # us at 2 Gb/s, as 1e9 bits/s are 1e3 bits/us; shown to a tenth
+        assert float(raw) == pytest.approx(sent * 32 / 2e3, abs=0.06)
+        few_bits = {"all_reduce": 8, "reduce_scatter_tensor": 8, "all_gather_into_tensor": 4}
+        bits = few_bits[name] + 8 / 1024 if name in few_bits else 32
+        assert float(packed) == pytest.approx(sent * bits / 2e3, abs=0.06)
+        assert float(times) == pytest.approx(float(us) / float(raw), rel=0.01, abs=0.01)
+        assert float(ratio) > 0
 
 
 def test_steps_of_backends_end_with_the_mean_of_ddp(
@@ -116,6 +136,8 @@ def test_fsdp_ends_with_the_loss_of_one_process(
 
 REFUSED: list[tuple[Sequence[object], str]] = [
     (["torch", "--png", "none/x.png"], "--png none/x.png: none is no directory"),
+    (["torch", "--link", 0], "--link 0: must be above 0"),
+    (["torch", "--backends"], "--backends: must name one or more"),
     (["torch", "--repeats", 0], "--repeats 0: must be 1 or more"),
     (["fsdp", JOB, "--steps", 0], "--steps 0: must be 1 or more"),
     (["fsdp", JOB, "--backends", "glo"], "--backends glo: did you mean gloo?"),

@@ -55,7 +55,7 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(
         "gradient.wire='e4': known are eXmY": [
             *("train", good, "--set", "gradient.aggregator=lowbit", "--set", "gradient.wire=e4"),
         ],
-        "bench allreduce: --repeats x: must be an integer": [
+        "--repeats x: must be an integer": [
             *("bench", "allreduce", "--repeats", "x"),
         ],
         "train-images-idx3-ubyte: 12 bytes, the header alone has 16": [

@@ -87,7 +87,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
     """Add the option --backends to a command-line parser."""
     options(parser)(
         "--backends NAME[:OPTION=VALUE,...]",
-        "backends of FSDP2, separated by spaces or commas: gloo, cpdhpc with the options "
+        "backends, separated by spaces or commas: gloo, cpdhpc with the options "
         f"{', '.join(OverMpi.model_fields)}",
         default,
         nargs="*",

@@ -326,7 +326,10 @@ MEASURE: Rows = {
             "torch": Command(
                 "time collectives of torch.distributed over MPI, beside gloo",
                 "bench.torch_calls",
-                ("--sizes 1MiB,16MiB", "--repeats 50 --warmup 5"),
+                (
+                    "--sizes 1MiB,16MiB",
+                    "--sizes 1MiB --link 10 --backends cpdhpc cpdhpc:gradient=e4m3,parameter=e4m3",
+                ),
                 MPIRUN,
             ),
             "halo": Command(
