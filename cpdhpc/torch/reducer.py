@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Self
 from weakref import finalize, ref
 
@@ -41,7 +41,7 @@ from .overlap import Overlap, check_overlap, hides
 Array = npt.NDArray[Any]
 
 FROZEN, UNUSED, USED = 0, 1, 2  # the state of a layer on a rank in a step
-GRAD, ADDRESS = attrgetter("grad"), torch.Tensor.data_ptr
+GRAD, ADDRESS = attrgetter("grad"), methodcaller("data_ptr")
 
 
 class GradientReducer(Averaging):
