@@ -202,6 +202,20 @@ def test_gradients_pass_as_if_nothing_were_rounded() -> None:
     assert difference < 9 / 254
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_weights_have_a_gradient_up_to_the_largest_code(bits: int) -> None:
+    """Rounding passes gradients, and weights beyond the largest code by more than rounding none."""
+    most = 2 ** (bits - 1) - 1
+    for seed in range(50):
+        weight = torch.randn(30, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        layers.codes_of(weight, bits).sum().backward()
+        step = layers.step_of(weight, bits)
+        ratios = weight.detach().double().abs() / step.double()
+        inside = ratios <= most * (1 + 2.0**-22)  # rounding may lift the largest by 2^-23
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, torch.where(inside, 1 / step, torch.zeros(30)))
+
+
 def trained_on_digits(directory: Path) -> Training:
     """A run of one epoch on digits, as its job file says it."""
     model = {"name": "quantized_cnn", "channels": [4, 8]}

@@ -73,6 +73,14 @@ def _check_sums(layer: str, products: int, bits: int) -> None:
         raise ValueError(f"{layer}: sums of {products} products overflow int32 at {bits} bits")
 
 
+def within(x: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    """Return values cut to a range, with gradients for those in it, bounds included.
+
+    torch's clamp has none at the bounds from torch 2.15 on: the largest weight is there.
+    """
+    return torch.where((x >= least) & (x <= most), x, x.detach().clamp(least, most))
+
+
 def step_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the value of one unit of a weight code: codes are -m..m, m = 2^(bits - 1) - 1.
 
@@ -87,7 +95,8 @@ def step_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
 def codes_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes of weights, whole numbers in float32."""
     most = 2 ** (bits - 1) - 1
-    return whole((weight / step_of(weight, bits)).clamp(-most, most))
+    bound = most * (1 + 2.0**-22)  # the largest weight may be beyond by two roundings of 2^-24
+    return whole(within(weight / step_of(weight, bits), -bound, bound))
 
 
 def _exactly(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +189,7 @@ class QuantizedOutput(QuantizedLinear):
 
     def bias_codes(self) -> torch.Tensor:
         """Return the bias in steps, whole numbers that fit int32 with the sums."""
-        return whole((self.bias / self.step).clamp(-SUMS / 2, SUMS / 2 - 1))
+        return whole(within(self.bias / self.step, -SUMS / 2, SUMS / 2 - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return scores [n, classes]; in evaluation float64, so that different sums differ."""
@@ -219,11 +228,11 @@ class QuantizedNorm(nn.BatchNorm2d):
         """Return the codes, whole numbers in float32, of x's shape."""
         top = 2**self.bits - 1
         if self.training:
-            return whole((super().forward(x) * top).clamp(0, top))
+            return whole(within(super().forward(x) * top, 0, top))
         self._check_input_dim(x)
         shape = (-1, *[1] * (x.ndim - 2))
         a, b = (torch.from_numpy(each).reshape(shape) for each in self.folded())
-        return whole(x.double() * a + b + 0.5, torch.floor).clamp(0, top).float()
+        return within(whole(x.double() * a + b + 0.5, torch.floor), 0, top).float()
 
 
 def _int8(layer: QuantizedConv2d | QuantizedLinear) -> Array:
