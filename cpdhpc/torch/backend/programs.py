@@ -29,6 +29,7 @@ ALIGN = 64  # elements: chunks begin at multiples; also of bytes, of the parts o
 NOTHING: Memory = b""
 TURNS_BYTES = 1 << 21  # of a part: longer ones do not stay in caches, and messages are copied once
 SPREAD_BYTES = 1 << 18  # least size of a broadcast in chunks that ranks forward
+APART_BYTES = 1 << 16  # of a message: longer ones go to one rank at a time between nodes
 TREE = 3  # least number of ranks for that
 
 
@@ -209,20 +210,34 @@ def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
     held = [SCRATCH.take(x.nbytes) for _ in link.others]
     operands = [each.view(x.dtype)[: x.numel()] for each in held]
     operands.insert(link.rank, x)
-    moves = link.step()
-    _to_all(moves, link, operands, x)
-    yield moves
+    given = [[link.memory(x)]] * link.size
+    yield from exchanged(link, [[link.memory(each)] for each in operands], given)
     reduction.fold(operands, x)
     SCRATCH.give(held)
 
 
-def _to_all(moves: Moves, link: Link, outs: Sequence[Tensor], x: Tensor) -> None:
-    """Add the messages of a tensor to all other ranks, and of theirs to outs, by rank."""
-    for rank in link.others:
-        moves.receive(link.memory(outs[rank]), rank)
-    given = link.memory(x)
-    for rank in link.others:
-        moves.send(given, rank)
+def exchanged(
+    link: Link, outs: Sequence[Sequence[Memory]], ins: Sequence[Sequence[Memory]]
+) -> Waits:
+    """Send ins[rank] to each other rank, and receive its values into outs[rank].
+
+    Long messages between nodes go to one rank after the other, so that a link has one sender at a
+    time: from several at once TCP loses packets, and waits for them.
+    """
+    size, rank, moves = link.size, link.rank, link.step()
+    longest = max([len(x) for each in (*outs, *ins) for x in each], default=0)
+    apart = link.board is None and longest > APART_BYTES
+    for i in range(1, size):
+        to, source = (rank + i) % size, (rank - i) % size
+        for out in outs[source]:
+            moves.receive(out, source)
+        for x in ins[to]:
+            moves.send(x, to)
+        if apart and i < size - 1:
+            yield moves
+            moves = link.step()
+    if moves.requests:
+        yield moves
 
 
 def _reduce_chunks(
@@ -383,12 +398,12 @@ def all_gather(
             yield from one_for_all(link, text, link.memory(x), to, size)
         return
     yield from link.agree(text)
-    moves = link.step()
-    for out, x in zip(outs, ins, strict=True):
-        _to_all(moves, link, out, x)
+    to = [[link.memory(out[rank]) for out in outs] for rank in range(link.size)]
+    given = [link.memory(x) for x in ins]
+    yield from exchanged(link, to, [given] * link.size)
+    for out, x, own in zip(outs, ins, to[link.rank], strict=True):
         if out[link.rank].data_ptr() != x.data_ptr():
-            move(link.memory(x), link.memory(out[link.rank]))
-    yield moves
+            move(link.memory(x), own)
 
 
 def broadcast(link: Link, text: str, xs: Sequence[Tensor], root: int) -> Waits:
@@ -528,29 +543,18 @@ def all_to_all(
         short = [sizes + bytes(x) if len(x) <= room else sizes for x in given]
         found = yield from link.agree_by_messages(text, short)
         check_sizes(text, [bytes(each[: len(sizes)]) for each in found])
-        moves = link.step()
         for other in link.others:
             if len(to[other]) <= room:
                 move(found[other][len(sizes) :][: len(to[other])], to[other])
-            else:
-                moves.receive(to[other], other)
-        for other in link.others:
-            if len(given[other]) > room:
-                moves.send(given[other], other)
-        if moves.requests:
-            yield moves
+        long = [[[x] if len(x) > room else [] for x in each] for each in (to, given)]
+        yield from exchanged(link, *long)
     else:
         yield from link.agree(text)
         rows = torch.empty(link.size, len(sizes), dtype=torch.uint8, device="cpu")
         row = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
         yield from all_gather(link, text, [list(rows)], [row])
         check_sizes(text, [bytes(link.memory(each)) for each in rows])
-        moves = link.step()
-        for other in link.others:
-            moves.receive(to[other], other)
-        for other in link.others:
-            moves.send(given[other], other)
-        yield moves
+        yield from exchanged(link, [[x] for x in to], [[x] for x in given])
     move(ins[rank], outs[rank])
 
 
@@ -572,12 +576,7 @@ def _all_to_all_in_turns(
 
     while first < longest:
         if first and longest > TURNS_BYTES:
-            moves = link.step()
-            for other in link.others:
-                moves.receive(outs[other][first:], other)
-            for other in link.others:
-                moves.send(ins[other][first:], other)
-            yield moves
+            yield from exchanged(link, [[x[first:]] for x in outs], [[x[first:]] for x in ins])
             return
         part = [(i * room, x[first : first + room]) for i, x in enumerate(ins) if len(x) > first]
         yield from link.turn(part, take, text, sizes)
@@ -625,10 +624,9 @@ def all_reduce_sparse(link: Link, text: str, x: Tensor) -> Waits:
 
 def _gather_uneven(link: Link, outs: Sequence[Tensor], x: Tensor) -> Waits:
     """Send a tensor, whose length may differ by rank, to all."""
-    moves = link.step()
-    _to_all(moves, link, outs, x)
+    to = [[link.memory(out)] for out in outs]
+    yield from exchanged(link, to, [[link.memory(x)]] * link.size)
     outs[link.rank].copy_(x)
-    yield moves
 
 
 class Received:
