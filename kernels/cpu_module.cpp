@@ -21,7 +21,6 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 #include "cpu_ending_calls.h"
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
-#include "cpu_objects_calls.h"
 #include "cpu_products_calls.h"
 #include "cpu_sparse_calls.h"
 #include "cpu_steps_calls.h"
@@ -320,7 +319,6 @@ PyMethodDef methods[] = {
     {"timeline_now", timeline_now, METH_NOARGS, nullptr},
     {"timeline_add", timeline_add, METH_VARARGS, nullptr},
     {"set_time_slice", set_time_slice, METH_VARARGS, nullptr},
-    {"holds_same", holds_same, METH_VARARGS, nullptr},
     {"end_in_time", end_in_time, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},
     {"clones", clones, METH_NOARGS, nullptr},

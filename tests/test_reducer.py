@@ -632,7 +632,6 @@ CHANGES: dict[str, Any] = {
     "a module less": lambda m: m.__delitem__(2),
     "modules in another order": lambda m: m._modules.update({"0": m._modules.pop("0")}),
     "another dict": lambda m: m[0].__dict__.update(_parameters={}),
-    "no dict": lambda m: m[0].__dict__.update(_parameters=nn.ParameterDict(m[0]._parameters)),
 }
 
 

@@ -141,12 +141,3 @@ def radix_select(count: Count, x: Any, k: int) -> int:
         k -= int(from_above[at - 1]) if at else 0
         low += (buckets - 1 - at) << shift
     return low
-
-
-def without_last_ties(magnitudes: Array, kth: int, k: int) -> Array:
-    """Return the indices of the k largest of magnitudes that are all kth or more, int64[k].
-
-    They ascend. Of magnitudes equal to kth the last ones are left out.
-    """
-    ties = np.flatnonzero(magnitudes == kth)
-    return np.delete(np.arange(magnitudes.size), ties[k - magnitudes.size + ties.size :])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Literal, get_args
 
 import numpy as np
 import torch
 
-from .._cpu import holds_same
 from ..collectives import sparse
 from ..compress.bucket import NEVER
 from ..ops.tensors import as_bytes, bytes_of, of_bytes, values_of
@@ -19,6 +18,7 @@ BufferMode = Literal["broadcast", "mean", "none"]
 Tensors = list[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
 REQUIRES_GRAD = attrgetter("requires_grad")
+HELD = attrgetter("_parameters", "_buffers", "_modules")  # by a module
 STATE = "scale_state"  # name of buffers of scales, for which the rank with most calls counts
 
 
@@ -31,27 +31,30 @@ class Survey:
     def __init__(self, model: torch.nn.Module) -> None:
         parameters: list[torch.nn.Parameter | None] = []
         buffers: list[tuple[str, torch.Tensor | None]] = []
-        held: list[object] = []
         modules, seen = [model], {id(model)}
         for module in modules:  # which grows
             parameters += module._parameters.values()
             buffers += module._buffers.items()
-            for own in (module._parameters, module._buffers, module._modules):
-                held += own.values()
             for each in module._modules.values():
                 if each is not None and id(each) not in seen:
                     seen.add(id(each))
                     modules.append(each)
-        self._modules, self._held = tuple(modules), tuple(held)
+        self._modules, self._held = modules, held_by(modules)
         self._parameters = [p for p in parameters if p is not None]
         self._required = [p.requires_grad for p in self._parameters]
         self.trained = [p for p in self._parameters if p.requires_grad]
         self.buffers: Named = [(name, b) for name, b in buffers if b is not None]
 
     def is_current(self) -> bool:
-        """Whether another survey would find the same, in a seventh of its time."""
-        same = holds_same(self._modules, self._held)
+        """Whether another survey would find the same, in less than half of its time."""
+        held = held_by(self._modules)
+        same = len(held) == len(self._held) and all(map(is_, held, self._held))
         return same and [*map(REQUIRES_GRAD, self._parameters)] == self._required
+
+
+def held_by(modules: Sequence[torch.nn.Module]) -> list[object]:
+    """Return all parameters, buffers and modules that modules hold themselves, in order."""
+    return [value for module in modules for own in HELD(module) for value in own.values()]
 
 
 def newest(states: Tensors) -> torch.Tensor:
