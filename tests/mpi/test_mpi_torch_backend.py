@@ -123,6 +123,33 @@ def test_what_moves_values_moves_each_dtype(dtype: torch.dtype, near: str) -> No
         assert all(map(same, outs, every)), size
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("segments", [1, programs.AHEAD, 2 * programs.AHEAD + 1])
+def test_sizes_around_those_of_segments(segments: int, more: int, near: str) -> None:
+    """As many segments as are under way at a time, or a value less or more."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    size = segments * programs.SEGMENT_BYTES * max(1, ranks - 1) + more
+    every = [torch.arange(r, r + size).remainder(61).to(torch.uint8) for r in range(ranks)]
+    total, mean = sum(every[1:], every[0]), sum(each.int() for each in every) // ranks
+    for root in range(ranks):
+        x, sums = every[rank].clone(), every[rank].clone()
+        works = [dist.broadcast(x, root, async_op=True), dist.reduce(sums, root, async_op=True)]
+        for work in works[::-1]:
+            work.wait()
+        assert same(x, every[root]) and (rank != root or same(sums, total)), root
+    x = every[rank].int()
+    dist.all_reduce(x, ReduceOp.AVG)
+    assert same(x, mean.int())
+    counts = [size // (r + 1) for r in range(ranks)]
+    share = torch.empty(counts[rank], dtype=torch.uint8)
+    wholes = [torch.cat([each[:count] for count in counts]) for each in every]
+    dist.reduce_scatter(share, list(wholes[rank].split(counts)))
+    assert same(share, total[: counts[rank]])
+    got = torch.empty(ranks * counts[rank], dtype=torch.uint8)
+    dist.all_to_all_single(got, wholes[rank], [counts[rank]] * ranks, counts)
+    assert same(got, torch.cat([each[: counts[rank]] for each in every]))
+
+
 REDUCTIONS = {
     "SUM": lambda xs: sum(xs[1:], xs[0]),
     "PRODUCT": lambda xs: torch.stack(xs).prod(0),

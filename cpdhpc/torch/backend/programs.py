@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -22,14 +23,19 @@ from .reductions import Reduction
 
 Tensor = torch.Tensor
 
-PIECE_BYTES = 1 << 21  # of a chunk, reduced at a time while it is in the cache
 WHOLE_BYTES = 1 << 18  # received from others: up to here each rank reduces all values itself
-MOST_KEPT = 16  # pieces
+KEPT_BYTES = 1 << 21  # of scratch memory that is reused
+MOST_KEPT = 16
 ALIGN = 64  # elements: chunks begin at multiples; also of bytes, of the parts of a turn
 NOTHING: Memory = b""
 TURNS_BYTES = 1 << 21  # of a part: longer ones do not stay in caches, and messages are copied once
 SPREAD_BYTES = 1 << 18  # least size of a broadcast in chunks that ranks forward
-APART_BYTES = 1 << 16  # of a message: longer ones go to one rank at a time between nodes
+# Between nodes long messages go in segments, to all ranks in turn. Open MPI sends up to 64 KiB
+# over TCP without asking the receiver first; a question and its answer wait for the data before
+# them, on slow links for many milliseconds.
+SEGMENT_BYTES = 60 << 10
+AHEAD = 4  # segments to each rank that are under way; more fill the queues of switches
+CAME = b"\0"  # for the sender of a segment
 TREE = 3  # least number of ranks for that
 
 
@@ -44,17 +50,17 @@ class Scratch:
 
     def take(self, size_bytes: int) -> Tensor:
         """Return at least so many bytes."""
-        if size_bytes <= PIECE_BYTES:
+        if size_bytes <= KEPT_BYTES:
             try:
                 return self._free.pop()
             except IndexError:
-                size_bytes = PIECE_BYTES
+                size_bytes = KEPT_BYTES
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
-    def give(self, held: Sequence[Tensor]) -> None:
+    def give(self, held: Tensor) -> None:
         """Keep memory for later calls."""
-        room = MOST_KEPT - len(self._free)
-        self._free += [each for each in held if len(each) == PIECE_BYTES][: max(0, room)]
+        if len(held) == KEPT_BYTES and len(self._free) < MOST_KEPT:
+            self._free.append(held)
 
 
 SCRATCH = Scratch()
@@ -141,7 +147,7 @@ def all_reduce(
     if link.board is not None:
         for x, reduction in zip(xs, reductions, strict=True):
             if link.size == 2 or folded(x.nbytes, link):
-                yield from _fold_in_turns(link, text, x, reduction)
+                yield from _fold_in_turns(link, text, x, reduction, x)
             else:
                 yield from _reduce_in_turns(link, text, x, reduction)
         return
@@ -158,15 +164,19 @@ def all_reduce(
             yield from _reduce_chunks(link, x, chunks(x.numel(), link.size), reduction, x)
 
 
-def _fold_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> Waits:
-    """Reduce a tensor in place, in the memory of the node; every rank reduces all values."""
-    item = x.element_size()
+def _fold_in_turns(
+    link: Link, text: str, x: Tensor, reduction: Reduction, out: Tensor | None
+) -> Waits:
+    """Reduce all values of a tensor into out, in the memory of the node; None: give them only."""
+    item, size = x.element_size(), x.nbytes
 
     def take(first: int, found: Sequence[Memory]) -> None:
-        part = x if x.nbytes <= VALUES_BYTES else x[first // item : (first + VALUES_BYTES) // item]
-        fold_found(link, part, reduction, part, found)
+        if out is not None:
+            part = slice(first // item, (first + VALUES_BYTES) // item)
+            mine, into = (x, out) if size <= VALUES_BYTES else (x[part], out[part])
+            fold_found(link, mine, reduction, into, found)
 
-    yield from in_turns(link, text, [link.memory(x)], VALUES_BYTES, x.nbytes, take)
+    yield from in_turns(link, text, [link.memory(x)], VALUES_BYTES, size, take)
 
 
 def part_bytes(link: Link) -> int:
@@ -207,8 +217,9 @@ def _reduce_in_turns(link: Link, text: str, x: Tensor, reduction: Reduction) -> 
 
 def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
     """Reduce a tensor in place; every rank reduces all values."""
-    held = [SCRATCH.take(x.nbytes) for _ in link.others]
-    operands = [each.view(x.dtype)[: x.numel()] for each in held]
+    others = len(link.others)
+    held = SCRATCH.take(x.nbytes * others)
+    operands = list(held[: x.nbytes * others].view(x.dtype).view(others, x.numel()))
     operands.insert(link.rank, x)
     given = [[link.memory(x)]] * link.size
     yield from exchanged(link, [[link.memory(each)] for each in operands], given)
@@ -216,28 +227,35 @@ def _reduce_whole(link: Link, x: Tensor, reduction: Reduction) -> Waits:
     SCRATCH.give(held)
 
 
+def ahead(start: Callable[[int], Moves], count: int) -> Waits:
+    """Start count steps by their numbers, AHEAD at a time, and wait for each in turn."""
+    under_way: deque[Moves] = deque()
+    for number in range(count):
+        under_way.append(start(number))
+        if len(under_way) == AHEAD:
+            yield under_way.popleft()
+    yield from under_way
+
+
 def exchanged(
     link: Link, outs: Sequence[Sequence[Memory]], ins: Sequence[Sequence[Memory]]
 ) -> Waits:
-    """Send ins[rank] to each other rank, and receive its values into outs[rank].
-
-    Long messages between nodes go to one rank after the other, so that a link has one sender at a
-    time: from several at once TCP loses packets, and waits for them.
-    """
-    size, rank, moves = link.size, link.rank, link.step()
+    """Send ins[rank] to each other rank, and receive its values into outs[rank]."""
+    size, rank = link.size, link.rank
     longest = max([len(x) for each in (*outs, *ins) for x in each], default=0)
-    apart = link.board is None and longest > APART_BYTES
-    for i in range(1, size):
-        to, source = (rank + i) % size, (rank - i) % size
-        for out in outs[source]:
-            moves.receive(out, source)
-        for x in ins[to]:
-            moves.send(x, to)
-        if apart and i < size - 1:
-            yield moves
-            moves = link.step()
-    if moves.requests:
-        yield moves
+    each = SEGMENT_BYTES if link.board is None else max(1, longest)
+
+    def exchange(number: int) -> Moves:
+        part, moves = slice(number * each, (number + 1) * each), link.step()
+        for i in range(1, size):
+            for out in outs[(rank - i) % size]:
+                moves.receive(out[part], (rank - i) % size)
+        for i in range(1, size):
+            for x in ins[(rank + i) % size]:
+                moves.send(x[part], (rank + i) % size)
+        return moves
+
+    yield from ahead(exchange, -(-longest // each))
 
 
 def _reduce_chunks(
@@ -255,61 +273,53 @@ def _reduce_chunks(
     """
     size, rank, item = link.size, link.rank, x.element_size()
     given = link.memory(x)
-    longest = max(stop - start for start, stop in bounds)
-    each = max(1, min(longest, PIECE_BYTES // item))
+    each = SEGMENT_BYTES // item
     start, stop = bounds[rank]
     into = x[start:stop] if own is None else own
-    count = -(-longest // each)
-    held = [SCRATCH.take(each * item) for _ in range(min(2, count) * (size - 1))]
-    scratch = [
-        {
-            other: held[turn * (size - 1) + i].view(x.dtype)[:each]
-            for i, other in enumerate(link.others)
-        }
-        for turn in range(min(2, count))
-    ]
+    count = -(-max([stop - start for start, stop in bounds]) // each)
+    held = SCRATCH.take(AHEAD * size * each * item)
+    places = held[: AHEAD * size * each * item].view(x.dtype).view(AHEAD, size, each)
 
-    def piece(of: int, number: int) -> slice:
-        """Return the elements of a chunk's piece."""
+    def piece(of: int, number: int) -> tuple[int, int]:
+        """Return the first element of a chunk's piece, and the one after its last."""
         first, last = bounds[of]
-        return slice(min(first + number * each, last), min(first + (number + 1) * each, last))
+        return min(first + number * each, last), min(first + (number + 1) * each, last)
 
-    def bytes_of(part: slice) -> slice:
-        return slice(part.start * item, part.stop * item)
+    def part(of: int, number: int) -> Memory:
+        first, last = piece(of, number)
+        return given[first * item : last * item]
 
     def exchange(number: int) -> Moves:
         """Start to send the pieces of other ranks' chunks, and to receive this rank's."""
-        moves, here = link.step(), piece(rank, number)
-        count = here.stop - here.start
-        if count:
-            for other in link.others:
-                moves.receive(link.memory(scratch[number % 2][other][:count]), other)
+        moves, (first, last) = link.step(), piece(rank, number)
         for other in link.others:
-            moves.send(given[bytes_of(piece(other, number))], other)
+            moves.receive(link.memory(places[number % AHEAD, other, : last - first]), other)
+        for other in link.others:
+            moves.send(part(other, number), other)
         return moves
 
-    handed: list[Moves] = []
-    coming = exchange(0) if count else link.step()
-    for number in range(count):
+    def hand(number: int) -> Moves:
+        """Start to send this rank's sums, and to receive those of others."""
+        moves = link.step()
+        for other in link.others:
+            moves.receive(part(other, number), other)
+        for other in link.others:
+            moves.send(part(rank, number), other)
+        return moves
+
+    handed: deque[Moves] = deque()
+    for number, coming in enumerate(ahead(exchange, count)):
         yield coming
-        if number + 1 < count:
-            coming = exchange(number + 1)
-        here = piece(rank, number)
-        if here.start < here.stop:
-            mine = x[here]
-            got = scratch[number % 2]
-            operands = [mine if r == rank else got[r][: len(mine)] for r in range(size)]
-            reduction.fold(operands, into[here.start - start : here.stop - start])
+        first, last = piece(rank, number)
+        if first < last:
+            got = places[number % AHEAD, :, : last - first]
+            operands = [x[first:last] if r == rank else got[r] for r in range(size)]
+            reduction.fold(operands, into[first - start : last - start])
         if target is not None:
-            moves, done = link.step(), given[bytes_of(here)]
-            for other in link.others:
-                moves.receive(given[bytes_of(piece(other, number))], other)
-            for other in link.others:
-                moves.send(done, other)
-            handed.append(moves)
-    for moves in handed:
-        if moves.requests:
-            yield moves
+            handed.append(hand(number))
+        if len(handed) > AHEAD:
+            yield handed.popleft()
+    yield from handed
     SCRATCH.give(held)
 
 
@@ -439,30 +449,65 @@ def _down_a_tree(link: Link, x: Tensor, root: int) -> Waits:
 
 
 def _spread(link: Link, x: Tensor, root: int) -> Waits:
-    """Send the root's tensor to all: a chunk to each rank, which forwards it to the others."""
-    bounds = [(a * x.element_size(), b * x.element_size()) for a, b in chunks(x.numel(), link.size)]
-    memory, moves = link.memory(x), link.step()
-    parts = [memory[start:stop] for start, stop in bounds]
+    """Send the root's tensor to all: each segment to one rank, which forwards it to the others.
+
+    So the root sends each byte once. It waits for a byte of each forwarder before it goes on:
+    otherwise TCP would serve some first, and others could forward theirs only at the end.
+    """
+    memory, size = link.memory(x), link.size
+    forwarders = [(root + i) % size for i in range(1, size)]
+    rest = [rank for rank in forwarders if rank != link.rank]
+    rounds = -(-len(memory) // (SEGMENT_BYTES * len(forwarders)))
+
+    def part(number: int, forwarder: int) -> Memory:
+        """Return the segment that a rank forwards in a round."""
+        first = number * (size - 1) + (forwarder - root - 1) % size
+        return memory[first * SEGMENT_BYTES : (first + 1) * SEGMENT_BYTES]
+
+    def hand(number: int) -> Moves:
+        """Start the root's messages of a round."""
+        moves = link.step()
+        for rank in forwarders:
+            moves.receive(bytearray(1), rank)
+            moves.send(part(number, rank), rank)
+        return moves
+
+    def come(number: int, forwarders: Sequence[int]) -> Moves:
+        """Start to receive segments of a round."""
+        moves = link.step()
+        for rank in forwarders:
+            moves.receive(part(number, rank), root if rank == link.rank else rank)
+        return moves
+
+    def forward(number: int) -> Moves:
+        """Start to send this rank's segment of a round to the others."""
+        moves = link.step()
+        moves.send(CAME, root)
+        for rank in rest:
+            moves.send(part(number, link.rank), rank)
+        return moves
+
     if link.rank == root:
-        for rank in link.others:
-            moves.send(parts[rank], rank)
-        for rank in link.others:
-            moves.send(parts[root], rank)
-        yield moves
+        yield from ahead(hand, rounds)
         return
-    moves.receive(parts[link.rank], root)
-    yield moves
-    moves = link.step()
-    moves.receive(parts[root], root)
-    for rank in link.others:
-        if rank != root:
-            moves.receive(parts[rank], rank)
-            moves.send(parts[link.rank], rank)
-    yield moves
+    own, others, sent = deque[Moves](), deque[Moves](), deque[Moves]()
+    for number in range(rounds + 2 * AHEAD):
+        if number < rounds:
+            own.append(come(number, [link.rank]))
+            others.append(come(number, rest))
+        if AHEAD <= number < rounds + AHEAD:
+            yield own.popleft()
+            sent.append(forward(number - AHEAD))
+        if number >= 2 * AHEAD:
+            yield others.popleft()
+            yield sent.popleft()
 
 
 def reduce(link: Link, text: str, x: Tensor, root: int, reduction: Reduction, out: Tensor) -> Waits:
     """Reduce a flat tensor into the root's out; no other tensor is changed."""
+    if link.board is not None:
+        yield from _fold_in_turns(link, text, x, reduction, out if link.rank == root else None)
+        return
     if folded(x.nbytes, link):
         take = partial(fold_found, link, x, reduction, out) if link.rank == root else None
         yield from link.agree(text, NOTHING if link.rank == root else link.memory(x), take)
