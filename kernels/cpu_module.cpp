@@ -277,6 +277,7 @@ PyMethodDef methods[] = {
     {"accumulate_chunks", accumulate_chunks, METH_VARARGS, nullptr},
     {"mean_places", mean_places, METH_VARARGS, nullptr},
     {"merge_places", merge_places, METH_VARARGS, nullptr},
+    {"pairs_at", pairs_at, METH_VARARGS, nullptr},
     {"accumulate_taking", accumulate_taking, METH_VARARGS, nullptr},
     {"put_marked", put_marked, METH_VARARGS, nullptr},
     {"take", take, METH_VARARGS, nullptr},

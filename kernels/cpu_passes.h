@@ -29,7 +29,8 @@ template <bool SCALED, bool TWICE, bool COLLECT>
 u32 accumulate_as(const float* x, const float* kept, float factor, const float* more, i64 n,
                   float* sum, float* total, Found* found) {
     const F by = from_float(factor);
-    const U limit = lanes(COLLECT ? found->above : 0);
+    Found own = COLLECT ? *found : Found{};  // which no store can change
+    const U limit = lanes(own.above);
     U largest = lanes(0);
     i64 i = 0;
     for (; i + CPD_GROUP <= n; i += CPD_GROUP) {
@@ -44,13 +45,13 @@ u32 accumulate_as(const float* x, const float* kept, float factor, const float* 
         }
         largest = larger(largest, bits_of(value) & CPD_MAGNITUDE);
 #if CPD_REGISTER == 64
-        if (COLLECT)
-            found->count +=
-                store_lanes(signs(is_above(value, limit)), lane_numbers() + (found->first + (u32)i),
-                            value, found->places + found->count, found->values + found->count);
+        if (COLLECT)  // without a branch, which would wait for memory each time it is mispredicted
+            own.count +=
+                store_lanes(signs(is_above(value, limit)), lane_numbers() + (own.first + (u32)i),
+                            value, own.places + own.count, own.values + own.count);
 #else
         if (COLLECT && any(is_above(value, limit)))
-            for (int k = 0; k < CPD_GROUP; ++k) found->add(i + k, value[k]);
+            for (int k = 0; k < CPD_GROUP; ++k) own.add(i + k, value[k]);
 #endif
     }
     int most = (int)largest_lane(largest);
@@ -60,8 +61,9 @@ u32 accumulate_as(const float* x, const float* kept, float factor, const float* 
         if (TWICE) total[i] = value = value + more[i];
         const int magnitude = magnitude_of(value);
         most = most < magnitude ? magnitude : most;
-        if (COLLECT) found->add(i, value);
+        if (COLLECT) own.add(i, value);
     }
+    if (COLLECT) found->count = own.count;
     return (u32)most;
 }
 
@@ -89,19 +91,18 @@ u32 accumulate_above(u32 above, const float* x, const float* kept, float factor,
     return most;
 }
 
-// Moves the values with set bits to values, one after the other, and leaves zeros; words have no
-// bits beyond n. Returns their number.
+// Moves the values with set bits to values, one after the other, with room for a group more, and
+// leaves zeros; words have no bits beyond n. Returns their number.
 i64 take_marked(const u32* words, float* x, i64 n, float* values) {
     i64 count = 0;
 #if CPD_REGISTER == 64
     for (i64 i = 0; i < n; i += CPD_GROUP) {
         const __mmask16 marks = (__mmask16)(words[i / 32] >> i % 32);
         const F value = load_some(x + i, n - i);
-        const int some = __builtin_popcount(marks);
-        _mm512_mask_storeu_ps(values + count, (__mmask16)((1u << some) - 1),
-                              _mm512_maskz_compress_ps(marks, value));
+        const F taken = _mm512_maskz_compress_ps(marks, value);
+        memcpy(values + count, &taken, sizeof taken);
         store_some(x + i, n - i, _mm512_maskz_mov_ps((__mmask16)~marks, value));
-        count += some;
+        count += __builtin_popcount(marks);
     }
 #else
     for (i64 i = 0; i < n; i += 32)

@@ -41,39 +41,31 @@ class PartialSums {
                 least = std::min(least, (i64)*sources.places.at<u32>((i64)s, next[s]));
         return least;
     }
-    // Adds the values at places first .. first + n - 1, in the order of sources, to sum, which has
-    // zeros, and with NOTES records their places. n: STEP at most
-    template <bool NOTES>
+    // Adds the values at places first .. first + n - 1, in the order of sources, to sum.
     void add(i64 first, i64 n, float* sum) {
+        before = next;
         for (size_t s = 0; s < next.size(); ++s) {
             const u32* places = sources.places.at<u32>((i64)s, 0);
             const float* values = sources.values.at<float>((i64)s, 0);
             const i64 end = sources.count(s);
             i64 i = next[s];
-            for (; i < end && (i64)places[i] < first + n; ++i) {
-                const u32 k = (u32)(places[i] - first);
-                sum[k] += values[i];
-                if (NOTES) marks[k / 64] |= (u64)1 << k % 64;
-            }
+            for (; i < end && (i64)places[i] < first + n; ++i) sum[places[i] - first] += values[i];
             next[s] = i;
         }
     }
-    // Calls body(k) for each recorded place first + k.
+    // Calls body for each place that was added to last, of several sources several times: a search
+    // for bits in words would mispredict the end of most words.
     template <class Work>
     void each(const Work& body) const {
-        for (i64 w = 0; w < STEP / 64; ++w)
-            for (u64 bits = marks[w]; bits; bits &= bits - 1) body(64 * w + __builtin_ctzll(bits));
-    }
-    // Forgets the recorded places, and writes zeros to them if sum is given.
-    void clear(float* sum) {
-        if (sum) each([&](i64 k) { sum[k] = 0; });
-        memset(marks, 0, sizeof marks);
+        for (size_t s = 0; s < next.size(); ++s) {
+            const u32* places = sources.places.at<u32>((i64)s, 0);
+            for (i64 i = before[s]; i < next[s]; ++i) body((i64)places[i]);
+        }
     }
 
   private:
     const Sources& sources;
-    std::vector<i64> next;  // of each source: number of places that are done
-    u64 marks[STEP / 64] = {};
+    std::vector<i64> next, before;  // of each source: number of places that are done
 };
 
 // mean_places(threads, places, values, divisor, out): out is the sum of the sources' values at a
@@ -102,27 +94,29 @@ PyObject* mean_places(PyObject*, PyObject* args) {
         try {
             PartialSums sums(sources, b.first);
             Written values(n);
+            float own[STEP] = {};  // the sums of a step; zeros before it
             u32 largest = 0;
             if (values.streams) memset(values.own, 0, sizeof values.own);
             for (i64 i = b.first; i < b.first + b.n; i += STEP) {
                 const i64 left = b.first + b.n - i, m = left < STEP ? left : STEP;
-                float* sum = values.at(out.at<float>(i));
-                if (is_dense || !values.streams) memset(sum, 0, (size_t)m * sizeof(float));
-                if (is_dense) {
-                    sums.add<false>(i, m, sum);
+                float* to = values.at(out.at<float>(i));
+                if (is_dense || !values.streams) memset(to, 0, (size_t)m * sizeof(float));
+                sums.add(i, m, is_dense ? to : own);
+                if (is_dense)
                     largest = std::max(
                         largest, divisor == 1
-                                     ? loops->largest_of(sum, m)
-                                     : loops->scale(!is_exact, sum, by, __builtin_inff(), m, sum));
-                } else {
-                    sums.add<true>(i, m, sum);
-                    sums.each([&](i64 k) {
-                        sum[k] = is_exact ? sum[k] * by : sum[k] / by;
-                        largest = std::max(largest, magnitude_bits(sum[k]));
+                                     ? loops->largest_of(to, m)
+                                     : loops->scale(!is_exact, to, by, __builtin_inff(), m, to));
+                else
+                    sums.each([&](i64 place) {
+                        const float sum = own[place - i], mean = is_exact ? sum * by : sum / by;
+                        to[place - i] = mean;
+                        largest = std::max(largest, magnitude_bits(mean));
                     });
-                }
                 values.done(out.at<float>(i), m);
-                if (!is_dense) sums.clear(values.streams ? sum : nullptr);
+                if (is_dense) continue;
+                sums.each([&](i64 place) { own[place - i] = 0; });
+                if (values.streams) sums.each([&](i64 place) { to[place - i] = 0; });
             }
             raise_to(most, largest);
         } catch (const std::bad_alloc&) {
@@ -147,22 +141,55 @@ PyObject* merge_places(PyObject*, PyObject* args) {
     std::vector<float> values;
     try {
         Unlocked unlocked;
+        i64 most = 0, count = 0;
+        for (size_t s = 0; s < sources.places.all.size(); ++s) most += sources.count(s);
+        places.resize((size_t)std::min(most, (i64)n) + 1), values.resize(places.size());
         PartialSums sums(sources, 0);
         float sum[STEP] = {};
         for (i64 at = sums.place(); at < n; at = sums.place()) {
             const i64 first = at / STEP * STEP;
-            sums.add<true>(first, STEP, sum);
-            sums.each([&](i64 k) {
-                if (sum[k] == 0) return;
-                places.push_back((u32)(first + k));
-                values.push_back(sum[k]);
-            });
-            sums.clear(sum);
+            u64 marks[STEP / 64] = {};
+            sums.add(first, STEP, sum);
+            sums.each([&](i64 place) { marks[(place - first) / 64] |= (u64)1 << place % 64; });
+            for (i64 w = 0; w < STEP / 64; ++w)
+                for (u64 bits = marks[w]; bits; bits &= bits - 1) {
+                    const i64 k = 64 * w + __builtin_ctzll(bits);
+                    places[(size_t)count] = (u32)(first + k), values[(size_t)count] = sum[k];
+                    count += sum[k] != 0, sum[k] = 0;
+                }
         }
+        places.resize((size_t)count), values.resize((size_t)count);
     } catch (const std::bad_alloc&) {
         return PyErr_NoMemory();
     }
     return both_bytes_of(places, values);
+}
+
+// pairs_at(words, places, values): the places, which are below 32 for each word, that have a bit
+// there, and their values, as bytearrays.
+PyObject* pairs_at(PyObject*, PyObject* args) {
+    Buffer words, places, values;
+    if (!PyArg_ParseTuple(args, "y*y*y*", &words.view, &places.view, &values.view) ||
+        !has_length(values, "values", places.view.len) ||
+        !ascends("pairs_at", places, 32 * words_in(words)))
+        return nullptr;
+    std::vector<u32> lie;
+    std::vector<float> own;
+    try {
+        Unlocked unlocked;
+        const i64 n = words_in(places);
+        i64 count = 0;
+        lie.resize((size_t)n + 1), own.resize((size_t)n + 1);
+        for (i64 i = 0; i < n; ++i) {
+            const u32 place = *places.at<u32>(i);
+            lie[(size_t)count] = place, own[(size_t)count] = *values.at<float>(i);
+            count += *words.at<u32>(place / 32) >> place % 32 & 1;
+        }
+        lie.resize((size_t)count), own.resize((size_t)count);
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+    return both_bytes_of(lie, own);
 }
 
 // Places of n values that are marked by a bit each: bit i % 32 of word i / 32.
@@ -172,11 +199,11 @@ struct Marks {
     // Whether there are a bit for each of n places, none beyond, and a value for each place.
     bool are_sound(i64 n, const Buffer& values) {
         if (!has_length(words, "words", (n + 31) / 32 * (i64)sizeof(u32))) return false;
+        std::vector<u32> bits((size_t)word_tiles(words));
         i64 count = 0;
-        for (i64 w = 0; w < words_in(words); ++w) {
-            if (w % (BLOCK_TILES * CPD_TILE / 32) == 0) starts.push_back(count);
-            count += __builtin_popcount(*words.at<u32>(w));
-        }
+        loops->count_bits(words.at<u32>(0), words_in(words), bits.data());
+        for (size_t tile = 0; tile < bits.size(); count += bits[tile++])
+            if (tile % BLOCK_TILES == 0) starts.push_back(count);
         if (n % 32 && *words.at<u32>(n / 32) >> n % 32)
             return PyErr_Format(PyExc_ValueError, "words: bits beyond value %lld", (long long)n),
                    false;
@@ -202,7 +229,7 @@ PyObject* accumulate_taking(PyObject*, PyObject* args) {
     const i64 n = floats_in(x);
     std::atomic<u32> most{0};
     PyObject* done = in_blocks(threads, n, [&](const Block& b) {
-        float* taken = values.at<float>(marks.before(b));
+        float *taken = values.at<float>(marks.before(b)), own[CPD_TILE + LINE];
         u32 largest = 0;
         Written sums(n);
         for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
@@ -210,7 +237,8 @@ PyObject* accumulate_taking(PyObject*, PyObject* args) {
             float* to = sums.at(sum.at<float>(i));
             largest = std::max(largest, loops->accumulate(x.at<float>(i), kept.at<float>(i), 1,
                                                           nullptr, m, to, nullptr));
-            taken += loops->take_marked(marks.at(i), to, m, taken);
+            const i64 count = loops->take_marked(marks.at(i), to, m, own);
+            memcpy(taken, own, (size_t)count * sizeof(float)), taken += count;
             sums.done(sum.at<float>(i), m);
         }
         raise_to(most, largest);
@@ -275,15 +303,22 @@ PyObject* mark_drawn(PyObject*, PyObject* args) {
         memset(words.view.buf, 0, (size_t)words.view.len);
         u32* const marks = words.at<u32>(0);
         const u64 each = (u64)n, inverse = each ? ~(u64)0 / each : 0;
-        u64 some[16];
-        for (i64 left = count, i = 0; left > 0; ++i) {
-            if (i % 16 == 0)
-                for (i64 k = 0; k < 4; ++k) stream.draw((u64)(i / 4 + k + 1), some + 4 * k);
-            u64 place = some[i % 16] - (u64)((Wide)some[i % 16] * inverse >> 64) * each;
-            for (int k = 0; k < 2; ++k) place -= each & (0 - (u64)(place >= each));
-            const u32 bit = 1u << place % 32, before = marks[place / 32];
-            marks[place / 32] = before | bit;
-            left -= !(before & bit);
+        u64 some[16], places[512];  // so that marks need not wait for the numbers
+        for (i64 left = count, i = 0; left > 0;) {
+            const i64 m = std::min(left, (i64)512);
+            for (i64 k = 0; k < m; ++k, ++i) {
+                if (i % 16 == 0)
+                    for (i64 four = 0; four < 4; ++four)
+                        stream.draw((u64)(i / 4 + four + 1), some + 4 * four);
+                u64 place = some[i % 16] - (u64)((Wide)some[i % 16] * inverse >> 64) * each;
+                for (int r = 0; r < 2; ++r) place -= each & (0 - (u64)(place >= each));
+                places[k] = place;
+            }
+            for (i64 k = 0; k < m; ++k) {
+                const u32 bit = 1u << places[k] % 32, before = marks[places[k] / 32];
+                marks[places[k] / 32] = before | bit;
+                left -= !(before & bit);
+            }
         }
     }
     Py_RETURN_NONE;

@@ -43,13 +43,14 @@ void count_bits(const u32* words, i64 n, u32* counts) {
 }
 
 // Writes the places of set bits of a tile's n words, counted from first, and returns their number.
-// Some places are always written, which costs less than a branch; the next ones overwrite them, so
-// places must have room for CPD_GROUP more.
+// A group's places, or some, are always written, and the next ones overwrite them, so places must
+// have room for CPD_GROUP more.
 CPD_FN i64 places_of_tile(const u32* words, i64 n, u32 first, u32* places) {
     i64 count = 0;
 #if CPD_REGISTER == 64
     for (i64 i = 0; i < 2 * n; ++i) {
         const u32 marks = words[i / 2] >> 16 * (i % 2) & 0xffff;
+        if (!marks) continue;  // several stores to one place take longer than a branch
         const U all = lane_numbers() + (first + 16 * (u32)i);
         const __m512i some = _mm512_maskz_compress_epi32((__mmask16)marks, (__m512i)all);
         memcpy(places + count, &some, sizeof some);

@@ -156,7 +156,15 @@ void pack_tile(const Stream& s) {
 }
 
 void unpack_tile(const Stream& s) {
-    for (i64 i = 0; i < s.n; i += CPD_RUN)
+    const i64 last = (s.n * s.width + 31) / 32 * (i64)sizeof(u32) - (i64)sizeof(u64);
+    const u32 mask = (u32)(((u64)1 << s.width) - 1);
+    for (i64 i = 0; last >= 0 && i < s.n; ++i) {  // each code lies in 8 bytes
+        const i64 bit = i * s.width, at = std::min(bit / 8, last);
+        u64 two;
+        memcpy(&two, (const u8*)s.words + at, sizeof two);
+        s.codes[i] = (u32)(two >> (bit - 8 * at)) & mask;
+    }
+    for (i64 i = 0; last < 0 && i < s.n; i += CPD_RUN)
         unpack_run(s.words + i / CPD_RUN * s.width, run_at(s, i), s.width, s.codes + i);
 }
 

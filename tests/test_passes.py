@@ -201,6 +201,10 @@ def test_sparse_arrays_are_merged_as_by_the_reference(share: float) -> None:
     own = [values(each.size, i) for i, each in enumerate(lie)]
     lie += [lie[0][::2].copy(), np.array([n - 1], np.uint32)]
     own += [-own[0][::2], np.array([np.nan], np.float32)]
+    for each, x in zip(lie, own, strict=True):
+        marks = cpu.pack_bitmap(lie[1], n)
+        found, expected = (ops.pairs_at(marks, each, x) for ops in (cpu, reference))
+        assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
     for some in (0, 1, 3, 5):
         places, sums = cpu.merge_places(lie[:some], own[:some], n)
         expected = reference.merge_places(lie[:some], own[:some], n)
@@ -269,6 +273,9 @@ def test_wrong_lengths_are_errors_and_never_a_crash() -> None:
         lambda: _cpu.mean_places(1, (np.array([6], "u4"),), (x[:2],), 1.0, x.copy()),
         lambda: _cpu.mean_places(1, (np.array([6], "u4"),), (), 1.0, x.copy()),
         lambda: _cpu.merge_places(64, (np.array([64], "u4"),), (x[:1],)),
+        lambda: _cpu.pairs_at(marks, np.array([64], "u4"), x[:1]),
+        lambda: _cpu.pairs_at(marks, np.array([3, 3], "u4"), x[:2]),
+        lambda: _cpu.pairs_at(marks, np.array([3], "u4"), x[:2]),
         lambda: cpu.mean_places([np.array([6])], [x[:1]], 1.0, x.copy()),
         lambda: _cpu.mark_drawn(1, 2, 3, 33, np.zeros(1, "u4")),
         lambda: _cpu.mark_drawn(1, 2, -1, 3, np.zeros(1, "u4")),

@@ -85,8 +85,8 @@ def keep(
         for layer, start, stop in layout.segments
         if layers is None or layer in layers
     ]
-    spare = {id(x): x for x in former if x is not None and not context.state.has_part(x)}
-    for x in spare.values():
-        give_spare(context, name, [x])
+    for x in {id(x): x for x in former if x is not None}.values():
+        if not context.state.has_part(x):
+            give_spare(context, name, [x])
     if len(xs) > 1:
         give_spare(context, name, xs)

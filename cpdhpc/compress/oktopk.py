@@ -104,13 +104,13 @@ class OkTopk(SparseMessages):
         if not is_finite(sums):  # layers.mean raises
             return indices, sums
         borders, marks = np.searchsorted(indices, edges), cpu.pack_bitmap(indices, n)
-        for rank, x, (own, values), (places, before) in zip(
-            world.hosted, waiting, sent, regions, strict=True
-        ):
-            is_global = _marked(marks, own)
-            _add(x, own[is_global], -values[is_global])
-            part = slice(borders[rank], borders[rank + 1])
-            _add(x, indices[part], before[_marked(marks, places)] - sums[part])
+        for rank, x, own, region in zip(world.hosted, waiting, sent, regions, strict=True):
+            at, values = cpu.pairs_at(marks, *own)
+            _add(x, at, -values)
+            if self.wire != "raw":  # else sums are not rounded
+                part = slice(borders[rank], borders[rank + 1])
+                at, before = cpu.pairs_at(marks, *region)
+                _add(x, at, before - sums[part])
         return indices, sums
 
     def _chosen(
@@ -215,8 +215,11 @@ class OkTopk(SparseMessages):
         if max(counts) > UNEVEN * -(-sum(counts) // world.ranks):
             found = _dealt_out(found, counts, n, world)
         payloads = [encode_sparse(*each, n, self.wire) for each in found]
+        own = zip(world.hosted, found, strict=True) if self.wire == "raw" else ()
+        known = dict(own)  # what decode_sparse would return
         indices, sums = _joined(
-            decode_sparse(each, n, self.wire) for each in allgather(world, payloads)
+            known.get(rank) or decode_sparse(each, n, self.wire)
+            for rank, each in enumerate(allgather(world, payloads))
         )
         if is_due:
             largest = cpu.select_magnitude(sums, min(k, sums.size))
@@ -233,12 +236,6 @@ def _is_about(count: int, k: int) -> bool:
 
 def _above(x: Array, threshold: np.float32) -> Array:
     return cpu.select_above(x, float(threshold))
-
-
-def _marked(marks: Array, indices: Array) -> Array:
-    """Return which indices are set in a bitmap of cpu.pack_bitmap, bool[m]."""
-    words: Array = marks[indices >> np.uint32(5)] >> (indices & np.uint32(31))
-    return words & np.uint32(1) != 0
 
 
 def _add(x: Array, indices: Array, values: Array) -> None:

@@ -115,7 +115,7 @@ class LargestValues(SparseMessages):
         n, wire = layers.coded.size, self.wire
         payloads = [encode_sparse(*each, n, wire) for each in chosen]
         decode = partial(decode_sparse, size=n, wire=wire, like=waiting[0])
-        return layers.exchange(payloads, decode, waiting)
+        return layers.exchange(payloads, decode, waiting, chosen if wire == "raw" else ())
 
 
 def density_at(epoch: float, warmup: Sequence[float], density: float) -> float:
@@ -386,6 +386,7 @@ class SparseLayers:
         payloads: Sequence[Array],
         decode: Callable[[Array], Pairs],
         waiting: Sequence[Array],
+        known: Sequence[Pairs] = (),
         is_taken: bool = False,
     ) -> Sent:
         """Send payloads to all ranks, and subtract the values that were sent. Collective.
@@ -393,21 +394,23 @@ class SparseLayers:
         payloads: uint8[bytes] of each hosted rank; decode: returns their indices in the coded
             layers, uint32[m], ascending, and values, float32[m]
         waiting: float32[coded.size] of each hosted rank, from which its own values are subtracted
-        is_taken: whether they are already
+        known: what decode would return for each hosted rank, if that is known
+        is_taken: whether its own values are subtracted already
         The values of all ranks are added in the order of ranks.
         """
         world, coded, kernels = self.context.world, self.coded, backend_of(waiting[0])
         borders = np.array([*(start for _, start, _ in coded.segments), coded.size], np.int64)
         counts, places, terms = np.zeros(len(coded.names), np.int64), list[Array](), list[Array]()
         for rank, payload in enumerate(allgather(world, payloads) if coded.size else ()):
-            indices, values = decode(payload)
+            row = rank - world.hosted.start
+            indices, values = known[row] if known and world.hosts(rank) else decode(payload)
             ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
             own_counts = np.diff(to_host(ends))
             counts += own_counts
             terms.append(placed(values, waiting[0]))
             places.append(placed(self.in_bucket(indices, own_counts), waiting[0]))
             if world.hosts(rank) and not is_taken:
-                own = waiting[rank - world.hosted.start]
+                own = waiting[row]
                 negative = kernels.multiply(terms[-1], np.float32(-1))
                 kernels.scatter_add(own, placed(indices, own), negative)
         if not terms:  # no layer is coded

@@ -15,7 +15,7 @@ from ..options import Allowed
 from .base import Array, Context, Mean, as_float, shared_largest
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
-from .sparse import SparseLayers, SparseMessages
+from .sparse import Pairs, SparseLayers, SparseMessages
 
 SIGN = "ternary"  # the wire of -1 and 1
 ONE = np.float32(1)
@@ -45,16 +45,20 @@ class Strom(SparseMessages):
         squares = self._squares(layers, gradients, context) if self.tau is None else {}
         taus = self._taus(coded, squares, context)
         waiting, chosen = layers.waiting_above([taus] * len(gradients), takes=True)
-        payloads = [encode_sparse(i, np.copysign(ONE, x), coded.size, SIGN) for i, x in chosen]
+        own = [(indices, np.copysign(ONE, x)) for indices, x in chosen]
+        payloads = [encode_sparse(*each, coded.size, SIGN) for each in own]
         ends = np.array([stop for _, _, stop in coded.segments], np.uint32)
 
-        def decode(payload: Array) -> tuple[Array, Array]:
-            indices, signs = decode_sparse(payload, coded.size, SIGN, waiting[0])
+        def scaled(indices: Array, signs: Array) -> Pairs:
             borders = to_host(np.searchsorted(indices, placed(ends, indices))).astype(np.int64)
             backend_of(signs).multiply_runs(signs, taus, borders, signs)
             return indices, signs
 
-        sent = layers.exchange(payloads, decode, waiting, is_taken=True)
+        def decode(payload: Array) -> Pairs:
+            return scaled(*decode_sparse(payload, coded.size, SIGN, waiting[0]))
+
+        known = [scaled(*each) for each in own] if coded.size else []
+        sent = layers.exchange(payloads, decode, waiting, known, is_taken=True)
         mean = layers.finished(sent.mean, sent.most, waiting, sent.shares)
         for name, square in squares.items():
             _kept(name, context)[:] = square

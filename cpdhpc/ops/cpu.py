@@ -484,6 +484,13 @@ def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> t
     return _pairs(_cpu.merge_places(n, tuple(indices), tuple(values)))
 
 
+def pairs_at(marks: Array, indices: Array, values: Array) -> tuple[Array, Array]:
+    """Return the indices that are marked, and their values; see ops.reference."""
+    _check("marks", marks, np.uint32)
+    _check_places([indices], [values])
+    return _pairs(_cpu.pairs_at(marks, indices, values))
+
+
 def _check_places(indices: Sequence[Array], values: Sequence[Array]) -> None:
     for each, own in zip(indices, values, strict=True):
         _check("indices", each, np.uint32)

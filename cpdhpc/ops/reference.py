@@ -891,6 +891,15 @@ def merge_places(indices: Sequence[Array], values: Sequence[Array], n: int) -> t
     return found, total[found]
 
 
+def pairs_at(marks: Array, indices: Array, values: Array) -> tuple[Array, Array]:
+    """Return the indices that are marked, uint32[m], ascending, and their values, float32[m].
+
+    marks: uint32[words], see pack_bitmap; indices: ascending, below 32 * words
+    """
+    found = np.isin(indices, unpack_bitmap(marks))
+    return indices[found], values[found]
+
+
 def put_marked(out: Array, marks: Array, values: Array) -> None:
     """Write values to the marked places of out, float32[n], and zeros to the others.
 
