@@ -9,10 +9,9 @@
 // Sizes of a block and of a batch, and strides in values. A field is pieces of run values.
 struct BlockShape {
     i64 maps, inputs, batch, pieces, run;
-    i64 piece, image;       // strides in the window
-    i64 map, response;      // of responses, of filters and of images
-    i64 slopes_map, slope;  // of the pools' slopes
-    i64 width;              // of a row of a field in a kernel's memory
+    i64 piece, image;     // strides in the window
+    i64 map, slopes_map;  // of filters, in responses and in the pools' slopes
+    i64 width;            // of a row of a field in a kernel's memory
 };
 
 // Factors of a step; alpha: of the reconstruction's slope.

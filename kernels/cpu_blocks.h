@@ -49,6 +49,12 @@ CPD_FN D fused(D a, D b, D c) {
 #endif
 }
 
+// Not 0 + x, which differs for x = -0, so that g++ would add instead of only loading.
+template <class T>
+CPD_FN Vector<T> all_lanes(T x) {
+    return x - Vector<T>{};
+}
+
 // Keeps g++ from loading a value anew for each product: loads would then take longer than products.
 template <class V>
 CPD_FN V in_register(V x) {
@@ -145,19 +151,16 @@ CPD_FN void store_lane_sums(const Vector<T>* sums, T* out) {
     memcpy(out, v, C * sizeof(T));
 }
 
-// out[r][c] = the sum of w[r][i] x[c][i]; w: R rows of n; x: C rows of width, zeros from n on.
-// ahead: values from w to data that is needed soon
+// out[r * row + c] = the sum of w[r][i] x[c][i]; w: R rows of n; x: C rows of width, zeros from n
+// on.
 template <class T, int R, int C>
-CPD_TILE_FN void dots(const T* w, i64 n, const T* x, i64 width, i64 ahead, T* out) {
+CPD_TILE_FN void dots(const T* w, i64 n, const T* x, i64 width, T* out, i64 row) {
     Vector<T> sums[R][C] = {};
     i64 i = 0;
     for (; i + lanes_of<T> <= n; i += lanes_of<T>) {
         Vector<T> rows[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            rows[r] = loaded<false>(w + r * n + i, 0);
-            __builtin_prefetch(w + r * n + i + ahead, 0, 2);
-        }
+        for (int r = 0; r < R; ++r) rows[r] = loaded<false>(w + r * n + i, 0);
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
             const Vector<T> image = in_register(loaded<false>(x + c * width + i, 0));
@@ -175,34 +178,42 @@ CPD_TILE_FN void dots(const T* w, i64 n, const T* x, i64 width, i64 ahead, T* ou
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) store_lane_sums<T, C>(sums[r], out + r * C);
+    for (int r = 0; r < R; ++r) store_lane_sums<T, C>(sums[r], out + r * row);
 }
+
+// Rows that are needed for the next block, of two arrays by turns. They are prefetched one for each
+// step of a product: the processor seems to drop some of many prefetches at once.
+template <class T>
+struct Ahead {
+    const T* at[2];
+    i64 row, count;  // values from an array's row to its next, and rows of both arrays
+    template <int V>
+    CPD_INLINE void prefetch(i64 i) const {
+        const T* x = at[i & 1] + i / 2 * row;
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) __builtin_prefetch(x + v * lanes_of<T>, 0, 2);
+    }
+};
 
 // sums[r][v] = the sum over i < k of a[r * row + i * step] b[i * width + register v].
 // SOME: of one register, n values
 template <class T, int R, int V, bool SOME>
 CPD_FN void rank_k(const T* a, i64 row, i64 step, const T* b, i64 width, i64 k, i64 n,
-                   Vector<T> (&sums)[R][V]) {
+                   const Ahead<T>& ahead, Vector<T> (&sums)[R][V]) {
+    for (i64 i = k; i < ahead.count; ++i) ahead.template prefetch<V>(i);
     for (i64 i = 0; i < k; ++i, a += step, b += width) {
+        if (i < ahead.count) ahead.template prefetch<V>(i);
         Vector<T> rows[V];
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) rows[v] = loaded<SOME>(b + v * lanes_of<T>, n);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const Vector<T> factor = in_register(Vector<T>{} + a[r * row]);
+            const Vector<T> factor = in_register(all_lanes(a[r * row]));
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) sums[r][v] = fused(factor, rows[v], sums[r][v]);
         }
     }
 }
-
-// Views of a block's arrays in the windows; strides are in values.
-template <class T>
-struct Responses {
-    T* first;
-    i64 map, image;
-    CPD_INLINE T& at(i64 j, i64 i) const { return first[j * map + i * image]; }
-};
 
 // Copies a field out of the window, to a row for each image, with zeros at the end; writes
 // up to a register beyond the last row.
@@ -212,6 +223,7 @@ void cut(const BlockShape& of, const T* window, T* x) {
         for (i64 k = 0; k < of.pieces; ++k) {
             const T* from = window + image * of.image + k * of.piece;
             T* to = x + k * of.run;
+            __builtin_prefetch(from + of.run + CPD_FIELD_VALUES - 1);  // for the next block's field
             i64 i = 0;
             for (; i + lanes_of<T> <= of.run; i += lanes_of<T>)
                 stored<false>(to + i, loaded<false>(from + i, 0), 0);
@@ -236,32 +248,28 @@ void add_field(const BlockShape& of, const void* values, void* window) {
     }
 }
 
-template <class T, int R, int C>
-CPD_FN void respond_tile(const BlockShape& of, const T* w, const T* x, i64 j, i64 image,
-                         const Responses<T>& to) {
-    T sums[R * C];
-    dots<T, R, C>(w + j * of.inputs, of.inputs, x + image * of.width, of.width, of.maps * of.inputs,
-                  sums);
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) to.at(j + r, image + c) = sums[r * C + c];
-}
-// to = W x, from an image on.
+// to = W x, from an image on; to: maps rows
 template <class T, int C = ACROSS<T>>
-void respond(const BlockShape& of, const T* w, const T* x, i64 image, const Responses<T>& to) {
+void respond(const BlockShape& of, const T* w, const T* x, i64 image, T* to, i64 row) {
+    const i64 n = of.inputs;
     for (; image + C <= of.batch; image += C) {
+        const T* y = x + image * of.width;
         i64 j = 0;
-        for (; j + DOWN <= of.maps; j += DOWN) respond_tile<T, DOWN, C>(of, w, x, j, image, to);
-        for (; j < of.maps; ++j) respond_tile<T, 1, C>(of, w, x, j, image, to);
+        for (; j + DOWN <= of.maps; j += DOWN)
+            dots<T, DOWN, C>(w + j * n, n, y, of.width, to + j * row + image, row);
+        for (; j < of.maps; ++j)
+            dots<T, 1, C>(w + j * n, n, y, of.width, to + j * row + image, row);
     }
-    if constexpr (C > 1) respond<T, C / 2>(of, w, x, image, to);
+    if constexpr (C > 1) respond<T, C / 2>(of, w, x, image, to, row);
 }
 
 template <class T, int C, int V, bool SOME>
-CPD_TILE_FN void overlay_tile(const BlockShape& of, const T* w, const Responses<T>& r, i64 image,
-                              i64 i, T* y) {
+CPD_TILE_FN void overlay_tile(const BlockShape& of, const T* w, const T* r, i64 image, i64 i,
+                              T* y) {
     Vector<T> sums[C][V] = {};
-    rank_k<T, C, V, SOME>(&r.at(0, image), r.image, r.map, w + i, of.inputs, of.maps, of.inputs - i,
-                          sums);
+    const T* next = w + of.maps * of.inputs + i;
+    rank_k<T, C, V, SOME>(r + image, 1, of.map, w + i, of.inputs, of.maps, of.inputs - i,
+                          {{next, next + of.inputs}, 2 * of.inputs, image ? 0 : of.maps}, sums);
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 8
@@ -270,7 +278,7 @@ CPD_TILE_FN void overlay_tile(const BlockShape& of, const T* w, const Responses<
 }
 // y = W^T r, from an image on; y: rows of width
 template <class T, int C = ACROSS<T>>
-void overlay(const BlockShape& of, const T* w, const Responses<T>& r, i64 image, T* y) {
+void overlay(const BlockShape& of, const T* w, const T* r, i64 image, T* y) {
     const i64 one = lanes_of<T>;
     for (; image + C <= of.batch; image += C) {
         i64 i = 0;
@@ -287,11 +295,10 @@ template <class T>
 void reconstruct_block(const BlockShape& of, const void* weight, const void* window,
                        void* responses, void* outputs, void* room) {
     const T* w = (const T*)weight;
-    const Responses<T> r = {(T*)responses, of.map, of.response};
-    T* x = (T*)room;
+    T *x = (T*)room, *r = (T*)responses;
     cut(of, (const T*)window, x);
-    respond(of, w, x, 0, r);
-    overlay(of, w, r, 0, (T*)outputs);
+    respond(of, w, x, 0, r, of.map);
+    overlay(of, w, (const T*)r, 0, (T*)outputs);
 }
 
 template <class T>
@@ -306,29 +313,33 @@ CPD_TILE_FN void descend_tile(const BlockShape& of, const Move<T>& d, i64 j, i64
                               Vector<T>* squares) {
     Vector<T> sums[R][V] = {};
     const i64 k = 2 * of.batch, n = of.inputs - i;
-    rank_k<T, R, V, false>(d.factors + j * k, k, 1, d.fields + i, of.width, k, n, sums);
-    const Vector<T> momentum = Vector<T>{} + d.momentum, rate = Vector<T>{} - d.rate;
+    const i64 row = of.inputs, block = of.maps * row;
+    T *w = d.w + j * row + i, *moving = d.moving + j * row + i;
+    rank_k<T, R, V, false>(d.factors + j * k, k, 1, d.fields + i, of.width, k, n,
+                           {{w + block, moving + block}, row, 2 * R}, sums);
+    const Vector<T> momentum = all_lanes(d.momentum), rate = all_lanes(-d.rate);
+    const T* along = d.along + j;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-        const Vector<T> along = Vector<T>{} + d.along[j + r];
-        T *w = d.w + (j + r) * of.inputs + i, *moving = d.moving + (j + r) * of.inputs + i;
+    for (int r = 0; r < R; ++r, w += row, moving += row) {
+        const Vector<T> factor = all_lanes(along[r]);
+        Vector<T> sum = squares[r];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v, w += lanes_of<T>, moving += lanes_of<T>) {
-            __builtin_prefetch(w + of.maps * of.inputs, 1, 2);
-            __builtin_prefetch(moving + of.maps * of.inputs, 1, 2);
-            const Vector<T> old = loaded<SOME>(w, n);
+        for (int v = 0; v < V; ++v) {
+            const i64 at = v * lanes_of<T>;
+            const Vector<T> old = loaded<SOME>(w + at, n);
             const Vector<T> m =
-                fused(along, old, fused(momentum, loaded<SOME>(moving, n), sums[r][v]));
-            stored<SOME>(moving, m, n);
+                fused(factor, old, fused(momentum, loaded<SOME>(moving + at, n), sums[r][v]));
+            stored<SOME>(moving + at, m, n);
             const Vector<T> moved = fused(rate, m, old);
-            squares[r] = fused(moved, moved, squares[r]);
+            sum = fused(moved, moved, sum);
         }
+        squares[r] = sum;
     }
 }
 template <class T, int R = ACROSS<T>>
 void descend_rows(const BlockShape& of, const Move<T>& d, i64 j) {
     const i64 one = lanes_of<T>;
-    const Vector<T> rate = Vector<T>{} - d.rate;
+    const Vector<T> rate = all_lanes(-d.rate);
     for (; j + R <= of.maps; j += R) {
         Vector<T> squares[R] = {};
         i64 i = 0;
@@ -340,7 +351,7 @@ void descend_rows(const BlockShape& of, const Move<T>& d, i64 j) {
         store_lane_sums<T, R>(squares, lengths);
         for (int r = 0; r < R; ++r) {
             T *w = d.w + (j + r) * of.inputs, *moving = d.moving + (j + r) * of.inputs;
-            const Vector<T> by = Vector<T>{} + 1 / std::sqrt(lengths[r]);
+            const Vector<T> by = all_lanes(1 / std::sqrt(lengths[r]));
             for (i = 0; i + one <= of.inputs; i += one)
                 stored<false>(
                     w + i, fused(rate, loaded<false>(moving + i, 0), loaded<false>(w + i, 0)) * by,
@@ -352,6 +363,24 @@ void descend_rows(const BlockShape& of, const Move<T>& d, i64 j) {
     if constexpr (R > 1) descend_rows<T, R / 2>(of, d, j);
 }
 
+// The factors of fields in a filter's gradient, 2 batch, for its responses, its pools' slopes and
+// s = W g; along: the gradient's part along the filter, with the opposite sign.
+template <class T>
+CPD_FN void factors_of(const BlockShape& of, T by, const T* responses, const T* slopes, const T* s,
+                       T* factors, T* along) {
+    const Vector<T> alpha = all_lanes(by);
+    Vector<T> sum = {};
+    for (i64 i = 0; i < of.batch; i += lanes_of<T>) {
+        const i64 n = of.batch - i < lanes_of<T> ? of.batch - i : lanes_of<T>;
+        const Vector<T> response = some_of(responses + i, n), back = alpha * some_of(s + i, n);
+        const Vector<T> slope = fused(some_of(slopes + i, n), response, back);
+        write_some(factors + i, alpha * response, n);
+        write_some(factors + of.batch + i, slope, n);
+        sum = sum - response * (slope + back);
+    }
+    store_lane_sums<T, 1>(&sum, along);
+}
+
 template <class T>
 void descend_block(const BlockShape& of, const BlockStep& by, void* weight, void* moving,
                    const void* window, const void* again, const void* responses, const void* slopes,
@@ -361,21 +390,10 @@ void descend_block(const BlockShape& of, const BlockStep& by, void* weight, void
       *s = factors + 2 * of.maps * n, *along = s + of.maps * n;
     cut(of, (const T*)again, g);
     cut(of, (const T*)window, x);
-    respond(of, (const T*)weight, g, 0, Responses<T>{s, n, 1});
-    const Responses<const T> r = {(const T*)responses, of.map, of.response},
-                             p = {(const T*)slopes, of.slopes_map, of.slope};
-    const T alpha = (T)by.alpha;
-    for (i64 j = 0; j < of.maps; ++j) {
-        T sum = 0;
-        for (i64 i = 0; i < n; ++i) {
-            const T response = r.at(j, i), back = alpha * s[j * n + i];
-            const T slope = p.at(j, i) * response + back;
-            factors[2 * j * n + i] = alpha * response;
-            factors[(2 * j + 1) * n + i] = slope;
-            sum -= response * (slope + back);
-        }
-        along[j] = sum;
-    }
+    respond(of, (const T*)weight, (const T*)g, 0, s, n);
+    for (i64 j = 0; j < of.maps; ++j)
+        factors_of(of, (T)by.alpha, (const T*)responses + j * of.map,
+                   (const T*)slopes + j * of.slopes_map, s + j * n, factors + 2 * j * n, along + j);
     const Move<T> d = {factors, g, along, (T*)weight, (T*)moving, (T)by.rate, (T)by.momentum};
     descend_rows<T>(of, d, 0);
 }

@@ -12,7 +12,7 @@ int to_strided(PyObject* object, void* target) {
 }
 
 // The arrays of some blocks: [blocks, maps, inputs] without gaps, and [rows, columns, ...], whose
-// strides are free except for the values of a field's row, which lie together.
+// strides are free except for the values of a field's row, and of a filter, which lie together.
 struct BlockCall {
     Buffer weight, moving, x, again, responses, slopes;
     BlockShape of = {};
@@ -43,6 +43,13 @@ struct BlockCall {
         if (!fits) PyErr_Format(PyExc_ValueError, "%s: the strides do not fit", name);
         return fits;
     }
+    // Whether a filter's values for all images lie together.
+    bool has_rows(const Buffer& b, const char* name) const {
+        bool fits = b.view.shape[3] == 1 || b.view.strides[3] == size();
+        for (int axis = 0; axis < 3; ++axis) fits &= b.view.strides[axis] % size() == 0;
+        if (!fits) PyErr_Format(PyExc_ValueError, "%s: the strides do not fit", name);
+        return fits;
+    }
     // Checks the arrays that are given.
     bool fits() {
         const Py_buffer &w = weight.view, &f = x.view;
@@ -56,18 +63,19 @@ struct BlockCall {
             !is(responses, "responses", w.format, all) || !is_whole(weight, "weight") ||
             !is(weight, "weight", w.format,
                 {fields[0] * fields[1], w.shape[1], fields[2] * fields[3] * fields[4]}) ||
-            !is_field(x, "x") || !is_field(again, "again"))
+            !is_field(x, "x") || !is_field(again, "again") || !has_rows(responses, "responses"))
             return false;
         of.maps = w.shape[1], of.inputs = w.shape[2], of.batch = fields[5];
         of.pieces = fields[2], of.run = fields[3] * fields[4];
         of.piece = stride(x, 2), of.image = stride(x, 5);
-        of.map = stride(responses, 2), of.response = stride(responses, 3);
+        of.map = stride(responses, 2);
         of.width = (of.inputs + CPD_FIELD_VALUES - 1) / CPD_FIELD_VALUES * CPD_FIELD_VALUES;
         if (!moving.view.buf) return true;
         if (!is(moving, "moving", w.format, {w.shape[0], w.shape[1], w.shape[2]}) ||
-            !is(slopes, "slopes", w.format, all) || !is_whole(moving, "moving"))
+            !is(slopes, "slopes", w.format, all) || !is_whole(moving, "moving") ||
+            !has_rows(slopes, "slopes"))
             return false;
-        of.slopes_map = stride(slopes, 2), of.slope = stride(slopes, 3);
+        of.slopes_map = stride(slopes, 2);
         return true;
     }
     u8* filters(const Buffer& b, i64 block) const {

@@ -43,8 +43,8 @@ class Case:
         shape = 12, maps, field * field * channels
         self.weight, self.moving = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
         self.weight /= np.linalg.norm(self.weight, axis=2, keepdims=True)
-        between = rng.standard_normal((3, 4, batch, maps + 1)).astype(dtype)
-        self.responses = between[..., 1:].swapaxes(2, 3)
+        between = rng.standard_normal((3, 4, maps + 1, batch + 1)).astype(dtype)
+        self.responses = between[:, :, 1:, 1:]
         self.slopes = rng.standard_normal((3, 4, maps, batch)).astype(dtype)
 
     def matrices(self) -> list[Array]:
@@ -141,6 +141,8 @@ def test_threads_and_parts_leave_the_bits() -> None:
         ("again", lambda a: a[:, :, :, ::-1], "again: the strides do not fit"),
         ("responses", lambda a: a[:, :, :4], "responses: has another shape"),
         ("slopes", lambda a: a[:2], "slopes: has another shape"),
+        ("responses", lambda a: a[..., ::-1], "responses: the strides do not fit"),
+        ("slopes", lambda a: a[..., ::-1], "slopes: the strides do not fit"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(name: str, change: Any, message: str) -> None:
