@@ -43,7 +43,6 @@ OVER = "wire", "arithmetic", "both"  # the subject of a search
 
 
 def width(name: str) -> int:
-    """Return the bits of a value in a format."""
     fmt = wire_format(name)
     return 32 if fmt is None else fmt.bits
 
@@ -70,12 +69,10 @@ class Place:
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
         return self.name if self.tensor == WIRE else f"{self.name} {self.tensor}"
 
     @property
     def values(self) -> int:
-        """Number of values."""
         return sum(self.sizes)
 
     def bits(self, name: str) -> int:
@@ -106,7 +103,6 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """Mean over seeds, NaN if one has none."""
         return math.fsum(self.scores) / len(self.scores)
 
 
@@ -177,7 +173,6 @@ class Evidence:
         return found
 
     def write(self, path: Path) -> None:
-        """Write it. Raises StoreError if it cannot be written."""
         attributes: dict[str, Any] = {"kind": KIND, "schema": SCHEMA, "asked": self.asked}
         attributes["found"] = "\n".join(self.found)
         store.write(path, self._groups(), self.provenance | attributes)
@@ -317,17 +312,14 @@ class Asked:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds of the search."""
         return tuple(job.seed for job in self.jobs)
 
     @property
     def wire(self) -> bool:
-        """Whether formats of gradients on their way are searched for."""
         return self.over != "arithmetic"
 
     @property
     def arithmetic(self) -> bool:
-        """Whether formats of products are searched for."""
         return self.over != "wire"
 
     @property
@@ -337,7 +329,6 @@ class Asked:
 
     @property
     def cost(self) -> str:
-        """The largest cost."""
         seeds = len(self.seeds)
         runs = (self.most - self.reserved) * seeds + self.reserved * self.unseen
         epochs = count(self.jobs[0].train.epochs, "epoch")
@@ -362,7 +353,6 @@ class Asked:
         return LowBit(algorithm=given.algorithm, machine=given.machine)
 
     def toml(self) -> str:
-        """Return all of it as TOML text."""
         search = {
             "budget": self.budget,
             "gradient_error": self.gradient_error,

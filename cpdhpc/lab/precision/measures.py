@@ -64,7 +64,6 @@ class Exponents:
 
     @property
     def values(self) -> int:
-        """Number of values, of all kinds."""
         apart = self.zeros + self.subnormals + self.infinities + self.nans
         return int(self.counts.sum()) + apart
 
@@ -136,7 +135,6 @@ class Rounded:
     nonfinite: int
 
     def share(self, count: int) -> float:
-        """Return a count over nonzero; NaN if that is 0."""
         return count / self.nonzero if self.nonzero else math.nan
 
 

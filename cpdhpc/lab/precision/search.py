@@ -394,12 +394,10 @@ def saved(place: Place, level: int) -> int:
 
 
 def stepped(levels: Levels, place: int) -> Levels:
-    """Return levels with the next format of a place."""
     return (*levels[:place], levels[place] + 1, *levels[place + 1 :])
 
 
 def formats_of(places: Sequence[Place], levels: Levels) -> tuple[str, ...]:
-    """Return the format of each place."""
     return tuple(place.formats[at] for place, at in zip(places, levels, strict=True))
 
 
@@ -436,7 +434,6 @@ def narrowing(places: Sequence[Place]) -> list[Levels]:
 
 
 def told(evidence: Evidence, trial: Trial) -> str:
-    """Return a line about a trial."""
     widths = evidence.widths(trial.formats)
     bits = ", ".join(f"{tensor} {width:.2f}" for tensor, width in widths.items())
     score = "" if math.isnan(trial.score) else f", score {trial.score:.2f}"

@@ -237,7 +237,6 @@ NOT_JUDGED = "shown only"
 
 
 def compare_report(comparison: Comparison) -> Report:
-    """Return the report of a comparison."""
     before, after = comparison.before, comparison.after
     counts = {verdict: len(comparison.having(verdict)) for verdict in VERDICTS}
     points = len(comparison.changes)

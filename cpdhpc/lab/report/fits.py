@@ -606,7 +606,6 @@ class Score:
 
     @property
     def column(self) -> str:
-        """Name of the record's column."""
         return f"test_{self.label}"
 
     @property
@@ -616,16 +615,13 @@ class Score:
 
     @property
     def heading(self) -> str:
-        """Heading of a table's column."""
         return f"{self.label}\n{self.unit}".strip()
 
     @property
     def points(self) -> str:
-        """Unit of differences."""
         return "points" if self.unit else ""
 
     def axis(self) -> Axis:
-        """Return an axis of scores of the test."""
         return Axis(f"test {self.label}" + (f" / {self.unit}" if self.unit else ""))
 
     def loss_axis(self, values: list[float]) -> Axis:
@@ -643,7 +639,6 @@ class Score:
         return units.Cell(text, value=mean, deviation=deviation)
 
     def difference(self, value: float) -> units.Cell:
-        """Return a difference with its sign."""
         return units.signed(value) if self.unit else units.Cell(f"{value:+.3g}", value=value)
 
     def gains(self, values: list[float]) -> list[float]:

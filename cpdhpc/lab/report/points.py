@@ -115,7 +115,6 @@ def cell(name: str, value: Value) -> str:
 
 
 def heading(name: str) -> str:
-    """Return the heading of a factor's column."""
     return HEADINGS.get(name, name.rpartition(".")[2].replace("_", " "))
 
 
@@ -172,12 +171,10 @@ class SeedGroup:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.points[0].ranks
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Nodes, ranks per node, ranks."""
         return tuple(int(self.factors.get(name, 0)) for name in SHAPE)
 
     @cached_property
@@ -187,12 +184,10 @@ class SeedGroup:
 
     @cached_property
     def time_s(self) -> Estimate:
-        """Median time and its interval."""
         return median(self.samples_s, self.level)
 
     @cached_property
     def base_s(self) -> Estimate:
-        """Time of the base."""
         return median(self._base_samples_s, self.level) if self.base_points else UNKNOWN
 
     @property
@@ -201,7 +196,6 @@ class SeedGroup:
 
     @property
     def is_base(self) -> bool:
-        """Whether the speed-up of others is relative to this."""
         return {p.index for p in self.points} == {p.index for p in self.base_points}
 
     @cached_property
@@ -277,8 +271,6 @@ def timing(file: StudyFile, what: str = "median") -> list[Column[SeedGroup]]:
 def of_factors(
     names: Iterable[str], groups: Sequence[SeedGroup], missing: str = units.NONE
 ) -> list[Column[SeedGroup]]:
-    """Return a column for each factor."""
-
     def value(name: str, group: SeedGroup) -> str:
         return cell(name, group.factors[name]) if name in group.factors else missing
 
@@ -323,7 +315,6 @@ def _order(value: Value, seen: list[Value]) -> float:
 
 
 def finite(values: Iterable[float]) -> list[float]:
-    """Return those that are numbers."""
     return [value for value in values if isfinite(value)]
 
 
@@ -349,7 +340,6 @@ class Panels:
 
     @property
     def groups(self) -> list[SeedGroup]:
-        """The points of all lines."""
         return [group for lines in self.lines.values() for line in lines for group in line.groups]
 
 
@@ -403,7 +393,6 @@ class Layout:
 
     @property
     def heading(self) -> str:
-        """Heading of the column of lines."""
         if len(self.lines) == 1:
             return heading(self.lines[0])
         return "gradients" if any(n.startswith("gradient.") for n in self.lines) else "method"

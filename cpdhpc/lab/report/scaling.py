@@ -87,7 +87,6 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
 def _places_and_times(
     file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
 ) -> list[Column[SeedGroup]]:
-    """Return the columns of factors and of times."""
     _, *times = timing(file)
     over = [file.over] if file.over != "ranks" else []  # which has a column in any case
     return [

@@ -52,7 +52,6 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run went to its end."""
         return bool(self.attributes["status"] == "complete")
 
     @property
@@ -62,7 +61,6 @@ class Run:
 
     @property
     def score(self) -> float:
-        """The score of the test samples at the end."""
         return self.measure.factor * float(self.epochs[self.measure.column][-1])
 
     @property
@@ -127,7 +125,6 @@ class RunGroup:
 
     @property
     def score(self) -> float:
-        """Mean over seeds."""
         return float(self.scores.mean())
 
     def mean(self, name: str) -> float:

@@ -124,7 +124,6 @@ class TimedCalls(Measuring):
         self.done = measure.is_over(len(counted), self.spent_s, [counted])
 
     def result(self, place: Place) -> Result:
-        """Return the times of all repeats."""
         return Result(self.times_s, self.is_warmup, self.outcomes, place.environment())
 
 
@@ -285,7 +284,6 @@ class _Runner:
 
     @property
     def status(self) -> int:
-        """The exit status of the batch."""
         if self.finished + self.failed < len(self.cases):
             return UNFINISHED
         return FAILED if self.failed else FINISHED

@@ -50,7 +50,6 @@ class Base:
 
     @classmethod
     def of(cls, study: Study) -> Base:
-        """Return the rule of a study."""
         work = study.of_kind.work
         same = study.base.get("ranks") == SAME
         named = base_factors(study)

@@ -132,7 +132,6 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
         self.bar.stop()
 
     def start(self, text: str, finished: int) -> None:
@@ -150,7 +149,6 @@ class Display:
         return left
 
     def line(self, text: str) -> None:
-        """Print a line."""
         self.console.print(text, markup=False)
 
 

@@ -170,12 +170,10 @@ class Site(Section):
 
     @property
     def by(self) -> Scheduler:
-        """The scheduler."""
         return SCHEDULERS[self.scheduler]
 
     @property
     def way(self) -> Launcher:
-        """The launcher."""
         return self.by.LAUNCHERS.get(self.launcher) or Launcher(self.launcher)
 
     @property
@@ -185,7 +183,6 @@ class Site(Section):
         return " ".join([*inside, self.python])
 
     def toml(self) -> str:
-        """Return the profile as TOML text."""
         return dump_toml(self.model_dump())
 
     def refusal(self, nodes: int, ppn: int, has_gpus: bool = False) -> str | None:
@@ -245,7 +242,6 @@ class Array:
 
     @property
     def name(self) -> str:
-        """A name for files."""
         first = f"-from{self.start}" if self.start else ""
         seats = "".join(f"-{each}" for each in self.seats if each)
         return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{seats}{first}"
@@ -262,7 +258,6 @@ class Array:
         return ranges(map(self.index, self.batches))
 
     def index(self, batch: Batch) -> int:
-        """Return the index of a batch's element."""
         return batch.number - self.start + self.first
 
 

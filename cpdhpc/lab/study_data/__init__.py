@@ -60,7 +60,6 @@ def at_least(least: float) -> Callable[[float], None]:
 
 
 def positive(long_name: str, default: int | None) -> Factor:
-    """Return a factor that is an integer, 1 or more."""
     return Factor(long_name, int, default=default, check=at_least(1))
 
 
@@ -107,7 +106,6 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Number of MPI processes."""
         return self.nodes * self.ppn
 
     @property
@@ -117,7 +115,6 @@ class Case:
 
     @property
     def all_factors(self) -> dict[str, Value]:
-        """The factors with nodes, ppn and ranks."""
         return {"nodes": self.nodes, "ppn": self.ppn, "ranks": self.ranks, **self.factors}
 
 

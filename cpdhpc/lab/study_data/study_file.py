@@ -193,7 +193,6 @@ class Point:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return int(self.factors["ranks"])
 
 
@@ -211,7 +210,6 @@ class StudyFile:
 
     @property
     def name(self) -> str:
-        """The study's name."""
         return str(self.attributes["name"])
 
     @property
@@ -226,17 +224,14 @@ class StudyFile:
 
     @property
     def scaling(self) -> str:
-        """strong, weak or throughput."""
         return str(self.attributes["scaling"])
 
     @property
     def level(self) -> float:
-        """Confidence level of the intervals."""
         return float(self.rules["ci_level"])
 
     @property
     def percent(self) -> str:
-        """Confidence level as text."""
         return f"{100 * self.level:g} %"
 
     @property

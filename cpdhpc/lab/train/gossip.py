@@ -44,7 +44,6 @@ def grid(rank: int, ranks: int) -> set[int]:
 
 
 def _rows(ranks: int) -> int:
-    """Return the largest number of rows, not above the number of columns, that divides ranks."""
     return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
 
 
@@ -168,13 +167,11 @@ class Gossip(OwnModels):
         return NOTHING
 
     def step(self) -> None:
-        """Mix. See Update.step."""
         for i, (x, gradient) in enumerate(self._rows()):
             self._mix(x, gradient, i)
         self._playing = None
 
     def _rows(self) -> list[tuple[Array, Array]]:
-        """Return parameters and gradient of each hosted rank."""
         return list(zip(self.parameters, self._gradients, strict=True))
 
     @property
@@ -316,7 +313,6 @@ class GossipRule(OwnModelsRule):
     wire: Annotated[str, AfterValidator(_known_wire)] = "raw"
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError for too few ranks. See UpdateRule.check_ranks."""
         Graph(self.graph, ranks)
 
     def build(

@@ -465,7 +465,6 @@ class Job(Section):
                 raise ConfigError(f"{self.name}: {key}={given!r}: {error}") from None
 
     def plain(self) -> Raw:
-        """Return the job as tables of plain values, every default filled in."""
         return self.model_dump(mode="python")
 
     def seeds(self) -> list[Job]:
@@ -477,13 +476,11 @@ class Job(Section):
 
     @property
     def seed(self) -> int:
-        """The seed of a job that has one."""
         (seed,) = self.train.seeds
         return seed
 
     @property
     def id(self) -> str:
-        """The name of a run's files."""
         return f"{self.name}-s{self.seed}"
 
     def settings(self, samples: int, world: Ranks | None = None) -> Settings:

@@ -58,7 +58,6 @@ def run(training: Training, caught: Caught, display: Display) -> None:
 
 
 def _announced(training: Training) -> Iterator[str]:
-    """Yield the notices of a run before it begins."""
     job, files, advice = training.job, training.files, training.provenance.get("advice")
     steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
     if recorded := len(job.train.record_gradients):

@@ -203,7 +203,6 @@ class Record:
         self.rows["ranks"].append(row if self.scores else (*row[:3], loss))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
-        """Add the telemetry of the layers in a step."""
         names = [*self.tables["layers"]][1:]
         self.rows["layers"].append((iteration, *map(layers.__getitem__, names)))
 

@@ -115,7 +115,6 @@ class _Window:
         self.done: list[tuple[str, int, int, Done]] = []  # phase, stage, share
 
     def __bool__(self) -> bool:
-        """Whether a batch is waiting."""
         return bool(self.corrections or self.local)
 
     @property
@@ -396,19 +395,14 @@ def _idle() -> Program[Done | None]:
 
 
 class StagedTraining(Training):
-    """A run whose network is cut into stages."""
-
     update: StagedUpdate
 
     def train_on(self, batch: Array, seed: int) -> Step:
-        """Train on the last batch of update.batch. Collective. See StagedUpdate.train."""
         return self.update.train(self.train, seed)
 
     def observe(self, mean: Mean) -> Layers:
-        """Return the aggregator's telemetry of each layer. See StagedUpdate.observe."""
         return self.update.observe()
 
     def close(self) -> None:
-        """Free objects that only this run used. Collective."""
         super().close()
         self.update.placement.free()

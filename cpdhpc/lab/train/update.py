@@ -128,16 +128,13 @@ class AllreduceUpdate(Update):
     """The mean gradient, then the optimiser's step: all ranks hold the same parameters."""
 
     def keep(self, hosted: int) -> None:
-        """Take p.grad. See Update.keep."""
         if self.world.virtual_ranks > 1:  # otherwise reduce takes p.grad itself
             self.reducer.stash(hosted)
 
     def reduce(self) -> Mean:
-        """Set p.grad to the mean over all ranks. Collective. See Update.reduce."""
         return self.reducer.reduce()
 
     def step(self) -> None:
-        """Let the optimiser step."""
         self.optimizer.step()
 
 
@@ -195,7 +192,6 @@ class OwnModels(Update):
 
     @property
     def parameters(self) -> list[Array]:
-        """The parameters of each hosted rank, float32[bucket.size]."""
         return self._own("parameters")
 
     def _buffer_bytes(self) -> list[Array]:
@@ -271,7 +267,6 @@ class OwnModels(Update):
             self.optimizer.state = here
 
     def _average_buffers(self) -> None:
-        """Make the model's buffers the average. Collective."""
         from ...torch.buffers import Survey
 
         for hosted in range(self.world.virtual_ranks):

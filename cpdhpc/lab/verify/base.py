@@ -55,12 +55,10 @@ class Ratio(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The ratio of speeds, by medians."""
         return median(self.beside_s) / median(self.times_s)
 
     @property
     def expected(self) -> bool:
-        """Whether the ratio is within its limits."""
         return self.low <= self.value <= self.high
 
 

@@ -114,7 +114,6 @@ def casts(fmt: Format, roundings: Any) -> Iterator[Cast]:
 
 
 def words(cast: Cast) -> str:
-    """Return a cast in words."""
     return f"{cast.fmt.name}, {cast.rounding}, {cast.overflow}"
 
 
@@ -339,7 +338,6 @@ class Sum(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its options in words."""
         m = self.method
         options = m.algorithm, m.wire, m.scaling, m.accumulate, m.op, m.rounding
         words = [str(each) for each in options if each is not None]

@@ -168,7 +168,6 @@ class Recorded(list[tuple[Any, ...]]):
         self._here = here
 
     def add(self, name: str, *parts: Any) -> None:
-        """Add the parts of a result."""
         bits = (self._here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)
         self.append((name, *bits))
 

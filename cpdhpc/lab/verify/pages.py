@@ -18,7 +18,6 @@ SHOWN_ATTRIBUTES = ("date", "hosts", "processor", "cpu_clone", "mpi_library", "v
 
 
 def verify_report(results: Results) -> Report:
-    """Return the report of one machine."""
     bad = [row for row in results.rows if row.bad]
     listed = [Listed(f"{row.name}: {row.status}", row.said) for row in bad]
     if results.ended:
@@ -48,7 +47,6 @@ def verify_report(results: Results) -> Report:
 
 
 def report_of(path: Path) -> Report:
-    """Return the report of a file. Raises StoreError."""
     return verify_report(read(path))
 
 

@@ -73,7 +73,6 @@ class Watched(World):
         raise Left("waited for others")
 
     def abort(self, message: str) -> NoReturn:
-        """Raise Left."""
         raise Left(message)
 
 
@@ -95,7 +94,6 @@ class Watch:
 
     @property
     def first(self) -> bool:
-        """Whether this process decides and writes."""
         return self.me == self.alive[0]
 
     @property
