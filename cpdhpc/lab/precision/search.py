@@ -39,6 +39,7 @@ from ...torch.precision.tensors import TensorFormat
 from ...world.ranks import Loopback
 from ..provenance import attributes
 from ..report.units import agreeing
+from ..study_data import grouped
 from ..train import gradients
 from ..train.checkpoint import Files, claimed
 from ..train.command import Trainer
@@ -509,10 +510,7 @@ USED = {  # by products, with the names of replay
 
 def modules_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the parameters of each module, by its name; one of the model itself stands alone."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return found
+    return grouped(names, lambda name: name.rpartition(".")[0] or name)
 
 
 def proposed(

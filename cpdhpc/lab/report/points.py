@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...methods import BASELINES, MEMCPY
-from ..study_data import SHAPE, Array, Factors, Value
+from ..study_data import SHAPE, Array, Factors, Value, but, grouped
 from ..study_data.statistics import median_interval, ratio_intervals
 from ..study_data.study_file import Point, StudyFile
 from . import units
@@ -287,10 +287,8 @@ def median(samples: Array, level: float) -> Estimate:
 
 def seed_groups(file: StudyFile) -> list[SeedGroup]:
     """Return the points of a study taken together over seeds, in the order of their factors."""
-    by_key: dict[tuple[Any, ...], list[Point]] = {}
-    for point in file.points:
-        by_key.setdefault(_key(point.factors, SEEDS), []).append(point)
-    found = [_seed_group(file, members) for members in by_key.values()]
+    alike = grouped(file.points, lambda point: but(point.factors, SEEDS))
+    found = [_seed_group(file, members) for members in alike.values()]
     names = in_order(name for group in found for name in group.factors)
     first = {  # order of appearance for names, of size for numbers
         name: list(dict.fromkeys(group.factors.get(name, "") for group in found)) for name in names
@@ -304,10 +302,6 @@ def _seed_group(file: StudyFile, members: list[Point]) -> SeedGroup:
     factors = {k: v for k, v in members[0].factors.items() if k not in SEEDS}
     bases = dict.fromkeys(point.base for point in members if point.base >= 0)
     return SeedGroup(factors, tuple(members), tuple(file.points[i] for i in bases), file.level)
-
-
-def _key(factors: Factors, without: Iterable[str]) -> tuple[Any, ...]:
-    return tuple(sorted((k, v) for k, v in factors.items() if k not in without))
 
 
 def _order(value: Value, seen: list[Value]) -> float:
@@ -415,14 +409,12 @@ class Layout:
         several = alone and len({each[0].ranks for each in series}) > 1
         ranks = ["ranks"] if several and "ranks" not in (*self.panels, *self.lines) else []
         names = [*ranks, *(name for name in self.panels if name not in without)]
-        found: dict[str, list[Line]] = {}
-        inner = set()
-        for each in series:
-            found.setdefault(label(each[0].factors, names), []).append(self.line(each))
-            inner.add(label(each[0].factors, names[1:]))
+        found = grouped(series, lambda each: label(each[0].factors, names))
+        inner = {label(each[0].factors, names[1:]) for each in series}
         by_rows = names[:1] == ["size_bytes"] and 1 < len(inner) <= WIDEST
         even = 2 if len(found) == 4 else 3
-        return Panels(found, len(inner) if by_rows else even)
+        lines = {title: list(map(self.line, each)) for title, each in found.items()}
+        return Panels(lines, len(inner) if by_rows else even)
 
 
 def tells_apart(groups: Sequence[SeedGroup]) -> bool:
@@ -431,11 +423,8 @@ def tells_apart(groups: Sequence[SeedGroup]) -> bool:
 
 
 def _grouped(groups: Iterable[SeedGroup], free: Collection[str]) -> list[list[SeedGroup]]:
-    found: dict[Any, list[SeedGroup]] = {}
-    for group in groups:
-        key = frozenset((k, v) for k, v in group.factors.items() if k not in free)
-        found.setdefault(key, []).append(group)
-    return [sorted(each, key=lambda group: group.ranks) for each in found.values()]
+    found = grouped(groups, lambda group: but(group.factors, free)).values()
+    return [sorted(each, key=lambda group: group.ranks) for each in found]
 
 
 def is_baseline(factors: Factors) -> bool:

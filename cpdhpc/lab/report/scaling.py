@@ -44,21 +44,14 @@ def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     if panels is None:
         return []
     lines = [line for found in panels.lines.values() for line in found]
-    drawn = charts(file, panels, _quantities(file, panels))
+    drawn = charts(file, panels, _drawn(file, panels))
+    tables = [_table(file, groups, layout)]
     if file.scaling == THROUGHPUT:
-        return [Section("Throughput", tables=[_rates(file, groups, layout)], charts=drawn)]
+        return [Section("Throughput", tables=tables, charts=drawn)]
     fits = [found for found in (fit(file, line) for line in lines) if found]
-    return [
-        Section(
-            f"{file.scaling.capitalize()} scaling",
-            tables=[
-                _table(file, groups, layout),
-                *([law_table(file, layout, fits)] if fits else []),
-            ],
-            charts=drawn,
-        ),
-        *isoefficiency(file, groups),
-    ]
+    tables += [law_table(file, layout, fits)] if fits else []
+    title = f"{file.scaling.capitalize()} scaling"
+    return [Section(title, tables=tables, charts=drawn), *isoefficiency(file, groups)]
 
 
 def panels_over(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Panels | None:
@@ -69,32 +62,39 @@ def panels_over(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) ->
 
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Table:
-    def interval(group: SeedGroup) -> str:
-        speedup = group.speedup
-        return units.NONE if group.is_base else units.interval(speedup.low, speedup.high)
-
-    columns: list[Column[SeedGroup]] = [
-        *_places_and_times(file, groups, layout),
-        Column("speed-up", lambda g: units.digits(g.speedup.value)),
-        Column(f"{file.percent} CI", interval),
-        Column("effi-\nciency %", lambda g: units.digits(100 * g.efficiency.value)),
-        Column("baseline", _base, numbers=False),
-    ]
-    ordered = [group for each in layout.series(groups) for group in each]
-    return tabulate("Scaling", columns, ordered, _caption(file))
-
-
-def _places_and_times(
-    file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
-) -> list[Column[SeedGroup]]:
+    """Return the table of throughputs, or of speed-ups."""
     _, *times = timing(file)
     over = [file.over] if file.over != "ranks" else []  # which has a column in any case
-    return [
+    columns: list[Column[SeedGroup]] = [
         *of_factors([*over, *layout.panels, *file.weak], groups),
         *layout.names(groups),
         Column("ranks", lambda g: str(g.ranks)),
         *times,
     ]
+    if file.scaling == THROUGHPUT:
+        unit, rate = throughput(file)
+        columns += [
+            Column(f"throughput\n{unit}", lambda g: units.digits(rate(g).value)),
+            Column(f"{file.percent} CI", lambda g: units.interval(*rate(g)[1:])),
+        ]
+        title, caption = "Throughput", f"Throughput: {heading(file.over)} / time. "
+    else:
+        columns += [
+            Column("speed-up", lambda g: units.digits(g.speedup.value)),
+            Column(
+                f"{file.percent} CI",
+                lambda g: units.NONE if g.is_base else units.interval(*g.speedup[1:]),
+            ),
+            Column("effi-\nciency %", lambda g: units.digits(100 * g.efficiency.value)),
+            Column("baseline", _base, numbers=False),
+        ]
+        title, caption = "Scaling", f"{GAIN[file.scaling]} Baseline: {file.base_rule}; its time is "
+        caption += f"in the last column. {_weak(file)}"
+    caption += f"Times: median of {file.times}."
+    if title == "Scaling":
+        caption += " A speed-up's interval includes those of both medians."
+    ordered = [group for each in layout.series(groups) for group in each]
+    return tabulate(title, columns, ordered, caption)
 
 
 THROUGHPUT = "throughput"
@@ -115,27 +115,6 @@ def throughput(file: StudyFile) -> tuple[str, Callable[[SeedGroup], Estimate]]:
     return unit, value
 
 
-def _rates(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Table:
-    unit, value = throughput(file)
-
-    def interval(group: SeedGroup) -> str:
-        return units.interval(value(group).low, value(group).high)
-
-    columns: list[Column[SeedGroup]] = [
-        *_places_and_times(file, groups, layout),
-        Column(f"throughput\n{unit}", lambda g: units.digits(value(g).value)),
-        Column(f"{file.percent} CI", interval),
-    ]
-    ordered = [group for each in layout.series(groups) for group in each]
-    caption = f"Throughput: {heading(file.over)} / time. Times: median of {file.times}."
-    return tabulate("Throughput", columns, ordered, caption)
-
-
-def _throughput(file: StudyFile) -> Quantity:
-    unit, value = throughput(file)
-    return Quantity(THROUGHPUT, f"throughput / ({unit})", value, lambda g: nan, from_zero, said="")
-
-
 def _base(group: SeedGroup) -> str:
     if not group.base_points:
         return "none"
@@ -146,14 +125,6 @@ GAIN = {
     "strong": "Speed-up: time of the baseline / time; efficiency: speed-up / ratio of ranks.",
     "weak": "Speed-up: work per time / the baseline's; efficiency: speed-up / ratio of ranks.",
 }
-
-
-def _caption(file: StudyFile) -> str:
-    return (
-        f"{GAIN[file.scaling]} Baseline: {file.base_rule}; its time is in the last column. "
-        + _weak(file)
-        + f"Times: median of {file.times}. A speed-up's interval includes those of both medians."
-    )
 
 
 def _weak(file: StudyFile) -> str:
@@ -184,54 +155,68 @@ def charts(file: StudyFile, panels: Panels, quantities: Sequence[Quantity]) -> l
     return [_chart(file, panels, quantity) for quantity in quantities]
 
 
-def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
-    grows = any(g.base_points and g.base_points[0].ranks < g.ranks for g in panels.groups)
-    speedup = Quantity(
-        "speedup",
-        "speed-up",
-        lambda g: g.speedup,
-        lambda g: g.ideal,
-        doublings,
-        said="ideal" if grows else "baseline",
-        fit=partial(fit, file),
-    )
-    found = [_throughput(file) if file.scaling == THROUGHPUT else speedup]
-    if grows and file.scaling != THROUGHPUT:  # otherwise it is the same
-        found.append(
+def _drawn(file: StudyFile, panels: Panels) -> list[Quantity]:
+    """Return the quantities that a study's figures show over ranks."""
+    known = _known(file, panels.groups)
+    time = known.pop("time")
+    if not _grows(panels.groups):  # then it is the same as the speed-up
+        known.pop("efficiency", None)
+    if any(g.mean("energy_j") > 0 for g in panels.groups):
+        known["energy"] = Quantity(
+            "energy",
+            "energy of a repeat / J",
+            lambda g: g.exact("energy_j"),
+            lambda g: nan,
+            from_zero,
+            said="",
+            note="Of all nodes: means over repeats",
+        )
+    return [*known.values(), *([time] if file.scaling == "weak" else [])]
+
+
+def _grows(groups: Iterable[SeedGroup]) -> bool:
+    return any(g.base_points and g.base_points[0].ranks < g.ranks for g in groups)
+
+
+def _known(file: StudyFile, groups: Sequence[SeedGroup]) -> dict[str, Quantity]:
+    """Return the time, and the throughput, or the speed-up and the efficiency, by name."""
+    scale, unit = units.time_unit(median(group.time_s.value for group in groups))
+    found = [
+        Quantity(
+            "time",
+            f"time / {unit}",
+            lambda g: g.time_s.scaled(1 / scale),
+            lambda g: g.mean("bound_s") / scale,
+            from_zero,
+            BOUND,
+            "bound",
+        )
+    ]
+    if file.scaling == THROUGHPUT:
+        rate, value = throughput(file)
+        axis = f"throughput / ({rate})"
+        found.append(Quantity(THROUGHPUT, axis, value, lambda g: nan, from_zero, said=""))
+    else:
+        said = "ideal" if _grows(groups) else "baseline"
+        found += [
+            Quantity(
+                "speedup",
+                "speed-up",
+                lambda g: g.speedup,
+                lambda g: g.ideal,
+                doublings,
+                said=said,
+                fit=partial(fit, file),
+            ),
             Quantity(
                 "efficiency",
                 "efficiency / %",
                 lambda g: g.efficiency.scaled(100),
                 lambda g: 100.0 if g.base_points else nan,
                 from_zero,
-            )
-        )
-    if any(g.mean("energy_j") > 0 for g in panels.groups):
-        found.append(
-            Quantity(
-                "energy",
-                "energy of a repeat / J",
-                lambda g: g.exact("energy_j"),
-                lambda g: nan,
-                from_zero,
-                said="",
-                note="Of all nodes: means over repeats",
-            )
-        )
-    return found + ([_time(panels)] if file.scaling == "weak" else [])
-
-
-def _time(panels: Panels) -> Quantity:
-    scale, unit = units.time_unit(median(group.time_s.value for group in panels.groups))
-    return Quantity(
-        "time",
-        f"time / {unit}",
-        lambda group: group.time_s.scaled(1 / scale),
-        lambda group: group.mean("bound_s") / scale,
-        from_zero,
-        BOUND,
-        "bound",
-    )
+            ),
+        ]
+    return {each.name: each for each in found}
 
 
 def doublings(name: str, values: Sequence[float]) -> Axis:
@@ -508,24 +493,15 @@ def _quantity(
     file: StudyFile, name: str, groups: Sequence[SeedGroup]
 ) -> tuple[str, Callable[[SeedGroup], Estimate]]:
     """Return the label of the y axis, and the function from a point to its value."""
-    scale, unit = units.time_unit(median(group.time_s.value for group in groups))
-    table: dict[str, tuple[str, Callable[[SeedGroup], Estimate]]] = {
-        "time": (f"time / {unit}", lambda g: g.time_s.scaled(1 / scale)),
-    }
-    if file.scaling == THROUGHPUT:
-        rate, of_point = throughput(file)
-        table[THROUGHPUT] = f"throughput / ({rate})", of_point
-    else:
-        table["speedup"] = "speed-up", lambda g: g.speedup
-        table["efficiency"] = "efficiency / %", lambda g: g.efficiency.scaled(100)
+    table = {key: (each.axis, each.value) for key, each in _known(file, groups).items()}
     for outcome, (kind, _, of) in OUTCOMES.items():
         if kind is not str and any(isfinite(g.mean(outcome)) for g in groups):
             said_as = CALLED.get(outcome, outcome.removesuffix("_s").replace("_", " "))
             label = said_as if of == "1" else f"{said_as} / {of}"
-            table[outcome] = label, lambda g, outcome=outcome: g.exact(outcome)  # type: ignore[misc]
+            table[outcome] = label, partial(SeedGroup.exact, name=outcome)
     for metric, row in file.metrics.items():
         label = metric if row["unit"] == "1" else f"{metric} / {row['unit']}"
-        table[metric] = label, lambda g, metric=metric: g.metric(metric)  # type: ignore[misc]
+        table[metric] = label, partial(SeedGroup.metric, name=metric)
     if name not in table:
         raise ReportError(f"--y {name}: is not measured in this study: {suggest(name, table)}")
     return table[name]

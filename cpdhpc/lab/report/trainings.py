@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan, nan
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from ... import store
 from ...config import difference, keys_of, value_of
 from ...formats import wire_format
-from ..study_data import Array
+from ..study_data import Array, grouped
 from ..study_data.study_file import ReportError, StudyFile, check_arrays
 from . import units
 from .figures import BLACK, IDEAL, Axis, Chart, Map, Panel, Series, Style, styles
@@ -101,6 +102,11 @@ class RunGroup:
     found: int
 
     @property
+    def measure(self) -> Score:
+        """The score of the first run."""
+        return self.runs[0].measure
+
+    @property
     def compressed(self) -> bool:
         """Whether gradients travel in fewer bits than float32."""
         return bool(value_of(self.runs[0].attributes["toml"], "gradient.aggregator") != "none")
@@ -164,9 +170,7 @@ def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
     Names without a complete run are left out. Raises ReportError if runs of one name differ
     in more than the seed and what they record.
     """
-    by_name: dict[str, list[Run]] = {}
-    for run in runs:
-        by_name.setdefault(run.name, []).append(run)
+    by_name = grouped(runs, lambda run: run.name)
     for same in by_name.values():
         _check_alike(same)
     groups = [
@@ -206,10 +210,8 @@ def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> 
 
     what: of LAYER_SHARES; observed: the panel's name and the map, means over seeds
     """
-    drawn: dict[str, list[Map]] = {}
-    for name, each in observed:
-        if each.values.size and np.nan_to_num(each.values).max() >= LEAST:
-            drawn.setdefault(name, []).append(each)
+    drawn = [(name, m) for name, m in observed if np.nan_to_num(m.values).max(initial=0) >= LEAST]
+    panels = {name: [m for _, m in some] for name, some in grouped(drawn, itemgetter(0)).items()}
     return [
         Chart(
             f"{what}_{panel}".replace(" ", "_").strip("_"),
@@ -223,7 +225,7 @@ def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> 
             maps,
             colours=f"{what} / %",
         )
-        for panel, maps in drawn.items()
+        for panel, maps in panels.items()
     ]
 
 
@@ -273,21 +275,17 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     )
 
 
-def _scored(measure: Score) -> str:
-    return f"{measure.column}, loss in {measure.loss_unit or 'no unit'}"
-
-
 def _measure(groups: Sequence[RunGroup]) -> Score:
     """Return the score of all runs. Raises ReportError if it is not the same."""
-    found = {group.name: group.runs[0].measure for group in groups}
-    (name, first), *others = found.items()
-    for other, measure in others:
-        if measure != first:
-            raise ReportError(
-                f"{name} has {_scored(first)} and {other} {_scored(measure)}: "
-                "runs of one report must have one metric and loss"
-            )
-    return first
+    first, other = groups[0], next((g for g in groups if g.measure != groups[0].measure), None)
+    if other is not None:
+        one, two = (f"{m.column}, loss in {m.loss_unit or 'no unit'}"
+                    for m in (first.measure, other.measure))  # fmt: skip
+        raise ReportError(
+            f"{first.name} has {one} and {other.name} {two}: "
+            "runs of one report must have one metric and loss"
+        )
+    return first.measure
 
 
 def table(groups: Sequence[RunGroup]) -> Table:
@@ -340,8 +338,7 @@ def table(groups: Sequence[RunGroup]) -> Table:
 
 
 def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:
-    first = group.runs[0]
-    measure = first.measure
+    first, measure = group.runs[0], group.measure
     return Trained(
         "",
         group.name,
@@ -541,15 +538,20 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
     ]
     if ALGORITHM in names and decided(ALGORITHM, [ACCUMULATE], of):
         names.remove(ALGORITHM)
-    lines: dict[str, dict[int, list[tuple[SeedGroup, float]]]] = {}
-    for group in sent:
-        below = group.mean("accuracy") - float32[but_for_gradient(group.factors)].mean("accuracy")
+
+    def named(group: SeedGroup) -> str:
         unscaled = {SCALING: "unscaled"} if group.factors.get(SCALING) == "none" else {}
-        line = lines.setdefault(label({**group.factors, **unscaled}, names), {})
-        line.setdefault(int(group.factors[BATCH]), []).append((group, below))
+        return label({**group.factors, **unscaled}, names)
+
+    def above(group: SeedGroup) -> float:
+        return group.mean("accuracy") - float32[but_for_gradient(group.factors)].mean("accuracy")
+
     found = {
-        name: {batch: needed(each, tolerance) for batch, each in line.items()}
-        for name, line in lines.items()
+        name: {
+            batch: needed([(g, above(g)) for g in some], tolerance)
+            for batch, some in grouped(line, lambda g: int(g.factors[BATCH])).items()
+        }
+        for name, line in grouped(sent, named).items()
     }
     base = {int(group.factors[BATCH]): group.mean("accuracy") for group in float32.values()}
     return [_section(found, batches, base, tolerance)]

@@ -332,7 +332,9 @@ class StagedUpdate(AnyUpdate):
             if values := sum(each.values for each in some):
                 violations[cut] = fsum(each.violation for each in some) / values
         time_ns = [max(process[phase] for process, _ in everyone) for phase in WINDOW_PHASES]
-        self.record.window(window.first, violations, np.array(time_ns), busy_ns.max(axis=2))
+        row = {"iteration": window.first, "violation": violations}
+        times = {"time_s": np.array(time_ns) / 1e9, "busy_time_s": busy_ns.max(axis=2) / 1e9}
+        self.record.add("windows", row | times)
 
     def observe(self) -> Layers:
         """Return the aggregator's telemetry of each layer. Collective. See record.observe."""
