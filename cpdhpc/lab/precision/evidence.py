@@ -244,8 +244,9 @@ class Evidence:
             (known,) = np.nonzero(~np.isnan(of["error"][i]))
             order = known[np.argsort(of["error"][i][known], kind="stable")]
             sizes = parameters["values"][parameters["place"] == i]
-            rows = (each.tolist() for each in (of["format"][order], of["error"][i][order]))
-            places.append(Place(name, tuple(sizes.tolist()), low, high, *map(tuple, rows), tensor))
+            formats, errors = of["format"][order].tolist(), of["error"][i][order].tolist()
+            of_place = low, high, tuple(formats), tuple(errors), tensor
+            places.append(Place(name, tuple(sizes.tolist()), *of_place))
         rows = [
             Trial(
                 tuple(trials["format"][i].tolist()),

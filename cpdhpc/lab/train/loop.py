@@ -299,7 +299,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
         "time_s": told.time_ns / 1e9,
         "wire_bytes": np.pad(told.wire_bytes, (0, former)),
     }
-    training.record.add("steps", row | training.controller.telemetry())
+    training.record.add("steps", {**row, **training.controller.telemetry()})
     if iteration in job.train.record_gradients and done.mean is not None:
         training.save_gradients()
     every, interval = job.train.telemetry_every, training.update.interval

@@ -161,7 +161,7 @@ class Record:
     ) -> None:
         self.ranks, self.layers, self.stages = ranks, list(layers), stages
         loss = loss or CrossEntropy()
-        scores = {metric.column: metric.long_name for metric in metrics}
+        self.scores = scores = {metric.column: metric.long_name for metric in metrics}
         first = dict([*scores.items()][:1])
         if copies:
             scores |= {f"{name}{FGSM}": f"{what}, of copies" for name, what in first.items()}
