@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -14,7 +13,7 @@ from pydantic import Field
 
 from ...config import Section as ConfigSection
 from ...config import difference, read_toml, validate
-from ..study_data.study_file import WALL, Point, ReportError, StudyFile
+from ..study_data.study_file import WALL, Point, ReportError, StudyFile, table_of
 from . import units
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
@@ -198,14 +197,9 @@ def _values(file: StudyFile) -> dict[str, str]:
 def _flat(environment: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in environment.items():
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = None
-        inner = parsed if isinstance(parsed, dict) else {}
-        found |= {f"{name}: {key}": str(item) for key, item in inner.items()}
-        if not isinstance(parsed, dict):
-            found[name] = value
+        inner = table_of(value)
+        whole = {name: value} if inner is None else {}
+        found |= whole | {f"{name}: {key}": str(item) for key, item in (inner or {}).items()}
     return found
 
 

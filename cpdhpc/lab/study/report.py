@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +52,7 @@ from ..study_data.study_file import (
     StudyFile,
     check_arrays,
     read_result,
+    table_of,
 )
 from .cases import expand
 from .folder import Folder
@@ -144,13 +144,8 @@ def _environments(file: StudyFile) -> list[Table]:
 
 def _plain(value: str) -> str:
     """Return JSON tables as text."""
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        return value
-    if isinstance(parsed, dict):
-        return ", ".join(f"{key} {item}" for key, item in parsed.items())
-    return value
+    table = table_of(value)
+    return value if table is None else ", ".join(f"{key} {item}" for key, item in table.items())
 
 
 SHARED = "ranks share cores"  # begins the placement of such ranks; see world.cores

@@ -325,6 +325,15 @@ def check_arrays(
                 raise ReportError(f"{path}: has no /{group}/{name}: {otherwise}")
 
 
+def table_of(value: str) -> dict[str, Any] | None:
+    """Return a value of an environment that is a table in JSON, None for other text."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _points(groups: Groups, missing: int) -> list[Point]:
     samples, summary = groups["samples"], groups["summary"]
     count = len(samples["case_id"])

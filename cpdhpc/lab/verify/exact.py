@@ -45,6 +45,7 @@ from .outcomes import (
     KEY,
     OFFSET,
     OnGpu,
+    Recorded,
     differing,
     of_codes,
     of_passes,
@@ -228,10 +229,13 @@ def passes(place: Place) -> Found:
     found, (ops, there, here) = Found(), _there(place)
     for n in place.of((1, 33, 9001), (1, 7, 33, 1025, 9001, 60_000)):
         wanted = of_passes(reference, n, np.copy, np.asarray)
-        got = of_passes(ops, n, there, here)
-        for mine, its in zip(got, wanted, strict=True):
-            found.compare(f"{mine[0]} of {n} values", mine == its, n)
+        _compare_all(found, n, of_passes(ops, n, there, here), wanted)
     return found
+
+
+def _compare_all(found: Found, n: int, got: Recorded, wanted: Recorded) -> None:
+    for mine, its in zip(got, wanted, strict=True):
+        found.compare(f"{mine[0]} of {n} values", mine == its, n)
 
 
 def selection(place: Place) -> Found:
@@ -241,9 +245,7 @@ def selection(place: Place) -> Found:
         x = values(n, seed)
         x = np.round(x) if seed % 2 else x  # with ties
         wanted = of_selection(reference, x, np.copy, np.asarray)
-        got = of_selection(ops, x, there, here)
-        for mine, its in zip(got, wanted, strict=True):
-            found.compare(f"{mine[0]} of {n} values", mine == its, n)
+        _compare_all(found, n, of_selection(ops, x, there, here), wanted)
     return found
 
 

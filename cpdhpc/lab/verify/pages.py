@@ -27,13 +27,14 @@ def verify_report(results: Results) -> Report:
                for r in slow]  # fmt: skip
     attributes = [[name.replace("_", " "), str(results.attributes.get(name, ""))]
                   for name in SHOWN_ATTRIBUTES]  # fmt: skip
+    facts = Table("What is there", words("", ""), [[*each] for each in results.facts.items()])
     return Report(
         results.title,
         [("verdict", results.verdict), ("where", str(results.attributes.get("hosts", "")))],
         [
             Section("Checks", tables=[_checks(results.rows)], charts=_coverage(results)),
             Section("Speed", [SPEED], [_ratios(results.ratios)], _speeds([results], [""])),
-            Section("What is there", tables=[_facts(results)], charts=_links(results)),
+            Section("What is there", tables=[facts], charts=_links(results)),
         ],
         listed,
         rules=[
@@ -64,13 +65,12 @@ def _outcome(row: Row) -> str:
 
 def _checks(rows: Sequence[Row]) -> Table:
     columns = [
-        *(Column(name, of, numbers=False) for name, of in (
-            ("check", lambda r: r.name), ("result", lambda r: r.status),
-        )),
+        Column[Row]("check", lambda r: r.name, numbers=False),
+        Column[Row]("result", lambda r: r.status, numbers=False),
         Column[Row]("comparisons", lambda r: f"{r.counted:,}" if r.counted else units.NONE),
         Column[Row]("time", lambda r: units.time(r.time_s)),
         Column[Row]("what, or what is wrong", _outcome, numbers=False),
-    ]  # fmt: skip
+    ]
     return tabulate("Checks", columns, rows)
 
 
@@ -104,10 +104,6 @@ def _ratios(ratios: Sequence[Ratio]) -> Table:
         Column[Ratio]("if not", lambda r: "" if r.expected else r.advice, numbers=False),
     ]
     return tabulate("Speeds", columns, ratios)
-
-
-def _facts(results: Results) -> Table:
-    return Table("What is there", words("", ""), [[*each] for each in results.facts.items()])
 
 
 SHORT_S = 0.01  # shorter checks are drawn there
@@ -195,17 +191,9 @@ def _links(results: Results) -> list[Chart]:
         size = Axis("message", "size", ticks=sizes.tolist())
         panels: list[Panel | Map] = [Panel("", size, Axis("time, µs", "log"), series)]
         caption = "Half of the time of a message there and back, medians."
-        charts.append(
-            Chart(
-                f"{name} by size".replace(" ", "_"),
-                f"Messages: {name}",
-                [],
-                caption,
-                panels,
-                columns=1,
-                scale=(1.5, 1.2),
-            )
-        )
+        file = f"{name} by size".replace(" ", "_")
+        chart = Chart(file, f"Messages: {name}", [], caption, panels, 1, scale=(1.5, 1.2))
+        charts.append(chart)
         if len(pairs) > 1:
             charts.append(_rates(name, pairs, sizes, times_s))
     return charts
