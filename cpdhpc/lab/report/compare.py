@@ -21,7 +21,6 @@ from .scaling import condition
 from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 
 Verdict = Literal["slower", "faster", "unknown", "alike"]
-VERDICTS: tuple[Verdict, ...] = ("slower", "faster", "unknown", "alike")
 COMPUTED = ("error", "wire_bytes", "payload_bytes", "accuracy", "loss")  # not sampled
 
 
@@ -215,24 +214,18 @@ def asked(comparison: Comparison) -> list[str]:
 MOST = 50  # rows of the figure
 FIRST = 3  # slower points that the last line names
 ROW = 0.2  # height of one, inches
-STYLES: dict[Verdict, Style] = {
-    "slower": Style("#b3204d", ">"),
-    "faster": Style("#63b8ee", "<"),
-    "unknown": Style("#000000", "x"),
-    "alike": Style("#b9bec5", "o"),
-}
-SAID: dict[Verdict, str] = {
-    "slower": "slower",
-    "faster": "faster",
-    "unknown": "no interval: too few repeats",
-    "alike": "no change beyond the intervals",
+LOOKS: dict[Verdict, tuple[str, Style]] = {  # in words, and in the figure
+    "slower": ("slower", Style("#b3204d", ">")),
+    "faster": ("faster", Style("#63b8ee", "<")),
+    "unknown": ("no interval: too few repeats", Style("#000000", "x")),
+    "alike": ("no change beyond the intervals", Style("#b9bec5", "o")),
 }
 NOT_JUDGED = "shown only"
 
 
 def compare_report(comparison: Comparison) -> Report:
     before, after = comparison.before, comparison.after
-    counts = {verdict: len(comparison.having(verdict)) for verdict in VERDICTS}
+    counts = [(words, str(len(comparison.having(each)))) for each, (words, _) in LOOKS.items()]
     points = len(comparison.changes)
     has_metrics = any(change.metric for change in comparison.changes)
     chance = f"{points * (1 - before.level):.2g}"
@@ -257,7 +250,7 @@ def compare_report(comparison: Comparison) -> Report:
             ("A", f"{before.path}, {before.attributes.get('date', '')}"),
             ("B", f"{after.path}, {after.attributes.get('date', '')}"),
             ("points in both", str(points)),
-            *((SAID[verdict], str(count)) for verdict, count in counts.items()),
+            *counts,
         ],
         [
             Section("Changes", notes, [_table(comparison)], [_chart(comparison)]),
@@ -295,11 +288,11 @@ def _table(comparison: Comparison) -> Table:
         ),
         Column(
             "",
-            lambda change: NOT_JUDGED if change.metric == WALL else SAID[change.verdict],
+            lambda change: NOT_JUDGED if change.metric == WALL else LOOKS[change.verdict][0],
             numbers=False,
         ),
     ]
-    ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)]
+    ordered = [change for verdict in LOOKS for change in comparison.having(verdict)]
     return tabulate("Times of B by times of A", columns, [*ordered, *comparison.shown])
 
 
@@ -338,9 +331,9 @@ def verdict(comparison: Comparison) -> str:
 
 def _chart(comparison: Comparison) -> Chart:
     names = _names(comparison)
-    ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)][:MOST]
+    ordered = [change for verdict in LOOKS for change in comparison.having(verdict)][:MOST]
     ordered.sort(key=lambda change: -change.times.value)
-    series = [_series(ordered, verdict) for verdict in VERDICTS]
+    series = [_series(ordered, verdict) for verdict in LOOKS]
     series.append(Series("", IDEAL, [1, 1], [-0.6, len(ordered) - 0.4]))
     left = len(comparison.changes) - len(ordered)
     note = f"Ratio of medians; bars: {comparison.before.percent} CI."
@@ -362,8 +355,7 @@ def _series(ordered: Sequence[Change], verdict: Verdict) -> Series:
     rows = [i for i, change in enumerate(ordered) if change.verdict == verdict]
     times = [ordered[i].times for i in rows]
     return Series(
-        SAID[verdict],
-        STYLES[verdict],
+        *LOOKS[verdict],
         [each.value for each in times],
         [float(row) for row in rows],
         join="none",
