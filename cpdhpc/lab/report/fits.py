@@ -612,11 +612,8 @@ class Score:
 
     def told(self, values: Array) -> units.Cell:
         """Return the mean, and the standard deviation if there are several values."""
-        if self.unit:
-            return units.with_deviation(values)
-        mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else float("nan")
-        text = f"{mean:.4g}" + (f" ± {deviation:.2g}" if len(values) > 1 else "")
-        return units.Cell(text, value=mean, deviation=deviation)
+        forms = () if self.unit else (".4g", ".2g")
+        return units.with_deviation(values, *forms)
 
     def difference(self, value: float) -> units.Cell:
         return units.signed(value) if self.unit else units.Cell(f"{value:+.3g}", value=value)

@@ -76,12 +76,6 @@ class Run:
         return float(self.steps["wire_bytes"].mean())
 
     @property
-    def step_times_s(self) -> Array:
-        """float64[iterations], time of each step, all phases together."""
-        total: Array = self.steps["time_s"].sum(1)
-        return total
-
-    @property
     def underflow_share(self) -> float:
         """Share of the non-zero gradient values observed that became zero on the wire.
 
@@ -140,7 +134,8 @@ class RunGroup:
     @property
     def step_time_ms(self) -> float:
         """Median time of a step, over all steps of all runs."""
-        return 1e3 * float(np.median(np.concatenate([run.step_times_s for run in self.runs])))
+        times_s = [run.steps["time_s"].sum(1) for run in self.runs]  # of all phases
+        return 1e3 * float(np.median(np.concatenate(times_s)))
 
 
 NEEDED = {  # of a record, which a damaged one may lack
@@ -227,11 +222,6 @@ def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> 
         )
         for panel, maps in panels.items()
     ]
-
-
-def layer_map(name: str, iterations: Array, layers: Sequence[str], values: Array) -> Map:
-    """Return a training's map. iterations: int64[samples]; values: float64[layers, samples], %."""
-    return Map(name, Axis("iteration"), Axis(""), iterations, layers, values)
 
 
 TITLE = "Training runs"
@@ -357,7 +347,8 @@ def _observed(group: RunGroup) -> tuple[str, Map]:
     first = group.runs[0].layers
     shares = np.mean([run.layers["underflow_share"] for run in group.runs], axis=0)
     names = [str(name) for name in first["layer"]]
-    return "", layer_map(group.name, first["iteration"], names, 100 * shares.T)
+    axes = Axis("iteration"), Axis("")
+    return "", Map(group.name, *axes, first["iteration"], names, 100 * shares.T)
 
 
 def overview(charts: Sequence[Chart]) -> Chart:

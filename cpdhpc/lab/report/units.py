@@ -112,10 +112,13 @@ def size(value: float) -> Cell:
     return Cell(text, value_bytes=value)
 
 
-def with_deviation(values: npt.NDArray[np.float64]) -> Cell:
-    """Return the mean, and the sample standard deviation if there are several values."""
+def with_deviation(values: npt.NDArray[np.float64], form: str = ".2f", of: str = ".2f") -> Cell:
+    """Return the mean, and the sample standard deviation if there are several values.
+
+    form, of: formats of the two
+    """
     mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else float("nan")
-    text = f"{mean:.2f}" + (f" ± {deviation:.2f}" if len(values) > 1 else "")
+    text = f"{mean:{form}}" + (f" ± {deviation:{of}}" if len(values) > 1 else "")
     return Cell(text, value=mean, deviation=deviation)
 
 

@@ -104,11 +104,6 @@ class Graph:
             return [(rank - (1 << phase)) % self.ranks]
         return sorted(STATIC[self.name](rank, self.ranks))
 
-    @property
-    def most_sources(self) -> int:
-        """The largest number of ranks that any hears in a phase."""
-        return max(len(self.sources(rank)) for rank in range(self.ranks))
-
 
 class Gossip(OwnModels):
     """Sends each rank's next parameters to its neighbours, and adds a share of the differences.
@@ -135,7 +130,7 @@ class Gossip(OwnModels):
         ranks, phases = reducer.world.hosted, range(graph.phases)
         self._heard = [[graph.sources(rank, phase) for rank in ranks] for phase in phases]
         self._told = [[graph.targets(rank, phase) for rank in ranks] for phase in phases]
-        self._slots = 1 + graph.most_sources
+        self._slots = 1 + max(len(graph.sources(rank)) for rank in range(graph.ranks))
         self.packed = packed_wire(wire, "update")
         super().__init__(model, optimizer, reducer, 1 if self.packed is None else TILE)
 

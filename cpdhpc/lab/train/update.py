@@ -254,8 +254,13 @@ class OwnModels(Update):
 
         Meanwhile the optimiser has no state, as it would belong to no rank.
         """
+        from ...torch.buffers import Survey
+
         if next(self.model.buffers(), None) is not None:
-            self._average_buffers()
+            for hosted in range(self.world.virtual_ranks):
+                self._load_buffers(hosted)
+                self._buffers.keep(hosted)
+            self._buffers.share(Survey(self.model).buffers, [True] * self.world.processes)
         mean = self.mean()
         self.consensus_distance = self._distance(mean)
         self._load_parameters(mean)
@@ -265,14 +270,6 @@ class OwnModels(Update):
             yield
         finally:
             self.optimizer.state = here
-
-    def _average_buffers(self) -> None:
-        from ...torch.buffers import Survey
-
-        for hosted in range(self.world.virtual_ranks):
-            self._load_buffers(hosted)
-            self._buffers.keep(hosted)
-        self._buffers.share(Survey(self.model).buffers, [True] * self.world.processes)
 
     def note(self) -> None:
         """Copy the optimiser's per-rank data into state. See Update.note."""
@@ -289,6 +286,8 @@ class OwnModels(Update):
 
         Data that is the same on all ranks stays. See Update.resumed.
         """
+        import torch
+
         if former_ranks != self.world.ranks:
             shared = [(k, e) for k, e in self.state if e.redistribution is None]
             self.state = State(self.world.hosted, self.world.ranks)
@@ -300,18 +299,13 @@ class OwnModels(Update):
                 "of their models, and with new momentum"
             )
         self._playing = None
-        self._take_moments()
-        return ""
-
-    def _take_moments(self) -> None:
-        import torch
-
         parameters = dict(zip(self.bucket.names, self.reducer.parameters, strict=True))
         for (layer, name), entry in self.state:
             if name.startswith(MOMENTS):
                 for moments, row in zip(self._moments, entry.array, strict=True):
                     tensor = torch.from_numpy(np.array(row))
                     moments[parameters[layer]][name.removeprefix(MOMENTS)] = tensor
+        return ""
 
 
 class OwnModelsRule(UpdateRule):
