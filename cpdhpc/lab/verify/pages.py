@@ -10,6 +10,7 @@ import numpy as np
 from ..report import units
 from ..report.figures import BOUND, Axis, Chart, Map, Panel, Series, styles
 from ..report.tables import Column, Listed, Report, Section, Table, tabulate, words
+from ..study_data import grouped
 from .base import Array, Ratio
 from .results import NOT_RUN, Results, Row, read
 
@@ -135,13 +136,9 @@ def _coverage(results: Results) -> list[Chart]:
 
 def _speeds(several: Sequence[Results], names: Sequence[str]) -> list[Chart]:
     """Return ratios, a row for each, with the least that is expected; names: of machines."""
-    rows = list(dict.fromkeys(_key(r) for each in several for r in each.ratios))
-    if not rows:
-        return []
     known = {_key(r): r for each in several for r in each.ratios}
     charts = []
-    for beside in dict.fromkeys(key[1] for key in rows):
-        keys = [key for key in rows if key[1] == beside]
+    for beside, keys in grouped(known, lambda key: key[1]).items():
         series = [
             Series(name or "measured", style, *_values(each, keys), join="none")
             for each, name, style in zip(several, names, styles(names).values(), strict=True)
