@@ -119,14 +119,12 @@ class LastLayer(SampleGradients):
         return weight if self.layer.bias is None else torch.cat([weight, e.sum(1)], 1)
 
     def products(self, some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Return the inner products of the gradients of rows. See SampleGradients.products."""
         if not self.factors:
             return some @ others.T
         at = self.layer.out_features
         return (some[:, :at] @ others[:, :at].T) * (some[:, at:] @ others[:, at:].T)
 
     def squares(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the squared lengths of the gradients of rows. See SampleGradients.squares."""
         if not self.factors:
             return super().squares(rows)
         e, h = rows[:, : self.layer.out_features], rows[:, self.layer.out_features :]

@@ -87,8 +87,9 @@ def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
     _check(files)
     rows = _rows(files, metric)
     unit = "s" if metric == TIME else ""
-    names = varying([dict(factors) for factors in rows], ("nodes", "ppn"))
-    shown = {label(dict(f), names) or "the point": stages for f, stages in rows.items()}
+    factors = {frozenset(p.factors.items()): p.factors for file in files for p in file.points}
+    names = varying([*factors.values()], ("nodes", "ppn"))
+    shown = {label(factors[key], names) or "the point": stages for key, stages in rows.items()}
     heads = _heads(files)
     last = {name: stages[-1] for name, stages in shown.items()}
     slower = [name for name, each in last.items() if each.by.low > 1]

@@ -379,7 +379,8 @@ class Layout:
         baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
         known = dict(zip(baselines, LIBRARIES, strict=False))
         names = [label(each, lines) for each in factors if not is_baseline(each)]
-        return cls(panels, lines, styles([*names, *(baselines.keys() - known)]) | known, free)
+        names += [name for name in baselines if name not in known]
+        return cls(panels, lines, styles(names) | known, free)
 
     def series(self, groups: Iterable[SeedGroup]) -> list[list[SeedGroup]]:
         """Return points that differ only in free factors, in order of ranks and work."""

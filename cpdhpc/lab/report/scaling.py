@@ -396,9 +396,15 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
     for option, names in (("--x", [x]), ("--by", choice.by), ("--panel", choice.panel)):
         _check(option, names, factors)
     there = [group for group in groups if x in group.factors]
+    names = [] if is_number(x, factors) else [str(group.factors[x]) for group in there]
+    names = list(dict.fromkeys(names))
+
+    def place(group: SeedGroup) -> float:
+        found = group.factors[x]
+        return float(names.index(str(found)) if names else found)
+
     layout = _layout(file, there, choice, x)
-    alike = [sorted(each, key=lambda g: _order(g, x)) for each in layout.series(there)]
-    panels = layout.arrange(alike, without=[x])
+    panels = layout.arrange((sorted(s, key=place) for s in layout.series(there)), without=[x])
     widest = max(len(lines) for lines in panels.lines.values())
     if widest > MOST:
         raise ReportError(
@@ -409,43 +415,24 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
     bars = any(isfinite(value(group).low) for group in there)
     of = choice.y if choice.y in file.metrics else file.times
     notes = [f"Medians of {of}{f'; bars: {file.percent} CI' * bars}."]
-    if (
-        choice.y in OUTCOMES.keys() - file.metrics.keys()
-    ):  # counted or computed, without an interval
-        notes = ["Means over seeds."] if any(len(group.points) > 1 for group in there) else []
-    names = [] if is_number(x, factors) else [str(group.factors[x]) for group in there]
-    places = list(dict.fromkeys(names))
-
-    def place(group: SeedGroup) -> float:
-        found = group.factors[x]
-        return float(places.index(str(found)) if places else found)
-
-    def series(lines: Sequence[Line]) -> list[Series]:
+    if choice.y in OUTCOMES and choice.y not in file.metrics:  # counted, without an interval
+        notes = ["Means over seeds."] * any(len(group.points) > 1 for group in there)
+    join: Join = "none" if names else "guide" if x in SHAPE else "line"
+    series = {}
+    for title, lines in panels.lines.items():
         beside = [side_by_side(i, len(lines)) if x in SHAPE else 1.0 for i in range(len(lines))]
-        join: Join = "none" if places else "guide" if x in SHAPE else "line"
-        return [
-            drawn(line, place, value, join, shift)
-            for line, shift in zip(lines, beside, strict=True)
-        ]
-
-    what = y.partition(" / ")[0]
-    return Section(
-        "Chosen",
-        charts=[
-            Chart(
-                f"{choice.y or 'time'}_by_{x}".replace(".", "_"),
-                f"{file.name}: {what} by {heading(x)}",
-                notes,
-                f"{what.capitalize()} by {heading(x)}.",
-                panels_with(
-                    {title: series(lines) for title, lines in panels.lines.items()},
-                    _axis(x, sorted({place(group) for group in there}), places),
-                    lambda values: spread(y, values, "log", 10),
-                ),
-                panels.columns,
-            )
-        ],
+        pairs = zip(lines, beside, strict=True)
+        series[title] = [drawn(line, place, value, join, shift) for line, shift in pairs]
+    what, places = y.partition(" / ")[0], sorted({place(group) for group in there})
+    chart = Chart(
+        f"{choice.y or 'time'}_by_{x}".replace(".", "_"),
+        f"{file.name}: {what} by {heading(x)}",
+        notes,
+        f"{what.capitalize()} by {heading(x)}.",
+        panels_with(series, _axis(x, places, names), partial(spread, y, scale="log", apart=10)),
+        panels.columns,
     )
+    return Section("Chosen", charts=[chart])
 
 
 def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str) -> Layout:
@@ -471,11 +458,6 @@ def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str
     lines = [*choice.by, *to_lines]
     panels = [*choice.panel, *(n for n in left if n not in to_lines)]
     return Layout.named(panels, lines, {*free, *SHAPE} - {*panels, *lines}, factors)
-
-
-def _order(group: SeedGroup, x: str) -> float:
-    value = group.factors.get(x, 0)
-    return 0.0 if isinstance(value, str) else float(value)
 
 
 def _axis(x: str, places: Sequence[float], names: Sequence[str]) -> Axis:

@@ -54,7 +54,7 @@ from ..study_data.study_file import (
     read_result,
     table_of,
 )
-from .cases import expand
+from .cases import check_factors, expand
 from .folder import Folder
 from .spec import Study
 
@@ -157,6 +157,7 @@ def _missing(file: StudyFile, is_chosen: Callable[[Factors], bool]) -> list[List
         return []  # it has no further cases
     try:
         study = validate(Study, dict(file.toml), str(file.path))
+        check_factors(study, str(file.path))
         found = expand(study)
     except UserError as error:
         count = units.count(int(file.attributes.get("missing", 0)), "case")

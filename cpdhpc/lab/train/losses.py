@@ -262,8 +262,6 @@ class Accuracy(Metric):
     name: Literal["accuracy"] = "accuracy"
 
     def build(self) -> MetricFunction:
-        """Return a function that is 1 for right targets. See Metric.build."""
-
         def right(outputs: Tensor, targets: Tensor) -> Tensor:
             _check_classes("metric: accuracy", outputs, targets)
             return outputs.argmax(1) == targets

@@ -226,14 +226,12 @@ class OwnModels(Update):
             each.copy_(values)
 
     def begin(self, hosted: int) -> None:
-        """Make the model that of a hosted rank. See Update.begin."""
         if self._playing != hosted:
             self._load_parameters(self.parameters[hosted])
             self._load_buffers(hosted)
             self._playing = hosted
 
     def keep(self, hosted: int) -> None:
-        """Store p.grad, and the buffers after forward. See Update.keep."""
         self.reducer.stash(hosted)
         self._store_buffers(hosted)
 
@@ -272,7 +270,6 @@ class OwnModels(Update):
             self.optimizer.state = here
 
     def note(self) -> None:
-        """Copy the optimiser's per-rank data into state. See Update.note."""
         names = dict(zip(self.reducer.parameters, self.bucket.names, strict=True))
         for parameter, first in self._moments[0].items():
             for name, tensor in first.items():
