@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from test_mpi_updates import quiet, together  # noqa: F401
+from test_mpi_updates import together
 from training import run_job, small_job
 
 from cpdhpc import store
