@@ -35,17 +35,19 @@ class Variable:
     """An array with named dimensions, as in netCDF and xarray.
 
     A variable whose only dimension has its own name labels that dimension.
+    data: an array, or values of which one is made
     notes: its further attributes, for example CF's flag_values
     Raises ValueError for float16 and bool, which netCDF4 readers cannot read.
     """
 
     dims: tuple[str, ...]
-    data: Array
+    data: Any
     long_name: str
     units: str = "1"
     notes: Attributes = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", np.asarray(self.data))
         if self.data.dtype in (np.float16, np.bool_):
             raise ValueError(
                 f"Variable: {self.long_name}: dtype={self.data.dtype}: netCDF4 has none"

@@ -33,7 +33,7 @@ def trained(directory: Path, ranks: int, **tables: Any) -> Training:
 
 
 def curve(training: Training) -> list[tuple[float, ...]]:
-    return [row[1:-1] for row in training.record.rows["epochs"]]
+    return [tuple(row.values())[1:-1] for row in training.record.rows["epochs"]]
 
 
 def write_cifar(directory: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -78,9 +78,10 @@ FAT = CPU | {"partition": "fat", "nodes": 2, "cores_per_node": 64, "max_time_min
 def test_a_cluster_is_written_down(
     partition: str | None, wanted: dict[str, Any], notes: list[str], cluster: Path
 ) -> None:
-    text = discover(partition).toml()
+    text = discover(partition)
     for note in notes:
         assert note in text, text
+    assert ("no limit of time" in text) == (wanted["max_time_min"] is None)
     path = cluster / "mine.toml"
     path.write_text(text)
     assert load_site(path) == Site(name="mine", **wanted)
@@ -91,7 +92,7 @@ def test_what_is_not_known_is_a_comment(cluster: Path, monkeypatch: pytest.Monke
         write(cluster, name, "echo 'slurm_load: Unable to contact' >&2; exit 1")
     write(cluster, "scontrol", f'[ "$2" != config ] || exit 1\n{SCONTROL}')
     monkeypatch.delenv("LOADEDMODULES")
-    text = discover().toml()
+    text = discover()
     for key in ("account", "qos", "max_array", "launcher", "modules"):
         assert f"\n# {key}: " in text and f"\n{key} = " not in text, key
     path = cluster / "mine.toml"
@@ -101,9 +102,9 @@ def test_what_is_not_known_is_a_comment(cluster: Path, monkeypatch: pytest.Monke
 
 def test_the_mpi_on_the_path_says_the_launcher(cluster: Path) -> None:
     write(cluster, "mpiexec", 'echo "HYDRA build details:"')
-    assert '\nlauncher = "mpiexec"\n' in discover().toml()
+    assert '\nlauncher = "mpiexec"\n' in discover()
     write(cluster, "mpirun", 'echo "mpirun (Open MPI) 5.0.8"')
-    assert '\nlauncher = "mpirun"\n' in discover().toml()
+    assert '\nlauncher = "mpirun"\n' in discover()
 
 
 def test_a_machine_without_slurm_is_written_down(

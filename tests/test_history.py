@@ -52,6 +52,21 @@ def test_a_change_is_seen_where_it_came(tmp_path: Path) -> None:
     assert chart.notes[-1].startswith("The 11 points that changed most; 29 more")
 
 
+def test_points_are_named_by_factors_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Not in that of a set, which differs from run to run."""
+    paths = [made(tmp_path, day) for day in (1, 2)]
+    for path in paths:
+        with h5py.File(path, "a") as file:
+            count = len(file["samples/case_id"])
+            for name in "abcdef":
+                values = [f"{name}{i % 2}" for i in range(count)]
+                file["samples"].create_dataset(
+                    f"word_{name}", data=values, dtype=h5py.string_dtype()
+                )
+    (table,) = history_report(load_history(paths)).tables
+    assert [row[0][-17:] for row in table.rows[:2]] == ["a0 b0 c0 d0 e0 f0", "a1 b1 c1 d1 e1 f1"]
+
+
 def test_an_outcome_over_days(tmp_path: Path) -> None:
     paths = [made(tmp_path, day) for day in (1, 2)]
     report = history_report(load_history(paths), "wire_bytes")

@@ -240,9 +240,10 @@ def test_a_third_partys_model_trains_stops_and_goes_on(job_file: Path, tmp_path:
     """With dropout, batch norm and augmentation by chance: the same bits at each end."""
     (job,) = load(job_file)
     whole = finish(theirs(job, Loopback(2), tmp_path / "whole"))
-    assert whole.record.rows["epochs"][-1][1] > 0.8  # two thirds are chance
+    score = [*whole.record.rows["epochs"][-1].values()][1]
+    assert score > 0.8  # two thirds are chance
     (row,) = table(run_groups([load_run(whole.files.record)])).rows
-    assert row[2] == f"{whole.record.rows['epochs'][-1][1]:.4g}"
+    assert row[2] == f"{score:.4g}"
     training = resumed(job, tmp_path / "parts")
     assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
     assert_same_records(training.files.record, whole.files.record)

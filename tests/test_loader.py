@@ -89,7 +89,7 @@ def test_batches_of_other_sizes_are_read_as_they_come(
     monkeypatch.setattr(BySchedule, "build", lambda self, settings: Growing(settings))
     assert issubclass(BySchedule, Control)
     runs = [trained(tmp_path / str(n), 2, loader={"workers": n})[0] for n in (0, 2)]
-    steps = [[row[:3] for row in each.record.rows["steps"]] for each in runs]
+    steps = [[[*row.values()][:3] for row in each.record.rows["steps"]] for each in runs]
     assert steps[0] == steps[1] and len({len(each) for each in steps}) == 1
     one, other = (model_bytes(each.files.checkpoint) for each in runs)
     assert one == other

@@ -172,7 +172,8 @@ def test_scales_that_are_no_powers_of_two_are_refused(scale: float) -> None:
 def test_records_of_older_files_have_no_scales() -> None:
     """Nor any other column that came later, which is unknown then."""
     record = Record(1, ["w"])
-    record.step(0, 4, 2.0, 0.1, 8.0, np.zeros(4), np.zeros(1), {})
+    row = {"iteration": 0, "samples": 4, "loss": 2.0, "learning_rate": 0.1, "loss_scale": 8.0}
+    record.add("steps", row | {"time_s": np.zeros(4), "wire_bytes": np.zeros(1)})
     groups = record.arrays()
     for name in ("loss_scale", "time_s", "samples"):
         del groups["steps"][name]

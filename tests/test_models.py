@@ -298,4 +298,4 @@ def test_models_learn_on_virtual_ranks(name: str, tmp_path: Path) -> None:
     training = trained(name, tmp_path)
     losses = training.record.arrays()["steps"]["loss"]
     assert losses[-5:].mean() < 0.8 * losses[:3].mean()
-    assert training.record.rows["epochs"][-1][1] > 0.25
+    assert [*training.record.rows["epochs"][-1].values()][1] > 0.25

@@ -42,3 +42,9 @@ def test_rates_that_optimizers_decide_have_no_panels_of_their_own(several: bool)
     rate = ["train.learning_rate"]
     assert sorted(layout.panels) == ["train.batch", *(rate if several else [])]
     assert sorted(layout.lines) == ["optimizer.name", *([] if several else rate)]
+
+
+def test_baselines_beyond_those_with_a_style_of_their_own_have_one_in_order() -> None:
+    factors = [{"operation": f"sum {i}", "algorithm": "mpi"} for i in range(9)]
+    layout = Layout.named([], ["operation"], (), factors)
+    assert [*layout.styles] == [f"sum {i}" for i in (4, 5, 6, 7, 8, 0, 1, 2, 3)]

@@ -23,7 +23,7 @@ from cpdhpc.lab.schedulers import SCHEDULERS, current
 from cpdhpc.lab.schedulers.base import JobState, NoAnswer, Refusal, SchedulerError
 from cpdhpc.lab.study import submit as module
 from cpdhpc.lab.study.folder import RECORD, Folder, Job, recorded
-from cpdhpc.lab.study.site import Site, load_site
+from cpdhpc.lab.study.site import Site
 from cpdhpc.lab.study.status import look
 from cpdhpc.lab.study.submit import cancel, submit, unfinished
 from cpdhpc.lab.study_data.study_file import write_result
@@ -225,25 +225,6 @@ def test_directives_that_the_scripts_see_to(name: str, directive: str, words: st
         Site(scheduler=name, directives=(directive,))
     good = {"pbs": "-m e", "lsf": "-N", "flux": "--exclusive"}[name]
     assert f" {good}\n" in array_of(Site(scheduler=name, directives=(good,)))
-
-
-@every(
-    ("text", "words"),
-    [
-        ("scheduler = 'pbs'\nqos = 'x'", "qos: PBS has none"),
-        ("scheduler = 'flux'\nreservation = 'x'", "reservation: Flux has none"),
-        ("scheduler = 'pbs'\nlauncher = 'srun-pmix'", "launcher='srun-pmix': "),
-        ("launcher = 'aprun -n {rank}'", "has the fields {ranks} and perhaps {ppn}"),
-        ("launcher = '{ranks}'", "begins with its program"),
-        ("launcher = 'aprun {ranks'", "braces are for fields"),
-    ],
-)
-def test_profiles_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_site(path)
-    assert words in str(caught.value)
 
 
 @every("name", list(SCHEDULERS))

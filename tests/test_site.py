@@ -33,6 +33,12 @@ pytestmark = pytest.mark.mpi_skip
         ("max_time_min = 3", "leaves no minute before the last grace_s=120 seconds"),
         ("nodes = 'many'", "nodes='many': should be a valid integer"),
         ("modules = [", "is not TOML"),
+        ("scheduler = 'pbs'\nqos = 'x'", "qos: PBS has none"),
+        ("scheduler = 'flux'\nreservation = 'x'", "reservation: Flux has none"),
+        ("scheduler = 'pbs'\nlauncher = 'srun-pmix'", "launcher='srun-pmix': "),
+        ("launcher = 'aprun -n {rank}'", "has the fields {ranks} and perhaps {ppn}"),
+        ("launcher = '{ranks}'", "begins with its program"),
+        ("launcher = 'aprun {ranks'", "braces are for fields"),
     ],
 )
 def test_profiles_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:

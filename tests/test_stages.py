@@ -37,7 +37,7 @@ def job_of(count: int, **changes: Any) -> Job:
 
 
 def losses(training: Training) -> list[float]:
-    return [float(row[1]) for row in training.record.rows["steps"]]
+    return [float(row["loss"]) for row in training.record.rows["steps"]]
 
 
 @pytest.mark.parametrize(("count", "shares"), [(4, 1), (3, 2)])

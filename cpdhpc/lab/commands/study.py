@@ -362,7 +362,7 @@ def run_site_action(arguments: argparse.Namespace) -> None:
     path: Path = arguments.out
     if path.exists():
         raise UserError(f"--out {path}: exists: name another file")
-    text = discover(arguments.partition).toml()
+    text = discover(arguments.partition)
     store.put(path, text)
     print(f"{path}:\n{text}", end="")
 

@@ -119,14 +119,12 @@ class LastLayer(SampleGradients):
         return weight if self.layer.bias is None else torch.cat([weight, e.sum(1)], 1)
 
     def products(self, some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Return the inner products of the gradients of rows. See SampleGradients.products."""
         if not self.factors:
             return some @ others.T
         at = self.layer.out_features
         return (some[:, :at] @ others[:, :at].T) * (some[:, at:] @ others[:, at:].T)
 
     def squares(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the squared lengths of the gradients of rows. See SampleGradients.squares."""
         if not self.factors:
             return super().squares(rows)
         e, h = rows[:, : self.layer.out_features], rows[:, self.layer.out_features :]
@@ -159,7 +157,11 @@ class Layers(SampleGradients):
                     f"--layers {name}: no such layer, or it was not trained: must be last, all or "
                     f"some of {known}"
                 )
-        self.names = trained if not names else [p for p in trained if _within_any(p, names)]
+        self.names = (
+            trained
+            if not names
+            else [p for p in trained if any(_within(name, [p]) for name in names)]
+        )
         self.sizes = self._sizes(self.names)
         # The LSTM of torch changes its state in place, which vmap does not support for all dtypes.
         self.recurrent = any(isinstance(each, nn.RNNBase) for each in model.modules())
@@ -193,10 +195,6 @@ class Layers(SampleGradients):
 
 def _within(name: str, parameters: Sequence[str]) -> list[str]:
     return [each for each in parameters if each == name or each.startswith(f"{name}.")]
-
-
-def _within_any(parameter: str, names: Sequence[str]) -> bool:
-    return any(_within(name, [parameter]) for name in names)
 
 
 class Projection:

@@ -465,15 +465,17 @@ def _underflow(file: StudyFile, group: SeedGroup) -> str:
 
 
 def _observations(file: StudyFile, group: SeedGroup, layout: Layout, name: str) -> tuple[str, Map]:
+    from ..report import figures
     from ..report.points import label
-    from ..report.trainings import layer_map
 
     at = file.telemetry["iteration"][group.points[0].index]
     values = _observed(file, group, name).T
     layers = [str(layer) for layer in file.telemetry["layer"]]
     panel = label(group.factors, ["ranks", *layout.panels])
     line = layout.line([group]).name
-    return panel, layer_map(line, at[at >= 0][: values.shape[1]], layers, values)
+    at = at[at >= 0][: values.shape[1]]
+    axes = figures.Axis("iteration"), figures.Axis("")
+    return panel, figures.Map(line, *axes, at, layers, values)
 
 
 TRAIN = Kind(

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
@@ -43,7 +43,6 @@ OVER = "wire", "arithmetic", "both"  # the subject of a search
 
 
 def width(name: str) -> int:
-    """Return the bits of a value in a format."""
     fmt = wire_format(name)
     return 32 if fmt is None else fmt.bits
 
@@ -70,12 +69,10 @@ class Place:
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
         return self.name if self.tensor == WIRE else f"{self.name} {self.tensor}"
 
     @property
     def values(self) -> int:
-        """Number of values."""
         return sum(self.sizes)
 
     def bits(self, name: str) -> int:
@@ -106,7 +103,6 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """Mean over seeds, NaN if one has none."""
         return math.fsum(self.scores) / len(self.scores)
 
 
@@ -177,7 +173,6 @@ class Evidence:
         return found
 
     def write(self, path: Path) -> None:
-        """Write it. Raises StoreError if it cannot be written."""
         attributes: dict[str, Any] = {"kind": KIND, "schema": SCHEMA, "asked": self.asked}
         attributes["found"] = "\n".join(self.found)
         store.write(path, self._groups(), self.provenance | attributes)
@@ -188,55 +183,48 @@ class Evidence:
         errors = np.full((len(places), len(formats)), np.nan)
         for row, place in zip(errors, places, strict=True):
             row[[formats.index(name) for name in place.formats]] = place.errors
-        of, sizes = _ragged([place.sizes for place in places])
+        of = [i for i, place in enumerate(places) for _ in place.sizes]
+        sizes = [size for place in places for size in place.sizes]
         runs = max((len(t.seeds) for t in trials), default=0)
         scores = np.full((len(trials), runs), np.nan)
         seeds = np.full((len(trials), runs), -1, np.int64)
         for i, t in enumerate(trials):
             scores[i, : len(t.seeds)], seeds[i, : len(t.seeds)] = t.scores, t.seeds
-        at, by = ("place",), ("trial",)
-        number = _ints(at, range(len(places)), "tensor of a layer")
+        tried = np.array([t.formats for t in trials], str).reshape(-1, len(places))
+        error = "wire: part of the whole gradient's error; else error of the layer's products"
+        sent = "payload of a step, of the rank that sends most"
+        at, of_parameter, by, by_run = ("place",), ("parameter",), ("trial",), ("trial", "run")
+
+        def texts(dims: tuple[str, ...], values: Iterable[str], long_name: str) -> Variable:
+            return Variable(dims, np.array([*values], str), long_name)  # also if there are none
+
+        number = Variable(at, np.arange(len(places)), "tensor of a layer")
         return {
             "places": {
                 "place": number,
-                "format": _texts(("format",), formats, "format"),
-                "layer": _texts(at, [x.name for x in places], "module"),
-                "tensor": _texts(at, [x.tensor for x in places], "wire, or what is rounded"),
-                "exponent_low": _ints(at, [x.low for x in places], "least exponent"),
-                "exponent_high": _ints(at, [x.high for x in places], "largest exponent"),
-                "error": Variable(
-                    ("place", "format"),
-                    errors,
-                    "wire: part of the whole gradient's error; else error of the layer's products",
-                ),
+                "format": texts(("format",), formats, "format"),
+                "layer": texts(at, (x.name for x in places), "module"),
+                "tensor": texts(at, (x.tensor for x in places), "wire, or what is rounded"),
+                "exponent_low": Variable(at, [x.low for x in places], "least exponent"),
+                "exponent_high": Variable(at, [x.high for x in places], "largest exponent"),
+                "error": Variable(("place", "format"), errors, error),
             },
             "parameters": {
-                "parameter": _ints(("parameter",), range(len(sizes)), "parameter tensor"),
-                "place": _ints(("parameter",), of, "place that it belongs to"),
-                "values": _ints(("parameter",), sizes, "number of values"),
+                "parameter": Variable(of_parameter, np.arange(len(sizes)), "parameter tensor"),
+                "place": Variable(of_parameter, np.array(of, int), "place that it belongs to"),
+                "values": Variable(of_parameter, np.array(sizes, int), "number of values"),
             },
             "trials": {
-                "trial": _ints(by, range(len(trials)), "training"),
+                "trial": Variable(by, np.arange(len(trials)), "training"),
                 "place": number,
-                "run": _ints(("run",), range(runs), "run of a training"),
-                "format": Variable(
-                    (*by, "place"),
-                    np.array([t.formats for t in trials], dtype=str).reshape(-1, len(places)),
-                    "format of the place",
-                ),
-                "seed": Variable((*by, "run"), seeds, "seed, -1: there is no such run"),
-                "score": Variable((*by, "run"), scores, "score of the test samples"),
-                "sent_bytes": Variable(
-                    by,
-                    np.array([t.sent_bytes for t in trials], float),
-                    "payload of a step, of the rank that sends most",
-                    "byte",
-                ),
-                "error": Variable(
-                    by, np.array([t.error for t in trials], float), "error of the mean gradient"
-                ),
-                "what": _texts(by, [t.what for t in trials], "why"),
-                "verdict": _texts(by, [t.verdict for t in trials], "verdict"),
+                "run": Variable(("run",), np.arange(runs), "run of a training"),
+                "format": Variable(("trial", "place"), tried, "format of the place"),
+                "seed": Variable(by_run, seeds, "seed, -1: there is no such run"),
+                "score": Variable(by_run, scores, "score of the test samples"),
+                "sent_bytes": Variable(by, [t.sent_bytes for t in trials], sent, "byte"),
+                "error": Variable(by, [t.error for t in trials], "error of the mean gradient"),
+                "what": texts(by, (t.what for t in trials), "why"),
+                "verdict": texts(by, (t.verdict for t in trials), "verdict"),
             },
         }
 
@@ -250,22 +238,15 @@ class Evidence:
         if "places" not in groups or (by_error and attributes.get("schema") != SCHEMA):
             raise store.StoreError(f"{path}: is a search of another version: begin anew")
         of, parameters, trials = groups["places"], groups["parameters"], groups["trials"]
-        places = []
-        for i, name in enumerate(of["layer"].tolist()):
+        places, ranges = [], (of["exponent_low"].tolist(), of["exponent_high"].tolist())
+        names = zip(of["layer"].tolist(), of["tensor"].tolist(), *ranges, strict=True)
+        for i, (name, tensor, low, high) in enumerate(names):
             (known,) = np.nonzero(~np.isnan(of["error"][i]))
             order = known[np.argsort(of["error"][i][known], kind="stable")]
             sizes = parameters["values"][parameters["place"] == i]
-            places.append(
-                Place(
-                    name,
-                    tuple(sizes.tolist()),
-                    int(of["exponent_low"][i]),
-                    int(of["exponent_high"][i]),
-                    tuple(of["format"][order].tolist()),
-                    tuple(of["error"][i][order].tolist()),
-                    str(of["tensor"][i]),
-                )
-            )
+            formats, errors = of["format"][order].tolist(), of["error"][i][order].tolist()
+            of_place = low, high, tuple(formats), tuple(errors), tensor
+            places.append(Place(name, tuple(sizes.tolist()), *of_place))
         rows = [
             Trial(
                 tuple(trials["format"][i].tolist()),
@@ -280,19 +261,6 @@ class Evidence:
         ]
         found = tuple(attributes["found"].split("\n")) if attributes["found"] else ()
         return cls(attributes["asked"], tuple(places), tuple(rows), found)
-
-
-def _ints(dims: tuple[str, ...], values: Sequence[int], long_name: str) -> Variable:
-    return Variable(dims, np.array(values, np.int64), long_name)
-
-
-def _texts(dims: tuple[str, ...], values: Sequence[str], long_name: str) -> Variable:
-    return Variable(dims, np.array(values, dtype=str), long_name)
-
-
-def _ragged(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Return the row of each value, and the values."""
-    return [i for i, row in enumerate(rows) for _ in row], [value for row in rows for value in row]
 
 
 BEFORE, UNSEEN = 2, 3  # trainings: float32 and uniform; these and the result, with unseen seeds
@@ -317,17 +285,14 @@ class Asked:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds of the search."""
         return tuple(job.seed for job in self.jobs)
 
     @property
     def wire(self) -> bool:
-        """Whether formats of gradients on their way are searched for."""
         return self.over != "arithmetic"
 
     @property
     def arithmetic(self) -> bool:
-        """Whether formats of products are searched for."""
         return self.over != "wire"
 
     @property
@@ -337,7 +302,6 @@ class Asked:
 
     @property
     def cost(self) -> str:
-        """The largest cost."""
         seeds = len(self.seeds)
         runs = (self.most - self.reserved) * seeds + self.reserved * self.unseen
         epochs = count(self.jobs[0].train.epochs, "epoch")
@@ -362,7 +326,6 @@ class Asked:
         return LowBit(algorithm=given.algorithm, machine=given.machine)
 
     def toml(self) -> str:
-        """Return all of it as TOML text."""
         search = {
             "budget": self.budget,
             "gradient_error": self.gradient_error,

@@ -64,7 +64,6 @@ class Exponents:
 
     @property
     def values(self) -> int:
-        """Number of values, of all kinds."""
         apart = self.zeros + self.subnormals + self.infinities + self.nans
         return int(self.counts.sum()) + apart
 
@@ -136,7 +135,6 @@ class Rounded:
     nonfinite: int
 
     def share(self, count: int) -> float:
-        """Return a count over nonzero; NaN if that is 0."""
         return count / self.nonzero if self.nonzero else math.nan
 
 
@@ -318,14 +316,9 @@ def replay(recorded: Recorded, question: Question) -> Answers:
     return Answers(groups, list(dict.fromkeys(left_out)))
 
 
-def _labels(recorded: Recorded) -> tuple[list[tuple[str, str]], list[int]]:
-    """Return the labels of the rows of tables, kind and name, and the iterations."""
-    return list(dict.fromkeys((t.kind, t.name) for t in recorded.tensors)), recorded.iterations
-
-
 def _table(
     recorded: Recorded,
-    further: tuple[tuple[str, Array, str], ...],
+    further: tuple[tuple[str, Sequence[Any] | Array, str], ...],
     columns: dict[str, str],
     rows: Callable[[Array], dict[str, Any]],
     dtype: Any = np.float64,
@@ -334,7 +327,8 @@ def _table(
 
     further: name, labels and long name of the axes after these; columns: long name by name
     """
-    tensors, iterations = _labels(recorded)
+    tensors = list(dict.fromkeys((t.kind, t.name) for t in recorded.tensors))
+    iterations = recorded.iterations
     dims = ("tensor", "iteration", *(name for name, _, _ in further))
     shape = len(tensors), len(iterations), *(len(labels) for _, labels, _ in further)
     missing = -1 if dtype is np.int64 else math.nan
@@ -345,21 +339,18 @@ def _table(
         at = tensors.index((each.kind, each.name)), iterations.index(each.iteration)
         for name, value in rows(each.read()).items():
             found[name][at] = value
-    labels = {name: Variable((name,), values, text) for name, values, text in further}
-    return _axes(tensors, iterations) | labels | {
+    labels = (
+        ("tensor", [" ".join(each) for each in tensors], "tensor"),
+        ("iteration", iterations, "iteration, from 0"),
+        *further,
+    )
+    return {name: Variable((name,), values, text) for name, values, text in labels} | {
         name: Variable(dims[: values.ndim], values, columns[name])
         for name, values in found.items()
     }  # fmt: skip
 
 
 WHOLE = ("zeros", "subnormals", "infinities", "nans")  # columns without an axis of exponents
-
-
-def _axes(tensors: list[tuple[str, str]], iterations: list[int]) -> dict[str, Variable]:
-    return {
-        "tensor": Variable(("tensor",), np.array([" ".join(each) for each in tensors]), "tensor"),
-        "iteration": Variable(("iteration",), np.array(iterations), "iteration, from 0"),
-    }
 
 
 def _histograms(recorded: Recorded) -> dict[str, Variable]:
@@ -384,11 +375,11 @@ def _ranges(question: Question) -> dict[str, Variable]:
     by = ("format",)
     lowest = np.log2([fmt.smallest for fmt in formats])
     return {
-        "format": Variable(by, np.array(question.formats), "number format"),
-        "bits": Variable(by, np.array([fmt.bits for fmt in formats]), "bits of a value"),
+        "format": Variable(by, question.formats, "number format"),
+        "bits": Variable(by, [fmt.bits for fmt in formats], "bits of a value"),
         "lowest": Variable(by, lowest, "exponent of the smallest positive number"),
-        "normal": Variable(by, np.array([f.emin for f in formats]), "of the smallest normal one"),
-        "highest": Variable(by, np.array([f.top for f in formats]), "of the largest number"),
+        "normal": Variable(by, [fmt.emin for fmt in formats], "of the smallest normal one"),
+        "highest": Variable(by, [fmt.top for fmt in formats], "of the largest number"),
     }
 
 
@@ -405,19 +396,18 @@ def _rounding(recorded: Recorded, question: Question) -> dict[str, Variable]:
 
     def rows(x: Array) -> dict[str, Any]:
         found = {name: np.empty((len(casts), len(question.scalings))) for name in columns}
-        for i, cast in enumerate(casts):
-            for j, scaling in enumerate(question.scalings):
-                done = rounded(x, cast, scaling)
-                wrong = error(done.values, x)
-                for name in ("underflowed", "saturated", "subnormal"):
-                    found[name][i, j] = done.share(getattr(done, name))
-                found["relative_error"][i, j], found["largest_error"][i, j] = wrong
-                found["snr_db"][i, j] = wrong.snr_db
+        for i, j in np.ndindex(len(casts), len(question.scalings)):
+            done = rounded(x, casts[i], question.scalings[j])
+            wrong = error(done.values, x)
+            for name in ("underflowed", "saturated", "subnormal"):
+                found[name][i, j] = done.share(getattr(done, name))
+            found["relative_error"][i, j], found["largest_error"][i, j] = wrong
+            found["snr_db"][i, j] = wrong.snr_db
         return found
 
     further = (
-        ("format", np.array(question.formats), "number format"),
-        ("scaling", np.array(question.scalings), "how values are brought into its range"),
+        ("format", question.formats, "number format"),
+        ("scaling", question.scalings, "how values are brought into its range"),
     )
     return _table(recorded, further, columns, rows)
 
@@ -459,23 +449,19 @@ def _sums(
             try:
                 wrong = sum_error(rows[:count], wire, way, scaling, segments)
             except ValueError as problem:
-                left_out.append(f"sums, {_named(way)}: {problem}")
+                left_out.append(f"sums, {', '.join(way)}: {problem}")
                 continue
             found[(i, *at)] = wrong.relative
-    labels = {
-        "iteration": (np.array(iterations), "iteration, from 0"),
-        "format": (np.array(question.formats), "format on the wire"),
-        "scaling": (np.array(question.scalings), "how values are brought into its range"),
-        "way": (np.array([_named(way) for way in ways]), "algorithm, how partial sums are kept"),
-        "ranks": (np.array(counts), "number of ranks"),
+    labels: dict[str, tuple[Sequence[Any], str]] = {
+        "iteration": (iterations, "iteration, from 0"),
+        "format": (question.formats, "format on the wire"),
+        "scaling": (question.scalings, "how values are brought into its range"),
+        "way": ([", ".join(way) for way in ways], "algorithm, how partial sums are kept"),
+        "ranks": (counts, "number of ranks"),
     }
     variables = {name: Variable((name,), *each) for name, each in labels.items()}
     text = "||sum - exact|| / ||exact||, all layers together"
     return variables | {"relative_error": Variable(tuple(labels), found, text)}
-
-
-def _named(way: Way) -> str:
-    return f"{way.algorithm}, {way.accumulate}"
 
 
 def _bucket(gradients: Sequence[Tensor]) -> tuple[list[Array], tuple[Segment, ...]]:
@@ -484,13 +470,10 @@ def _bucket(gradients: Sequence[Tensor]) -> tuple[list[Array], tuple[Segment, ..
     layers = [each.reshape(len(each), -1) for each in arrays]
     share = min(1.0, SUMMED / sum(tiles(each.shape[1]) for each in layers))
     parts = [each[:, _tiles_kept(each.shape[1], share)] for each in layers]
-    bucket = Bucket(
-        tuple(each.name for each in gradients), tuple((p.shape[1],) for p in parts), TILE
-    )
-    ranks = min(len(each) for each in parts)
-    return [
-        bucket.flatten([each[rank] for each in parts]) for rank in range(ranks)
-    ], bucket.segments
+    names, shapes = (each.name for each in gradients), ((p.shape[1],) for p in parts)
+    bucket, ranks = Bucket(tuple(names), tuple(shapes), TILE), min(map(len, parts))
+    rows = [bucket.flatten([each[rank] for each in parts]) for rank in range(ranks)]
+    return rows, bucket.segments
 
 
 def _tiles_kept(values: int, share: float) -> Array:
@@ -529,18 +512,16 @@ def _products(
                 rows.append((f"{name or '(model)'}, {product}", terms, errors))
     if not rows:
         return None
-    labels = {
-        "product": (np.array([name for name, _, _ in rows]), "layer, and which of its products"),
-        "iteration": (np.array(iterations), "iteration, from 0"),
-        "accumulate": (np.array(question.accumulates), "format of partial sums"),
-        "order": (np.array(list(ORDERS)), "order of the sums"),
+    labels: dict[str, tuple[Sequence[Any], str]] = {
+        "product": ([name for name, _, _ in rows], "layer, and which of its products"),
+        "iteration": (iterations, "iteration, from 0"),
+        "accumulate": (question.accumulates, "format of partial sums"),
+        "order": ([*ORDERS], "order of the sums"),
     }
     text = "||product - exact|| / ||exact|| of at most 16 x 16 of its values"
     return {name: Variable((name,), *each) for name, each in labels.items()} | {
-        "terms": Variable(
-            ("product", "iteration"), np.stack([terms for _, terms, _ in rows]), "summed products"
-        ),
-        "relative_error": Variable(tuple(labels), np.stack([each for _, _, each in rows]), text),
+        "terms": Variable(("product", "iteration"), [n for _, n, _ in rows], "summed products"),
+        "relative_error": Variable(tuple(labels), [each for _, _, each in rows], text),
     }
 
 

@@ -39,6 +39,7 @@ from ...torch.precision.tensors import TensorFormat
 from ...world.ranks import Loopback
 from ..provenance import attributes
 from ..report.units import agreeing
+from ..study_data import grouped
 from ..train import gradients
 from ..train.checkpoint import Files, claimed
 from ..train.command import Trainer
@@ -223,9 +224,13 @@ class Search:
 
         def of_process() -> list[tuple[int, list[Place], str]]:
             recorded, tasks = [gradients.load(each) for each in files], list[Task]()
+
+            def of_wire(name: str, names: list[str]) -> list[Place]:
+                return [proposed(name, names, asked.method, recorded)]
+
             if asked.wire:
                 for name, names in modules_of(recorded[0].layers).items():
-                    tasks.append((name, partial(_sent, name, names, asked.method, recorded)))
+                    tasks.append((name, partial(of_wire, name, names)))
             if asked.arithmetic:
                 tensors, wanted = recording.load(path), asked.jobs[0].record.layers
                 names = [n for n in tensors.layers if any(fnmatchcase(n, w) for w in wanted)]
@@ -377,15 +382,10 @@ class Search:
         known = [t for t in (first, *self.evidence.trials) if t and t.seeds == self.asked.seeds]
         most = next(t.sent_bytes for t in known if not set(t.formats) - {RAW})
         able = [t for t in known if t.verdict == WITHIN and t.sent_bytes <= most]
-        return min((t for t in able if _offered(places, t.formats)), key=bits).formats
-
-
-def _offered(places: Sequence[Place], formats: Sequence[str]) -> bool:
-    return all(name in place.formats for place, name in zip(places, formats, strict=True))
-
-
-def _sent(*of: Any) -> list[Place]:
-    return [proposed(*of)]
+        offered = [
+            t for t in able if all(f in p.formats for p, f in zip(places, t.formats, strict=True))
+        ]
+        return min(offered, key=bits).formats
 
 
 def saved(place: Place, level: int) -> int:
@@ -394,12 +394,10 @@ def saved(place: Place, level: int) -> int:
 
 
 def stepped(levels: Levels, place: int) -> Levels:
-    """Return levels with the next format of a place."""
     return (*levels[:place], levels[place] + 1, *levels[place + 1 :])
 
 
 def formats_of(places: Sequence[Place], levels: Levels) -> tuple[str, ...]:
-    """Return the format of each place."""
     return tuple(place.formats[at] for place, at in zip(places, levels, strict=True))
 
 
@@ -436,7 +434,6 @@ def narrowing(places: Sequence[Place]) -> list[Levels]:
 
 
 def told(evidence: Evidence, trial: Trial) -> str:
-    """Return a line about a trial."""
     widths = evidence.widths(trial.formats)
     bits = ", ".join(f"{tensor} {width:.2f}" for tensor, width in widths.items())
     score = "" if math.isnan(trial.score) else f", score {trial.score:.2f}"
@@ -451,11 +448,7 @@ def policy(evidence: Evidence, asked: Asked) -> str:
 
     Rules of [precision]; if float32 sends the fewest bytes, a [gradient] that sends it.
     """
-    limit = (
-        f"{asked.budget:g} points"
-        if asked.budget is not None
-        else f"error {asked.gradient_error:g}"
-    )
+    limit = f"{asked.budget:g} points" if asked.budget else f"error {asked.gradient_error:g}"
     lines = [
         f"# cpdhpc precision search: budget {limit}; {len(evidence.trials)} trainings",
         f"# found: {evidence.outcome}",
@@ -467,7 +460,9 @@ def policy(evidence: Evidence, asked: Asked) -> str:
                 numbers = ", ".join(map(str, seeds))
                 lines.append(f"# seeds {numbers}: {told(evidence, trial)}")
     tables: Raw = {}
-    if plain := asked.wire and not narrows(evidence):
+    pairs = zip(evidence.places, evidence.found, strict=True)
+    narrows = any(place.tensor == WIRE and name != RAW for place, name in pairs)
+    if plain := asked.wire and not narrows:
         lines.append("# gradients: nothing sends fewer bytes than float32")
         if isinstance(asked.jobs[0].gradient, LowBit):
             lines.append(f"# [gradient] is {IN_PLACE}")
@@ -480,12 +475,6 @@ def policy(evidence: Evidence, asked: Asked) -> str:
     elif not tables:
         lines.append("# nothing is to be added: float32 everywhere, as the job has it")
     return "\n".join(lines) + "\n" + dump_toml(tables)
-
-
-def narrows(evidence: Evidence) -> bool:
-    """Return whether the result has fewer bits than float32 on a wire."""
-    pairs = zip(evidence.places, evidence.found, strict=True)
-    return any(place.tensor == WIRE and name != RAW for place, name in pairs)
 
 
 Array = npt.NDArray[Any]
@@ -512,10 +501,7 @@ USED = {  # by products, with the names of replay
 
 def modules_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the parameters of each module, by its name; one of the model itself stands alone."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return found
+    return grouped(names, lambda name: name.rpartition(".")[0] or name)
 
 
 def proposed(
@@ -615,15 +601,10 @@ def in_products(recorded: Recorded, name: str) -> list[Place]:
     def plain(kind: str, size: int, arrays: Sequence[Array]) -> Place:
         return Place(name, (size,), *span(arrays), (RAW,), (0.0,), kind)
 
-    found = [
-        laddered(
-            plain(kind, size, [each[kind] for each in tensors.values()]),
-            FORMATS,
-            partial(of_operand, kind),
-            1.0,
-        )
-        for kind, size in sizes.items()
-    ]
+    found = []
+    for kind, size in sizes.items():
+        here = plain(kind, size, [each[kind] for each in tensors.values()])
+        found.append(laddered(here, FORMATS, partial(of_operand, kind), 1.0))
     weights = plain("weight_gradients", sizes["weights"], gradients)
     sums = plain(SUMS, sum(sizes.values()), [x.astype(np.float32) for x in exact.values()])
     return [*found, laddered(weights, FORMATS, of_gradients, 1.0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -14,7 +13,7 @@ from pydantic import Field
 
 from ...config import Section as ConfigSection
 from ...config import difference, read_toml, validate
-from ..study_data.study_file import WALL, Point, ReportError, StudyFile
+from ..study_data.study_file import WALL, Point, ReportError, StudyFile, table_of
 from . import units
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
@@ -22,7 +21,6 @@ from .scaling import condition
 from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 
 Verdict = Literal["slower", "faster", "unknown", "alike"]
-VERDICTS: tuple[Verdict, ...] = ("slower", "faster", "unknown", "alike")
 COMPUTED = ("error", "wire_bytes", "payload_bytes", "accuracy", "loss")  # not sampled
 
 
@@ -198,14 +196,9 @@ def _values(file: StudyFile) -> dict[str, str]:
 def _flat(environment: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in environment.items():
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = None
-        inner = parsed if isinstance(parsed, dict) else {}
-        found |= {f"{name}: {key}": str(item) for key, item in inner.items()}
-        if not isinstance(parsed, dict):
-            found[name] = value
+        inner = table_of(value)
+        whole = {name: value} if inner is None else {}
+        found |= whole | {f"{name}: {key}": str(item) for key, item in (inner or {}).items()}
     return found
 
 
@@ -221,25 +214,18 @@ def asked(comparison: Comparison) -> list[str]:
 MOST = 50  # rows of the figure
 FIRST = 3  # slower points that the last line names
 ROW = 0.2  # height of one, inches
-STYLES: dict[Verdict, Style] = {
-    "slower": Style("#b3204d", ">"),
-    "faster": Style("#63b8ee", "<"),
-    "unknown": Style("#000000", "x"),
-    "alike": Style("#b9bec5", "o"),
-}
-SAID: dict[Verdict, str] = {
-    "slower": "slower",
-    "faster": "faster",
-    "unknown": "no interval: too few repeats",
-    "alike": "no change beyond the intervals",
+LOOKS: dict[Verdict, tuple[str, Style]] = {  # in words, and in the figure
+    "slower": ("slower", Style("#b3204d", ">")),
+    "faster": ("faster", Style("#63b8ee", "<")),
+    "unknown": ("no interval: too few repeats", Style("#000000", "x")),
+    "alike": ("no change beyond the intervals", Style("#b9bec5", "o")),
 }
 NOT_JUDGED = "shown only"
 
 
 def compare_report(comparison: Comparison) -> Report:
-    """Return the report of a comparison."""
     before, after = comparison.before, comparison.after
-    counts = {verdict: len(comparison.having(verdict)) for verdict in VERDICTS}
+    counts = [(words, str(len(comparison.having(each)))) for each, (words, _) in LOOKS.items()]
     points = len(comparison.changes)
     has_metrics = any(change.metric for change in comparison.changes)
     chance = f"{points * (1 - before.level):.2g}"
@@ -264,7 +250,7 @@ def compare_report(comparison: Comparison) -> Report:
             ("A", f"{before.path}, {before.attributes.get('date', '')}"),
             ("B", f"{after.path}, {after.attributes.get('date', '')}"),
             ("points in both", str(points)),
-            *((SAID[verdict], str(count)) for verdict, count in counts.items()),
+            *counts,
         ],
         [
             Section("Changes", notes, [_table(comparison)], [_chart(comparison)]),
@@ -302,11 +288,11 @@ def _table(comparison: Comparison) -> Table:
         ),
         Column(
             "",
-            lambda change: NOT_JUDGED if change.metric == WALL else SAID[change.verdict],
+            lambda change: NOT_JUDGED if change.metric == WALL else LOOKS[change.verdict][0],
             numbers=False,
         ),
     ]
-    ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)]
+    ordered = [change for verdict in LOOKS for change in comparison.having(verdict)]
     return tabulate("Times of B by times of A", columns, [*ordered, *comparison.shown])
 
 
@@ -345,9 +331,9 @@ def verdict(comparison: Comparison) -> str:
 
 def _chart(comparison: Comparison) -> Chart:
     names = _names(comparison)
-    ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)][:MOST]
+    ordered = [change for verdict in LOOKS for change in comparison.having(verdict)][:MOST]
     ordered.sort(key=lambda change: -change.times.value)
-    series = [_series(ordered, verdict) for verdict in VERDICTS]
+    series = [_series(ordered, verdict) for verdict in LOOKS]
     series.append(Series("", IDEAL, [1, 1], [-0.6, len(ordered) - 0.4]))
     left = len(comparison.changes) - len(ordered)
     note = f"Ratio of medians; bars: {comparison.before.percent} CI."
@@ -369,8 +355,7 @@ def _series(ordered: Sequence[Change], verdict: Verdict) -> Series:
     rows = [i for i, change in enumerate(ordered) if change.verdict == verdict]
     times = [ordered[i].times for i in rows]
     return Series(
-        SAID[verdict],
-        STYLES[verdict],
+        *LOOKS[verdict],
         [each.value for each in times],
         [float(row) for row in rows],
         join="none",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from itertools import cycle
 from math import isfinite, log2
@@ -194,7 +193,6 @@ class Axis:
         return units.size(value) if self.scale == "size" else f"{value:,.6g}"
 
     def apply(self, axes: Any, which: Literal["x", "y"]) -> None:
-        """Set up one of the two axes of matplotlib's axes."""
         axis, set_limits = getattr(axes, f"{which}axis"), getattr(axes, f"set_{which}lim")
         axis.set_label_text(self.label)
         if self.names:
@@ -203,13 +201,41 @@ class Axis:
             slant = slant if which == "x" else {}
             axis.set_ticks(range(len(self.names)), self.names, fontsize="small", **slant)
             return
-        SCALES[self.scale](axis, getattr(axes, f"set_{which}scale"), sorted(self.ticks))
+        self._scale(axis, getattr(axes, f"set_{which}scale"))
         start, end = self.limits
         if start is not None and end is None:  # with room above curves that are flat far from it
             end = axis.get_view_interval()[1]
             end += 0.05 * (end - start)
         if self.limits != (None, None):
             set_limits(start, end)
+
+    def _scale(self, axis: Any, set_scale: Any) -> None:
+        from matplotlib.ticker import (
+            FixedLocator,
+            FuncFormatter,
+            LogLocator,
+            NullFormatter,
+            NullLocator,
+        )
+
+        if not self.logarithmic:
+            set_scale("linear")
+            if self.scale == "whole":
+                axis.get_major_locator().set_params(integer=True)
+            return
+        name = NAMES.get(self.scale)
+        set_scale("log", base=2 if name else 10)
+        if name is None:
+            low, high = axis.get_view_interval()
+            marks = next((marks for apart, marks in MARKED.items() if high < apart * low), (1,))
+            axis.set_major_locator(LogLocator(10, marks, numticks=15))
+            axis.set_minor_formatter(NullFormatter())
+        else:
+            axis.set_minor_locator(NullLocator())
+            if self.ticks:
+                axis.set_major_locator(FixedLocator(list(self.marks)))
+        text = name or (lambda value: f"{value:,.10g}")
+        axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
 def spread(
@@ -229,51 +255,14 @@ def spread(
     return Axis(label, "linear", (start, None))
 
 
-def _linear(axis: Any, set_scale: Any, ticks: list[float]) -> None:
-    set_scale("linear")
-
-
-def _whole(axis: Any, set_scale: Any, ticks: list[float]) -> None:
-    set_scale("linear")
-    axis.get_major_locator().set_params(integer=True)
-
-
 MARKED = {  # ends of a logarithmic axis less than so many times apart: marks of each decade
     4: (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8),
     200: (1, 2, 5),
 }
-
-
-def _log(axis: Any, set_scale: Any, ticks: list[float]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    set_scale("log")
-    low, high = axis.get_view_interval()
-    marks = next((marks for apart, marks in MARKED.items() if high < apart * low), (1,))
-    axis.set_major_locator(LogLocator(10, marks, numticks=15))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _power(value: float) -> str:
-    return f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
-
-
-def _size(value: float) -> str:
-    return units.size(value).replace(" ", "\n")
-
-
-NAMES: dict[Scale, Callable[[float], str]] = {"log2": _power, "size": _size}  # of ticks
-
-
-def _base_two(axis: Any, set_scale: Any, ticks: list[float], name: Callable[[float], str]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    set_scale("log", base=2)
-    if ticks:
-        axis.set_major_locator(FixedLocator(_thinned(ticks)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: name(value)))
-    axis.set_minor_locator(NullLocator())
+NAMES: dict[Scale, Callable[[float], str]] = {  # of ticks on an axis to base 2
+    "log2": lambda value: f"{value:g}" if value >= 1 else f"1/{1 / value:g}",
+    "size": lambda value: units.size(value).replace(" ", "\n"),
+}
 
 
 def _thinned(ticks: Values, at: Callable[[float], float] = log2) -> list[float]:
@@ -284,14 +273,6 @@ def _thinned(ticks: Values, at: Callable[[float], float] = log2) -> list[float]:
         if at(tick) - at(shown[-1]) >= least:
             shown.append(tick)
     return shown
-
-
-SCALES: dict[Scale, Callable[[Any, Any, list[float]], None]] = {
-    "linear": _linear,
-    "whole": _whole,
-    "log": _log,
-    **{scale: partial(_base_two, name=name) for scale, name in NAMES.items()},
-}
 
 
 NORMAL, SUBNORMAL = "#1f8a70", "#a9dbc9"
@@ -329,7 +310,6 @@ class Bar:
 
     @property
     def colour(self) -> str:
-        """The colour of the name."""
         return "white" if self.align == "center" else NORMAL
 
 
@@ -363,9 +343,8 @@ class Panel:
             where, align = (of.normal + of.highest) / 2, "center"
             if wide > of.highest - of.normal:  # beside the bar, on the side that has more room
                 is_right = stop - of.highest >= of.lowest - start
-                where, align = (
-                    (of.highest + gap, "left") if is_right else (of.lowest - gap, "right")
-                )
+                where = of.highest + gap if is_right else of.lowest - gap
+                align = "left" if is_right else "right"
             bars.append(Bar(of, self.highest * 1.12 + i * step, 0.55 * step, where, align))  # type: ignore[arg-type]
         return bars
 
@@ -375,7 +354,6 @@ class Panel:
         return self.highest * 1.06 + (len(self.ranges) + 0.2) * 0.17 * self.highest
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
         for series in self.series:
             series.draw(axes)
 
@@ -406,11 +384,11 @@ def panels_with(
 
 
 def _add_top(axes: Any, label: str, factor: float, ticks: Sequence[float]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     above = axes.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
     above.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    above.xaxis.set_major_formatter("{x:g}")
     above.xaxis.set_minor_locator(NullLocator())
     above.set_xlabel(label)
 
@@ -443,7 +421,6 @@ class Map:
         )
 
     def finish(self, axes: Any) -> None:
-        """Set up the axes."""
         axes.set_facecolor(NO_VALUE)
         axes.set_xticks(_thinned(self.places, float))
         axes.set_yticks(range(len(self.rows)), self.rows, fontsize="x-small")
@@ -509,7 +486,6 @@ class Chart:
 
     @property
     def points(self) -> int:
-        """Number of points that are drawn."""
         series = (each for row in self.shown for panel in row for each in panel.series)
         return sum(len(each.x) for each in series if each.style.marker)
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import exp, inf, isnan, log, log2, nan
-from typing import Any
 
 import numpy as np
 
 from ...config import keys_of, value_of
-from ..study_data import SHAPE, Array
+from ..study_data import SHAPE, Array, but, grouped
 from ..study_data.study_file import StudyFile
 from . import units
 from .figures import BLACK, GREY, Axis, Chart, Panel, Series, Style, spread, styles
@@ -204,12 +203,10 @@ def isoefficiency(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]
     Source: Grama, Gupta, Kumar: Isoefficiency, IEEE Parallel and Distributed Technology 1(3), 1993.
     """
     work = str(file.attributes["work"])
-    by_place: dict[frozenset[object], list[SeedGroup]] = {}
-    for group in groups if file.scaling == "strong" else ():
-        key = frozenset(item for item in group.factors.items() if item[0] != work)
-        if work in group.factors and not group.is_base:
-            by_place.setdefault(key, []).append(group)
-    places = [_place(each, work) for each in by_place.values()]
+    able = [g for g in groups if file.scaling == "strong" and work in g.factors and not g.is_base]
+    places = [
+        _place(each, work) for each in grouped(able, lambda g: but(g.factors, [work])).values()
+    ]
     found = [place for place in places if not all(isnan(each.value) for each in place.work)]
     if not found:
         return []
@@ -226,9 +223,7 @@ def isoefficiency(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]
         "measured."
     )
     table = tabulate("Isoefficiency", columns, found, caption)
-    panels: dict[str, list[Place]] = {}
-    for place in found:
-        panels.setdefault(label(place.group.factors, names), []).append(place)
+    panels = grouped(found, lambda place: label(place.group.factors, names))
     values = [each.value for place in found for each in place.work if not isnan(each.value)]
     unit = " / byte" if work.endswith("bytes") else ""
     y = spread(f"{heading(work)}{unit}", values, "log", 1.9, start=None)
@@ -398,10 +393,7 @@ def critical(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]:
     """Return the steps to a target by batch and their fit; nothing for one batch."""
     if "steps_done" not in file.training:
         return []
-    alike: dict[Any, list[SeedGroup]] = {}
-    for group in groups:
-        key = frozenset((k, v) for k, v in group.factors.items() if k not in FREE)
-        alike.setdefault(key, []).append(group)
+    alike = grouped(groups, lambda group: but(group.factors, FREE))
     several = [each for each in alike.values() if len({g.factors.get(BATCH) for g in each}) > 2]
     names = varying([each[0].factors for each in several], FREE)
     curves = [_curve(file, label(each[0].factors, names), each) for each in several]
@@ -424,11 +416,9 @@ def critical(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]:
 
 def _curve(file: StudyFile, name: str, groups: Sequence[SeedGroup]) -> Curve:
     target = _target(file, groups)
-    by_batch: dict[int, list[Reached]] = {}
-    for group in groups:
-        by_batch.setdefault(int(group.factors[BATCH]), []).append(_reached(file, group, target))
     best, ends = list[Reached](), list[int]()
-    for batch, each in sorted(by_batch.items()):
+    for batch, some in sorted(grouped(groups, lambda g: int(g.factors[BATCH])).items()):
+        each = [_reached(file, group, target) for group in some]
         known = [one for one in each if np.isfinite(one.steps).all()]
         if not known:
             continue
@@ -517,12 +507,8 @@ def _charts(file: StudyFile, curves: Sequence[Curve]) -> list[Chart]:
     ]
 
 
-def _spread(values: Sequence[Array]) -> tuple[list[float], list[float], list[float]]:
-    return (
-        [float(each.mean()) for each in values],
-        [float(each.min()) for each in values],
-        [float(each.max()) for each in values],
-    )
+def _spread(values: Sequence[Array]) -> tuple[list[float], ...]:
+    return tuple([float(of(each)) for each in values] for of in (np.mean, np.min, np.max))
 
 
 Runs = Sequence[tuple[str, Style, Sequence[Mapping[str, Array]]]]
@@ -575,20 +561,14 @@ class Score:
     loss_unit: str
 
     @classmethod
-    def of(cls, toml: str) -> Score:
-        """Return the score by a job, as TOML text; jobs of older versions have an accuracy."""
-        return cls._of(toml, "metric")
-
-    @classmethod
     def further(cls, toml: str) -> list[Score]:
         """Return the further scores, by the [[metrics]] of a job."""
-        return [
-            cls._of(toml, f"metrics.{i}")
-            for i in range(len(tomllib.loads(toml).get("metrics", [])))
-        ]
+        count = len(tomllib.loads(toml).get("metrics", []))
+        return [cls.of(toml, f"metrics.{i}") for i in range(count)]
 
     @classmethod
-    def _of(cls, toml: str, table: str) -> Score:
+    def of(cls, toml: str, table: str = "metric") -> Score:
+        """Return the score by a job, as TOML text; jobs of older versions have an accuracy."""
         from ..train.losses import LOSSES, METRICS
 
         keys = f"{table}.name", f"{table}.import", f"{table}.better", "loss.name", "loss.import"
@@ -606,7 +586,6 @@ class Score:
 
     @property
     def column(self) -> str:
-        """Name of the record's column."""
         return f"test_{self.label}"
 
     @property
@@ -616,16 +595,13 @@ class Score:
 
     @property
     def heading(self) -> str:
-        """Heading of a table's column."""
         return f"{self.label}\n{self.unit}".strip()
 
     @property
     def points(self) -> str:
-        """Unit of differences."""
         return "points" if self.unit else ""
 
     def axis(self) -> Axis:
-        """Return an axis of scores of the test."""
         return Axis(f"test {self.label}" + (f" / {self.unit}" if self.unit else ""))
 
     def loss_axis(self, values: list[float]) -> Axis:
@@ -636,14 +612,10 @@ class Score:
 
     def told(self, values: Array) -> units.Cell:
         """Return the mean, and the standard deviation if there are several values."""
-        if self.unit:
-            return units.with_deviation(values)
-        mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else float("nan")
-        text = f"{mean:.4g}" + (f" ± {deviation:.2g}" if len(values) > 1 else "")
-        return units.Cell(text, value=mean, deviation=deviation)
+        forms = () if self.unit else (".4g", ".2g")
+        return units.with_deviation(values, *forms)
 
     def difference(self, value: float) -> units.Cell:
-        """Return a difference with its sign."""
         return units.signed(value) if self.unit else units.Cell(f"{value:+.3g}", value=value)
 
     def gains(self, values: list[float]) -> list[float]:
@@ -754,12 +726,11 @@ def finding(trained: Sequence[Trained], float32: Collection[str], measure: Score
 
 def _covered(trained: Sequence[Trained]) -> list[str]:
     """Return a note for each point of the chart against bytes whose marker covers others."""
-    places: dict[tuple[str, ...], list[str]] = {}
-    for each in trained:
-        place = each.panel, f"{each.sent_bytes:.2g}", f"{each.scores.mean():.3g}"
-        places.setdefault(place, []).append(each.name)
+    places = grouped(trained, lambda t: (t.panel, f"{t.sent_bytes:.2g}", f"{t.scores.mean():.3g}"))
     return [
-        f"Overlapping markers: {', '.join(names)}." for names in places.values() if len(names) > 1
+        f"Overlapping markers: {', '.join(each.name for each in some)}."
+        for some in places.values()
+        if len(some) > 1
     ]
 
 
@@ -773,9 +744,7 @@ def _by_panel(
     trained: Sequence[Trained], draw: Callable[[str, Sequence[Trained]], Panel], measure: Score
 ) -> list[Panel]:
     """Return a panel for each title, and beside it a closer look at the best if it helps."""
-    groups: dict[str, list[Trained]] = {}
-    for each in trained:
-        groups.setdefault(each.panel, []).append(each)
+    groups = grouped(trained, lambda each: each.panel)
     best = {name: _near(group, measure) for name, group in groups.items()}
     closer = any(len(best[name]) < len(group) for name, group in groups.items())
     panels = []
@@ -864,12 +833,13 @@ def learning_charts(title: str, trained: Sequence[Trained], measure: Score) -> l
 
 
 def _learning(name: str, title: str, trained: Sequence[Trained], what: str, y: Axis) -> Chart:
-    groups: dict[str, list[Series]] = {}
-    for each in trained:
-        lines = groups.setdefault(each.panel, [])
-        apart = max(1, len(each.epochs) // 5)
-        every = (len(lines) % apart, apart)
-        lines.append(Series(each.name, each.style, each.epochs, getattr(each, what), every=every))
-    panels = [Panel(panel, Axis("epoch", "whole"), y, lines) for panel, lines in groups.items()]
+    panels = []
+    for panel, group in grouped(trained, lambda each: each.panel).items():
+        lines = []
+        for i, each in enumerate(group):
+            apart = max(1, len(each.epochs) // 5)
+            values, every = getattr(each, what), (i % apart, apart)
+            lines.append(Series(each.name, each.style, each.epochs, values, every=every))
+        panels.append(Panel(panel, Axis("epoch", "whole"), y, lines))
     caption = "Mean over seeds after each epoch; markers now and then."
     return Chart(name, title, [caption], caption, panels)

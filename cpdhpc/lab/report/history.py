@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
 
-from ..study_data.study_file import Point, ReportError, StudyFile, load_study_file
+from ..study_data.study_file import Point, ReportError, StudyFile, load_study_file, table_of
 from . import units
 from .figures import Axis, Chart, Panel, Series, spread, styles
 from .points import Estimate, label, median, ratio, varying
@@ -25,11 +24,7 @@ def system(file: StudyFile) -> str:
     """Return the cluster of a study, or its processor, as the name of a folder."""
     for environment in file.environments:
         for text in environment.values():
-            try:
-                facts = json.loads(text)
-            except ValueError:
-                continue
-            named = facts if isinstance(facts, dict) else {}
+            named = table_of(text) or {}
             if found := next((named[name] for name in CLUSTERS if named.get(name)), ""):
                 return slug(str(found))
     return slug(next((e["processor"] for e in file.environments if e.get("processor")), "unknown"))
@@ -92,8 +87,9 @@ def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
     _check(files)
     rows = _rows(files, metric)
     unit = "s" if metric == TIME else ""
-    names = varying([dict(factors) for factors in rows], ("nodes", "ppn"))
-    shown = {label(dict(f), names) or "the point": stages for f, stages in rows.items()}
+    factors = {frozenset(p.factors.items()): p.factors for file in files for p in file.points}
+    names = varying([*factors.values()], ("nodes", "ppn"))
+    shown = {label(factors[key], names) or "the point": stages for key, stages in rows.items()}
     heads = _heads(files)
     last = {name: stages[-1] for name, stages in shown.items()}
     slower = [name for name, each in last.items() if each.by.low > 1]

@@ -258,7 +258,6 @@ def _legend(
 
 
 def _draw_map(plot: Figure, panel: Map, colours: str) -> None:
-    """Draw the cells of a map, and a bar of their colours."""
     from bokeh.models import ColorBar, ColumnDataSource, LinearColorMapper, Quad
     from matplotlib import colormaps
     from matplotlib.colors import to_hex

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,7 +36,8 @@ PERCENTILES = {"1 %\nbelow 2^": 0.01, "median\n2^": 0.5, "1 %\nabove 2^": 0.99}
 SEEN = 1e-3  # share of a tensor's values that sets how far the axis of exponents reaches
 ENDS = ("lowest", "normal", "highest")  # of the range of a format
 FAR = 40  # exponents beyond it are not drawn for the sake of a format
-MOST_ROWS = 30  # of a map
+MOST_ROWS, MOST_PRODUCTS = 30, 12  # of a map; of the figure of products
+APART = "zeros", "subnormals", "infinities", "nans"  # values without an exponent
 Place = tuple[int, ...]  # of a cell, by axis
 LEAST = 5e-3  # share from which on a map is drawn
 RULES = (
@@ -93,17 +94,15 @@ def _exponents(groups: Mapping[str, Group]) -> Section:
         _histograms(of, formats, kind, [i for i, each in enumerate(tensors) if each[0] == kind])
         for kind in dict.fromkeys(kind for kind, _ in tensors)
     ]
+    every = [_totals(of[name]) for name in ("count", *APART)]
     columns = [
         Column[int]("tensor", lambda i: str(of["tensor"][i]), numbers=False),
         *(
             Column[int](heading, partial(_percentile, of, share))
             for heading, share in PERCENTILES.items()
         ),
-        *(
-            Column[int](name, partial(_counted, of[name]))
-            for name in ("zeros", "subnormals", "infinities", "nans")
-        ),
-        Column[int]("values", lambda i: units.fixed(_values(of, i))),
+        *(Column[int](name, _shown(_totals(of[name]), units.fixed)) for name in APART),
+        Column[int]("values", _shown(np.sum(every, axis=0), units.fixed)),
     ]
     table = tabulate("Exponents", columns, range(len(tensors)), "Of all iterations together.")
     return Section("Where the values are", tables=[table], charts=charts)
@@ -114,17 +113,9 @@ def _split(tensor: str) -> tuple[str, str]:
     return kind, name or "(model)"
 
 
-def _total(counts: Array) -> int:
-    return int(np.maximum(counts, 0).sum())  # -1: was not recorded
-
-
-def _counted(counts: Array, tensor: int) -> str:
-    return units.fixed(_total(counts[tensor]))
-
-
-def _values(of: Group, tensor: int) -> int:
-    names = ("count", "zeros", "subnormals", "infinities", "nans")
-    return sum(_total(of[name][tensor]) for name in names)
+def _totals(counts: Array) -> Array:
+    """Return the sum of the counts of each tensor; -1 was not recorded."""
+    return np.maximum(counts, 0).reshape(len(counts), -1).sum(1)
 
 
 def _percentile(of: Group, share: float, tensor: int) -> str:
@@ -180,31 +171,36 @@ def _rounding(of: Group) -> Section:
     places = _places(of, "tensor", "format", "scaling")
 
     columns = [
-        Column[Place]("tensor", lambda at: str(of["tensor"][at[0]]), numbers=False),
-        Column[Place]("format", lambda at: str(of["format"][at[1]]), numbers=False),
-        Column[Place]("scaling", lambda at: str(of["scaling"][at[2]]), numbers=False),
-        *(
-            Column[Place](heading, partial(_percent, of[name]))
-            for name, heading in (
-                ("underflowed", "underflow\n%"),
-                ("saturated", "saturated\n%"),
-                ("subnormal", "subnormal\n%"),
-            )
-        ),
-        Column[Place]("error", lambda at: _mean(of["relative_error"][_cell(at)])),
-        Column[Place]("SNR\ndB", lambda at: _mean(of["snr_db"][_cell(at)])),
+        *_labels(of, "tensor", "format", "scaling"),
+        Column[Place]("underflow\n%", _shown(_means(100 * of["underflowed"], 1))),
+        Column[Place]("saturated\n%", _shown(_means(100 * of["saturated"], 1))),
+        Column[Place]("subnormal\n%", _shown(_means(100 * of["subnormal"], 1))),
+        Column[Place]("error", _shown(_means(of["relative_error"], 1))),
+        Column[Place]("SNR\ndB", _shown(_means(of["snr_db"], 1))),
     ]
     caption = "Means over iterations; to nearest, ties to even; what is too large saturates."
     table = tabulate("Rounding", columns, places, caption)
     return Section("Rounding once", tables=[table], charts=charts)
 
 
-def _cell(at: Place) -> Any:
-    return at[0], slice(None), *at[1:]  # of all iterations
+def _labels(of: Group, *names: str) -> list[Column[Place]]:
+    """Return columns with the labels of axes."""
+
+    def label(values: Array, axis: int, at: Place) -> str:
+        return str(values[at[axis]])
+
+    return [Column(name, partial(label, of[name], i), False) for i, name in enumerate(names)]
 
 
-def _percent(share: Array, at: Place) -> str:
-    return _mean(100 * share[_cell(at)])
+def _shown(values: Array, text: Callable[[float], str] = units.digits) -> Callable[[Any], str]:
+    """Return the function from a place to its value as text."""
+    return lambda at: text(float(values[at]))
+
+
+def _means(values: Array, axis: int) -> Array:
+    """Return the means of finite values over an axis, NaN if there are none."""
+    found: Array = np.ma.masked_invalid(values).mean(axis).filled(np.nan)
+    return found
 
 
 def _places(of: Group, *names: str) -> list[Place]:
@@ -263,12 +259,10 @@ def _sums(of: Group) -> Section:
         panels,
         columns=len(of["scaling"]),
     )
-    columns = [
-        Column[Place](name, partial(_label, of[name], i), numbers=False)
-        for i, name in enumerate(("format", "scaling", "way"))
-    ]
+    means = _means(wrong, 0)
+    columns = _labels(of, "format", "scaling", "way")
     columns += [
-        Column[Place](f"{count}\nranks", partial(_sum_error, wrong[..., i]))
+        Column(f"{count}\nranks", _shown(means[..., i]))
         for i, count in enumerate(of["ranks"].tolist())
     ]
     places = _places(of, "format", "scaling", "way")
@@ -285,28 +279,11 @@ def _error_axis(wrong: Array) -> Axis:
     return Axis("relative error", "log", limits)
 
 
-def _label(labels: Array, axis: int, at: Place) -> str:
-    return str(labels[at[axis]])
-
-
-def _sum_error(wrong: Array, at: Place) -> str:
-    return _mean(wrong[:, at[0], at[1], at[2]])
-
-
-def _product_error(wrong: Array, at: Place) -> str:
-    return _mean(wrong[at[0], :, at[1]])
-
-
-def _mean(values: Array) -> str:
-    values = values[np.isfinite(values)]
-    return units.digits(float(values.mean()) if values.size else float("nan"))
-
-
 def _interval(name: str, style: Style, x: Any, values: Array) -> Series:
     """Return the mean over the first axis, with the least and the largest."""
-    columns = [each[np.isfinite(each)] for each in values.T]
-    ends = np.array([(c.mean(), c.min(), c.max()) if c.size else (np.nan,) * 3 for c in columns])
-    return Series(name, style, x, ends[:, 0], ends[:, 1], ends[:, 2])
+    known = np.ma.masked_invalid(values)
+    ends = (each.filled(np.nan) for each in (known.mean(0), known.min(0), known.max(0)))
+    return Series(name, style, x, *ends)
 
 
 def _products(of: Group) -> Section:
@@ -314,7 +291,8 @@ def _products(of: Group) -> Section:
     wrong, orders = of["relative_error"], of["order"].tolist()
     drawn, y = styles(orders), _error_axis(wrong)
     names = Axis("format of partial sums", names=of["accumulate"].tolist())
-    drawn_rows = _longest(of["terms"].max(1))
+    longest = np.argsort(-of["terms"].max(1), kind="stable")
+    drawn_rows = sorted(longest[:MOST_PRODUCTS].tolist())
     panels = [
         Panel(
             f"{of['product'][row]}: {int(of['terms'][row].max()):,} terms",
@@ -327,9 +305,8 @@ def _products(of: Group) -> Section:
         )
         for row in drawn_rows
     ]
-    all_drawn, count = len(drawn_rows) == len(wrong), len(drawn_rows)
-    longest = f"The {count} of {len(wrong)} products with the longest sums; mean"
-    shown = "Mean" if all_drawn else longest
+    some = f"The {len(drawn_rows)} of {len(wrong)} products with the longest sums; mean"
+    shown = "Mean" if len(drawn_rows) == len(wrong) else some
     chart = Chart(
         "products",
         "Products of layers by the format of partial sums",
@@ -337,23 +314,15 @@ def _products(of: Group) -> Section:
         "Error of the products of layers by accumulator and order of the sums.",
         panels,
     )
-    places = _places(of, "product", "accumulate")
+    places, means = _places(of, "product", "accumulate"), _means(wrong, 1)
     columns = [
         Column[Place]("product", lambda at: str(of["product"][at[0]]), numbers=False),
         Column[Place]("terms", lambda at: units.fixed(int(of["terms"][at[0]].max()))),
         Column[Place]("sums in", lambda at: str(of["accumulate"][at[1]]), numbers=False),
-        *(
-            Column[Place](order, partial(_product_error, wrong[..., i]))
-            for i, order in enumerate(orders)
-        ),
+        *(Column[Place](order, _shown(means[..., i])) for i, order in enumerate(orders)),
     ]
     table = tabulate("Products", columns, places, "Relative error, mean over iterations.")
     return Section("Products of layers", tables=[table], charts=[chart])
-
-
-def _longest(terms: Array) -> list[int]:
-    """Return the rows with the most terms, at most 12, in their order."""
-    return sorted(np.argsort(-terms, kind="stable")[:12].tolist())
 
 
 OF_AUTOENCODER = {
@@ -378,6 +347,9 @@ def autoencoder_report(path: Path) -> Report:
         i = row[at]
         return float(steps["error"][i] / steps["energy"][i]) if steps["energy"][i] else np.nan
 
+    def median(name: str, row: Array) -> float:
+        return float(np.median(steps[name][row]))
+
     columns = [
         Column[Array]("layer", lambda r: str(steps["layer"][r[0]])),
         Column[Array]("itera-\ntions", lambda r: units.fixed(len(r))),
@@ -385,11 +357,9 @@ def autoencoder_report(path: Path) -> Report:
         Column[Array]("last", lambda r: units.digits(steps["loss"][r[-1]], 4)),
         Column[Array]("error %\nfirst", lambda r: units.digits(100 * error(r, 0))),
         Column[Array]("last", lambda r: units.digits(100 * error(r, -1))),
-        Column[Array]("time", lambda r: units.time(float(np.median(steps["time_s"][r])))),
-        Column[Array](
-            "in ex-\nchanges", lambda r: units.time(float(np.median(steps["exchange_s"][r])))
-        ),
-        Column[Array]("sent", lambda r: units.size(float(np.median(steps["sent_bytes"][r])))),
+        Column[Array]("time", lambda r: units.time(median("time_s", r))),
+        Column[Array]("in ex-\nchanges", lambda r: units.time(median("exchange_s", r))),
+        Column[Array]("sent", lambda r: units.size(median("sent_bytes", r))),
     ]
     style = styles([f"layer {steps['layer'][r[0]]}" for r in rows])
     series = [
@@ -425,17 +395,15 @@ def probe_report(path: Path) -> Report:
     check_arrays(path, groups, JUDGED, "is not of autoencoder probe")
     of = groups["selectivity"]
 
-    def shown(values: Array) -> str:
-        return units.fixed(100 * float(values), 1)
-
+    percent = partial(units.fixed, places=1)
     columns = [
         Column[int]("concept", lambda i: str(of["concept"][i])),
-        Column[int]("pixel", lambda i: shown(of["pixel"][i])),
+        Column[int]("pixel", _shown(100 * of["pixel"], percent)),
     ]
     for layer in range(len(of["layer"])):
         columns += [
-            Column[int](f"layer {layer}", lambda i, n=layer: shown(of["accuracy"][n, i])),  # type: ignore[misc]
-            Column[int]("random", lambda i, n=layer: shown(of["random"][n, i])),  # type: ignore[misc]
+            Column(f"layer {layer}", _shown(100 * of["accuracy"][layer], percent)),
+            Column("random", _shown(100 * of["random"][layer], percent)),
         ]
     caption = (
         "Accuracy of the best neuron in %, judged on images that did not choose it; a guess: 50. "

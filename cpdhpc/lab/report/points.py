@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...methods import BASELINES, MEMCPY
-from ..study_data import SHAPE, Array, Factors, Value
+from ..study_data import SHAPE, Array, Factors, Value, but, grouped
 from ..study_data.statistics import median_interval, ratio_intervals
 from ..study_data.study_file import Point, StudyFile
 from . import units
@@ -115,7 +115,6 @@ def cell(name: str, value: Value) -> str:
 
 
 def heading(name: str) -> str:
-    """Return the heading of a factor's column."""
     return HEADINGS.get(name, name.rpartition(".")[2].replace("_", " "))
 
 
@@ -172,12 +171,10 @@ class SeedGroup:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.points[0].ranks
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Nodes, ranks per node, ranks."""
         return tuple(int(self.factors.get(name, 0)) for name in SHAPE)
 
     @cached_property
@@ -187,12 +184,10 @@ class SeedGroup:
 
     @cached_property
     def time_s(self) -> Estimate:
-        """Median time and its interval."""
         return median(self.samples_s, self.level)
 
     @cached_property
     def base_s(self) -> Estimate:
-        """Time of the base."""
         return median(self._base_samples_s, self.level) if self.base_points else UNKNOWN
 
     @property
@@ -201,7 +196,6 @@ class SeedGroup:
 
     @property
     def is_base(self) -> bool:
-        """Whether the speed-up of others is relative to this."""
         return {p.index for p in self.points} == {p.index for p in self.base_points}
 
     @cached_property
@@ -277,8 +271,6 @@ def timing(file: StudyFile, what: str = "median") -> list[Column[SeedGroup]]:
 def of_factors(
     names: Iterable[str], groups: Sequence[SeedGroup], missing: str = units.NONE
 ) -> list[Column[SeedGroup]]:
-    """Return a column for each factor."""
-
     def value(name: str, group: SeedGroup) -> str:
         return cell(name, group.factors[name]) if name in group.factors else missing
 
@@ -295,10 +287,8 @@ def median(samples: Array, level: float) -> Estimate:
 
 def seed_groups(file: StudyFile) -> list[SeedGroup]:
     """Return the points of a study taken together over seeds, in the order of their factors."""
-    by_key: dict[tuple[Any, ...], list[Point]] = {}
-    for point in file.points:
-        by_key.setdefault(_key(point.factors, SEEDS), []).append(point)
-    found = [_seed_group(file, members) for members in by_key.values()]
+    alike = grouped(file.points, lambda point: but(point.factors, SEEDS))
+    found = [_seed_group(file, members) for members in alike.values()]
     names = in_order(name for group in found for name in group.factors)
     first = {  # order of appearance for names, of size for numbers
         name: list(dict.fromkeys(group.factors.get(name, "") for group in found)) for name in names
@@ -314,16 +304,11 @@ def _seed_group(file: StudyFile, members: list[Point]) -> SeedGroup:
     return SeedGroup(factors, tuple(members), tuple(file.points[i] for i in bases), file.level)
 
 
-def _key(factors: Factors, without: Iterable[str]) -> tuple[Any, ...]:
-    return tuple(sorted((k, v) for k, v in factors.items() if k not in without))
-
-
 def _order(value: Value, seen: list[Value]) -> float:
     return seen.index(value) if isinstance(value, str) else float(value)
 
 
 def finite(values: Iterable[float]) -> list[float]:
-    """Return those that are numbers."""
     return [value for value in values if isfinite(value)]
 
 
@@ -349,7 +334,6 @@ class Panels:
 
     @property
     def groups(self) -> list[SeedGroup]:
-        """The points of all lines."""
         return [group for lines in self.lines.values() for line in lines for group in line.groups]
 
 
@@ -395,7 +379,8 @@ class Layout:
         baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
         known = dict(zip(baselines, LIBRARIES, strict=False))
         names = [label(each, lines) for each in factors if not is_baseline(each)]
-        return cls(panels, lines, styles([*names, *(baselines.keys() - known)]) | known, free)
+        names += [name for name in baselines if name not in known]
+        return cls(panels, lines, styles(names) | known, free)
 
     def series(self, groups: Iterable[SeedGroup]) -> list[list[SeedGroup]]:
         """Return points that differ only in free factors, in order of ranks and work."""
@@ -403,7 +388,6 @@ class Layout:
 
     @property
     def heading(self) -> str:
-        """Heading of the column of lines."""
         if len(self.lines) == 1:
             return heading(self.lines[0])
         return "gradients" if any(n.startswith("gradient.") for n in self.lines) else "method"
@@ -426,14 +410,12 @@ class Layout:
         several = alone and len({each[0].ranks for each in series}) > 1
         ranks = ["ranks"] if several and "ranks" not in (*self.panels, *self.lines) else []
         names = [*ranks, *(name for name in self.panels if name not in without)]
-        found: dict[str, list[Line]] = {}
-        inner = set()
-        for each in series:
-            found.setdefault(label(each[0].factors, names), []).append(self.line(each))
-            inner.add(label(each[0].factors, names[1:]))
+        found = grouped(series, lambda each: label(each[0].factors, names))
+        inner = {label(each[0].factors, names[1:]) for each in series}
         by_rows = names[:1] == ["size_bytes"] and 1 < len(inner) <= WIDEST
         even = 2 if len(found) == 4 else 3
-        return Panels(found, len(inner) if by_rows else even)
+        lines = {title: list(map(self.line, each)) for title, each in found.items()}
+        return Panels(lines, len(inner) if by_rows else even)
 
 
 def tells_apart(groups: Sequence[SeedGroup]) -> bool:
@@ -442,11 +424,8 @@ def tells_apart(groups: Sequence[SeedGroup]) -> bool:
 
 
 def _grouped(groups: Iterable[SeedGroup], free: Collection[str]) -> list[list[SeedGroup]]:
-    found: dict[Any, list[SeedGroup]] = {}
-    for group in groups:
-        key = frozenset((k, v) for k, v in group.factors.items() if k not in free)
-        found.setdefault(key, []).append(group)
-    return [sorted(each, key=lambda group: group.ranks) for each in found.values()]
+    found = grouped(groups, lambda group: but(group.factors, free)).values()
+    return [sorted(each, key=lambda group: group.ranks) for each in found]
 
 
 def is_baseline(factors: Factors) -> bool:

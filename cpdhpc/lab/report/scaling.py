@@ -44,21 +44,14 @@ def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     if panels is None:
         return []
     lines = [line for found in panels.lines.values() for line in found]
-    drawn = charts(file, panels, _quantities(file, panels))
+    drawn = charts(file, panels, _drawn(file, panels))
+    tables = [_table(file, groups, layout)]
     if file.scaling == THROUGHPUT:
-        return [Section("Throughput", tables=[_rates(file, groups, layout)], charts=drawn)]
+        return [Section("Throughput", tables=tables, charts=drawn)]
     fits = [found for found in (fit(file, line) for line in lines) if found]
-    return [
-        Section(
-            f"{file.scaling.capitalize()} scaling",
-            tables=[
-                _table(file, groups, layout),
-                *([law_table(file, layout, fits)] if fits else []),
-            ],
-            charts=drawn,
-        ),
-        *isoefficiency(file, groups),
-    ]
+    tables += [law_table(file, layout, fits)] if fits else []
+    title = f"{file.scaling.capitalize()} scaling"
+    return [Section(title, tables=tables, charts=drawn), *isoefficiency(file, groups)]
 
 
 def panels_over(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Panels | None:
@@ -69,33 +62,39 @@ def panels_over(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) ->
 
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Table:
-    def interval(group: SeedGroup) -> str:
-        speedup = group.speedup
-        return units.NONE if group.is_base else units.interval(speedup.low, speedup.high)
-
-    columns: list[Column[SeedGroup]] = [
-        *_places_and_times(file, groups, layout),
-        Column("speed-up", lambda g: units.digits(g.speedup.value)),
-        Column(f"{file.percent} CI", interval),
-        Column("effi-\nciency %", lambda g: units.digits(100 * g.efficiency.value)),
-        Column("baseline", _base, numbers=False),
-    ]
-    ordered = [group for each in layout.series(groups) for group in each]
-    return tabulate("Scaling", columns, ordered, _caption(file))
-
-
-def _places_and_times(
-    file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
-) -> list[Column[SeedGroup]]:
-    """Return the columns of factors and of times."""
+    """Return the table of throughputs, or of speed-ups."""
     _, *times = timing(file)
     over = [file.over] if file.over != "ranks" else []  # which has a column in any case
-    return [
+    columns: list[Column[SeedGroup]] = [
         *of_factors([*over, *layout.panels, *file.weak], groups),
         *layout.names(groups),
         Column("ranks", lambda g: str(g.ranks)),
         *times,
     ]
+    if file.scaling == THROUGHPUT:
+        unit, rate = throughput(file)
+        columns += [
+            Column(f"throughput\n{unit}", lambda g: units.digits(rate(g).value)),
+            Column(f"{file.percent} CI", lambda g: units.interval(*rate(g)[1:])),
+        ]
+        title, caption = "Throughput", f"Throughput: {heading(file.over)} / time. "
+    else:
+        columns += [
+            Column("speed-up", lambda g: units.digits(g.speedup.value)),
+            Column(
+                f"{file.percent} CI",
+                lambda g: units.NONE if g.is_base else units.interval(*g.speedup[1:]),
+            ),
+            Column("effi-\nciency %", lambda g: units.digits(100 * g.efficiency.value)),
+            Column("baseline", _base, numbers=False),
+        ]
+        title, caption = "Scaling", f"{GAIN[file.scaling]} Baseline: {file.base_rule}; its time is "
+        caption += f"in the last column. {_weak(file)}"
+    caption += f"Times: median of {file.times}."
+    if title == "Scaling":
+        caption += " A speed-up's interval includes those of both medians."
+    ordered = [group for each in layout.series(groups) for group in each]
+    return tabulate(title, columns, ordered, caption)
 
 
 THROUGHPUT = "throughput"
@@ -116,27 +115,6 @@ def throughput(file: StudyFile) -> tuple[str, Callable[[SeedGroup], Estimate]]:
     return unit, value
 
 
-def _rates(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Table:
-    unit, value = throughput(file)
-
-    def interval(group: SeedGroup) -> str:
-        return units.interval(value(group).low, value(group).high)
-
-    columns: list[Column[SeedGroup]] = [
-        *_places_and_times(file, groups, layout),
-        Column(f"throughput\n{unit}", lambda g: units.digits(value(g).value)),
-        Column(f"{file.percent} CI", interval),
-    ]
-    ordered = [group for each in layout.series(groups) for group in each]
-    caption = f"Throughput: {heading(file.over)} / time. Times: median of {file.times}."
-    return tabulate("Throughput", columns, ordered, caption)
-
-
-def _throughput(file: StudyFile) -> Quantity:
-    unit, value = throughput(file)
-    return Quantity(THROUGHPUT, f"throughput / ({unit})", value, lambda g: nan, from_zero, said="")
-
-
 def _base(group: SeedGroup) -> str:
     if not group.base_points:
         return "none"
@@ -147,14 +125,6 @@ GAIN = {
     "strong": "Speed-up: time of the baseline / time; efficiency: speed-up / ratio of ranks.",
     "weak": "Speed-up: work per time / the baseline's; efficiency: speed-up / ratio of ranks.",
 }
-
-
-def _caption(file: StudyFile) -> str:
-    return (
-        f"{GAIN[file.scaling]} Baseline: {file.base_rule}; its time is in the last column. "
-        + _weak(file)
-        + f"Times: median of {file.times}. A speed-up's interval includes those of both medians."
-    )
 
 
 def _weak(file: StudyFile) -> str:
@@ -185,54 +155,68 @@ def charts(file: StudyFile, panels: Panels, quantities: Sequence[Quantity]) -> l
     return [_chart(file, panels, quantity) for quantity in quantities]
 
 
-def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
-    grows = any(g.base_points and g.base_points[0].ranks < g.ranks for g in panels.groups)
-    speedup = Quantity(
-        "speedup",
-        "speed-up",
-        lambda g: g.speedup,
-        lambda g: g.ideal,
-        doublings,
-        said="ideal" if grows else "baseline",
-        fit=partial(fit, file),
-    )
-    found = [_throughput(file) if file.scaling == THROUGHPUT else speedup]
-    if grows and file.scaling != THROUGHPUT:  # otherwise it is the same
-        found.append(
+def _drawn(file: StudyFile, panels: Panels) -> list[Quantity]:
+    """Return the quantities that a study's figures show over ranks."""
+    known = _known(file, panels.groups)
+    time = known.pop("time")
+    if not _grows(panels.groups):  # then it is the same as the speed-up
+        known.pop("efficiency", None)
+    if any(g.mean("energy_j") > 0 for g in panels.groups):
+        known["energy"] = Quantity(
+            "energy",
+            "energy of a repeat / J",
+            lambda g: g.exact("energy_j"),
+            lambda g: nan,
+            from_zero,
+            said="",
+            note="Of all nodes: means over repeats",
+        )
+    return [*known.values(), *([time] if file.scaling == "weak" else [])]
+
+
+def _grows(groups: Iterable[SeedGroup]) -> bool:
+    return any(g.base_points and g.base_points[0].ranks < g.ranks for g in groups)
+
+
+def _known(file: StudyFile, groups: Sequence[SeedGroup]) -> dict[str, Quantity]:
+    """Return the time, and the throughput, or the speed-up and the efficiency, by name."""
+    scale, unit = units.time_unit(median(group.time_s.value for group in groups))
+    found = [
+        Quantity(
+            "time",
+            f"time / {unit}",
+            lambda g: g.time_s.scaled(1 / scale),
+            lambda g: g.mean("bound_s") / scale,
+            from_zero,
+            BOUND,
+            "bound",
+        )
+    ]
+    if file.scaling == THROUGHPUT:
+        rate, value = throughput(file)
+        axis = f"throughput / ({rate})"
+        found.append(Quantity(THROUGHPUT, axis, value, lambda g: nan, from_zero, said=""))
+    else:
+        said = "ideal" if _grows(groups) else "baseline"
+        found += [
+            Quantity(
+                "speedup",
+                "speed-up",
+                lambda g: g.speedup,
+                lambda g: g.ideal,
+                doublings,
+                said=said,
+                fit=partial(fit, file),
+            ),
             Quantity(
                 "efficiency",
                 "efficiency / %",
                 lambda g: g.efficiency.scaled(100),
                 lambda g: 100.0 if g.base_points else nan,
                 from_zero,
-            )
-        )
-    if any(g.mean("energy_j") > 0 for g in panels.groups):
-        found.append(
-            Quantity(
-                "energy",
-                "energy of a repeat / J",
-                lambda g: g.exact("energy_j"),
-                lambda g: nan,
-                from_zero,
-                said="",
-                note="Of all nodes: means over repeats",
-            )
-        )
-    return found + ([_time(panels)] if file.scaling == "weak" else [])
-
-
-def _time(panels: Panels) -> Quantity:
-    scale, unit = units.time_unit(median(group.time_s.value for group in panels.groups))
-    return Quantity(
-        "time",
-        f"time / {unit}",
-        lambda group: group.time_s.scaled(1 / scale),
-        lambda group: group.mean("bound_s") / scale,
-        from_zero,
-        BOUND,
-        "bound",
-    )
+            ),
+        ]
+    return {each.name: each for each in found}
 
 
 def doublings(name: str, values: Sequence[float]) -> Axis:
@@ -412,9 +396,15 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
     for option, names in (("--x", [x]), ("--by", choice.by), ("--panel", choice.panel)):
         _check(option, names, factors)
     there = [group for group in groups if x in group.factors]
+    names = [] if is_number(x, factors) else [str(group.factors[x]) for group in there]
+    names = list(dict.fromkeys(names))
+
+    def place(group: SeedGroup) -> float:
+        found = group.factors[x]
+        return float(names.index(str(found)) if names else found)
+
     layout = _layout(file, there, choice, x)
-    alike = [sorted(each, key=lambda g: _order(g, x)) for each in layout.series(there)]
-    panels = layout.arrange(alike, without=[x])
+    panels = layout.arrange((sorted(s, key=place) for s in layout.series(there)), without=[x])
     widest = max(len(lines) for lines in panels.lines.values())
     if widest > MOST:
         raise ReportError(
@@ -425,43 +415,24 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
     bars = any(isfinite(value(group).low) for group in there)
     of = choice.y if choice.y in file.metrics else file.times
     notes = [f"Medians of {of}{f'; bars: {file.percent} CI' * bars}."]
-    if (
-        choice.y in OUTCOMES.keys() - file.metrics.keys()
-    ):  # counted or computed, without an interval
-        notes = ["Means over seeds."] if any(len(group.points) > 1 for group in there) else []
-    names = [] if is_number(x, factors) else [str(group.factors[x]) for group in there]
-    places = list(dict.fromkeys(names))
-
-    def place(group: SeedGroup) -> float:
-        found = group.factors[x]
-        return float(places.index(str(found)) if places else found)
-
-    def series(lines: Sequence[Line]) -> list[Series]:
+    if choice.y in OUTCOMES and choice.y not in file.metrics:  # counted, without an interval
+        notes = ["Means over seeds."] * any(len(group.points) > 1 for group in there)
+    join: Join = "none" if names else "guide" if x in SHAPE else "line"
+    series = {}
+    for title, lines in panels.lines.items():
         beside = [side_by_side(i, len(lines)) if x in SHAPE else 1.0 for i in range(len(lines))]
-        join: Join = "none" if places else "guide" if x in SHAPE else "line"
-        return [
-            drawn(line, place, value, join, shift)
-            for line, shift in zip(lines, beside, strict=True)
-        ]
-
-    what = y.partition(" / ")[0]
-    return Section(
-        "Chosen",
-        charts=[
-            Chart(
-                f"{choice.y or 'time'}_by_{x}".replace(".", "_"),
-                f"{file.name}: {what} by {heading(x)}",
-                notes,
-                f"{what.capitalize()} by {heading(x)}.",
-                panels_with(
-                    {title: series(lines) for title, lines in panels.lines.items()},
-                    _axis(x, sorted({place(group) for group in there}), places),
-                    lambda values: spread(y, values, "log", 10),
-                ),
-                panels.columns,
-            )
-        ],
+        pairs = zip(lines, beside, strict=True)
+        series[title] = [drawn(line, place, value, join, shift) for line, shift in pairs]
+    what, places = y.partition(" / ")[0], sorted({place(group) for group in there})
+    chart = Chart(
+        f"{choice.y or 'time'}_by_{x}".replace(".", "_"),
+        f"{file.name}: {what} by {heading(x)}",
+        notes,
+        f"{what.capitalize()} by {heading(x)}.",
+        panels_with(series, _axis(x, places, names), partial(spread, y, scale="log", apart=10)),
+        panels.columns,
     )
+    return Section("Chosen", charts=[chart])
 
 
 def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str) -> Layout:
@@ -489,11 +460,6 @@ def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str
     return Layout.named(panels, lines, {*free, *SHAPE} - {*panels, *lines}, factors)
 
 
-def _order(group: SeedGroup, x: str) -> float:
-    value = group.factors.get(x, 0)
-    return 0.0 if isinstance(value, str) else float(value)
-
-
 def _axis(x: str, places: Sequence[float], names: Sequence[str]) -> Axis:
     if names:
         return Axis(heading(x), names=[said(x, name) or name for name in names])
@@ -509,24 +475,15 @@ def _quantity(
     file: StudyFile, name: str, groups: Sequence[SeedGroup]
 ) -> tuple[str, Callable[[SeedGroup], Estimate]]:
     """Return the label of the y axis, and the function from a point to its value."""
-    scale, unit = units.time_unit(median(group.time_s.value for group in groups))
-    table: dict[str, tuple[str, Callable[[SeedGroup], Estimate]]] = {
-        "time": (f"time / {unit}", lambda g: g.time_s.scaled(1 / scale)),
-    }
-    if file.scaling == THROUGHPUT:
-        rate, of_point = throughput(file)
-        table[THROUGHPUT] = f"throughput / ({rate})", of_point
-    else:
-        table["speedup"] = "speed-up", lambda g: g.speedup
-        table["efficiency"] = "efficiency / %", lambda g: g.efficiency.scaled(100)
+    table = {key: (each.axis, each.value) for key, each in _known(file, groups).items()}
     for outcome, (kind, _, of) in OUTCOMES.items():
         if kind is not str and any(isfinite(g.mean(outcome)) for g in groups):
             said_as = CALLED.get(outcome, outcome.removesuffix("_s").replace("_", " "))
             label = said_as if of == "1" else f"{said_as} / {of}"
-            table[outcome] = label, lambda g, outcome=outcome: g.exact(outcome)  # type: ignore[misc]
+            table[outcome] = label, partial(SeedGroup.exact, name=outcome)
     for metric, row in file.metrics.items():
         label = metric if row["unit"] == "1" else f"{metric} / {row['unit']}"
-        table[metric] = label, lambda g, metric=metric: g.metric(metric)  # type: ignore[misc]
+        table[metric] = label, partial(SeedGroup.metric, name=metric)
     if name not in table:
         raise ReportError(f"--y {name}: is not measured in this study: {suggest(name, table)}")
     return table[name]

@@ -111,7 +111,8 @@ class Table:
             writer.writerow(
                 value
                 for cell, names in zip(row, parts, strict=True)
-                for value in ([_number(cell, name) for name in names] or [_plain(cell)])
+                for value in [_number(cell, name) for name in names]
+                or ["" if cell == NONE else cell]
             )
         return text.getvalue()
 
@@ -133,10 +134,6 @@ def numbers(cell: str) -> dict[str, float]:
     return dict(cell.numbers) if isinstance(cell, Cell) else {}
 
 
-def _plain(cell: str) -> str:
-    return "" if cell == NONE else cell
-
-
 def _number(cell: str, name: str) -> str:
     value = float(numbers(cell).get(name, "nan"))
     return f"{value!r}".removesuffix(".0") if isfinite(value) else ""
@@ -148,7 +145,6 @@ def slug(title: str) -> str:
 
 
 def capital(sentence: str) -> str:
-    """Return a sentence that begins with a capital letter."""
     return sentence[:1].upper() + sentence[1:]
 
 
@@ -159,13 +155,11 @@ def tabulate(
     caption: str = "",
     page_only: bool = False,
 ) -> Table:
-    """Return the table with a row for each thing."""
     rows = [[column.cell(each) for column in columns] for each in of]
     return Table(title, columns, rows, caption, page_only)
 
 
 def words(*headings: str) -> list[Column[str]]:
-    """Return columns of text."""
     return [Column(heading, numbers=False) for heading in headings]
 
 
@@ -210,12 +204,10 @@ class Report:
 
     @property
     def charts(self) -> list[Chart]:
-        """All figures, in order."""
         return [chart for section in self.sections for chart in section.charts]
 
     @property
     def tables(self) -> list[Table]:
-        """All tables of the sections, in order."""
         return [table for section in self.sections for table in section.tables]
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan, nan
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from ... import store
 from ...config import difference, keys_of, value_of
 from ...formats import wire_format
-from ..study_data import Array
+from ..study_data import Array, grouped
 from ..study_data.study_file import ReportError, StudyFile, check_arrays
 from . import units
 from .figures import BLACK, IDEAL, Axis, Chart, Map, Panel, Series, Style, styles
@@ -52,7 +53,6 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run went to its end."""
         return bool(self.attributes["status"] == "complete")
 
     @property
@@ -62,7 +62,6 @@ class Run:
 
     @property
     def score(self) -> float:
-        """The score of the test samples at the end."""
         return self.measure.factor * float(self.epochs[self.measure.column][-1])
 
     @property
@@ -75,12 +74,6 @@ class Run:
     def wire_bytes(self) -> float:
         """Mean payload that a rank sends in a step."""
         return float(self.steps["wire_bytes"].mean())
-
-    @property
-    def step_times_s(self) -> Array:
-        """float64[iterations], time of each step, all phases together."""
-        total: Array = self.steps["time_s"].sum(1)
-        return total
 
     @property
     def underflow_share(self) -> float:
@@ -101,6 +94,11 @@ class RunGroup:
     name: str
     runs: list[Run]
     found: int
+
+    @property
+    def measure(self) -> Score:
+        """The score of the first run."""
+        return self.runs[0].measure
 
     @property
     def compressed(self) -> bool:
@@ -127,7 +125,6 @@ class RunGroup:
 
     @property
     def score(self) -> float:
-        """Mean over seeds."""
         return float(self.scores.mean())
 
     def mean(self, name: str) -> float:
@@ -137,7 +134,8 @@ class RunGroup:
     @property
     def step_time_ms(self) -> float:
         """Median time of a step, over all steps of all runs."""
-        return 1e3 * float(np.median(np.concatenate([run.step_times_s for run in self.runs])))
+        times_s = [run.steps["time_s"].sum(1) for run in self.runs]  # of all phases
+        return 1e3 * float(np.median(np.concatenate(times_s)))
 
 
 NEEDED = {  # of a record, which a damaged one may lack
@@ -167,9 +165,7 @@ def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
     Names without a complete run are left out. Raises ReportError if runs of one name differ
     in more than the seed and what they record.
     """
-    by_name: dict[str, list[Run]] = {}
-    for run in runs:
-        by_name.setdefault(run.name, []).append(run)
+    by_name = grouped(runs, lambda run: run.name)
     for same in by_name.values():
         _check_alike(same)
     groups = [
@@ -209,10 +205,8 @@ def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> 
 
     what: of LAYER_SHARES; observed: the panel's name and the map, means over seeds
     """
-    drawn: dict[str, list[Map]] = {}
-    for name, each in observed:
-        if each.values.size and np.nan_to_num(each.values).max() >= LEAST:
-            drawn.setdefault(name, []).append(each)
+    drawn = [(name, m) for name, m in observed if np.nan_to_num(m.values).max(initial=0) >= LEAST]
+    panels = {name: [m for _, m in some] for name, some in grouped(drawn, itemgetter(0)).items()}
     return [
         Chart(
             f"{what}_{panel}".replace(" ", "_").strip("_"),
@@ -226,13 +220,8 @@ def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> 
             maps,
             colours=f"{what} / %",
         )
-        for panel, maps in drawn.items()
+        for panel, maps in panels.items()
     ]
-
-
-def layer_map(name: str, iterations: Array, layers: Sequence[str], values: Array) -> Map:
-    """Return a training's map. iterations: int64[samples]; values: float64[layers, samples], %."""
-    return Map(name, Axis("iteration"), Axis(""), iterations, layers, values)
 
 
 TITLE = "Training runs"
@@ -276,21 +265,17 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     )
 
 
-def _scored(measure: Score) -> str:
-    return f"{measure.column}, loss in {measure.loss_unit or 'no unit'}"
-
-
 def _measure(groups: Sequence[RunGroup]) -> Score:
     """Return the score of all runs. Raises ReportError if it is not the same."""
-    found = {group.name: group.runs[0].measure for group in groups}
-    (name, first), *others = found.items()
-    for other, measure in others:
-        if measure != first:
-            raise ReportError(
-                f"{name} has {_scored(first)} and {other} {_scored(measure)}: "
-                "runs of one report must have one metric and loss"
-            )
-    return first
+    first, other = groups[0], next((g for g in groups if g.measure != groups[0].measure), None)
+    if other is not None:
+        one, two = (f"{m.column}, loss in {m.loss_unit or 'no unit'}"
+                    for m in (first.measure, other.measure))  # fmt: skip
+        raise ReportError(
+            f"{first.name} has {one} and {other.name} {two}: "
+            "runs of one report must have one metric and loss"
+        )
+    return first.measure
 
 
 def table(groups: Sequence[RunGroup]) -> Table:
@@ -343,8 +328,7 @@ def table(groups: Sequence[RunGroup]) -> Table:
 
 
 def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:
-    first = group.runs[0]
-    measure = first.measure
+    first, measure = group.runs[0], group.measure
     return Trained(
         "",
         group.name,
@@ -363,7 +347,8 @@ def _observed(group: RunGroup) -> tuple[str, Map]:
     first = group.runs[0].layers
     shares = np.mean([run.layers["underflow_share"] for run in group.runs], axis=0)
     names = [str(name) for name in first["layer"]]
-    return "", layer_map(group.name, first["iteration"], names, 100 * shares.T)
+    axes = Axis("iteration"), Axis("")
+    return "", Map(group.name, *axes, first["iteration"], names, 100 * shares.T)
 
 
 def overview(charts: Sequence[Chart]) -> Chart:
@@ -544,15 +529,20 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
     ]
     if ALGORITHM in names and decided(ALGORITHM, [ACCUMULATE], of):
         names.remove(ALGORITHM)
-    lines: dict[str, dict[int, list[tuple[SeedGroup, float]]]] = {}
-    for group in sent:
-        below = group.mean("accuracy") - float32[but_for_gradient(group.factors)].mean("accuracy")
+
+    def named(group: SeedGroup) -> str:
         unscaled = {SCALING: "unscaled"} if group.factors.get(SCALING) == "none" else {}
-        line = lines.setdefault(label({**group.factors, **unscaled}, names), {})
-        line.setdefault(int(group.factors[BATCH]), []).append((group, below))
+        return label({**group.factors, **unscaled}, names)
+
+    def above(group: SeedGroup) -> float:
+        return group.mean("accuracy") - float32[but_for_gradient(group.factors)].mean("accuracy")
+
     found = {
-        name: {batch: needed(each, tolerance) for batch, each in line.items()}
-        for name, line in lines.items()
+        name: {
+            batch: needed([(g, above(g)) for g in some], tolerance)
+            for batch, some in grouped(line, lambda g: int(g.factors[BATCH])).items()
+        }
+        for name, line in grouped(sent, named).items()
     }
     base = {int(group.factors[BATCH]): group.mean("accuracy") for group in float32.values()}
     return [_section(found, batches, base, tolerance)]

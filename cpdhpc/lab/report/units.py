@@ -29,24 +29,18 @@ class Cell(str):
 
 def digits(value: float, count: int = 3) -> Cell:
     """Return a number with so many significant digits, without an exponent if it is short."""
-    return Cell(_digits(value, count), value=value)
-
-
-def _digits(value: float, count: int) -> str:
+    text = f"{value:.{count - 1}e}"
     if not isfinite(value):
-        return NONE
-    if value == 0:
-        return "0"
-    rounded = float(f"{value:.{count - 1}e}")
-    if not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.{count - 1}e}"
-    if abs(rounded) >= 10 ** (count - 1):
-        return f"{rounded:,.0f}"
-    return f"{rounded:#.{count}g}"
+        text = NONE
+    elif value == 0:
+        text = "0"
+    elif 1e-3 <= abs(value) < 1e6:
+        whole = abs(float(text)) >= 10 ** (count - 1)
+        text = f"{float(text):,.0f}" if whole else f"{float(text):#.{count}g}"
+    return Cell(text, value=value)
 
 
 def fixed(value: float, places: int = 0) -> Cell:
-    """Return a number with so many decimal places."""
     return Cell(f"{value:,.{places}f}" if isfinite(value) else NONE, value=value)
 
 
@@ -58,7 +52,7 @@ def bytes_of(value: float) -> Cell:
 def apart(one: float, other: float) -> tuple[str, str]:
     """Return two numbers with digits enough to tell them apart, three at least."""
     for count in range(3, 18):
-        shown = _digits(one, count), _digits(other, count)
+        shown = digits(one, count), digits(other, count)
         if shown[0] != shown[1] or one == other:
             break
     return shown
@@ -80,14 +74,12 @@ def time_unit(value_s: float) -> tuple[float, str]:
 
 
 def time(value_s: float) -> Cell:
-    """Return a time with its unit."""
     scale, name = time_unit(value_s)
     text = f"{digits(value_s / scale)} {name}" if isfinite(value_s) else NONE
     return Cell(text, value_s=value_s)
 
 
 def interval(low: float, high: float) -> Cell:
-    """Return both ends of an interval."""
     return Cell(_interval(low, high), low=low, high=high)
 
 
@@ -120,10 +112,13 @@ def size(value: float) -> Cell:
     return Cell(text, value_bytes=value)
 
 
-def with_deviation(values: npt.NDArray[np.float64]) -> Cell:
-    """Return the mean, and the sample standard deviation if there are several values."""
+def with_deviation(values: npt.NDArray[np.float64], form: str = ".2f", of: str = ".2f") -> Cell:
+    """Return the mean, and the sample standard deviation if there are several values.
+
+    form, of: formats of the two
+    """
     mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else float("nan")
-    text = f"{mean:.2f}" + (f" ± {deviation:.2f}" if len(values) > 1 else "")
+    text = f"{mean:{form}}" + (f" ± {deviation:{of}}" if len(values) > 1 else "")
     return Cell(text, value=mean, deviation=deviation)
 
 

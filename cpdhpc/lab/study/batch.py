@@ -124,7 +124,6 @@ class TimedCalls(Measuring):
         self.done = measure.is_over(len(counted), self.spent_s, [counted])
 
     def result(self, place: Place) -> Result:
-        """Return the times of all repeats."""
         return Result(self.times_s, self.is_warmup, self.outcomes, place.environment())
 
 
@@ -158,8 +157,7 @@ def measure_batch(
             raise UserError(f"{path}: is of kind {study.kind}: is measured by cpdhpc {other}")
         if launch is None:
             prove(world, nodes or batch.nodes, ppn or batch.ppn)
-            _check_shape(world, batch)
-            _check_seats(world, batch)
+            _check(world, batch)
         cases, claim = world.on_first(lambda: _begin(folder, batch, launch))
         some = cast(World, world)  # Alone has all methods that runs of programs call
         runner = _Runner(some, folder, study, cases, claim.restarts, caught, launch)
@@ -177,17 +175,16 @@ def _load(folder: Folder, number: int) -> tuple[Study, Batch]:
     return study, found[number]
 
 
-def _check_shape(world: Ranks, batch: Batch) -> None:
-    """Raise UserError if a job's shape is too small for a case of the batch."""
+def _check(world: Ranks, batch: Batch) -> None:
+    """Raise UserError if a job's shape is too small for a case of the batch. Collective.
+
+    PlacementError if ranks are not bound and distributed as requested.
+    """
     for case in batch.cases:
         if len(members(world.nodes, case)) != case.ranks:
             raise UserError(
                 f"batch {batch.number}: case {case.id} needs {case.nodes} x {case.ppn} ranks"
             )
-
-
-def _check_seats(world: Ranks, batch: Batch) -> None:
-    """Raise PlacementError unless ranks are bound and distributed as requested. Collective."""
     if any(batch.seats):
         seats = world.gather(binding.seat(batch.seats[0]) | {"rank": world.process})
         if wrong := binding.misplaced(seats, *batch.seats):
@@ -285,7 +282,6 @@ class _Runner:
 
     @property
     def status(self) -> int:
-        """The exit status of the batch."""
         if self.finished + self.failed < len(self.cases):
             return UNFINISHED
         return FAILED if self.failed else FINISHED

@@ -375,7 +375,6 @@ class Batch:
 
     @property
     def ranks(self) -> int:
-        """Number of MPI processes of the job."""
         return self.nodes * self.ppn
 
     @property

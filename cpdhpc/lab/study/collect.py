@@ -50,7 +50,6 @@ class Base:
 
     @classmethod
     def of(cls, study: Study) -> Base:
-        """Return the rule of a study."""
         work = study.of_kind.work
         same = study.base.get("ranks") == SAME
         named = base_factors(study)
@@ -235,14 +234,14 @@ def _samples(factors: Mapping[str, Factor], points: Points, environments: list[s
     return {
         "point": _point(points),
         "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups included"),
-        "case_id": Variable(BY, np.array([case.id for case, _ in points]), "id of the case"),
+        "case_id": Variable(BY, [case.id for case, _ in points], "id of the case"),
         **_factors(factors, points),
         "time_s": Variable(both, times_s[:, :, 0], of + "the slowest", "s"),
         "min_rank_time_s": Variable(both, times_s[:, :, 1], of + "the fastest", "s"),
         "mean_rank_time_s": Variable(both, times_s[:, :, 2], of + "the mean", "s"),
         "is_warmup": Variable(both, is_warmup, "whether it is a warm-up", "1", flags),
         **_outcomes(points),
-        "environment": Variable(BY, np.array(indexes), "index into the group environment"),
+        "environment": Variable(BY, indexes, "index into the group environment"),
     }
 
 
@@ -311,9 +310,7 @@ def _environment(environments: list[str]) -> Variables:
     return {
         "environment": Variable(by, np.arange(len(parsed)), "where cases were measured"),
         **{
-            name: Variable(
-                by, np.array([str(each.get(name, "")) for each in parsed]), name.replace("_", " ")
-            )
+            name: Variable(by, [str(each.get(name, "")) for each in parsed], name.replace("_", " "))
             for name in names
         },
     }
@@ -452,19 +449,18 @@ def with_energy(points: Points, by: Scheduler) -> Points:
         if result.outcomes.get("job_id") and "energy_j" not in result.outcomes
     }
     power_w = by.mean_power_w(jobs) if jobs else {}
-    return [(case, _energised(result, power_w)) for case, result in points]
 
+    def with_its(result: Result) -> Result:
+        job = str(result.outcomes.get("job_id", ""))
+        if job not in power_w or "energy_j" in result.outcomes:
+            return result
+        wall = result.series.get(METRIC + WALL)  # of a program whose times are those of a metric
+        times_s = result.times_s[:, 0] if wall is None else wall["value"]  # of the slowest rank
+        outcomes = {**result.outcomes, "energy_j": power_w[job] * float(times_s.mean())}
+        environment = {**result.environment, "energy": "ConsumedEnergy of the job, by time"}
+        return replace(result, outcomes=outcomes, environment=environment)
 
-def _energised(result: Result, power_w: Mapping[str, float]) -> Result:
-    job = str(result.outcomes.get("job_id", ""))
-    if job not in power_w or "energy_j" in result.outcomes:
-        return result
-    wall = result.series.get(METRIC + WALL)  # of a program whose times are those of a metric
-    times_s = result.times_s[:, 0] if wall is None else wall["value"]  # of the slowest rank
-    energy_j = power_w[job] * float(times_s.mean())
-    outcomes = {**result.outcomes, "energy_j": energy_j}
-    environment = {**result.environment, "energy": "ConsumedEnergy of the job, by time"}
-    return replace(result, outcomes=outcomes, environment=environment)
+    return [(case, with_its(result)) for case, result in points]
 
 
 def find(folder: Folder, cases: list[Case]) -> Found:

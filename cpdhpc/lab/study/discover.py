@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import UserError, dump_toml, suggest, validate
@@ -20,41 +19,27 @@ from .run_here import is_open_mpi
 from .site import Site
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A key of a site file. value: None if it is not known; note: a comment before it."""
-
-    key: str
-    value: str | int | list[str] | None
-    note: str = ""
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"# {self.key}: {self.note}"
-        line = dump_toml({self.key: self.value}).strip()
-        return f"# {self.note}\n{line}" if self.note else line
+def _key(key: str, value: str | int | list[str] | None, note: str = "") -> str:
+    """Return the line of a key, a comment if its value is not known; note: a comment before it."""
+    if value is None:
+        return f"# {key}: {note}"
+    line = dump_toml({key: value}).strip()
+    return f"# {note}\n{line}" if note else line
 
 
-@dataclass(frozen=True)
-class Discovered:
-    """A site file. about: its first comment; findings: its keys; others: further comments."""
-
-    about: str
-    findings: Sequence[Finding]
-    others: Sequence[str] = ()
-
-    def toml(self) -> str:
-        """Return the text of the file. Keys that could not be found out are comments."""
-        head = [f"# {self.about}", "# docs/reference/sites.md says what each key means."]
-        rest = ["", *(f"# {line}" for line in self.others)] if self.others else []
-        text = "\n".join([*head, "", *map(str, self.findings), *rest]) + "\n"
-        validate(Site, tomllib.loads(text), "site discover")
-        return text
+def _text(about: str, lines: Sequence[str], others: Sequence[str] = ()) -> str:
+    """Return a site file. about: its first comment; lines: of keys; others: further comments."""
+    head = [f"# {about}", "# docs/reference/sites.md says what each key means."]
+    rest = ["", *(f"# {line}" for line in others)] if others else []
+    text = "\n".join([*head, "", *lines, *rest]) + "\n"
+    validate(Site, tomllib.loads(text), "site discover")
+    return text
 
 
-def discover(partition: str | None = None) -> Discovered:
-    """Return a site file for Slurm if it answers, else for this machine.
+def discover(partition: str | None = None) -> str:
+    """Return the text of a site file for Slurm if it answers, else for this machine.
 
+    Keys that could not be found out are comments.
     partition: of Slurm, by default its own default
     Raises UserError for an unknown partition.
     """
@@ -80,7 +65,7 @@ def _chosen(found: Sequence[Partition], name: str | None) -> Partition:
     return next((each for each in up if each.is_default), up[0])
 
 
-def _cluster(chosen: Partition, every: Sequence[Partition], named: bool) -> Discovered:
+def _cluster(chosen: Partition, every: Sequence[Partition], named: bool) -> str:
     first, *others = chosen.nodes
     count = sum(each.count for each in chosen.nodes)
     most = count if chosen.max_nodes is None else min(count, chosen.max_nodes)
@@ -96,74 +81,72 @@ def _cluster(chosen: Partition, every: Sequence[Partition], named: bool) -> Disc
     except SchedulerError:
         settings = {}
     array = settings.get("MaxArraySize", "")
-    findings = [
-        Finding("scheduler", "slurm"),
-        Finding("partition", chosen.name, "" if named or chosen.is_default else "the first one"),
+    limit = chosen.max_time_min
+    longest = int(array) if array.isdecimal() else None
+    lines = [
+        _key("scheduler", "slurm"),
+        _key("partition", chosen.name, "" if named or chosen.is_default else "the first one"),
         *_account(),
-        Finding("nodes", most, sorts),
-        Finding("cores_per_node", first.cores, threads if first.threads > 1 else ""),
-        Finding("gpus_per_node", first.gpus),
-        Finding("max_time_min", chosen.max_time_min, "the partition has no limit of time"),
-        _known("max_array", int(array) if array.isdecimal() else None, "is not known"),
+        _key("nodes", most, sorts),
+        _key("cores_per_node", first.cores, threads if first.threads > 1 else ""),
+        _key("gpus_per_node", first.gpus),
+        _key("max_time_min", limit, "the partition has no limit of time" if limit is None else ""),
+        _key("max_array", longest, "is not known" if longest is None else ""),
         *_launcher(slurm_site.mpi_plugins()),
         *_modules(),
     ]
     if settings.get("JobRequeue") == "0":
-        findings.append(Finding("max_requeues", 0, "JobRequeue = 0: Slurm requeues no job"))
+        lines.append(_key("max_requeues", 0, "JobRequeue = 0: Slurm requeues no job"))
     lists = ["partitions:", *(f"  {each}" for each in every)]
     name = settings.get("ClusterName", "")
-    return Discovered(f"What Slurm{f' of {name}' * bool(name)} says.", findings, lists)
+    return _text(f"What Slurm{f' of {name}' * bool(name)} says.", lines, lists)
 
 
-def _known(key: str, value: int | None, unless: str) -> Finding:
-    return Finding(key, value, unless if value is None else "")
-
-
-def _account() -> Iterator[Finding]:
+def _account() -> Iterator[str]:
     accounts = slurm_site.accounts(getpass.getuser())
     if len(accounts) == 1:
-        yield Finding("account", accounts[0])
+        yield _key("account", accounts[0])
     elif accounts:
-        yield Finding("account", None, f"one of {', '.join(accounts)}")
+        yield _key("account", None, f"one of {', '.join(accounts)}")
     else:
-        yield Finding("account", None, "not known: Slurm's accounting does not answer")
-    yield Finding("qos", None, "not asked for")
+        yield _key("account", None, "not known: Slurm's accounting does not answer")
+    yield _key("qos", None, "not asked for")
 
 
-def _launcher(plugins: Sequence[str]) -> Iterator[Finding]:
+def _launcher(plugins: Sequence[str]) -> Iterator[str]:
     """Yield the launcher: that of the MPI on PATH, else srun with a plugin that it has."""
     for name in ("mpirun", "mpiexec"):
         path = shutil.which(name)
         if path is not None and is_open_mpi(path) == (name == "mpirun"):
-            yield Finding("launcher", name, f"{path}, on PATH when this was written")
+            yield _key("launcher", name, f"{path}, on PATH when this was written")
             return
     for plugin in ("pmix", "pmi2"):
         if any(each.startswith(plugin) for each in plugins):
             note = f"neither mpirun nor mpiexec is on PATH, and srun has {plugin}"
-            yield Finding("launcher", f"srun-{plugin}", f"{note}: must be what MPI was built for")
+            yield _key("launcher", f"srun-{plugin}", f"{note}: must be what MPI was built for")
             return
-    yield Finding("launcher", None, "not known: neither mpirun nor mpiexec is on PATH")
+    yield _key("launcher", None, "not known: neither mpirun nor mpiexec is on PATH")
 
 
-def _modules() -> Iterator[Finding]:
+def _modules() -> Iterator[str]:
     loaded = [word for word in os.environ.get("LOADEDMODULES", "").split(":") if word]
     if loaded:
-        yield Finding("modules", loaded, "loaded when this was written")
+        yield _key("modules", loaded, "loaded when this was written")
     else:
-        yield Finding("modules", None, "none is loaded here: jobs get the environment of submit")
+        yield _key("modules", None, "none is loaded here: jobs get the environment of submit")
 
 
-def _machine(why: str) -> Discovered:
+def _machine(why: str) -> str:
     """Return a site file for studies that run on this machine."""
-    findings = [
-        Finding("nodes", 1),
-        Finding("cores_per_node", _cores()),
-        Finding("gpus_per_node", _gpus()),
-        Finding("max_time_min", None, "this machine has no limit"),
+    lines = [
+        _key("nodes", 1),
+        _key("cores_per_node", _cores()),
+        _key("gpus_per_node", _gpus()),
+        _key("max_time_min", None, "this machine has no limit"),
         *_launcher([]),
     ]
     about = f"What this machine says; Slurm: {' '.join(why.split()).partition(';')[0]}."
-    return Discovered(about, findings)
+    return _text(about, lines)
 
 
 def _cores() -> int:

@@ -58,36 +58,18 @@ def _digest(tables: Raw) -> str:
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
 class Folder:
-    """A directory, and the paths in it."""
+    """A directory, and the paths in it.
 
-    path: Path
+    study_toml: the study, with all defaults filled in; study_file: that collect writes
+    cases: directory of the files of cases; scripts: of job scripts
+    logs: directory of the output of jobs, and of the claims of batches
+    """
 
-    @property
-    def study_toml(self) -> Path:
-        """The study, with all defaults filled in."""
-        return self.path / "study.toml"
-
-    @property
-    def study_file(self) -> Path:
-        """The file that collect writes."""
-        return self.path / "study.h5"
-
-    @property
-    def cases(self) -> Path:
-        """Directory of the files of cases."""
-        return self.path / "cases"
-
-    @property
-    def logs(self) -> Path:
-        """Directory of the output of jobs, and of the claims of batches."""
-        return self.path / "logs"
-
-    @property
-    def scripts(self) -> Path:
-        """Directory of job scripts."""
-        return self.path / "scripts"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.study_toml, self.study_file = path / "study.toml", path / "study.h5"
+        self.cases, self.logs, self.scripts = path / "cases", path / "logs", path / "scripts"
 
     def case_file(self, case: Case) -> Path:
         """Return the path of the file of a case."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, isnan
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +44,7 @@ from ..report.tables import (
     tabulate,
     words,
 )
-from ..study_data import SHAPE, Array, Case, Factors, Value
+from ..study_data import SHAPE, Array, Case, Factors, Value, grouped
 from ..study_data.study_file import (
     SAME_FOR_ALL,
     Point,
@@ -52,8 +52,9 @@ from ..study_data.study_file import (
     StudyFile,
     check_arrays,
     read_result,
+    table_of,
 )
-from .cases import expand
+from .cases import check_factors, expand
 from .folder import Folder
 from .spec import Study
 
@@ -64,7 +65,7 @@ def rules(file: StudyFile) -> list[str]:
     """Return how the figures were made, in sentences. Source: Hoefler and Belli, SC15."""
     return [
         f"A repeat is {file.attributes.get('sample', 'one call')}. Times are {file.times}.",
-        *_repeats(file)(file.toml.get("measure", {})),
+        *_repeats(file, file.toml.get("measure", {})),
         f"Figures are medians with {file.percent} intervals from order statistics: no distribution "
         "is assumed, only that repeats are independent.",
         "The interval of a ratio takes in those of both medians, each wide enough for both to hold "
@@ -81,54 +82,40 @@ def rules(file: StudyFile) -> list[str]:
     ]
 
 
-def _repeats(file: StudyFile) -> Callable[[Mapping[str, Any]], list[str]]:
+def _repeats(file: StudyFile, asked: Mapping[str, Any]) -> list[str]:
+    """Return how often a point was measured, in sentences."""
+    warmup, most = asked.get("warmup", "?"), asked.get("max_repeats", "?")
     if file.benchmark:
-        return _turns
-    return {"train": _trainings, "command": _runs}.get(file.kind, _calls)
-
-
-def _turns(asked: Mapping[str, Any]) -> list[str]:
-    return [
-        f"Warm-up calls: {asked.get('warmup', '?')}, in the file with a flag and in no figure "
-        f"here; then {asked.get('max_repeats', '?')} repeats, all cases in turns."
-    ]
-
-
-def _calls(asked: Mapping[str, Any]) -> list[str]:
-    return [
-        "Besides the slowest rank's times the file has those of the fastest, and means over ranks.",
-        *_blocks(asked, "calls"),
-    ]
-
-
-def _runs(asked: Mapping[str, Any]) -> list[str]:
-    return [
-        *_blocks(asked, "runs"),
-        "Of a program with metrics that are better when lower or higher, their intervals decide. "
-        "Several values of a run count as repeats if the study says so (take = 'all'); they may "
-        "depend on one another.",
-    ]
-
-
-def _blocks(asked: Mapping[str, Any], calls: str) -> list[str]:
-    return [
-        f"Warm-up {calls} before each block of repeats: {asked.get('warmup', '?')}. They are kept "
-        "in the file with a flag, and in no figure here.",
-        f"Repeats: {asked.get('min_repeats', '?')} to {asked.get('max_repeats', '?')}, until the "
+        return [
+            f"Warm-up calls: {warmup}, in the file with a flag and in no figure "
+            f"here; then {most} repeats, all cases in turns."
+        ]
+    if file.kind == "train":
+        return [
+            f"Warm-up steps at the start, and after a restart: {warmup}. They are "
+            "kept in the file with a flag, and in no figure of times.",
+            "Every training goes to its end. Seeds are taken together: the repeats are the steps "
+            "of all of them, which may depend on one another more than independent repeats do.",
+        ]
+    runs = file.kind == "command"
+    blocks = [
+        f"Warm-up {'runs' if runs else 'calls'} before each block of repeats: {warmup}. They are "
+        "kept in the file with a flag, and in no figure here.",
+        f"Repeats: {asked.get('min_repeats', '?')} to {most}, until the "
         f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it "
         f"or {asked.get('max_time_s', '?')} s are over; all ranks stop together.",
         "The cases of a batch take turns in shuffled order "
         f"(seed {asked.get('seed', '?')}), so that drift is not taken for an effect.",
     ]
-
-
-def _trainings(asked: Mapping[str, Any]) -> list[str]:
-    return [
-        f"Warm-up steps at the start, and after a restart: {asked.get('warmup', '?')}. They are "
-        "kept in the file with a flag, and in no figure of times.",
-        "Every training goes to its end. Seeds are taken together: the repeats are the steps of "
-        "all of them, which may depend on one another more than independent repeats do.",
-    ]
+    of_calls = (
+        "Besides the slowest rank's times the file has those of the fastest, and means over ranks."
+    )
+    of_runs = (
+        "Of a program with metrics that are better when lower or higher, their intervals decide. "
+        "Several values of a run count as repeats if the study says so (take = 'all'); they may "
+        "depend on one another."
+    )
+    return [*blocks, of_runs] if runs else [of_calls, *blocks]
 
 
 def provenance(file: StudyFile) -> list[Table]:
@@ -157,13 +144,8 @@ def _environments(file: StudyFile) -> list[Table]:
 
 def _plain(value: str) -> str:
     """Return JSON tables as text."""
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        return value
-    if isinstance(parsed, dict):
-        return ", ".join(f"{key} {item}" for key, item in parsed.items())
-    return value
+    table = table_of(value)
+    return value if table is None else ", ".join(f"{key} {item}" for key, item in table.items())
 
 
 SHARED = "ranks share cores"  # begins the placement of such ranks; see world.cores
@@ -175,6 +157,7 @@ def _missing(file: StudyFile, is_chosen: Callable[[Factors], bool]) -> list[List
         return []  # it has no further cases
     try:
         study = validate(Study, dict(file.toml), str(file.path))
+        check_factors(study, str(file.path))
         found = expand(study)
     except UserError as error:
         count = units.count(int(file.attributes.get("missing", 0)), "case")
@@ -185,16 +168,16 @@ def _missing(file: StudyFile, is_chosen: Callable[[Factors], bool]) -> list[List
         for case in found.cases
         if is_chosen(case.all_factors) and frozenset(case.all_factors.items()) not in there
     ]
-    reasons: dict[str, list[str]] = {}
-    for case, reason in found.impossible:
-        if is_chosen(case.all_factors):
-            reasons.setdefault(reason, []).append(case.id)
+    impossible = [(case.id, why) for case, why in found.impossible if is_chosen(case.all_factors)]
+    reasons = grouped(impossible, itemgetter(1))
     lost = [f"{case.id}{_why(file, case)}" for case in missing]
     return [
         *counted([("missing", lost)], "case"),
         *(
-            Listed(f"impossible, {units.count(len(ids), 'case')}: {reason}", ids)
-            for reason, ids in reasons.items()
+            Listed(
+                f"impossible, {units.count(len(some), 'case')}: {why}", [name for name, _ in some]
+            )
+            for why, some in reasons.items()
         ),
     ]
 
@@ -348,9 +331,7 @@ def _slowdowns(found: Sequence[SeedGroup]) -> Slowdowns | None:
     differing = varying(factors, ())
     numbers = [name for name in differing if is_number(name, factors)]
     words = [name for name in differing if name not in numbers]
-    places: dict[Any, list[SeedGroup]] = {}
-    for group in found:
-        places.setdefault(tuple(group.factors.get(name) for name in numbers), []).append(group)
+    places = grouped(found, lambda group: tuple(group.factors.get(name) for name in numbers))
     shared = [each for each in places.values() if len(each) > 1]
     if len(shared) < 2:
         return None

@@ -14,10 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ... import ordinary
 from ...config import UserError
@@ -27,6 +23,7 @@ from ..kinds.place import Launch
 from ..schedulers.launchers import OWN_GPU
 from ..signals import INTERRUPTED, Caught, catching
 from ..study_data import Case
+from ..train.progress import Display
 from .cases import Batch, batches, expand
 from .collect import collect
 from .folder import EMPTY_LOG, Folder, FolderError
@@ -44,11 +41,9 @@ def launcher() -> str:
 
     Raises LaunchError if there is none.
     """
-    beside = str(Path(sys.executable).parent)
-    for path in (None, beside):
+    for path in (None, str(Path(sys.executable).parent)):
         for name in NAMES:
-            found = shutil.which(name, path=path)
-            if found:
+            if found := shutil.which(name, path=path):
                 return found
     raise LaunchError(f"study: neither {' nor '.join(NAMES)} is on PATH or beside {sys.executable}")
 
@@ -110,50 +105,6 @@ def launch_of(words: str | None) -> Launch:
     return Launch(by, words.split()[0])
 
 
-class Display:
-    """The progress of so many cases."""
-
-    def __init__(self, cases: int) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
-        self.task = self.bar.add_task("", total=cases)
-
-    def __enter__(self) -> Self:
-        """Show the bar until the end of the block."""
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
-        self.bar.stop()
-
-    def start(self, text: str, finished: int) -> None:
-        """Show the start of a batch, some of whose cases are finished."""
-        self.bar.update(self.task, description=text)
-        self.bar.advance(self.task, finished)
-        if self.bar.disable:
-            known = f", {finished} case(s) finished already" if finished else ""
-            self.line(f"{text}{known}")
-
-    def update(self, folder: Folder, todo: Sequence[Case]) -> list[Case]:
-        """Return the unfinished cases, and advance the bar by the others."""
-        left = [case for case in todo if not folder.finished(case)]
-        self.bar.advance(self.task, len(todo) - len(left))
-        return left
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        self.console.print(text, markup=False)
-
-
 LOOK_S = 0.2  # between two looks at a batch
 GRACE_S = 60.0  # for a batch to write its checkpoint after Ctrl-C
 LOG_LINES = 15  # shown of a batch that ends without an error of cpdhpc: its launcher's reason
@@ -171,7 +122,9 @@ def measure(study: Study, folder: Folder) -> int:
     jobs = batches(study, expand(study).cases)
     _check_idle(folder, jobs)
     local = [job for job in jobs if job.nodes == 1]
-    with catching() as caught, Display(sum(len(job.cases) for job in local)) as display:
+    display = Display(True, 1)
+    display.start("", sum(len(job.cases) for job in local), 0)
+    with catching() as caught, display.bar:
         for job in local:
             if not caught.number:
                 _batch(study, folder, job, display, caught)
@@ -218,8 +171,11 @@ def _unfinished(folder: Folder, cases: Sequence[Case]) -> list[Case]:
 
 def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: Caught) -> None:
     """Run a batch, and again if it fails and the study has retries, until a signal comes."""
-    todo = _unfinished(folder, job.cases)
-    display.start(f"batch {job.number}, {job.ranks} rank(s)", len(job.cases) - len(todo))
+    todo, text = _unfinished(folder, job.cases), f"batch {job.number}, {job.ranks} rank(s)"
+    finished = len(job.cases) - len(todo)
+    display.step(finished, text)
+    if not display.has_bar:
+        display.line(text + (f", {finished} case(s) finished already" if finished else ""))
     for _ in range(1 + study.run.retries):
         if not todo:
             return
@@ -236,6 +192,13 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: C
             known = all(folder.failure(case) for case in todo)
             for line in () if known else _last_words(log, before):
                 display.line(line)
+
+
+def _looked(folder: Folder, todo: Sequence[Case], display: Display) -> list[Case]:
+    """Return the cases that are still unfinished, and count the others."""
+    left = _unfinished(folder, todo)
+    display.step(len(todo) - len(left))
+    return left
 
 
 def _last_words(log: Path, start: int) -> list[str]:
@@ -276,14 +239,14 @@ def _launch(
         watch = Watch(command[len(prefix) :])
         while process.poll() is None and not caught.number:
             time.sleep(LOOK_S)
-            todo = display.update(folder, todo)
+            todo = _looked(folder, todo, display)
             if watch.lost():
                 display.line(f"batch {job.number}: {command[0]} outlives its ranks: is ended")
                 process.kill()
                 process.wait()
         if caught.number:
             _stop(process, folder.claim_file(job.number), caught)
-    display.update(folder, todo)
+    _looked(folder, todo, display)
     return process.returncode
 
 
@@ -302,16 +265,11 @@ class Watch:
         now_s = time.monotonic()
         if now_s >= self._search_s:
             self._search_s = now_s + min(SEARCH_S, LOST_S)
-            if any(self._line == line for line in _command_lines()):
-                self._seen_s = now_s
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with suppress(OSError):  # ended since, or another user's
+                    if path.read_bytes() == self._line:
+                        self._seen_s = now_s
         return bool(self._seen_s) and now_s - self._seen_s > LOST_S
-
-
-def _command_lines() -> Iterator[bytes]:
-    """Yield the command lines of the processes of this machine."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # ended since, or another user's
-            yield path.read_bytes()
 
 
 @contextmanager

@@ -170,12 +170,10 @@ class Site(Section):
 
     @property
     def by(self) -> Scheduler:
-        """The scheduler."""
         return SCHEDULERS[self.scheduler]
 
     @property
     def way(self) -> Launcher:
-        """The launcher."""
         return self.by.LAUNCHERS.get(self.launcher) or Launcher(self.launcher)
 
     @property
@@ -185,7 +183,6 @@ class Site(Section):
         return " ".join([*inside, self.python])
 
     def toml(self) -> str:
-        """Return the profile as TOML text."""
         return dump_toml(self.model_dump())
 
     def refusal(self, nodes: int, ppn: int, has_gpus: bool = False) -> str | None:
@@ -245,7 +242,6 @@ class Array:
 
     @property
     def name(self) -> str:
-        """A name for files."""
         first = f"-from{self.start}" if self.start else ""
         seats = "".join(f"-{each}" for each in self.seats if each)
         return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{seats}{first}"
@@ -262,7 +258,6 @@ class Array:
         return ranges(map(self.index, self.batches))
 
     def index(self, batch: Batch) -> int:
-        """Return the index of a batch's element."""
         return batch.number - self.start + self.first
 
 
@@ -310,14 +305,11 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
         )
     whole = Counts(str(array.nodes * array.ppn), str(array.ppn), str(array.nodes))
     counts = Counts('"$ranks"', '"$ppn"', '"$nodes"') if programs else whole
-    return parallel_script(
+    return script(
+        site.by,
         "programs" if programs else "batch",
-        site,
-        (array.nodes, array.ppn),
-        counts,
-        array.has_gpus,
-        by_ranks=not programs,
-        seats=array.seats,
+        **_of_job(site, array.nodes, array.ppn, array.has_gpus),
+        **_of_ranks(site, counts, array.has_gpus, array.seats, programs),
         name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
         study=study.name,
@@ -337,13 +329,9 @@ def collect_script(site: Site, study: str, folder: Path) -> str:
     return script(
         site.by,
         "collect",
-        site=site,
-        name=f"{study}-collect",
-        nodes=1,
-        ppn=1,
-        cpus=1,
-        gpus=0,
+        **(_of_job(site, 1, 1) | {"cpus": 1}),
         parallel=False,
+        name=f"{study}-collect",
         array="",
         logs=f"{folder / 'logs'}/",
         time_min=COLLECT_MIN,
@@ -358,53 +346,34 @@ def minutes(time_s: float, site: Site) -> int:
     return wanted if site.max_time_min is None else min(wanted, site.max_time_min)
 
 
-def parallel_script(
-    template: str,
-    site: Site,
-    shape: tuple[int, int],
-    counts: Counts,
-    has_gpus: bool,
-    by_ranks: bool = True,
-    seats: tuple[str, str] = ("", ""),
-    **values: Any,
-) -> str:
-    """Return a script that starts ranks and forwards signals to them.
+def _of_job(site: Site, nodes: int, ppn: int, has_gpus: bool = False) -> dict[str, Any]:
+    """Return what a job requests, for templates; has_gpus: a GPU for each rank."""
+    gpus = ppn * has_gpus
+    return {"site": site, "nodes": nodes, "ppn": ppn, "cpus": site.cpus_per_rank, "gpus": gpus}
 
-    shape: nodes and ranks per node that the job requests
-    counts: of the ranks that start
-    has_gpus: whether it requests a GPU for each rank
-    by_ranks: whether Python runs on all ranks; else it is one process, which starts ranks itself
-    seats: how ranks are bound and distributed
-    values: further values for the template
+
+def _of_ranks(
+    site: Site,
+    counts: Counts,
+    has_gpus: bool = False,
+    seats: tuple[str, str] = ("", ""),
+    programs: bool = False,
+) -> dict[str, Any]:
+    """Return the words that start ranks and forward signals to them, for templates.
+
+    programs: whether Python is one process, which starts ranks itself
     """
-    nodes, ppn = shape
-    way, cores = site.way, site.cpus_per_rank
-    signals = way if by_ranks else Launcher(way.command)  # one process of the batch shell
-    return script(
-        site.by,
-        template,
-        site=site,
-        nodes=nodes,
-        ppn=ppn,
-        cpus=cores,
-        gpus=ppn * has_gpus,
-        parallel=True,
-        launch=launch(
-            way,
-            counts,
-            cores,
-            site.mpi_flags,
-            site.gpus_per_node > 0,
-            has_gpus,
-            seats,
-            part=not by_ranks,
-        ),
-        program=way.program,
-        signal=signals.signal,
-        forward=signals.forward,
-        more_to_do=MORE_TO_DO,
-        **values,
-    )
+    way, flags, near_gpus = site.way, site.mpi_flags, site.gpus_per_node > 0
+    signals = Launcher(way.command) if programs else way  # one process of the batch shell
+    cores = site.cpus_per_rank
+    return {
+        "parallel": True,
+        "launch": launch(way, counts, cores, flags, near_gpus, has_gpus, seats, part=programs),
+        "program": way.program,
+        "signal": signals.signal,
+        "forward": signals.forward,
+        "more_to_do": MORE_TO_DO,
+    }
 
 
 @dataclass(frozen=True)
@@ -426,20 +395,11 @@ def scripts(site: Site) -> dict[str, str]:
     """Return the texts of a site's scripts by file name; slurm/ has those of the default site."""
     title = "Open MPI, CPUs" if site == Site() else f"site {site.name}"
     counts = Counts('"$((nodes * ppn))"', '"$ppn"', '"$nodes"')
-    return {
-        (file := f"{name}{site.by.SUFFIX}"): parallel_script(
-            name,
-            site,
-            program.shape,
-            counts,
-            False,
-            file=file,
-            title=title,
-            name=name,
-            time_min=program.time_min,
-            array="",
-            logs="",
-            retries=0,
-        )
-        for name, program in PROGRAMS.items()
-    }
+    ranks, none = _of_ranks(site, counts), {"array": "", "logs": "", "retries": 0}
+    found = {}
+    for name, program in PROGRAMS.items():
+        file = f"{name}{site.by.SUFFIX}"
+        texts = {"file": file, "title": title, "name": name, "time_min": program.time_min}
+        job = _of_job(site, *program.shape)
+        found[file] = script(site.by, name, **job, **ranks, **texts, **none)
+    return found

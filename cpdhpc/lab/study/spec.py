@@ -208,5 +208,4 @@ class Study(Section):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the text, in hexadecimal."""
         return hashlib.sha256(self.toml().encode()).hexdigest()

@@ -141,7 +141,6 @@ def _of_this_machine(each: State) -> State:
 
 
 def newest(jobs: Iterable[Job]) -> dict[int, Job]:
-    """Return the last job of each batch."""
     return {batch: job for job in jobs for batch in job.batches}
 
 

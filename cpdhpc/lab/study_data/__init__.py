@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,23 @@ from ..binding import BINDINGS, DISTRIBUTIONS
 Array = npt.NDArray[Any]
 Value = int | float | str | bool
 Factors = Mapping[str, Value]
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 ABSENT = ""  # in a study file: the factor has no value in this case
 WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by a key of theirs; keys and items keep their order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def but(factors: Factors, names: Collection[str]) -> frozenset[tuple[str, Value]]:
+    """Return factors without some, as a key for points that differ in these only."""
+    return frozenset((k, v) for k, v in factors.items() if k not in names)
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,6 @@ def at_least(least: float) -> Callable[[float], None]:
 
 
 def positive(long_name: str, default: int | None) -> Factor:
-    """Return a factor that is an integer, 1 or more."""
     return Factor(long_name, int, default=default, check=at_least(1))
 
 
@@ -107,7 +121,6 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Number of MPI processes."""
         return self.nodes * self.ppn
 
     @property
@@ -117,7 +130,6 @@ class Case:
 
     @property
     def all_factors(self) -> dict[str, Value]:
-        """The factors with nodes, ppn and ranks."""
         return {"nodes": self.nodes, "ppn": self.ppn, "ranks": self.ranks, **self.factors}
 
 

@@ -193,7 +193,6 @@ class Point:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return int(self.factors["ranks"])
 
 
@@ -211,7 +210,6 @@ class StudyFile:
 
     @property
     def name(self) -> str:
-        """The study's name."""
         return str(self.attributes["name"])
 
     @property
@@ -226,17 +224,14 @@ class StudyFile:
 
     @property
     def scaling(self) -> str:
-        """strong, weak or throughput."""
         return str(self.attributes["scaling"])
 
     @property
     def level(self) -> float:
-        """Confidence level of the intervals."""
         return float(self.rules["ci_level"])
 
     @property
     def percent(self) -> str:
-        """Confidence level as text."""
         return f"{100 * self.level:g} %"
 
     @property
@@ -328,6 +323,15 @@ def check_arrays(
         for name in names:
             if name not in groups.get(group, {}):
                 raise ReportError(f"{path}: has no /{group}/{name}: {otherwise}")
+
+
+def table_of(value: str) -> dict[str, Any] | None:
+    """Return a value of an environment that is a table in JSON, None for other text."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _points(groups: Groups, missing: int) -> list[Point]:

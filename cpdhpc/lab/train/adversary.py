@@ -101,7 +101,6 @@ class Adversary:
         return changed.clamp(self.of.low, self.of.high)
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return the current parameters, without gradients."""
         return {name: each.detach() for name, each in self.model.named_parameters()}
 
     def _kept(self, name: str, parameter: torch.Tensor) -> Array:
@@ -126,7 +125,6 @@ class Adversary:
 
     @contextmanager
     def _of_copies(self) -> Iterator[None]:
-        """Make batch norms use the statistics of copies."""
         self._swap()
         try:
             yield

@@ -10,7 +10,7 @@ import hashlib
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -88,26 +88,24 @@ def claimed(
     Raises UserError on all processes if the directory cannot be written, another process
     works on a run, or without resume a file exists already.
     """
+
+    def claim() -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from None
+        for name, paths in runs.items():
+            present = next((path for path in paths if path.exists()), None)
+            if present and not resume:
+                raise ConfigError(
+                    f"{present}: is there already: --resume goes on from it, "
+                    "--out DIR writes to another directory"
+                )
+            locks.enter_context(alone(directory / f".{name}.lock", f"run of {name}", print))
+
     with ExitStack() as locks:
-        world.on_first(partial(_claim, locks, directory, runs, resume), "output")
+        world.on_first(claim, "output")
         yield
-
-
-def _claim(
-    locks: ExitStack, directory: Path, runs: Mapping[str, Collection[Path]], resume: bool
-) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from None
-    for name, paths in runs.items():
-        present = [path for path in paths if path.exists()]
-        if present and not resume:
-            raise ConfigError(
-                f"{present[0]}: is there already: --resume goes on from it, "
-                "--out DIR writes to another directory"
-            )
-        locks.enter_context(alone(directory / f".{name}.lock", f"run of {name}", print))
 
 
 class CheckpointError(UserError):
@@ -385,5 +383,4 @@ def load_weights(path: Path) -> tuple[dict[str, Array], Kept]:
 def _kept(path: Path, attributes: Mapping[str, Any]) -> Kept:
     if attributes.get("kind") != WEIGHTS:
         raise store.StoreError(f"{path}: has no weights of a run: train.keep_every keeps them")
-    of = attributes
-    return Kept(of["epoch"], of["iteration"], of["learning_rate"], of["data"], of["job"])
+    return Kept(*(attributes[field.name] for field in fields(Kept)))

@@ -44,7 +44,6 @@ def grid(rank: int, ranks: int) -> set[int]:
 
 
 def _rows(ranks: int) -> int:
-    """Return the largest number of rows, not above the number of columns, that divides ranks."""
     return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
 
 
@@ -105,11 +104,6 @@ class Graph:
             return [(rank - (1 << phase)) % self.ranks]
         return sorted(STATIC[self.name](rank, self.ranks))
 
-    @property
-    def most_sources(self) -> int:
-        """The largest number of ranks that any hears in a phase."""
-        return max(len(self.sources(rank)) for rank in range(self.ranks))
-
 
 class Gossip(OwnModels):
     """Sends each rank's next parameters to its neighbours, and adds a share of the differences.
@@ -136,7 +130,7 @@ class Gossip(OwnModels):
         ranks, phases = reducer.world.hosted, range(graph.phases)
         self._heard = [[graph.sources(rank, phase) for rank in ranks] for phase in phases]
         self._told = [[graph.targets(rank, phase) for rank in ranks] for phase in phases]
-        self._slots = 1 + graph.most_sources
+        self._slots = 1 + max(len(graph.sources(rank)) for rank in range(graph.ranks))
         self.packed = packed_wire(wire, "update")
         super().__init__(model, optimizer, reducer, 1 if self.packed is None else TILE)
 
@@ -168,13 +162,11 @@ class Gossip(OwnModels):
         return NOTHING
 
     def step(self) -> None:
-        """Mix. See Update.step."""
         for i, (x, gradient) in enumerate(self._rows()):
             self._mix(x, gradient, i)
         self._playing = None
 
     def _rows(self) -> list[tuple[Array, Array]]:
-        """Return parameters and gradient of each hosted rank."""
         return list(zip(self.parameters, self._gradients, strict=True))
 
     @property
@@ -316,7 +308,6 @@ class GossipRule(OwnModelsRule):
     wire: Annotated[str, AfterValidator(_known_wire)] = "raw"
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError for too few ranks. See UpdateRule.check_ranks."""
         Graph(self.graph, ranks)
 
     def build(

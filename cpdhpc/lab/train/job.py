@@ -117,11 +117,8 @@ class Train(Section):
     @property
     def kept_epochs(self) -> range:
         """The epochs, from 1, after which weights are kept."""
-        return (
-            range(self.keep_every, self.epochs + 1, self.keep_every)
-            if self.keep_every
-            else range(0)
-        )
+        every = self.keep_every or self.epochs + 1
+        return range(every, self.epochs + 1, every)
 
     @model_validator(mode="after")
     def _weights_are_kept(self) -> Train:
@@ -157,9 +154,7 @@ class Train(Section):
         seed = raw["seed"]
         if type(seed) is not int or not 0 <= seed < 2**63:
             raise ValueError(f"seed={seed!r}: should be an integer, 0 or more and below 2**63")
-        return {key: value for key, value in raw.items() if key != "seed"} | {
-            "seeds": [raw["seed"]]
-        }
+        return {key: value for key, value in raw.items() if key != "seed"} | {"seeds": [seed]}
 
 
 EPOCHS = "train.epochs"  # may be larger when a run is resumed
@@ -339,7 +334,7 @@ class Job(Section):
     def _waits(self, gradient: Aggregator | ImportedAggregator) -> bool:
         """Return whether gradients are held back on their way to an optimiser.
 
-        A momentum in the optimiser beside one in the means is an error, see _check_momentum.
+        A momentum in the optimiser beside one in the means is an error, see _check_gradient.
         """
         is_error = gradient.has_momentum and self.optimizer.has_momentum
         return isinstance(self.update, ByAllreduce) and gradient.holds_back and not is_error
@@ -387,21 +382,14 @@ class Job(Section):
         return told(gradient, f'train.settings = "recommended": {write}') if is_asked else ""
 
     @model_validator(mode="after")
-    def _momentum_once(self) -> Job:
-        self._check_momentum(self.gradient)
+    def _gradient_fits(self) -> Job:
+        self._check_gradient(self.gradient)
         return self
 
-    def _check_momentum(self, gradient: Aggregator | ImportedAggregator) -> None:
+    def _check_gradient(self, gradient: Aggregator | ImportedAggregator) -> None:
         if gradient.has_momentum and self.optimizer.has_momentum:
             so_has = "and so have the means of this gradient.aggregator"
             raise ValueError(f"optimizer: has momentum, {so_has}: {WITHOUT_MOMENTUM}")
-
-    @model_validator(mode="after")
-    def _update_has_what_it_needs(self) -> Job:
-        self._check_needs(self.gradient)
-        return self
-
-    def _check_needs(self, gradient: Aggregator | ImportedAggregator) -> None:
         for key, wanted in self.update.needs.items():
             table, _, name = key.partition(".")
             given = getattr(gradient if table == "gradient" else getattr(self, table), name)
@@ -446,8 +434,7 @@ class Job(Section):
             return self.gradient
         found = self.gradient.build()
         try:
-            self._check_momentum(found)
-            self._check_needs(found)
+            self._check_gradient(found)
         except ValueError as error:
             raise ConfigError(f"{self.name}: {error}") from None
         return found
@@ -465,7 +452,6 @@ class Job(Section):
                 raise ConfigError(f"{self.name}: {key}={given!r}: {error}") from None
 
     def plain(self) -> Raw:
-        """Return the job as tables of plain values, every default filled in."""
         return self.model_dump(mode="python")
 
     def seeds(self) -> list[Job]:
@@ -477,13 +463,11 @@ class Job(Section):
 
     @property
     def seed(self) -> int:
-        """The seed of a job that has one."""
         (seed,) = self.train.seeds
         return seed
 
     @property
     def id(self) -> str:
-        """The name of a run's files."""
         return f"{self.name}-s{self.seed}"
 
     def settings(self, samples: int, world: Ranks | None = None) -> Settings:

@@ -48,8 +48,7 @@ def run(training: Training, caught: Caught, display: Display) -> None:
         while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
-    record = training.record
-    scores = dict(zip(record.tables["epochs"], record.rows["epochs"][-1], strict=True))
+    scores = training.record.rows["epochs"][-1]
     loss, guessed = scores["test_loss"], job.loss.guessed(training.classes)
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
     display.end(f"{job.id}: complete: {_told(training, scores, loss)}{verdict}")
@@ -58,7 +57,6 @@ def run(training: Training, caught: Caught, display: Display) -> None:
 
 
 def _announced(training: Training) -> Iterator[str]:
-    """Yield the notices of a run before it begins."""
     job, files, advice = training.job, training.files, training.provenance.get("advice")
     steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
     if recorded := len(job.train.record_gradients):
@@ -141,7 +139,8 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         scores, loss = _evaluated(training)
     of_ranks = _of_ranks(training, epoch + 1)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
-    training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
+    row = {"epoch": epoch + 1, **scores, "test_loss": loss, "time_s": elapsed_ns[0] / 1e9}
+    training.record.add("epochs", row)
     told = _told(training, scores, loss) + of_ranks
     display.epoch(job.id, epoch + 1, job.train.epochs, told)
     for column in [column for column, score in scores.items() if isnan(score) and isfinite(loss)]:
@@ -224,14 +223,17 @@ def _of_ranks(training: Training, epoch: int) -> str:
     if not (isinstance(rule, OwnModelsRule) and isinstance(update, OwnModels)):
         return ""
     rank, worst, said = -1, (nan, nan), ""
+    metric = next(iter(training.job.told), training.job.metric)  # of the record's columns
     if rule.evaluate_ranks:
-        given = training.test, training.loss, training.job.metric, training.at_once
+        given = training.test, training.loss, metric, training.at_once
         found = evaluate_each(update, *given)
         rank = max(range(len(found)), key=lambda i: nan_to_num(found[i][1], nan=inf))
         worst = found[rank]
-        told = _told(training, {training.job.metric.column: worst[0]}, worst[1])
+        told = _told(training, {metric.column: worst[0]}, worst[1])
         said = f"; worst rank {rank}: {told}"
-    training.record.epoch_of_ranks(epoch, update.consensus_distance, rank, *worst)
+    distance = {"epoch": epoch, "consensus_distance": update.consensus_distance}
+    scores = {"worst_rank": rank, metric.column: worst[0], "test_loss": worst[1]}
+    training.record.add("ranks", distance | scores)
     return f"{said}; consensus distance {update.consensus_distance:.3g}"
 
 
@@ -287,14 +289,23 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     if job.controller.measures_norms:
         training.controller.observe_norms(of_samples(told.norms, len(batch)))
     training.controller.observe(training.samples_seen, told.loss)
-    decided = training.controller.telemetry()
-    row = told.loss, rate, scale, told.time_ns, told.wire_bytes, decided
-    training.record.step(iteration, len(batch), *row)
+    former = training.record.ranks - told.wire_bytes.size  # of a run that had more
+    row = {
+        "iteration": iteration,
+        "samples": len(batch),
+        "loss": told.loss,
+        "learning_rate": rate,
+        "loss_scale": scale,
+        "time_s": told.time_ns / 1e9,
+        "wire_bytes": np.pad(told.wire_bytes, (0, former)),
+    }
+    training.record.add("steps", {**row, **training.controller.telemetry()})
     if iteration in job.train.record_gradients and done.mean is not None:
         training.save_gradients()
     every, interval = job.train.telemetry_every, training.update.interval
     is_due = iteration // every != (iteration - interval) // every
     if is_due and done.mean is not None and done.mean is not NOTHING:
-        training.record.telemetry(iteration, training.observe(done.mean))
+        of_layers = training.observe(done.mean)
+        training.record.add("layers", {"iteration": iteration, **of_layers})
     training.iteration += 1
     return told.signal

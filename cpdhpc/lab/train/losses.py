@@ -93,7 +93,6 @@ class CrossEntropy(Loss):
         return loss
 
     def check(self, outputs: Tensor, classes: int) -> None:
-        """Raise ConfigError for fewer outputs than classes. See Loss.check."""
         if outputs.shape[1] < classes:
             raise ConfigError(
                 f"loss: cross_entropy: outputs {shown(outputs)}, data of {classes} classes: "
@@ -101,7 +100,6 @@ class CrossEntropy(Loss):
             )
 
     def guessed(self, classes: int) -> float:
-        """Return log(classes), smoothed or not."""
         return math.log(classes) if classes else math.inf
 
 
@@ -234,7 +232,6 @@ class Metric(Section):
 
     @property
     def long_name(self) -> str:
-        """Description of the score."""
         return f"{self.label} of test samples"
 
     @property
@@ -251,7 +248,6 @@ class Metric(Section):
         return mean
 
     def told(self, score: float) -> str:
-        """Return a score as text."""
         return f"{self.label} {score:.2%}" if self.percent else f"{self.label} {score:.4g}"
 
 
@@ -266,8 +262,6 @@ class Accuracy(Metric):
     name: Literal["accuracy"] = "accuracy"
 
     def build(self) -> MetricFunction:
-        """Return a function that is 1 for right targets. See Metric.build."""
-
         def right(outputs: Tensor, targets: Tensor) -> Tensor:
             _check_classes("metric: accuracy", outputs, targets)
             return outputs.argmax(1) == targets

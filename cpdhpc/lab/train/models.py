@@ -249,7 +249,6 @@ class WideResNet(Model):
     norm: Norm = "batch"
 
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        """Return the network. See CifarResNet."""
         from torch import nn
 
         from . import blocks
@@ -296,7 +295,6 @@ class ResNet(Model):
     norm: Norm = "batch"
 
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        """Return the network. See CifarResNet."""
         from torch import nn
 
         from . import blocks

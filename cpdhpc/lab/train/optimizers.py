@@ -58,7 +58,6 @@ class OfMomentum(Optimizer):
 
     @property
     def kept_share(self) -> float:
-        """The momentum."""
         return self.momentum
 
     def with_share(self, share: float) -> dict[str, Any]:
@@ -147,7 +146,6 @@ class Sgd(OfMomentum):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether momentum is above 0."""
         return self.momentum > 0
 
     def with_share(self, share: float) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class _Blocks(torch.nn.Module):
             place.add_module(last, block)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the last block's output."""
         for block in self._in_turn:
             x = block(x)
         return x
@@ -201,7 +200,6 @@ class Wire:
         self._raw, self._payloads = packed is None, packed or Raw()
 
     def size_bytes(self, count: int) -> int:
-        """Return the size in bytes of so many values."""
         return self._payloads.size_bytes(count)
 
     def encode(self, x: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -242,7 +240,6 @@ class Filter:
         self._scale = factor ** (-axes / 2)
 
     def means(self, x: torch.Tensor) -> torch.Tensor:
-        """Return P x of samples [batch, ...]."""
         if self.factor == 1:
             return x
         width = x.shape[-1] // self.factor
@@ -252,7 +249,6 @@ class Filter:
         return x * self._scale
 
     def spread(self, p: torch.Tensor) -> torch.Tensor:
-        """Return P^T p."""
         if self.factor == 1:
             return p
         for axis in range(-self.axes, 0):

@@ -41,7 +41,6 @@ class Display:
 
     @property
     def has_bar(self) -> bool:
-        """Whether a bar is shown, for example on a terminal."""
         return not self.bar.disable
 
     def step(self, samples: int = 1, note: str | None = None) -> None:
@@ -62,7 +61,6 @@ class Display:
         self.line(f"{self._which()}{text}")
 
     def line(self, text: str) -> None:
-        """Print a line."""
         self.last_s = time.monotonic()
         if self.shown:
             self.console.print(text, markup=False)

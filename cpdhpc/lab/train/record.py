@@ -143,7 +143,7 @@ class Record:
     copies: whether the first metric is also computed for adversarial copies
     stages: that the network is cut into
     decided: the controller's columns of each step
-    tables: the columns of each group; scores: columns of metrics in epochs, with descriptions
+    tables: the columns of each group; rows: of each group, by column
     """
 
     def __init__(
@@ -161,55 +161,22 @@ class Record:
     ) -> None:
         self.ranks, self.layers, self.stages = ranks, list(layers), stages
         loss = loss or CrossEntropy()
-        self.scores = {metric.column: metric.long_name for metric in metrics}
-        first = dict([*self.scores.items()][:1])
+        self.scores = scores = {metric.column: metric.long_name for metric in metrics}
+        first = dict([*scores.items()][:1])
         if copies:
-            self.scores |= {f"{name}{FGSM}": f"{what}, of copies" for name, what in first.items()}
+            scores |= {f"{name}{FGSM}": f"{what}, of copies" for name, what in first.items()}
         self.tables = {
             "steps": _steps(loss, decided or {}),
-            "epochs": _epochs(loss, self.scores),
+            "epochs": _epochs(loss, scores),
             "layers": _layers(columns or {}),
         }
         self.tables |= {"ranks": _ranks(loss, first)} if own_models else {}
         self.tables |= {"windows": WINDOWS} if stages > 1 else {}
-        self.rows: dict[str, list[tuple[Any, ...]]] = {group: [] for group in self.tables}
+        self.rows: dict[str, list[dict[str, Any]]] = {group: [] for group in self.tables}
 
-    def step(
-        self,
-        iteration: int,
-        samples: int,
-        loss: float,
-        learning_rate: float,
-        loss_scale: float,
-        time_ns: Array,
-        wire_bytes: Array,
-        decided: Mapping[str, float],
-    ) -> None:
-        """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
-        sent = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
-        row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
-        names = [*self.tables["steps"]][len(row) :]
-        self.rows["steps"].append((*row, *map(decided.__getitem__, names)))
-
-    def epoch(self, epoch: int, scores: Mapping[str, float], loss: float, time_s: float) -> None:
-        """Add an epoch; scores: of test samples, and of copies if there are some, by column."""
-        self.rows["epochs"].append((epoch, *map(scores.__getitem__, self.scores), loss, time_s))
-
-    def epoch_of_ranks(
-        self, epoch: int, distance: float, rank: int, score: float, loss: float
-    ) -> None:
-        """Add the distance between the ranks' models, and the one whose test loss is largest."""
-        row = epoch, distance, rank, score, loss
-        self.rows["ranks"].append(row if self.scores else (*row[:3], loss))
-
-    def telemetry(self, iteration: int, layers: Layers) -> None:
-        """Add the telemetry of the layers in a step."""
-        names = [*self.tables["layers"]][1:]
-        self.rows["layers"].append((iteration, *map(layers.__getitem__, names)))
-
-    def window(self, iteration: int, violation: Array, time_ns: Array, busy_time_ns: Array) -> None:
-        """Add a window: its first iteration, float64[cuts], int64[phases], [phases, stages]."""
-        self.rows["windows"].append((iteration, violation, time_ns / 1e9, busy_time_ns / 1e9))
+    def add(self, group: str, row: Mapping[str, Any]) -> None:
+        """Add a row: the group's columns by name, and perhaps values that it has no column for."""
+        self.rows[group].append({name: row[name] for name in self.tables[group]})
 
     def arrays(self) -> dict[str, dict[str, Array]]:
         """Return each group's columns as plain arrays, from which restore makes the rows again."""
@@ -218,9 +185,9 @@ class Record:
     def _columns(self, group: str) -> dict[str, Array]:
         labels, rows = self._labels(group), self.rows[group]
         found = {}
-        for i, (name, each) in enumerate(self.tables[group].items()):
+        for name, each in self.tables[group].items():
             shape = len(rows), *(labels[axis].data.size for axis in each.axes)
-            found[name] = np.array([row[i] for row in rows], each.dtype).reshape(shape)
+            found[name] = np.array([row[name] for row in rows], each.dtype).reshape(shape)
         return found
 
     def _labels(self, group: str) -> dict[str, Variable]:
@@ -238,7 +205,7 @@ class Record:
             },
         }
         return {
-            name: Variable((name,), np.array(values), what)
+            name: Variable((name,), values, what)
             for name, (values, what) in axes.get(group, {}).items()
         }
 
@@ -254,10 +221,11 @@ class Record:
         groups = {**groups, "steps": steps}  # older files have no scales
         for group, table in self.tables.items():
             (first, *_), there = table, groups[group]
-            columns = (
+            columns = [
                 there.get(name, self._unknown(group, name, len(there[first]))) for name in table
-            )
-            self.rows[group] = list(zip(*columns, strict=True))
+            ]
+            rows = zip(*columns, strict=True)
+            self.rows[group] = [dict(zip(table, row, strict=True)) for row in rows]
 
     def _unknown(self, group: str, name: str, rows: int) -> Array:
         each, labels = self.tables[group][name], self._labels(group)

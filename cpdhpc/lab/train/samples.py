@@ -67,7 +67,6 @@ class Dataset:
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """The shape of an input."""
         return tuple(map(int, self.train_x.shape[1:]))
 
 
@@ -159,7 +158,6 @@ class InMemory:
         return len(self.y)
 
     def take(self, index: Array, seed: int) -> Pair:
-        """Return the samples int64[b]. See Samples.take."""
         import torch
 
         at = torch.from_numpy(index)
@@ -303,7 +301,6 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of a model's parameters."""
     from ...ops.tensors import CPU
 
     return next((p.device for p in model.parameters()), CPU)

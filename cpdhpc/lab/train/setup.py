@@ -244,7 +244,10 @@ def _given(
 ) -> Given:
     """Return samples and loss, checked with the model, and the readers. Collective."""
     train, test = samples_of(data, grid)
-    digests = _digests(job, world, samples_of(data))
+    whole, digest = samples_of(data), ""
+    if job.train.keep_every:
+        digest = world.on_first(lambda: checkpoint.data_digest(*whole), "data")
+    few = world.on_first(lambda: checkpoint.few_digest(*whole), "data")
     train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
     if grid is None:  # otherwise forward has messages, and partition has checked the layers
@@ -263,15 +266,8 @@ def _given(
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
     machine |= {"precision": obeying}
-    return Given(train, test, workers, loss, data.classes, files, machine, grid, at_once, *digests)
-
-
-def _digests(job: Job, world: Ranks, whole: tuple[Samples, Samples]) -> tuple[str, str]:
-    """Return digests that identify the data, for kept weights and for checkpoints. Collective."""
-    digest = ""
-    if job.train.keep_every:
-        digest = world.on_first(lambda: checkpoint.data_digest(*whole), "data")
-    return digest, world.on_first(lambda: checkpoint.few_digest(*whole), "data")
+    told = loss, data.classes, files, machine, grid, at_once, digest, few
+    return Given(train, test, workers, *told)
 
 
 def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:

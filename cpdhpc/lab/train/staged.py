@@ -115,7 +115,6 @@ class _Window:
         self.done: list[tuple[str, int, int, Done]] = []  # phase, stage, share
 
     def __bool__(self) -> bool:
-        """Whether a batch is waiting."""
         return bool(self.corrections or self.local)
 
     @property
@@ -333,7 +332,9 @@ class StagedUpdate(AnyUpdate):
             if values := sum(each.values for each in some):
                 violations[cut] = fsum(each.violation for each in some) / values
         time_ns = [max(process[phase] for process, _ in everyone) for phase in WINDOW_PHASES]
-        self.record.window(window.first, violations, np.array(time_ns), busy_ns.max(axis=2))
+        row = {"iteration": window.first, "violation": violations}
+        times = {"time_s": np.array(time_ns) / 1e9, "busy_time_s": busy_ns.max(axis=2) / 1e9}
+        self.record.add("windows", row | times)
 
     def observe(self) -> Layers:
         """Return the aggregator's telemetry of each layer. Collective. See record.observe."""
@@ -396,19 +397,14 @@ def _idle() -> Program[Done | None]:
 
 
 class StagedTraining(Training):
-    """A run whose network is cut into stages."""
-
     update: StagedUpdate
 
     def train_on(self, batch: Array, seed: int) -> Step:
-        """Train on the last batch of update.batch. Collective. See StagedUpdate.train."""
         return self.update.train(self.train, seed)
 
     def observe(self, mean: Mean) -> Layers:
-        """Return the aggregator's telemetry of each layer. See StagedUpdate.observe."""
         return self.update.observe()
 
     def close(self) -> None:
-        """Free objects that only this run used. Collective."""
         super().close()
         self.update.placement.free()

@@ -113,12 +113,10 @@ class Placement:
         return process * self.world.virtual_ranks + local
 
     def stage(self, rank: int) -> int:
-        """Return the stage of a rank."""
         process, local = divmod(rank, self.world.virtual_ranks)
         return process % self.across * len(self.stages) + local // self.each
 
     def share(self, rank: int) -> int:
-        """Return the share of a rank."""
         process, local = divmod(rank, self.world.virtual_ranks)
         return process // self.across * self.each + local % self.each
 
@@ -127,7 +125,6 @@ class Placement:
         return Loopback(self.each) if self.group is None else self.group
 
     def free(self) -> None:
-        """Free the worlds. Collective."""
         if self.group is not None:
             self.group.free()
         self.world.free()

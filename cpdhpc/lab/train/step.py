@@ -220,7 +220,6 @@ class Stopwatch:
 
     @classmethod
     def start(cls) -> Stopwatch:
-        """Return a stopwatch that is running."""
         return cls([0] * len(PHASES), time.perf_counter_ns(), timeline.began())
 
     def lap(self, phase: str) -> None:

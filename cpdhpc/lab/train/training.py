@@ -114,7 +114,6 @@ class Training:
 
     @property
     def samples(self) -> int:
-        """Number of training samples."""
         return len(self.train)
 
     @property
@@ -124,7 +123,6 @@ class Training:
 
     @property
     def ended(self) -> bool:
-        """Whether all epochs are done."""
         return self.samples_seen >= self.samples * self.job.train.epochs
 
     @property
@@ -166,7 +164,6 @@ class Training:
             self.world.on_first(write, "checkpoint")
 
     def save_record(self, status: str) -> None:
-        """Write only the record. Collective."""
         self.world.on_first(lambda: self._write_record(status), "record")
 
     def save_gradients(self) -> None:

@@ -128,16 +128,13 @@ class AllreduceUpdate(Update):
     """The mean gradient, then the optimiser's step: all ranks hold the same parameters."""
 
     def keep(self, hosted: int) -> None:
-        """Take p.grad. See Update.keep."""
         if self.world.virtual_ranks > 1:  # otherwise reduce takes p.grad itself
             self.reducer.stash(hosted)
 
     def reduce(self) -> Mean:
-        """Set p.grad to the mean over all ranks. Collective. See Update.reduce."""
         return self.reducer.reduce()
 
     def step(self) -> None:
-        """Let the optimiser step."""
         self.optimizer.step()
 
 
@@ -195,7 +192,6 @@ class OwnModels(Update):
 
     @property
     def parameters(self) -> list[Array]:
-        """The parameters of each hosted rank, float32[bucket.size]."""
         return self._own("parameters")
 
     def _buffer_bytes(self) -> list[Array]:
@@ -230,14 +226,12 @@ class OwnModels(Update):
             each.copy_(values)
 
     def begin(self, hosted: int) -> None:
-        """Make the model that of a hosted rank. See Update.begin."""
         if self._playing != hosted:
             self._load_parameters(self.parameters[hosted])
             self._load_buffers(hosted)
             self._playing = hosted
 
     def keep(self, hosted: int) -> None:
-        """Store p.grad, and the buffers after forward. See Update.keep."""
         self.reducer.stash(hosted)
         self._store_buffers(hosted)
 
@@ -258,8 +252,13 @@ class OwnModels(Update):
 
         Meanwhile the optimiser has no state, as it would belong to no rank.
         """
+        from ...torch.buffers import Survey
+
         if next(self.model.buffers(), None) is not None:
-            self._average_buffers()
+            for hosted in range(self.world.virtual_ranks):
+                self._load_buffers(hosted)
+                self._buffers.keep(hosted)
+            self._buffers.share(Survey(self.model).buffers, [True] * self.world.processes)
         mean = self.mean()
         self.consensus_distance = self._distance(mean)
         self._load_parameters(mean)
@@ -270,17 +269,7 @@ class OwnModels(Update):
         finally:
             self.optimizer.state = here
 
-    def _average_buffers(self) -> None:
-        """Make the model's buffers the average. Collective."""
-        from ...torch.buffers import Survey
-
-        for hosted in range(self.world.virtual_ranks):
-            self._load_buffers(hosted)
-            self._buffers.keep(hosted)
-        self._buffers.share(Survey(self.model).buffers, [True] * self.world.processes)
-
     def note(self) -> None:
-        """Copy the optimiser's per-rank data into state. See Update.note."""
         names = dict(zip(self.reducer.parameters, self.bucket.names, strict=True))
         for parameter, first in self._moments[0].items():
             for name, tensor in first.items():
@@ -294,6 +283,8 @@ class OwnModels(Update):
 
         Data that is the same on all ranks stays. See Update.resumed.
         """
+        import torch
+
         if former_ranks != self.world.ranks:
             shared = [(k, e) for k, e in self.state if e.redistribution is None]
             self.state = State(self.world.hosted, self.world.ranks)
@@ -305,18 +296,13 @@ class OwnModels(Update):
                 "of their models, and with new momentum"
             )
         self._playing = None
-        self._take_moments()
-        return ""
-
-    def _take_moments(self) -> None:
-        import torch
-
         parameters = dict(zip(self.bucket.names, self.reducer.parameters, strict=True))
         for (layer, name), entry in self.state:
             if name.startswith(MOMENTS):
                 for moments, row in zip(self._moments, entry.array, strict=True):
                     tensor = torch.from_numpy(np.array(row))
                     moments[parameters[layer]][name.removeprefix(MOMENTS)] = tensor
+        return ""
 
 
 class OwnModelsRule(UpdateRule):

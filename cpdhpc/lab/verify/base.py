@@ -55,12 +55,10 @@ class Ratio(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The ratio of speeds, by medians."""
         return median(self.beside_s) / median(self.times_s)
 
     @property
     def expected(self) -> bool:
-        """Whether the ratio is within its limits."""
         return self.low <= self.value <= self.high
 
 
@@ -91,16 +89,15 @@ class Found:
 class Check:
     """A row of the table of checks: its section, its subject in a line, its function of all ranks.
 
-    limit_s: seconds that it may take if quick, and otherwise; on GPUs GPU_LIMIT_S more
     devices: it runs on each of them
     """
 
     section: str
     what: str
     run: Callable[[Place], Found]
-    limit_s: tuple[float, float] = (120.0, 480.0)
     devices: Sequence[str] = ("cpu", "gpu")
 
 
-GPU_LIMIT_S = 240.0  # for the compiler, which takes seconds for each kernel of a cast
+QUICK_LIMIT_S, LIMIT_S = 120.0, 480.0  # of a check
+GPU_LIMIT_S = 240.0  # more on a GPU, whose compiler takes seconds for each kernel of a cast
 Checks = Mapping[str, Check]

@@ -45,6 +45,7 @@ from .outcomes import (
     KEY,
     OFFSET,
     OnGpu,
+    Recorded,
     differing,
     of_codes,
     of_passes,
@@ -114,7 +115,6 @@ def casts(fmt: Format, roundings: Any) -> Iterator[Cast]:
 
 
 def words(cast: Cast) -> str:
-    """Return a cast in words."""
     return f"{cast.fmt.name}, {cast.rounding}, {cast.overflow}"
 
 
@@ -229,10 +229,13 @@ def passes(place: Place) -> Found:
     found, (ops, there, here) = Found(), _there(place)
     for n in place.of((1, 33, 9001), (1, 7, 33, 1025, 9001, 60_000)):
         wanted = of_passes(reference, n, np.copy, np.asarray)
-        got = of_passes(ops, n, there, here)
-        for mine, its in zip(got, wanted, strict=True):
-            found.compare(f"{mine[0]} of {n} values", mine == its, n)
+        _compare_all(found, n, of_passes(ops, n, there, here), wanted)
     return found
+
+
+def _compare_all(found: Found, n: int, got: Recorded, wanted: Recorded) -> None:
+    for mine, its in zip(got, wanted, strict=True):
+        found.compare(f"{mine[0]} of {n} values", mine == its, n)
 
 
 def selection(place: Place) -> Found:
@@ -242,9 +245,7 @@ def selection(place: Place) -> Found:
         x = values(n, seed)
         x = np.round(x) if seed % 2 else x  # with ties
         wanted = of_selection(reference, x, np.copy, np.asarray)
-        got = of_selection(ops, x, there, here)
-        for mine, its in zip(got, wanted, strict=True):
-            found.compare(f"{mine[0]} of {n} values", mine == its, n)
+        _compare_all(found, n, of_selection(ops, x, there, here), wanted)
     return found
 
 
@@ -339,7 +340,6 @@ class Sum(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its options in words."""
         m = self.method
         options = m.algorithm, m.wire, m.scaling, m.accumulate, m.op, m.rounding
         words = [str(each) for each in options if each is not None]

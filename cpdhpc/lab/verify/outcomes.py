@@ -30,10 +30,8 @@ from ...ops.products import Products
 Array = np.ndarray[Any, np.dtype[Any]]
 There = Callable[[Array], Any]  # copies a NumPy array to the device of the operations
 Here = Callable[[Any], Array]  # and back
-KEY, OFFSET = (
-    (7, 2**32 - 1),
-    2**40 + 2**32 - 2048,
-)  # the upper half of the offset changes among the values
+KEY = 7, 2**32 - 1
+OFFSET = 2**40 + 2**32 - 2048  # its upper half changes among the values
 
 
 class OnGpu:
@@ -95,21 +93,8 @@ def of_tiles(
         found = ops.decode_add_encode_tiles(*hop, gone, chosen, fit=fit, **how, **second, out=after)
         ops.decode_add_encode_tiles(*hop, alone, again, fit=fit, **how)
     returned: list[Array] = [np.asarray(each, np.uint64) for each in (lost, found)]
-    written: list[Array] = [
-        words,
-        given,
-        shifts,
-        gone,
-        chosen,
-        alone,
-        again,
-        counts,
-        out,
-        total,
-        inside,
-        after,
-    ]
-    return [*written, *returned]
+    encoded = words, given, shifts, gone, chosen, alone, again, counts
+    return [*encoded, out, total, inside, after, *returned]
 
 
 def of_two_scales(ops: Any, x: Array, y: Array, rounding: Any) -> list[Array]:
@@ -168,7 +153,6 @@ class Recorded(list[tuple[Any, ...]]):
         self._here = here
 
     def add(self, name: str, *parts: Any) -> None:
-        """Add the parts of a result."""
         bits = (self._here(p).tobytes() if hasattr(p, "dtype") else p for p in parts)
         self.append((name, *bits))
 

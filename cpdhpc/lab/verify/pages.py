@@ -10,6 +10,7 @@ import numpy as np
 from ..report import units
 from ..report.figures import BOUND, Axis, Chart, Map, Panel, Series, styles
 from ..report.tables import Column, Listed, Report, Section, Table, tabulate, words
+from ..study_data import grouped
 from .base import Array, Ratio
 from .results import NOT_RUN, Results, Row, read
 
@@ -18,7 +19,6 @@ SHOWN_ATTRIBUTES = ("date", "hosts", "processor", "cpu_clone", "mpi_library", "v
 
 
 def verify_report(results: Results) -> Report:
-    """Return the report of one machine."""
     bad = [row for row in results.rows if row.bad]
     listed = [Listed(f"{row.name}: {row.status}", row.said) for row in bad]
     if results.ended:
@@ -28,13 +28,14 @@ def verify_report(results: Results) -> Report:
                for r in slow]  # fmt: skip
     attributes = [[name.replace("_", " "), str(results.attributes.get(name, ""))]
                   for name in SHOWN_ATTRIBUTES]  # fmt: skip
+    facts = Table("What is there", words("", ""), [[*each] for each in results.facts.items()])
     return Report(
         results.title,
         [("verdict", results.verdict), ("where", str(results.attributes.get("hosts", "")))],
         [
             Section("Checks", tables=[_checks(results.rows)], charts=_coverage(results)),
             Section("Speed", [SPEED], [_ratios(results.ratios)], _speeds([results], [""])),
-            Section("What is there", tables=[_facts(results)], charts=_links(results)),
+            Section("What is there", tables=[facts], charts=_links(results)),
         ],
         listed,
         rules=[
@@ -48,7 +49,6 @@ def verify_report(results: Results) -> Report:
 
 
 def report_of(path: Path) -> Report:
-    """Return the report of a file. Raises StoreError."""
     return verify_report(read(path))
 
 
@@ -66,13 +66,12 @@ def _outcome(row: Row) -> str:
 
 def _checks(rows: Sequence[Row]) -> Table:
     columns = [
-        *(Column(name, of, numbers=False) for name, of in (
-            ("check", lambda r: r.name), ("result", lambda r: r.status),
-        )),
+        Column[Row]("check", lambda r: r.name, numbers=False),
+        Column[Row]("result", lambda r: r.status, numbers=False),
         Column[Row]("comparisons", lambda r: f"{r.counted:,}" if r.counted else units.NONE),
         Column[Row]("time", lambda r: units.time(r.time_s)),
         Column[Row]("what, or what is wrong", _outcome, numbers=False),
-    ]  # fmt: skip
+    ]
     return tabulate("Checks", columns, rows)
 
 
@@ -108,10 +107,6 @@ def _ratios(ratios: Sequence[Ratio]) -> Table:
     return tabulate("Speeds", columns, ratios)
 
 
-def _facts(results: Results) -> Table:
-    return Table("What is there", words("", ""), [[*each] for each in results.facts.items()])
-
-
 SHORT_S = 0.01  # shorter checks are drawn there
 
 
@@ -141,13 +136,9 @@ def _coverage(results: Results) -> list[Chart]:
 
 def _speeds(several: Sequence[Results], names: Sequence[str]) -> list[Chart]:
     """Return ratios, a row for each, with the least that is expected; names: of machines."""
-    rows = list(dict.fromkeys(_key(r) for each in several for r in each.ratios))
-    if not rows:
-        return []
     known = {_key(r): r for each in several for r in each.ratios}
     charts = []
-    for beside in dict.fromkeys(key[1] for key in rows):
-        keys = [key for key in rows if key[1] == beside]
+    for beside, keys in grouped(known, lambda key: key[1]).items():
         series = [
             Series(name or "measured", style, *_values(each, keys), join="none")
             for each, name, style in zip(several, names, styles(names).values(), strict=True)
@@ -197,17 +188,9 @@ def _links(results: Results) -> list[Chart]:
         size = Axis("message", "size", ticks=sizes.tolist())
         panels: list[Panel | Map] = [Panel("", size, Axis("time, µs", "log"), series)]
         caption = "Half of the time of a message there and back, medians."
-        charts.append(
-            Chart(
-                f"{name} by size".replace(" ", "_"),
-                f"Messages: {name}",
-                [],
-                caption,
-                panels,
-                columns=1,
-                scale=(1.5, 1.2),
-            )
-        )
+        file = f"{name} by size".replace(" ", "_")
+        chart = Chart(file, f"Messages: {name}", [], caption, panels, 1, scale=(1.5, 1.2))
+        charts.append(chart)
         if len(pairs) > 1:
             charts.append(_rates(name, pairs, sizes, times_s))
     return charts

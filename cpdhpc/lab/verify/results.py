@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,9 @@ def joined(outcomes: Mapping[int, Outcome], lost: Iterable[int]) -> tuple[str, t
     lost: ranks that do not answer any more
     """
     said = [f"rank {rank}: hangs, and is excluded" for rank in lost]
-    errors = {rank: each.error for rank, each in outcomes.items() if each.found is None}
-    causes = [rank for rank in errors if not _follows(outcomes[rank])]
-    for rank in [*causes, *(rank for rank in errors if rank not in causes)]:
-        said.append(f"rank {rank}: {errors[rank]}")
+    failed = [(rank, each) for rank, each in outcomes.items() if each.found is None]
+    failed.sort(key=lambda pair: _follows(pair[1]))  # causes first
+    said += [f"rank {rank}: {each.error}" for rank, each in failed]
     if said:
         return FAILED, _short(said)
     founds = {rank: each.found for rank, each in outcomes.items() if each.found is not None}
@@ -150,49 +149,35 @@ class Results:
                 self.unwritten = str(error)
 
     def _write(self, path: Path) -> None:
+        ratios = [each._asdict() for each in self.ratios]
+        times = {name: [each.pop(name) for each in ratios] for name in TIMES}
         groups: dict[str, dict[str, Any]] = {
-            "checks": _columns(
-                ("name", "section", "what", "device", "status", "counted", "time_s", "said"),
-                [
-                    (r.name, r.section, r.what, r.device, r.status, r.counted, r.time_s,
-                     "\n".join(r.said))
-                    for r in self.rows
-                ],
-            ),
-            "facts": _columns(("name", "value"), list(self.facts.items())),
-            "ratios": _columns(
-                ("what", "beside", "device", "size_bytes", "low", "high", "advice"),
-                [
-                    (r.what, r.beside, r.device, r.size_bytes, r.low, r.high, r.advice)
-                    for r in self.ratios
-                ],
-            ),
+            "checks": _columns([{**asdict(row), "said": "\n".join(row.said)} for row in self.rows]),
+            "facts": _columns([{"name": k, "value": v} for k, v in self.facts.items()]),
+            "ratios": _columns(ratios),
             "arrays": dict(self.arrays),
-        }  # fmt: skip
-        if self.ratios:
-            most = max(max(len(r.times_s), len(r.beside_s)) for r in self.ratios)
+        }
+        if ratios:
+            most = max(len(each) for rows in times.values() for each in rows)
             groups["ratios"]["repeat"] = store.Variable(("repeat",), np.arange(most), "repeat")
-            groups["ratios"]["times_s"] = _padded([r.times_s for r in self.ratios], most)
-            groups["ratios"]["beside_s"] = _padded([r.beside_s for r in self.ratios], most)
+        for name, rows in times.items() if ratios else ():
+            data = np.full((len(rows), most), np.nan)
+            for row, values in zip(data, rows, strict=True):
+                row[: len(values)] = values
+            groups["ratios"][name] = store.Variable(("row", "repeat"), data, *OF_TIMES)
         notes = {"kind": KIND, "schema": SCHEMA, "title": self.title, "verdict": self.verdict}
         notes |= {"right": int(self.right), "asked": self.asked, "ended": self.ended}
         store.write(path, {k: v for k, v in groups.items() if v}, self.attributes | notes)
 
 
-def _columns(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> dict[str, Any]:
+TIMES, OF_TIMES = ("times_s", "beside_s"), ("time of a call, of the slowest rank", "s")
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the columns of rows as labelled variables; none if there are no rows."""
-    if not rows:
-        return {}
-    columns = zip(names, zip(*rows, strict=True), strict=True)
-    found = {name: store.Variable(("row",), np.array(values), name) for name, values in columns}
-    return found | {"row": store.Variable(("row",), np.arange(len(rows)), "row")}
-
-
-def _padded(rows: list[Any], most: int) -> store.Variable:
-    data = np.full((len(rows), most), np.nan)
-    for row, values in zip(data, rows, strict=True):
-        row[: len(values)] = values
-    return store.Variable(("row", "repeat"), data, "time of a call, of the slowest rank", "s")
+    found = {name: [row[name] for row in rows] for name in (rows or [{}])[0]}
+    found |= {"row": list(range(len(rows)))} if rows else {}
+    return {name: store.Variable(("row",), values, name) for name, values in found.items()}
 
 
 def read_writer(path: Path) -> int:
@@ -210,10 +195,9 @@ def read(path: Path) -> Results:
         raise store.StoreError(f"{path}: is no file of verify that this version reads")
 
     def rows(group: str) -> list[dict[str, Any]]:
-        columns = groups.get(group, {})
-        columns = {k: v for k, v in columns.items() if k not in ("row", "repeat")}
-        listed = [column.tolist() for column in columns.values()]
-        return [dict(zip(columns, row, strict=True)) for row in zip(*listed, strict=True)]
+        there = groups.get(group, {})
+        columns = {k: v.tolist() for k, v in there.items() if k not in ("row", "repeat")}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     title, asked = str(notes["title"]), int(notes["asked"])
     results = Results(title, asked, notes, ended=str(notes["ended"]))
@@ -222,7 +206,7 @@ def read(path: Path) -> Results:
         results.rows.append(Row(**row, said=tuple(said.split("\n")) if said else ()))
     results.facts = {row["name"]: row["value"] for row in rows("facts")}
     for row in rows("ratios"):
-        for name in ("times_s", "beside_s"):
+        for name in TIMES:
             row[name] = [each for each in row[name] if each == each]
         results.ratios.append(Ratio(**row))
     results.arrays = dict(groups.get("arrays", {}))

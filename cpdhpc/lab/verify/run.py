@@ -13,9 +13,9 @@ from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
 from . import exact, speed, there
-from .base import DEVICES, GPU_LIMIT_S, Check, Checks, Found, Place
+from .base import DEVICES, GPU_LIMIT_S, LIMIT_S, QUICK_LIMIT_S, Check, Checks, Found, Place
 from .results import NOT_RUN, RIGHT, Results, Row, joined, read_writer
-from .watch import GRACE_S, Guard, Outcome, Watch
+from .watch import GRACE_S, Guard, Watch
 
 # Speeds come before exactness, whose many casts of a GPU are not all compiled apart.
 CHECKS: Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
@@ -116,14 +116,17 @@ def _carry_out(
     for name, check, device in plan:
         if watch.first:
             results.write(asked.out, f"no message came any more in {name}")
-        limit_s = check.limit_s[0 if asked.quick else 1] + GPU_LIMIT_S * (device == "gpu")
+        limit_s = (QUICK_LIMIT_S if asked.quick else LIMIT_S) + GPU_LIMIT_S * (device == "gpu")
         limit_s = asked.limit_s or limit_s
         run: Callable[[], Found] = partial(check.run, place)
         if device == "gpu" and trouble:
             run = partial(Found, not_run=trouble)
         place.device = device
-        _limit_waits(place, limit_s, device == "gpu" and not trouble)
-        outcomes: dict[int, Outcome]
+        place.world.timeout_s = limit_s
+        if device == "gpu" and not trouble:
+            from ...ops.gpu_runtime import wait_at_most
+
+            wait_at_most(limit_s)
         before = set(watch.alive)
         outcomes = watch.meet(watch.carry_out(run, limit_s))
         status, said = joined(outcomes, sorted(before - set(outcomes)))
@@ -144,15 +147,6 @@ def _carry_out(
             world = watch.world()
             world.shares_gpus = place.world.shares_gpus
             place.world = world
-
-
-def _limit_waits(place: Place, limit_s: float, on_gpu: bool) -> None:
-    """Limit waits to the time of the check, those for a GPU too."""
-    place.world.timeout_s = limit_s
-    if on_gpu:
-        from ...ops import gpu_runtime
-
-        gpu_runtime.wait_at_most(limit_s)
 
 
 def _line(row: Row) -> str:

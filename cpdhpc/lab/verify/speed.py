@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,59 +19,26 @@ from ..kinds.timing import interleave_ranks, measure, on_device
 from ..study_data import Factors
 from .base import Check, Found, Place, Ratio
 
-Times = Sequence[float]
-
-
-class Expected(NamedTuple):
-    """Limits of a ratio of speeds, and advice for ratios outside them."""
-
-    low: float
-    high: float
-    advice: str
-
-    def beside(
-        self, what: str, other: str, device: str, size_bytes: int, times_s: Times, beside_s: Times
-    ) -> Ratio:
-        """Return the ratio of times that should be within the limits."""
-        return Ratio(what, other, device, size_bytes, times_s, beside_s, *self)
-
-
 ANY = float("inf")
-NONE = Expected(0.0, ANY, "")  # for ratios of the machine alone
 SCALAR = "info shows the kernels, of which v3 and v4 are fast; a rank needs a core of its own"
-
 BUSY = "another process may use the GPU; nvidia-smi shows clocks and power"
-# The codec beside a copy by all ranks at once. On the CPU: docs/measurements/performance.md for two
-# processors, widened by half; on the GPU: its table of predictions, less a third.
-CODEC: dict[str, dict[str, Expected]] = {
-    "cpu": {
-        "encode tile": Expected(0.35, ANY, SCALAR),
-        "decode": Expected(0.35, ANY, SCALAR),
-        "decode_add": Expected(0.35, ANY, SCALAR),
-        "hop tile": Expected(0.25, ANY, SCALAR),
-    },
-    "gpu": {
-        "encode tile": Expected(0.65, ANY, BUSY),
-        "decode": Expected(0.65, ANY, BUSY),
-        "decode_add": Expected(0.65, ANY, BUSY),
-        "hop tile": Expected(0.45, ANY, BUSY),
-    },
+# The least speed of the codec beside a copy by all ranks at once. On the CPU:
+# docs/measurements/performance.md for two processors, widened by half; on the GPU: its table of
+# predictions, less a third.
+CODEC = {
+    "cpu": {"encode tile": 0.35, "decode": 0.35, "decode_add": 0.35, "hop tile": 0.25},
+    "gpu": {"encode tile": 0.65, "decode": 0.65, "decode_add": 0.65, "hop tile": 0.45},
 }
 # By compute capability and format: docs/measurements/performance.md for an H200, less a fifth.
-MEASURED: dict[tuple[str, str], dict[str, Expected]] = {
-    ("90", "e4m3"): {
-        "encode tile": Expected(1.29, ANY, BUSY),
-        "decode": Expected(1.10, ANY, BUSY),
-        "decode_add": Expected(0.70, ANY, BUSY),
-        "hop tile": Expected(1.07, ANY, BUSY),
-    },
+MEASURED = {
+    ("90", "e4m3"): {"encode tile": 1.29, "decode": 1.10, "decode_add": 0.70, "hop tile": 1.07},
 }
 WARMUP = 2
 MIB = 1 << 20
 
 
-def expected(device: str, fmt: str) -> dict[str, Expected]:
-    """Return the expected speeds of the codec in a format, on this process's device."""
+def expected(device: str, fmt: str) -> dict[str, float]:
+    """Return the least speeds of the codec in a format, on this process's device."""
     if device == "gpu":
         from ...ops.gpu_runtime import compute_capability
 
@@ -96,25 +63,25 @@ def codec(place: Place) -> Found:
             some = {each: runs[each] for each in (MEMCPY, *wanted)}
             times = interleave_ranks(world, some, place.of(5, 15), WARMUP)
             slowest = {each: t[WARMUP:].max(axis=1).tolist() for each, t in times.items()}
-            for operation, row in wanted.items():
-                beside = slowest[MEMCPY]
-                data = place.device, 4 * n, slowest[operation], beside
-                found.ratios.append(row.beside(f"{operation} {name}", MEMCPY, *data))
-                found.counted += len(beside)
+            advice = SCALAR if place.device == "cpu" else BUSY
+            for operation, least in wanted.items():
+                data = place.device, 4 * n, slowest[operation], slowest[MEMCPY]
+                ratio = Ratio(f"{operation} {name}", MEMCPY, *data, least, ANY, advice)
+                found.ratios.append(ratio)
+                found.counted += len(ratio.beside_s)
     return found
 
 
 OTHER = "bench allreduce --algorithms ring,tree,direct,hier shows which algorithm suits the machine"
 SMALL = "start ranks on cores of their own (--bind-to core); bench latency shows all sizes"
-# Our all-reduces over the library's: in docs/measurements/performance.md 1.4 to 4.2 over MPI on a
-# node for large arrays, more over gloo; NCCL copies between GPUs in kernels, ours sends messages.
-LIBRARIES: dict[str, dict[str, Expected]] = {
-    "mpi": {"raw": Expected(0.8, ANY, OTHER), "e4m3": Expected(0.8, ANY, OTHER)},
-    "gloo": {"raw": Expected(1.0, ANY, OTHER), "e4m3": Expected(1.0, ANY, OTHER)},
-    "nccl": {
-        "raw": Expected(0.02, ANY, "between GPUs of a node NCCL is meant; see docs/howto/gpu.md"),
-        "e4m3": Expected(0.05, ANY, "between GPUs of a node NCCL is meant; see docs/howto/gpu.md"),
-    },
+NCCL = "between GPUs of a node NCCL is meant; see docs/howto/gpu.md"
+# The least of our all-reduces over the library's, by wire, and advice: in
+# docs/measurements/performance.md 1.4 to 4.2 over MPI on a node for large arrays, more over gloo;
+# NCCL copies between GPUs in kernels, ours sends messages.
+LIBRARIES = {
+    "mpi": ({"raw": 0.8, "e4m3": 0.8}, OTHER),
+    "gloo": ({"raw": 1.0, "e4m3": 1.0}, OTHER),
+    "nccl": ({"raw": 0.02, "e4m3": 0.05}, NCCL),
 }
 
 
@@ -131,21 +98,18 @@ def beside(library: str, place: Place) -> Found:
         for size_bytes in sizes:
             given = {"size_bytes": size_bytes, "wire": "raw"}
             others = [{**given, "algorithm": name} for name in (library, MEMCPY)]
-            wires = "raw", "e4m3"
-            times = _times(place, [*others, *(_ours(size_bytes, wire) for wire in wires)])
+            leasts, advice = LIBRARIES[library]
+            ours = {**given, "algorithm": "ring", "call": "prepared"}
+            times = _times(place, [*others, *({**ours, "wire": wire} for wire in leasts)])
             found.counted += sum(map(len, times))
             data = place.device, size_bytes
-            for name, mine in zip(wires, times[2:], strict=True):
-                row, what = LIBRARIES[library][name], f"all-reduce {name}"
-                found.ratios.append(row.beside(what, library, *data, mine, times[0]))
-                if library == "mpi":
-                    found.ratios.append(NONE.beside(what, MEMCPY, *data, mine, times[1]))
+            for (name, least), mine in zip(leasts.items(), times[2:], strict=True):
+                what = f"all-reduce {name}"
+                ratio = Ratio(what, library, *data, mine, times[0], least, ANY, advice)
+                found.ratios.append(ratio)
+                if library == "mpi":  # beside a copy: of the machine alone, nothing is expected
+                    found.ratios.append(Ratio(what, MEMCPY, *data, mine, times[1], 0.0, ANY, ""))
     return found
-
-
-def _ours(size_bytes: int, wire: str) -> Factors:
-    """Return the case of an all-reduce of ours that is prepared."""
-    return {"size_bytes": size_bytes, "algorithm": "ring", "wire": wire, "call": "prepared"}
 
 
 def _times(place: Place, cases: Sequence[Factors], repeats: int = 0) -> list[list[float]]:
@@ -162,14 +126,14 @@ def latency(place: Place) -> Found:
     if place.world.ranks < 2:
         return Found(not_run="there is one rank")
     found, call = Found(), "prepared" if place.device == "cpu" else "graphs"
-    row = Expected(0.5, ANY, SMALL) if place.device == "cpu" else Expected(0.2, ANY, SMALL)
+    least = 0.5 if place.device == "cpu" else 0.2
     with own_cores(place.world):
         for size_bytes in place.of((64,), (64, 4096)):
             tree = {"size_bytes": size_bytes, "algorithm": "tree", "wire": "raw"}
             cases = [{**tree, "algorithm": "mpi"}, {**tree, "call": call}]
             times = _times(place, cases, place.of(100, 300))
             data = place.device, size_bytes, times[1], times[0]
-            found.ratios.append(row.beside("all-reduce raw, tree", "mpi", *data))
+            found.ratios.append(Ratio("all-reduce raw, tree", "mpi", *data, least, ANY, SMALL))
             found.counted += len(times[0])
     return found
 

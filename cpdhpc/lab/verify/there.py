@@ -13,6 +13,7 @@ from ...errors import UserError
 from ...world.gpu_messages import gpu_aware, use_gpu
 from ..kinds.timing import PING_BYTES, line, message_times
 from ..provenance import gpu, gpu_rows, info_rows
+from ..study.site import ranges
 from .base import Check, Found, Place
 
 
@@ -27,7 +28,7 @@ def binding(place: Place) -> Found:
     everyone = place.world.gather(mine, "verify")
     found = Found(counted=len(everyone))
     for rank, (host, cores) in enumerate(everyone):
-        found.facts[f"rank {rank}"] = f"{host}, cores {_ranges(cores)}"
+        found.facts[f"rank {rank}"] = f"{host}, cores {ranges(cores)}"
     used = Counter((host, core) for host, cores in everyone for core in cores)
     cores_of = Counter(host for host, _ in used)
     ranks_of = Counter(host for host, _ in everyone)
@@ -41,17 +42,6 @@ def binding(place: Place) -> Found:
     else:
         found.facts["cores"] = "every rank has cores of its own"
     return found
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return numbers, ascending, as 0-3,8."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in parts)
 
 
 def gpus(place: Place) -> Found:

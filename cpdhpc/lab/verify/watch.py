@@ -73,7 +73,6 @@ class Watched(World):
         raise Left("waited for others")
 
     def abort(self, message: str) -> NoReturn:
-        """Raise Left."""
         raise Left(message)
 
 
@@ -95,7 +94,6 @@ class Watch:
 
     @property
     def first(self) -> bool:
-        """Whether this process decides and writes."""
         return self.me == self.alive[0]
 
     @property
@@ -120,13 +118,13 @@ class Watch:
         """Keep an object that has calls of MPI under way for as long as the process lives."""
         self._kept.append(thing)
 
-    def world(self, gpu_direct: bool = True) -> Watched:
+    def world(self) -> Watched:
         """Return a world of the processes that still take part. Collective among them."""
         comm = self.comm
         if len(self.alive) < comm.Get_size():
             everyone = comm.Get_group()
             comm = comm.Create_group(everyone.Incl(self.alive), self.number)
-        return Watched(comm, self, gpu_direct=gpu_direct)
+        return Watched(comm, self)
 
     def carry_out(self, run: Callable[[], Found], limit_s: float) -> Outcome:
         """Return the outcome of a check on this rank, within limit_s if Python runs."""
