@@ -40,9 +40,9 @@ from ..ops import placed
 from ..ops.common import fitting_shift
 from ..ops.payloads import Exact, Packed, Raw, TwoScaled, Wire, parse_wire
 from ..randomness import check_key
-from .blocks import ALLREDUCE, Blocks
-from .rank_program import ACCUMULATES, Plan
-from .schedules import SCHEDULES, Layout, group_size
+from .blocks import ALLREDUCE, DataBlocks
+from .rank_program import ACCUMULATES, CollectivePlan
+from .schedules import SCHEDULES, NodeLayout, group_size
 
 Array = npt.NDArray[Any]
 
@@ -261,7 +261,7 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
         raise reworded(error, f"allreduce: machine: {error}") from None
 
 
-class Sums(NamedTuple):
+class RoundedSums(NamedTuple):
     """How the contributions of all ranks are added.
 
     chains: the terms of sums that are rounded before each addition: of contributions, then of
@@ -277,7 +277,7 @@ class Sums(NamedTuple):
         """Terms of the longest sum."""
         return max(self.chains)
 
-    def at_most(self, ranks: int) -> Sums:
+    def at_most(self, ranks: int) -> RoundedSums:
         """Return sums of at most so many contributions."""
         *first, last = self.chains
         below = max(1, self.held) * int(np.prod(first, initial=1))
@@ -412,7 +412,7 @@ class Method:
         free = self.exact or self.accumulate is None
         return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
 
-    def rounded_sums(self, nodes: tuple[int, ...]) -> Sums | None:
+    def rounded_sums(self, nodes: tuple[int, ...]) -> RoundedSums | None:
         """Return the sums that are rounded before each addition, None if their error is bounded.
 
         nodes: the node of each rank
@@ -427,23 +427,27 @@ class Method:
             sizes = Counter(nodes).values()
             most, count = max(sizes), len(sizes)
             between = (group_size(count), count // group_size(count))
-            return Sums((most, *between)) if way == "requantise" else Sums(between, held=most)
+            return (
+                RoundedSums((most, *between))
+                if way == "requantise"
+                else RoundedSums(between, held=most)
+            )
         chains = rings | {
             "torus": (group_size(ranks), ranks // group_size(ranks)),
             "direct": (ranks,),
             "gather": (ranks,),
         }
         rounds = way in ("requantise", GROW) and self.algorithm in chains
-        return Sums(chains[self.algorithm]) if rounds else None
+        return RoundedSums(chains[self.algorithm]) if rounds else None
 
     @property
     def call(self) -> str:
         """The name of the collective in messages."""
         return ALLREDUCE
 
-    def blocks_of(self, n: int, ranks: int) -> Blocks:
+    def blocks_of(self, n: int, ranks: int) -> DataBlocks:
         """Return the blocks of n values: of an all-reduce one."""
-        return Blocks(ALLREDUCE, (n,))
+        return DataBlocks(ALLREDUCE, (n,))
 
     @cached_property
     def choices(self) -> dict[str, object]:
@@ -566,23 +570,23 @@ class Method:
         segments: Sequence[Segment],
         shifts: Shifts,
         iteration: int,
-        blocks: Blocks | None = None,
-    ) -> Plan:
+        blocks: DataBlocks | None = None,
+    ) -> CollectivePlan:
         """Return the plan that the programs of all ranks share.
 
         nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
         and for partial sums and the result; blocks: default that of an all-reduce of arrays like x
         """
-        blocks = blocks or Blocks(ALLREDUCE, (x.size,))
+        blocks = blocks or DataBlocks(ALLREDUCE, (x.size,))
         schedule, wire = SCHEDULES[self.algorithm], self.payloads
         if isinstance(wire, Raw):
             wire = Raw(np.dtype(blocks.dtype))
         if isinstance(wire, Packed) and self.accumulating == GROW:
-            wire = replace(wire, growth=schedule.growth(Layout(nodes)))
+            wire = replace(wire, growth=schedule.growth(NodeLayout(nodes)))
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent = shift_bytes(shifts[0], segments, blocks.size, x) if outside else None
         result = shift_bytes(shifts[1], segments, blocks.size, x) if outside else None
-        return Plan(
+        return CollectivePlan(
             schedule=schedule,
             blocks=blocks,
             accumulate=None if self.exact else ACCUMULATES[self.accumulating],

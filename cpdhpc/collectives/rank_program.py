@@ -14,12 +14,12 @@ from ..methods import GROW
 from ..ops import backend_of
 from ..ops.payloads import FLOAT32, Array, Exact, Packed, Raw, TwoScaled, Wire
 from ..randomness import Key, random_key
-from .blocks import Blocks, Piece, Place, Places, rounds
+from .blocks import ChunkPlace, DataBlocks, Piece, Places, rounds
 from .engine import Exchange, Program, ScheduleError, Take
-from .schedules import Kind, Schedule, Step
+from .schedules import Algorithm, Kind, Step
 
 
-class Sum(NamedTuple):
+class PartialSum(NamedTuple):
     """A partial sum: total, float32, plus the decoded values of last, if there is one.
 
     shifts: those of last; terms: contributions in last
@@ -33,10 +33,10 @@ class Sum(NamedTuple):
 
 
 # (chunk, payloads in the order of ranks) -> their sum, with its last term not yet added
-Accumulate = Callable[["Chunk", Sequence[Array]], Sum]
+Accumulate = Callable[["Chunk", Sequence[Array]], PartialSum]
 
 
-def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
+def _float32(chunk: Chunk, payloads: Sequence[Array]) -> PartialSum:
     """Sum in float32."""
     raw, first = chunk.is_raw, payloads[0]  # a raw one is read in place
     total = first.view(chunk.dtype) if raw else chunk.values(first, chunk.sent)
@@ -44,28 +44,28 @@ def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     for payload in payloads[1:-1]:
         chunk.floats.add(payload, chunk.sent, total, place)
         total = place
-    return Sum(total, payloads[-1] if len(payloads) > 1 else None, chunk.sent)
+    return PartialSum(total, payloads[-1] if len(payloads) > 1 else None, chunk.sent)
 
 
-def _requantise(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
+def _requantise(chunk: Chunk, payloads: Sequence[Array]) -> PartialSum:
     """Round to the wire after every addition: s = Q(s + g)."""
-    sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, chunk.sent)
+    sum_ = PartialSum(chunk.values(payloads[0], chunk.sent), None, chunk.sent)
     for payload in payloads[1:]:
         if sum_.last is not None:
             rounded = chunk.encode_sum(sum_, next(chunk.keys))
             chunk.wire.decode(rounded, chunk.result, sum_.total)
-        sum_ = Sum(sum_.total, payload, chunk.sent)
+        sum_ = PartialSum(sum_.total, payload, chunk.sent)
     return sum_
 
 
-def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
+def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> PartialSum:
     """Compensate: y = Q(g - c); t = Q(s + y); c = Q(Q(t - s) - y); s = t.
 
     Source: CPD, kahan_sum_gradients; Kahan: Further remarks on reducing truncation errors,
     CACM 8(1), 1965.
     """
     keys, shifts = chunk.keys, chunk.result
-    sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, shifts)
+    sum_ = PartialSum(chunk.values(payloads[0], chunk.sent), None, shifts)
     kernels = chunk.wire.kernels or backend_of(sum_.total)
     c: Array | None = None  # stands for zero, which changes no term
 
@@ -82,10 +82,10 @@ def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
             t = chunk.values(chunk.encode_sum(sum_, next(keys)), shifts)
             change = rounded(subtract(t, sum_.total))
             c = rounded(subtract(change, chunk.values(sum_.last, shifts)))
-            sum_ = Sum(t, None, shifts)
+            sum_ = PartialSum(t, None, shifts)
         term = chunk.values(payload, chunk.sent)
         y = chunk.encode(term if c is None else subtract(term, c), shifts, next(keys))
-        sum_ = Sum(sum_.total, y, shifts)
+        sum_ = PartialSum(sum_.total, y, shifts)
     return sum_
 
 
@@ -102,7 +102,7 @@ CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectivePlan:
     """The data that all ranks of one collective share.
 
     blocks: its data
@@ -117,8 +117,8 @@ class Plan:
         the keys themselves
     """
 
-    schedule: Schedule
-    blocks: Blocks
+    schedule: Algorithm
+    blocks: DataBlocks
     accumulate: Accumulate | None
     wire: Wire
     sent_shifts: Array | None
@@ -180,10 +180,10 @@ class Chunk:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CollectivePlan,
         rank: int,
         index: int,
-        place: Place,
+        place: ChunkPlace,
         x: Array,
         out: Array | None,
         take: Take,
@@ -246,7 +246,7 @@ class Chunk:
 
     def encode_sum(
         self,
-        sum_: Sum,
+        sum_: PartialSum,
         key: Key,
         place: Array | None = None,
         out: Array | None = None,
@@ -267,7 +267,7 @@ class Chunk:
             self.nonfinite = found
         return payload
 
-    def added(self, sum_: Sum) -> Array:
+    def added(self, sum_: PartialSum) -> Array:
         """Return the values of a sum, float32[n], with its last term."""
         if sum_.last is None:
             return sum_.total
@@ -316,12 +316,12 @@ class Chunk:
         key = next(self.keys) if between else self.first
         return self.encode_sum(sum_, key, place, terms=terms)
 
-    def _sum(self) -> Sum:
+    def _sum(self) -> PartialSum:
         """Return the partial sum with all received payloads; held ones are freed."""
         if self.held:
             return self._held_sum()
         came, self.pending = self.pending, None
-        return Sum(self.partial, came, self.result, self.pending_terms)
+        return PartialSum(self.partial, came, self.result, self.pending_terms)
 
     def reduce(self, source: int, payload: Array, terms: int) -> None:
         """Add a partial sum of so many terms to the rank's own, rounding between two additions."""
@@ -360,7 +360,7 @@ class Chunk:
         self.final = payload
         self.held.clear()
 
-    def _held_sum(self) -> Sum:
+    def _held_sum(self) -> PartialSum:
         """Sum the held contributions and the own one in the order of ranks; free them."""
         self.contribution()
         assert self.plan.accumulate is not None, "exact sums are ExactChunk's"
@@ -463,7 +463,7 @@ ALIGNED_BYTES = 16  # kernels read and write payloads in words
 
 
 def program(
-    plan: Plan, piece: Piece, rank: int, x: Array, out: Array | None, take: Take
+    plan: CollectivePlan, piece: Piece, rank: int, x: Array, out: Array | None, take: Take
 ) -> Program[int]:
     """Run a rank's part of a piece: yield exchanges, add received payloads, write the result.
 
@@ -514,7 +514,9 @@ def _message(chunks: Mapping[int, Chunk], step: Step, take: Take) -> Array:
     return message
 
 
-def _parts(plan: Plan, message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
+def _parts(
+    plan: CollectivePlan, message: Array, sizes: Sequence[int], take: Take
+) -> Iterator[Array]:
     """Yield a message's payloads, of these sizes, each aligned for kernels."""
     if len(sizes) == 1:  # the message itself: a raw result may already be in its place
         yield message

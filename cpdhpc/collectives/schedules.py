@@ -16,7 +16,7 @@ from ..partition import split
 Kind = Literal["reduce", "hold", "copy"]
 
 
-class Layout(NamedTuple):
+class NodeLayout(NamedTuple):
     """The data that the rounds of a rank depend on.
 
     nodes: the node of each rank, numbered in the order of first ranks
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 ALL = (0,)  # the only chunk
 
 
-def tree(rank: int, layout: Layout) -> Iterator[Step]:
+def tree(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield a binomial reduction to rank 0, then a binomial broadcast.
 
     Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in
@@ -88,7 +88,7 @@ def _from_child(child: int, terms: int) -> Step:
     return Step("reduce", recv_from=child, recv_chunks=ALL, recv_terms=(terms,))
 
 
-def dbtree(rank: int, layout: Layout) -> Iterator[Step]:
+def dbtree(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield a reduction up one of two binary trees, and a broadcast down.
 
     Even pieces use one tree, odd pieces the other, and several pieces are in progress at a time.
@@ -225,13 +225,13 @@ Owner = tuple[int | None, Sequence[Strand]]  # a rank, and the strands that it s
 _nodes = lru_cache(maxsize=8)(_Nodes)
 
 
-def hier_chunks(layout: Layout) -> int:
+def hier_chunks(layout: NodeLayout) -> int:
     """Return the number of chunks, lanes x columns x groups: one per rank if nodes are equal."""
     nodes = _nodes(layout.nodes)
     return nodes.lanes * nodes.columns * len(nodes.groups)
 
 
-def hier(rank: int, layout: Layout) -> Iterator[Step]:
+def hier(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter in the node, rings between nodes for owned chunks, all-gather.
 
     Inside nodes every rank sends to every other, as in direct; between nodes as torus does between
@@ -248,12 +248,12 @@ def hier(rank: int, layout: Layout) -> Iterator[Step]:
     yield from _inside(nodes, node, place, "copy", layout.ranks)
 
 
-def torus_chunks(layout: Layout) -> int:
+def torus_chunks(layout: NodeLayout) -> int:
     """Return the number of chunks: one for each rank if all groups have the same size."""
-    return hier_chunks(Layout(tuple(range(layout.ranks))))
+    return hier_chunks(NodeLayout(tuple(range(layout.ranks))))
 
 
-def torus(rank: int, layout: Layout) -> Iterator[Step]:
+def torus(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter round a ring of a few neighbours, then round a ring of such groups.
 
     Then all-gather in the reverse order. The bytes are those of ring, in fewer rounds, and each
@@ -262,7 +262,7 @@ def torus(rank: int, layout: Layout) -> Iterator[Step]:
     Source: the two levels are those of Mikami et al.: Massively distributed SGD: ImageNet/ResNet-50
     training in a flash, arXiv 1811.05233.
     """
-    yield from hier(rank, Layout(tuple(range(layout.ranks))))
+    yield from hier(rank, NodeLayout(tuple(range(layout.ranks))))
 
 
 def _inside(nodes: _Nodes, node: int, place: int, kind: Kind, terms: int) -> Iterator[Step]:
@@ -360,7 +360,7 @@ def _hop(
         yield Step(kind, to, out, (terms[0],) * len(out), source, into, (terms[1],) * len(into))
 
 
-def ring(rank: int, layout: Layout) -> Iterator[Step]:
+def ring(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter, then all-gather, round a ring; rank i finishes chunk i.
 
     Source: Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of
@@ -376,7 +376,7 @@ def ring(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", following, (there,), (ranks,), previous, (here,), (ranks,))
 
 
-def biring(rank: int, layout: Layout) -> Iterator[Step]:
+def biring(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter, then all-gather, round a ring both ways; rank i finishes chunk i.
 
     Each chunk is summed along two arcs that end at its owner, of p // 2 and (p - 1) // 2 ranks.
@@ -399,7 +399,7 @@ def _one_way(kind: Kind, rank: int, way: int, i: int, arc: int, ranks: int) -> S
     return Step(kind, to, (there,), (terms,), source, (here,), (terms,))
 
 
-def rhd(rank: int, layout: Layout) -> Iterator[Step]:
+def rhd(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield recursive halving, then doubling, with circulant skips; rank i finishes chunk i.
 
     There are ceil(log2 p) rounds in each direction. The skip starts at p and in each round is
@@ -427,7 +427,7 @@ def rhd(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", back, chunks(rank, count), moved, ahead, chunks(ahead, count), moved)
 
 
-def direct(rank: int, layout: Layout) -> Iterator[Step]:
+def direct(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield chunk i of every rank to rank i, which sums them, then its result to every rank.
 
     Two roundings for any number of ranks, and the bytes of the ring.
@@ -442,7 +442,7 @@ def direct(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", to, (rank,), (ranks,), source, (source,), (ranks,))
 
 
-def gather(rank: int, layout: Layout) -> Iterator[Step]:
+def gather(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield the whole contribution of every rank to every other; each sums them itself.
 
     Source: CPD's sum_gradients (github.com/drcut/CPD), which gathers and sums in rank order.
@@ -453,7 +453,7 @@ def gather(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("hold", to, (0,), (1,), source, (0,), (1,))
 
 
-def hier_owners(layout: Layout) -> Sequence[int]:
+def hier_owners(layout: NodeLayout) -> Sequence[int]:
     """Return the rank that finishes each chunk of hier."""
     nodes, found = _nodes(layout.nodes), []
     for lane, column, group in product(
@@ -465,33 +465,33 @@ def hier_owners(layout: Layout) -> Sequence[int]:
     return found
 
 
-def torus_owners(layout: Layout) -> Sequence[int]:
+def torus_owners(layout: NodeLayout) -> Sequence[int]:
     """Return the rank that finishes each chunk of torus."""
-    return hier_owners(Layout(tuple(range(layout.ranks))))
+    return hier_owners(NodeLayout(tuple(range(layout.ranks))))
 
 
-def _own(layout: Layout) -> Sequence[int]:
+def _own(layout: NodeLayout) -> Sequence[int]:
     return range(layout.ranks)
 
 
-def _one(layout: Layout) -> int:
+def _one(layout: NodeLayout) -> int:
     return 1
 
 
-def _one_each(layout: Layout) -> int:
+def _one_each(layout: NodeLayout) -> int:
     return layout.ranks
 
 
-def _of_rings(layout: Layout) -> Growth:
+def _of_rings(layout: NodeLayout) -> Growth:
     return Growth(layout.ranks, hops=layout.ranks)
 
 
-def _of_few(layout: Layout) -> Growth:
+def _of_few(layout: NodeLayout) -> Growth:
     """A sum of four contributions may be rounded like a contribution."""
     return Growth(layout.ranks, free=4)
 
 
-def _of_nodes(layout: Layout) -> Growth:
+def _of_nodes(layout: NodeLayout) -> Growth:
     """Like two nodes of the mean size: contributions were rounded inside, too."""
     return Growth(layout.ranks, free=max(4, 2 * layout.ranks // len({*layout.nodes})))
 
@@ -507,7 +507,7 @@ def _up_and_down(ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Algorithm:
     """An algorithm: its rounds, its chunks, and how partial sums may be accumulated.
 
     steps: (rank, layout) -> the rounds of that rank, in order
@@ -520,25 +520,25 @@ class Schedule:
     owners: layout -> the rank that finishes each chunk, None if there is one chunk for all
     """
 
-    steps: Callable[[int, Layout], Iterator[Step]]
-    chunks: Callable[[Layout], int]
+    steps: Callable[[int, NodeLayout], Iterator[Step]]
+    chunks: Callable[[NodeLayout], int]
     accumulates: tuple[str, ...]
     default: str
     fixed: str
     result_travels: bool = True
     window: Callable[[int], int] = _few
-    growth: Callable[[Layout], Growth] = _of_few
-    owners: Callable[[Layout], Sequence[int]] | None = None
+    growth: Callable[[NodeLayout], Growth] = _of_few
+    owners: Callable[[NodeLayout], Sequence[int]] | None = None
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "ring": Schedule(ring, _one_each, *ALGORITHMS["ring"], growth=_of_rings, owners=_own),
-    "biring": Schedule(biring, _one_each, *ALGORITHMS["biring"], growth=_of_rings, owners=_own),
-    "torus": Schedule(torus, torus_chunks, *ALGORITHMS["torus"], owners=torus_owners),
-    "rhd": Schedule(rhd, _one_each, *ALGORITHMS["rhd"], owners=_own),
-    "tree": Schedule(tree, _one, *ALGORITHMS["tree"], window=_up_and_down),
-    "dbtree": Schedule(dbtree, _one, *ALGORITHMS["dbtree"], window=_up_and_down),
-    "direct": Schedule(direct, _one_each, *ALGORITHMS["direct"], owners=_own),
-    "hier": Schedule(hier, hier_chunks, *ALGORITHMS["hier"], growth=_of_nodes, owners=hier_owners),
-    "gather": Schedule(gather, _one, *ALGORITHMS["gather"], result_travels=False),
+SCHEDULES: dict[str, Algorithm] = {
+    "ring": Algorithm(ring, _one_each, *ALGORITHMS["ring"], growth=_of_rings, owners=_own),
+    "biring": Algorithm(biring, _one_each, *ALGORITHMS["biring"], growth=_of_rings, owners=_own),
+    "torus": Algorithm(torus, torus_chunks, *ALGORITHMS["torus"], owners=torus_owners),
+    "rhd": Algorithm(rhd, _one_each, *ALGORITHMS["rhd"], owners=_own),
+    "tree": Algorithm(tree, _one, *ALGORITHMS["tree"], window=_up_and_down),
+    "dbtree": Algorithm(dbtree, _one, *ALGORITHMS["dbtree"], window=_up_and_down),
+    "direct": Algorithm(direct, _one_each, *ALGORITHMS["direct"], owners=_own),
+    "hier": Algorithm(hier, hier_chunks, *ALGORITHMS["hier"], growth=_of_nodes, owners=hier_owners),
+    "gather": Algorithm(gather, _one, *ALGORITHMS["gather"], result_travels=False),
 }

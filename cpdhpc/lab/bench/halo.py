@@ -37,7 +37,7 @@ from ..kinds.halo_cases import (
     has_sums,
     possible_ways,
 )  # fmt: skip
-from ..kinds.place import Place
+from ..kinds.place import JobRanks
 from ..settings import options
 
 PART_BYTES = 1 << 18  # of a part, so that a few of them fit into a core's second cache
@@ -275,7 +275,7 @@ def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
     return Setting(name, spec_of(raw | options, f"bench halo: {name}"))
 
 
-def run(arguments: argparse.Namespace, world: World) -> timing.Measured:
+def run(arguments: argparse.Namespace, world: World) -> timing.BenchmarkResult:
     """Check and time every case, and print a table. Collective."""
     settings = settings_of(arguments, world.ranks)
     if not (arguments.operations and arguments.ways):
@@ -284,8 +284,8 @@ def run(arguments: argparse.Namespace, world: World) -> timing.Measured:
         raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
     of_gpus = flags.take_device(arguments, world)
     world.agreed(lambda: flags.check_out(arguments.out, world))
-    place = Place(world, None, arguments.oversubscribe_gpus)
-    points: list[timing.Point] = []
+    place = JobRanks(world, None, arguments.oversubscribe_gpus)
+    points: list[timing.BenchPoint] = []
     with own_cores(world) as cores:
         head = [
             f"halo exchange: {printing.machine_line(world)}",
@@ -309,15 +309,15 @@ def run(arguments: argparse.Namespace, world: World) -> timing.Measured:
             above = f"{setting}: {size_bytes} bytes a rank, {runs}"
             printing.say(world, ["#"])
             printing.show(world, [above], COLUMNS, _rows(place, setting, arguments, ways, points))
-    return timing.Measured("halo", "halo", points, arguments.warmup, cores)
+    return timing.BenchmarkResult("halo", "halo", points, arguments.warmup, cores)
 
 
 def _rows(
-    place: Place,
+    place: JobRanks,
     setting: Setting,
     arguments: argparse.Namespace,
     ways: Sequence[str],
-    points: list[timing.Point],
+    points: list[timing.BenchPoint],
 ) -> Iterator[list[object]]:
     """Yield the rows of a setting, and append their points. Collective."""
     device = {"device": "gpu"} if arguments.device == "gpu" else {}
@@ -329,7 +329,7 @@ def _rows(
         with timing.opened(HALO, place, cases) as made:
             calls, times = time_cases(place.world, [call.run for call in made], arguments)
         found = [
-            timing.Point(case, call.outcomes, times_s)
+            timing.BenchPoint(case, call.outcomes, times_s)
             for case, call, times_s in zip(cases, made, times, strict=True)
         ]
         points += found
@@ -377,7 +377,9 @@ COLUMNS = {
 }
 
 
-def line(point: timing.Point, points: Sequence[timing.Point], warmup: int) -> list[object]:
+def line(
+    point: timing.BenchPoint, points: Sequence[timing.BenchPoint], warmup: int
+) -> list[object]:
     """Return the cells of COLUMNS but calls; points: of the same transfer."""
     times_s = point.slowest_s(warmup)
     by_mpi = [each.slowest_s(warmup) for each in points if each.factors["way"] in MPI_TYPES]

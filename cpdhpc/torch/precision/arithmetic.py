@@ -247,7 +247,7 @@ class Arithmetic(nn.Module):
         return self._summed("bias_gradient", rows.new_ones(1, len(rows)), rows, held)[0]
 
 
-class Operation(ABC):
+class LayerOperation(ABC):
     """A layer's function of x, weight and bias: by torch, and as products of matrices.
 
     x, weight: their shapes. The matrices are the operands of Arithmetic.product, see OPERANDS
@@ -309,7 +309,7 @@ class _Products(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        operation: Operation,
+        operation: LayerOperation,
         arithmetic: Arithmetic,
     ) -> Tensor:
         x = arithmetic.once("activations", x)
@@ -347,7 +347,7 @@ class _Products(torch.autograd.Function):
 
 
 def products(
-    operation: Operation,
+    operation: LayerOperation,
     arithmetic: Arithmetic,
     x: Tensor,
     weight: Tensor,
