@@ -12,6 +12,7 @@ from cpdhpc._cpu import add_word, begin_segment, end_list, make_list, resume_lis
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.engine import Exchange, ScheduleError, run
 from cpdhpc.collectives.schedules import (
+    ALGORITHMS,
     SCHEDULES,
     Algorithm,
     NodeLayout,
@@ -288,8 +289,8 @@ def test_the_rings_of_a_torus():
     assert [SCHEDULES["torus"].chunks(one_node(ranks)) for ranks in (101, 997)] == [104, 1000]
 
 
-def one_chunk(steps):
-    return Algorithm(steps, lambda layout: 1, ("requantise",), "requantise", "requantise")
+def one_chunk(steps, chunks=1):
+    return Algorithm(steps, lambda layout: chunks, ALGORITHMS["tree"], SCHEDULES["tree"].rounded)
 
 
 def test_a_contribution_counted_twice_is_noticed():
@@ -318,7 +319,7 @@ def test_a_message_left_over_names_its_ranks():
     with pytest.raises(
         ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0 and 1 more"
     ):
-        run_masks(Algorithm(nobody_listens, lambda layout: 2, ("requantise",), "", ""), one_node(3))
+        run_masks(one_chunk(nobody_listens, 2), one_node(3))
 
 
 def test_a_contribution_that_is_missing_is_noticed():
@@ -491,6 +492,6 @@ def test_call_lists_that_wait_for_each_other_do_not_end():
         yield Step("copy", None, (), (), 1 - rank, (0,), (2,))
         yield Step("copy", 1 - rank, (0,), (2,))
 
-    schedule = Algorithm(patient, lambda layout: 1, ("requantise",), "requantise", "requantise")
+    schedule = one_chunk(patient)
     for nodes in ((0, 0), (0, 1)):
         assert not come_to_their_ends(written(schedule, nodes, 2), np.random.default_rng(1))

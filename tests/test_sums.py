@@ -7,9 +7,8 @@ import pytest
 from every import every
 
 from cpdhpc.collectives.allreduce import Allreduce, simulate
-from cpdhpc.collectives.method import RoundedSums
 from cpdhpc.collectives.predict import MOST_SUMMED, choose, stagnation
-from cpdhpc.collectives.schedules import SCHEDULES, NodeLayout
+from cpdhpc.collectives.schedules import SCHEDULES, NodeLayout, RoundedSums
 from cpdhpc.formats import TILE
 from cpdhpc.world.ranks import Loopback, numbered
 

@@ -43,6 +43,7 @@ from .checks import (
 )
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as, wrong_type, wrong_value
 from .recorded import RecordedCall, Recordings, keep, recording_of, with_iteration
+from .schedules import usual_algorithms
 
 Shape = tuple[int, ...]
 SHORT_BYTES = 1 << 16  # up to here the number of rounds decides the time of a broadcast
@@ -180,18 +181,16 @@ class Collective(Method):
         """Return the schedule of "usual".
 
         nodes: the node of each rank; size_bytes: of all blocks before they are encoded
-        Sums of a packed wire use the schedule of the all-reduce. Other calls use hier if several
-        nodes have several ranks; direct on one node, where payloads are read in place; rhd on nodes
-        of one rank each. Broadcasts use tree on one node, and if they are short.
+        Sums of a packed wire use that of the all-reduce; for the others see USUALS.
         """
-        several = len(set(nodes)) > 1
-        if len(COLLECTIVES[self.collective]) == 1:
-            return COLLECTIVES[self.collective][0]
-        if self.collective == "broadcast" and not (several and size_bytes > SHORT_BYTES):
-            return "tree"
+        known = COLLECTIVES[self.collective]
+        if len(known) == 1:
+            return known[0]
         if self.share.sums and self.fmt is not None:
             return super().usual(nodes)
-        return ("hier" if len(set(nodes)) < len(nodes) else "rhd") if several else "direct"
+        is_short = size_bytes <= SHORT_BYTES
+        broadcast = "short broadcast" if is_short else "long broadcast"
+        return usual_algorithms(broadcast if self.collective == "broadcast" else "values", nodes)[0]
 
     def chosen(self, world: Ranks, call: CollectiveCall) -> Collective:
         """Return this with the algorithm that "usual" selects.

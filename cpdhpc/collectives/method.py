@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
@@ -42,7 +41,7 @@ from ..ops.payloads import Exact, Packed, Raw, TwoScaled, Wire, parse_wire
 from ..randomness import check_key
 from .blocks import ALLREDUCE, DataBlocks
 from .rank_program import ACCUMULATES, CollectivePlan
-from .schedules import SCHEDULES, NodeLayout, group_size
+from .schedules import SCHEDULES, NodeLayout, RoundedSums, usual_algorithms
 
 Array = npt.NDArray[Any]
 
@@ -261,29 +260,6 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
         raise reworded(error, f"allreduce: machine: {error}") from None
 
 
-class RoundedSums(NamedTuple):
-    """How the contributions of all ranks are added.
-
-    chains: the terms of sums that are rounded before each addition: of contributions, then of
-        such sums, and so on
-    held: contributions that are added without rounding first, each rounded once
-    """
-
-    chains: tuple[int, ...]
-    held: int = 0
-
-    @property
-    def longest(self) -> int:
-        """Terms of the longest sum."""
-        return max(self.chains)
-
-    def at_most(self, ranks: int) -> RoundedSums:
-        """Return sums of at most so many contributions."""
-        *first, last = self.chains
-        below = max(1, self.held) * int(np.prod(first, initial=1))
-        return self._replace(chains=(*first, max(1, min(last, ranks // below))))
-
-
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the only algorithm that is not a schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
@@ -402,43 +378,21 @@ class Method:
         """Return the algorithm of "usual", whose error does not grow with ranks.
 
         nodes: the node of each rank; size_bytes: of the values, ignored for sums
-        ring for wire "raw"; otherwise hier if there are several nodes of several ranks, else rhd;
-        if these do not have this accumulate, biring or direct.
+        If its schedules do not have this accumulate, the next one that does.
         """
-        if self.fmt is None:
-            return "ring"
-        several = 1 < len(set(nodes)) < len(nodes)
-        names = ("hier",) * several + ("rhd", "biring", "direct")
-        free = self.exact or self.accumulate is None
-        return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
+        names = usual_algorithms("raw sums" if self.fmt is None else "packed sums", nodes)
+        if self.fmt is None or self.exact or self.accumulate is None:
+            return names[0]
+        return next(n for n in names if self.accumulate in SCHEDULES[n].accumulates)
 
     def rounded_sums(self, nodes: tuple[int, ...]) -> RoundedSums | None:
         """Return the sums that are rounded before each addition, None if their error is bounded.
 
         nodes: the node of each rank
-        In rings these include sums that grow; for kahan, which compensates roundings, only those
-        between nodes.
         """
-        ranks, way = len(nodes), self.accumulating
-        rings = {"ring": (ranks,), "biring": (1 + ranks // 2, 2)}
-        if self.fmt is None or way == EXACT or (way == GROW and self.algorithm not in rings):
+        if self.fmt is None or self.exact:
             return None
-        if self.algorithm == "hier":
-            sizes = Counter(nodes).values()
-            most, count = max(sizes), len(sizes)
-            between = (group_size(count), count // group_size(count))
-            return (
-                RoundedSums((most, *between))
-                if way == "requantise"
-                else RoundedSums(between, held=most)
-            )
-        chains = rings | {
-            "torus": (group_size(ranks), ranks // group_size(ranks)),
-            "direct": (ranks,),
-            "gather": (ranks,),
-        }
-        rounds = way in ("requantise", GROW) and self.algorithm in chains
-        return RoundedSums(chains[self.algorithm]) if rounds else None
+        return SCHEDULES[self.algorithm].rounded(NodeLayout(nodes), self.accumulating)
 
     @property
     def call(self) -> str:
@@ -485,10 +439,10 @@ class Method:
         """The name of the way in which the schedule's partial sums are accumulated."""
         if self.exact:
             return EXACT
-        schedule = SCHEDULES[self.algorithm]
-        if self.accumulate in schedule.accumulates:
+        known = SCHEDULES[self.algorithm].accumulation
+        if self.accumulate in known.ways:
             return self.accumulate
-        return schedule.default if isinstance(self.fmt, FloatFormat) else schedule.fixed
+        return known.default if isinstance(self.fmt, FloatFormat) else known.fixed
 
     @property
     def sums_held(self) -> bool:

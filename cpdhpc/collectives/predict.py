@@ -24,10 +24,10 @@ from ..ops.payloads import Array, Packed
 from ..randomness import random_key
 from .blocks import Piece, Share
 from .engine import Exchange, Program, ScheduleError
-from .method import AUTO, Machine, Method, RoundedSums, Segment, as_machine
+from .method import AUTO, Machine, Method, Segment, as_machine
 from .rank_program import CollectivePlan, program
 from .recorded import parts_of
-from .schedules import SCHEDULES, Algorithm, NodeLayout
+from .schedules import SCHEDULES, Algorithm, NodeLayout, RoundedSums
 
 
 @dataclass
