@@ -546,11 +546,13 @@ def _torus_sums(layout: NodeLayout, way: str) -> RoundedSums | None:
 
 def _hier_sums(layout: NodeLayout, way: str) -> RoundedSums | None:
     """For kahan, which compensates roundings in nodes, only sums between nodes."""
+    if way == GROW:
+        return None
     sizes = Counter(layout.nodes).values()
-    between = _ring_sizes(len(sizes))
+    most, between = max(sizes), _ring_sizes(len(sizes))
     if way == "requantise":
-        return RoundedSums((max(sizes), *between))
-    return None if way == GROW else RoundedSums(between, held=max(sizes))
+        return RoundedSums((most, *between))
+    return RoundedSums(between, held=most)
 
 
 def _ring_sizes(nodes: int) -> tuple[int, int]:

@@ -10,15 +10,8 @@ import pytest
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.lab.bench import halo
-from cpdhpc.lab.bench.halo import (
-    ALL_WAYS,
-    BLOCKING,
-    OPERATIONS,
-    OVERLAPPED,
-    WITH_PROGRESS,
-    Stencil,
-    check,
-)
+from cpdhpc.lab.bench.halo import ALL_WAYS, OPERATIONS
+from cpdhpc.lab.bench.stencil import BLOCKING, OVERLAPPED, WITH_PROGRESS, Stencil, check
 from cpdhpc.lab.darray_show import spec_of
 from cpdhpc.lab.kinds.halo import HALO
 from cpdhpc.lab.kinds.halo_cases import COPIED, OURS, WAYS, Setting, open_cases
