@@ -17,7 +17,7 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf, Section
 from cpdhpc.lab.autoencoder.job import Autoencoder, Layer
 from cpdhpc.lab.kinds import KINDS
-from cpdhpc.lab.kinds.command_job import Command, Metric
+from cpdhpc.lab.kinds.command_job import ProgramCommand, RunMetric
 from cpdhpc.lab.study.spec import Study
 from cpdhpc.lab.study_data import ABSENT, SEATS, SHAPE, Factor
 from cpdhpc.lab.train.job import Job
@@ -261,7 +261,7 @@ def study_page() -> str:
     own = [name for name in Study.model_fields if name not in ("measure", "run", "train")]
     parts = [STUDIES, "\n## The file\n", *keys_table(Study, set(Study.model_fields) - set(own))]
     parts += tables(Study, own)
-    for heading, table in (("command", Command), ("metrics.NAME", Metric)):
+    for heading, table in (("command", ProgramCommand), ("metrics.NAME", RunMetric)):
         parts += [f"\n## `[{heading}]` of kind `command`\n\n{summary(table)}", *keys_table(table)]
     parts += [FACTORS, "\n| kind | factor | type | default | what it is |"]
     parts += ["|---|---|---|---|---|", *factor_rows(SHAPE | SEATS, "all")]

@@ -12,7 +12,7 @@ from every import every
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import Segment, aps_shift
-from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.collectives.schedules import SCHEDULES, NodeLayout
 from cpdhpc.formats import parse_format
 from cpdhpc.world.ranks import Loopback
 
@@ -139,7 +139,7 @@ def test_pieces(algorithm, accumulate, monkeypatch):
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     nodes = [0, 1, 1, 0, 2] if algorithm == "hier" else None
     for wire, rounding in (("raw", "nearest"), ("e4m3", "stochastic")):
-        chunks = SCHEDULES[algorithm].chunks(Layout((0,) * 5))
+        chunks = SCHEDULES[algorithm].chunks(NodeLayout((0,) * 5))
         xs = gradients(5, 5 * 1024 * chunks + 5)
         got = simulate(xs, wire, algorithm, "tile", accumulate, rounding=rounding, nodes=nodes)
         options = {"rounding": rounding, "nodes": nodes, "piece": 1024}

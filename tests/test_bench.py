@@ -18,15 +18,15 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.allreduce import ALLREDUCE
 from cpdhpc.lab.kinds.allreduce_cases import (
     BASELINES,
-    Arrays,
-    Data,
+    CaseArrays,
+    Contribution,
     TimedCase,
     bound_s,
     data_of,
     wire_bytes,
 )
 from cpdhpc.lab.kinds.codec import CODEC
-from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.place import JobRanks
 from cpdhpc.lab.kinds.printing import comments, table
 from cpdhpc.lab.kinds.timing import interleave_ranks, measure, opened, slowest
 from cpdhpc.lab.study_data.study_file import load_study_file
@@ -86,7 +86,7 @@ class _Rank(Loopback):
 
 
 def wrong(by: float, exact: bool) -> TimedCase:
-    data, out = Data(np.ones(8, np.float32), np.ones(8)), np.empty(8, np.float32)
+    data, out = Contribution(np.ones(8, np.float32), np.ones(8)), np.empty(8, np.float32)
 
     def run() -> None:
         out[:] = data.x
@@ -117,7 +117,7 @@ def test_the_points_of_a_size_know_what_was_sent() -> None:
     cases = [
         {"size_bytes": 4096, **each} for each in (*named, {"algorithm": "auto", "wire": "e4m3"})
     ]
-    place: Any = Place(ONE)  # type: ignore[arg-type]
+    place: Any = JobRanks(ONE)  # type: ignore[arg-type]
     points = measure(ALLREDUCE, place, cases, repeats=3, warmup=1)
     mpi, ring, auto = (point.outcomes for point in points)
     assert np.isnan(mpi["wire_bytes"]) and ring["wire_bytes"] == 0 and ring["error"] == 0
@@ -129,14 +129,14 @@ def test_the_points_of_a_size_know_what_was_sent() -> None:
 def test_a_copy_sums_nothing() -> None:
     """Its results differ between ranks, which is no error."""
     world = _Rank(1, 3)
-    copy = BASELINES[MEMCPY](world, Arrays(world, 16, "cpu"))
+    copy = BASELINES[MEMCPY](world, CaseArrays(world, 16, "cpu"))
     copy.check(world)
     assert np.array_equal(copy.out, copy.data.x) and not np.array_equal(copy.out, copy.data.total)
 
 
 def test_memory_that_is_not_shared_is_an_error() -> None:
     with pytest.raises(UserError, match="call shared: the processes of a node share no memory"):
-        _ = Arrays(ONE, 16, "cpu").shared
+        _ = CaseArrays(ONE, 16, "cpu").shared
 
 
 @every(
@@ -190,7 +190,7 @@ def test_codec_writes_its_samples_without_mpi(
 
 
 def test_threads_and_clones_of_a_case_are_its_own() -> None:
-    place: Any = Place(ONE)  # type: ignore[arg-type]
+    place: Any = JobRanks(ONE)  # type: ignore[arg-type]
     case = {"size_bytes": 1 << 16, "operation": "gather", "density": 0.1, "threads": 2}
     before, other = (cpu.clone(), kernel_threads()), cpu.clones()[0]
     with opened(CODEC, place, [{**case, "clone": other}]) as (call,):

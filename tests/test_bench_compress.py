@@ -21,7 +21,7 @@ from cpdhpc.compress.bucket import Bucket
 from cpdhpc.lab.bench.compress import (
     PACKAGE,
     PHASES,
-    Clock,
+    CallClock,
     Profile,
     method_of,
     of_digits,
@@ -113,7 +113,7 @@ def test_collectives_are_timed_from_a_barrier_and_all_else_by_processor_time() -
         return "done"
 
     world = Late(2)
-    clock, plain = Clock(world), (sparse.allgather, Allreduce.run, set(vars(world)))
+    clock, plain = CallClock(world), (sparse.allgather, Allreduce.run, set(vars(world)))
     with clock.watching():
         assert sparse.allgather is allgather is not plain[0]
         result, spent = clock.run(call)

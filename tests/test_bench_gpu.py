@@ -22,9 +22,9 @@ from cpdhpc.lab.bench import allreduce, codec
 from cpdhpc.lab.bench.allreduce import parse_baselines
 from cpdhpc.lab.bench.compress import replay
 from cpdhpc.lab.kinds import allreduce_cases
-from cpdhpc.lab.kinds.allreduce_cases import Arrays, schedule_case
+from cpdhpc.lab.kinds.allreduce_cases import CaseArrays, schedule_case
 from cpdhpc.lab.kinds.flags import take_device
-from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.place import JobRanks
 from cpdhpc.lab.signals import Caught
 from cpdhpc.lab.study.batch import TimedCalls
 from cpdhpc.lab.study.cases import expand
@@ -42,7 +42,7 @@ def parsed(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> a
 def test_all_reduces_and_their_sums_are_on_the_gpu() -> None:
     with simulated() as (gpu, cupy):
         world = Loopback()
-        arrays = Arrays(world, 1024, "gpu")
+        arrays = CaseArrays(world, 1024, "gpu")
         cases = [schedule_case(world, Allreduce(wire), arrays) for wire in ("raw", "e4m3")]
         for case in cases:
             case.check(world)
@@ -94,7 +94,7 @@ def test_studies_measure_on_the_gpu_what_they_do_on_the_cpu(
         assert case.factors.get("device", "cpu") == device
         with simulated() as (gpu, _):
             monkeypatch.setattr(gpu, "give", work := Mock(wraps=gpu.give))
-            place: Any = Place(Loopback())  # type: ignore[arg-type]
+            place: Any = JobRanks(Loopback())  # type: ignore[arg-type]
             measuring = TimedCalls(study, case, tmp_path, study.of_kind.measure)  # type: ignore[arg-type]
             measuring.visit(place, Caught())
             assert work.called == (device == "gpu")

@@ -91,11 +91,11 @@ def test_each_way_has_its_line(what: list[str], capsys: pytest.CaptureFixture[st
 
 TAKEN = """
 import numpy as np, torch
-from cpdhpc.lab.bench.step import Memory
-watch = Memory(torch.device("cpu"))
+from cpdhpc.lab.bench.step import PeakMemory
+watch = PeakMemory(torch.device("cpu"))
 taken = np.ones(1 << 22)
 del taken
-print(watch.peak_bytes(), Memory(torch.device("cpu")).peak_bytes())
+print(watch.peak_bytes(), PeakMemory(torch.device("cpu")).peak_bytes())
 """
 
 

@@ -23,7 +23,7 @@ from training import ROOT, environment
 
 from cpdhpc.config import ConfigError, UserError, dump_toml, merge
 from cpdhpc.lab.cli import main
-from cpdhpc.lab.kinds.command_job import Metric, filled
+from cpdhpc.lab.kinds.command_job import RunMetric, filled
 from cpdhpc.lab.kinds.command_runs import RunFailed, numbers, taken
 from cpdhpc.lab.report.compare import compare
 from cpdhpc.lab.report.history import history_report
@@ -197,7 +197,7 @@ FOUND = {  # metric, files: values, or what is said
 @every("name", FOUND)
 def test_metrics_are_read_from_output_and_files(name: str, tmp_path: Path) -> None:
     given, files, wanted = FOUND[name]
-    metric = Metric(**given)
+    metric = RunMetric(**given)
     for file, text in files.items():
         (tmp_path / file).write_text(text)
     text = "t 1.5\ns 4\ns 1\ns 2.5\nw x\nnan nan\n\nerr 3"
@@ -216,10 +216,10 @@ def test_metrics_are_read_from_hdf5(tmp_path: Path) -> None:
         file["t"] = "text"
     for place, take, wanted in (("/a/x", "all", [1, 2, 3, 4]), ("/a/x", "mean", [2.5]),
                                 ("s", "one", [2.5])):  # fmt: skip
-        metric = Metric(hdf5=f"o.h5:{place}", take=take)
+        metric = RunMetric(hdf5=f"o.h5:{place}", take=take)
         assert taken(metric, numbers(metric, "", tmp_path)) == wanted
     for place, said in (("/b", "o.h5:/b: "), ("/t", "has values of type"), ("/a", "o.h5:/a: ")):
-        metric = Metric(hdf5=f"o.h5:{place}")
+        metric = RunMetric(hdf5=f"o.h5:{place}")
         with pytest.raises(RunFailed, match=said):
             numbers(metric, "", tmp_path)
 
@@ -227,7 +227,7 @@ def test_metrics_are_read_from_hdf5(tmp_path: Path) -> None:
 @every("take", ("first", "last", "min", "max", "sum", "mean", "median"))
 def test_one_of_several_values_is_taken(take: str) -> None:
     wanted = {"first": 4.0, "last": 3.0, "min": 1.0, "max": 4.0, "sum": 8.0, "mean": 8 / 3}
-    metric = Metric(regex="(x)", take=take)
+    metric = RunMetric(regex="(x)", take=take)
     assert taken(metric, [4.0, 1.0, 3.0]) == [wanted.get(take, 3.0)]
 
 

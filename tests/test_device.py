@@ -182,7 +182,7 @@ def test_each_gpu_has_kernels_tables_and_streams_of_its_own() -> None:
                 codes = ops.encode(there, cast)
                 ops.matmul(there.reshape(1, 2, 1024), there.reshape(1, 1024, 2), how)
                 carrier = carrier_of_gpu(world)
-                host, copied = carrier.streams.to_host(words, carrier.streams.mark())
+                host, copied = carrier.streams.start_to_host(words, carrier.streams.mark())
                 gpu_runtime.wait(copied)
                 assert host.tobytes() == words.get().tobytes()
                 assert codes.get().tobytes() == cpu.encode(x, cast).tobytes()

@@ -15,7 +15,7 @@ from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.config import UserError
 from cpdhpc.lab.bench.allreduce import add_latency, cases_of, parse_calls
 from cpdhpc.lab.kinds.allreduce import ALLREDUCE
-from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.place import JobRanks
 from cpdhpc.lab.kinds.timing import opened
 from cpdhpc.world.ranks import Loopback
 
@@ -140,7 +140,7 @@ def test_benchmarks_time_graphs_beside_the_other_calls() -> None:
     calls, skipped = parse_calls(given, Loopback())
     assert calls == ["plain", "prepared", "graphs"] and not skipped
     with simulated() as (gpu, _):
-        place: Any = Place(Loopback())  # type: ignore[arg-type]
+        place: Any = JobRanks(Loopback())  # type: ignore[arg-type]
         cases = cases_of(64, [Allreduce("raw")], [], calls, "gpu")
         assert [case["call"] for case in cases] == calls
         with opened(ALLREDUCE, place, cases) as made:

@@ -49,6 +49,7 @@ ALONE = {  # module that only one of its room imports -> why it is one
     "torch/backend/wires": "it loads all-reduces, which a program without wires does not need",
     "lab/verify/speed": "a section of checks, with its table",
     "lab/verify/there": "a section of checks, with its table",
+    "lab/bench/stencil": "a benchmark of its own, selected by an option of bench halo",
     "lab/bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
 }
 

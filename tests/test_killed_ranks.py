@@ -20,12 +20,12 @@ import os, signal, sys, threading
 from contextlib import suppress
 from pathlib import Path
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.collectives.recorded import Recording
-from cpdhpc.world.node_memory import Board
+from cpdhpc.collectives.recorded import RecordedCall
+from cpdhpc.world.node_memory import CallBoard
 world = World(timeout_s=TIMEOUT_S)
 me, folder, main = world.rank, Path("FOLDER"), threading.get_ident()
-of_recording = Recording.run, Recording.run_agreed, Recording.Test
-callers = {each.__code__ for each in (*of_recording, Board.Test)}
+of_recording = RecordedCall.run, RecordedCall.run_agreed, RecordedCall.Test
+callers = {each.__code__ for each in (*of_recording, CallBoard.Test)}
 method = Allreduce("raw", "direct")
 call = method.prepare(world, [x]).run if PREPARED else (lambda: method.run(world, [x]))
 for _ in range(3):

@@ -220,7 +220,7 @@ def test_the_second_call_is_recorded_and_later_ones_adapt(monkeypatch: pytest.Mo
         made.append((given, how))
         return Stub()
 
-    monkeypatch.setattr(recorded, "Recording", recording)
+    monkeypatch.setattr(recorded, "RecordedCall", recording)
     x, world = np.ones(5, np.float32), World()
     for scaling, adapts in (("tile", 0), ("aps", 2)):
         method = Method("e4m3", "ring", scaling=scaling)

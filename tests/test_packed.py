@@ -11,12 +11,12 @@ from refusing import refused
 
 import cpdhpc
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.blocks import SHARES, Blocks, rounds
+from cpdhpc.collectives.blocks import SHARES, DataBlocks, rounds
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.collective import Collective
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.collectives.predict import predict
-from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.collectives.schedules import SCHEDULES, NodeLayout
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.methods import COLLECTIVES
 from cpdhpc.ops import reference
@@ -185,7 +185,7 @@ def test_any_number_is_summed(algorithm, dtype):
 
 def permuted(x, algorithm, ranks, nodes, back=False):
     """Values of chunks in the place of their owners' blocks, if each rank owns one."""
-    owners = list(SCHEDULES[algorithm].owners(Layout(nodes)))
+    owners = list(SCHEDULES[algorithm].owners(NodeLayout(nodes)))
     assert sorted(owners) == list(range(ranks))
     blocks = np.split(x, ranks)
     if back:
@@ -336,7 +336,7 @@ def test_every_block_arrives_once(name):
         nodes = numbered(rng.integers(0, 3, ranks).tolist())
         each = 1 if share.whole else ranks * ranks if name == "all_to_all" else ranks
         counts = tuple((rng.integers(0, 2, each) * rng.integers(0, 4000, each)).tolist())
-        blocks = Blocks(name, counts, root=ranks - 1)
+        blocks = DataBlocks(name, counts, root=ranks - 1)
         for algorithm in COLLECTIVES.get(name, ("ring",)):
             schedule = SCHEDULES[algorithm]
             covered = [np.zeros(blocks.sizes(rank, ranks)[1], int) for rank in range(ranks)]

@@ -12,9 +12,10 @@ from cpdhpc._cpu import add_word, begin_segment, end_list, make_list, resume_lis
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.engine import Exchange, ScheduleError, run
 from cpdhpc.collectives.schedules import (
+    ALGORITHMS,
     SCHEDULES,
-    Layout,
-    Schedule,
+    Algorithm,
+    NodeLayout,
     Step,
     group_size,
     tree_children,
@@ -41,11 +42,11 @@ NODES = {
     "7 x 8": [i // 8 for i in range(56)],
     "12 x 11 dealt in turn": [i % 12 for i in range(132)],
 }
-LAYOUTS = {name: Layout(numbered(list(nodes))) for name, nodes in NODES.items()}
+LAYOUTS = {name: NodeLayout(numbered(list(nodes))) for name, nodes in NODES.items()}
 
 
 def one_node(ranks, piece=0):
-    return Layout((0,) * ranks, piece)
+    return NodeLayout((0,) * ranks, piece)
 
 
 def disjoint_union(a, b):
@@ -145,12 +146,12 @@ def test_the_same_for_many_ranks(name, ranks):
 
 def test_ring_and_nodes_for_many_ranks():
     assert_proven(SCHEDULES["ring"], one_node(100))
-    assert_proven(SCHEDULES["hier"], Layout(tuple(i // 10 for i in range(100))))
+    assert_proven(SCHEDULES["hier"], NodeLayout(tuple(i // 10 for i in range(100))))
 
 
 @pytest.mark.slow
 def test_nodes_of_many_ranks():
-    assert_proven(SCHEDULES["hier"], Layout(tuple(i // 32 for i in range(1024))))
+    assert_proven(SCHEDULES["hier"], NodeLayout(tuple(i // 32 for i in range(1024))))
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ def test_layouts_of_nodes(name):
 def test_any_dealing_of_ranks_to_nodes():
     for ranks in range(1, 34):
         dealt = np.random.default_rng(ranks).integers(0, 1 + ranks // 3, ranks)
-        assert_proven(SCHEDULES["hier"], Layout(numbered(dealt.tolist())))
+        assert_proven(SCHEDULES["hier"], NodeLayout(numbered(dealt.tolist())))
 
 
 @every("name", SCHEDULES)
@@ -288,8 +289,8 @@ def test_the_rings_of_a_torus():
     assert [SCHEDULES["torus"].chunks(one_node(ranks)) for ranks in (101, 997)] == [104, 1000]
 
 
-def one_chunk(steps):
-    return Schedule(steps, lambda layout: 1, ("requantise",), "requantise", "requantise")
+def one_chunk(steps, chunks=1):
+    return Algorithm(steps, lambda layout: chunks, ALGORITHMS["tree"], SCHEDULES["tree"].rounded)
 
 
 def test_a_contribution_counted_twice_is_noticed():
@@ -318,7 +319,7 @@ def test_a_message_left_over_names_its_ranks():
     with pytest.raises(
         ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0 and 1 more"
     ):
-        run_masks(Schedule(nobody_listens, lambda layout: 2, ("requantise",), "", ""), one_node(3))
+        run_masks(one_chunk(nobody_listens, 2), one_node(3))
 
 
 def test_a_contribution_that_is_missing_is_noticed():
@@ -371,7 +372,7 @@ def test_the_least_possible_bytes_are_sent(name, wire, tile_bytes):
 
 @every("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2]])
 def test_bytes_of_nodes(nodes):
-    layout, world = Layout(tuple(nodes)), Loopback(len(nodes), nodes=nodes)
+    layout, world = NodeLayout(tuple(nodes)), Loopback(len(nodes), nodes=nodes)
     each = SCHEDULES["hier"].chunks(layout)
     method = Allreduce("e4m3", "hier", accumulate="float32")
     method.run(world, [np.zeros(each * 1024, np.float32)] * len(nodes))
@@ -440,7 +441,7 @@ def written(schedule, nodes, pieces):
         for piece in range(pieces):
             begin_segment(calls, piece % slots)
             counts, steps, ends = defaultdict(int), [], []
-            for step in schedule.steps(rank, Layout(nodes, piece)):
+            for step in schedule.steps(rank, NodeLayout(nodes, piece)):
                 ways = (rank, step.send_to), (step.recv_from, rank)
                 for (source, to), label in zip(ways, (-1, 0), strict=True):
                     if source is None or to is None:
@@ -491,6 +492,6 @@ def test_call_lists_that_wait_for_each_other_do_not_end():
         yield Step("copy", None, (), (), 1 - rank, (0,), (2,))
         yield Step("copy", 1 - rank, (0,), (2,))
 
-    schedule = Schedule(patient, lambda layout: 1, ("requantise",), "requantise", "requantise")
+    schedule = one_chunk(patient)
     for nodes in ((0, 0), (0, 1)):
         assert not come_to_their_ends(written(schedule, nodes, 2), np.random.default_rng(1))

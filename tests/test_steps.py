@@ -11,7 +11,7 @@ from every import every
 
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.common import kernel_threads, set_kernel_threads
-from cpdhpc.ops.steps import PART, RULES, Layer, Numbers, dot
+from cpdhpc.ops.steps import PART, RULES, LayerArrays, Numbers, dot
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -21,7 +21,7 @@ SHAPES = [(1, 1), (3, 5), (1, 16), (7, 147), (2, PART + 17), (1, 3 * PART), (300
 NUMBERS = Numbers(0.1, 0.01, 0.9, 0.99, 1e-6, 1.0, 0.02, 1.25, 1.5, 0.75, 10.0, 5.0, 0.1)
 
 
-def layers(rule: str, seed: int = 0, scale: float = 1.0) -> list[Layer]:
+def layers(rule: str, seed: int = 0, scale: float = 1.0) -> list[LayerArrays]:
     rng = np.random.default_rng(seed)
     found = []
     for rows, row in SHAPES:
@@ -29,7 +29,7 @@ def layers(rule: str, seed: int = 0, scale: float = 1.0) -> list[Layer]:
         with np.errstate(over="ignore"):
             w, g, m, v = scale * w, scale * g, scale * m, np.square(scale * v, dtype=np.float32)
         momentum = rule in ("lars", "larc", "novograd")
-        found.append(Layer(w, g, m, None if momentum else v, rows))
+        found.append(LayerArrays(w, g, m, None if momentum else v, rows))
     return found
 
 
@@ -42,15 +42,15 @@ def numbers(rule: str, **keys: Any) -> Array:
     return np.array(rows, np.float64)
 
 
-def bits(found: list[Layer], of: Array) -> list[bytes]:
+def bits(found: list[LayerArrays], of: Array) -> list[bytes]:
     arrays = [x.tobytes() for layer in found for x in layer[:4] if x is not None]
     return [*arrays, of.tobytes()]
 
 
-def stepped(rule: str, found: list[Layer], of: Array) -> tuple[list[Layer], Array]:
+def stepped(rule: str, found: list[LayerArrays], of: Array) -> tuple[list[LayerArrays], Array]:
     """Have the kernels step layers; return what the specification makes of copies."""
     copies = [
-        Layer(*(x if x is None or isinstance(x, int) else x.copy() for x in layer))
+        LayerArrays(*(x if x is None or isinstance(x, int) else x.copy() for x in layer))
         for layer in found
     ]
     same = of.copy()
@@ -59,7 +59,7 @@ def stepped(rule: str, found: list[Layer], of: Array) -> tuple[list[Layer], Arra
     return copies, same
 
 
-def both(rule: str, found: list[Layer], of: Array) -> tuple[list[bytes], list[bytes]]:
+def both(rule: str, found: list[LayerArrays], of: Array) -> tuple[list[bytes], list[bytes]]:
     """What the kernels make of layers, and what the specification does."""
     copies, same = stepped(rule, found, of)
     return bits(found, of), bits(copies, same)
@@ -147,6 +147,6 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     w, g, m, v = np.zeros((4, 3), np.float32)
     layer = {"w": w, "g": g, "m": m, "v": v, "rows": 1}
     given = {"rule": "adamp", "numbers": np.array([NUMBERS])} | change
-    one = Layer(**{key: given.pop(key, value) for key, value in layer.items()})  # type: ignore[arg-type]
+    one = LayerArrays(**{key: given.pop(key, value) for key, value in layer.items()})  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match=message):
         cpu.step_layers(layers=[one], **given)  # type: ignore[arg-type]

@@ -7,9 +7,8 @@ import pytest
 from every import every
 
 from cpdhpc.collectives.allreduce import Allreduce, simulate
-from cpdhpc.collectives.method import Sums
 from cpdhpc.collectives.predict import MOST_SUMMED, choose, stagnation
-from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.collectives.schedules import SCHEDULES, NodeLayout, RoundedSums
 from cpdhpc.formats import TILE
 from cpdhpc.world.ranks import Loopback, numbered
 
@@ -62,7 +61,7 @@ def test_the_same_of_a_thousand_ranks():
 
 def sent_bytes(algorithm, accumulate, wire, nodes):
     """Bytes that rank 0 sends of a tile for each chunk, by its steps."""
-    layout, method = Layout(nodes), Allreduce(wire, algorithm, accumulate=accumulate)
+    layout, method = NodeLayout(nodes), Allreduce(wire, algorithm, accumulate=accumulate)
     payloads = method.plan(nodes, np.empty(0, np.float32), (), ((), ()), 0).wire
     return sum(
         payloads.size_bytes(TILE, terms)
@@ -130,9 +129,9 @@ def test_what_is_expected_is_near_what_comes(wire, algorithm, ranks, size):
 
 
 def test_sums_of_more_ranks_than_are_formed():
-    most, more = (Sums((2, n)).at_most(MOST_SUMMED) for n in (MOST_SUMMED // 2, 10**9))
-    assert most == more == Sums((2, MOST_SUMMED // 2))
-    assert Sums((4, 1000), held=8).at_most(MOST_SUMMED).chains == (4, 128)
+    most, more = (RoundedSums((2, n)).at_most(MOST_SUMMED) for n in (MOST_SUMMED // 2, 10**9))
+    assert most == more == RoundedSums((2, MOST_SUMMED // 2))
+    assert RoundedSums((4, 1000), held=8).at_most(MOST_SUMMED).chains == (4, 128)
 
 
 def test_auto_leaves_out_sums_that_stagnate():

@@ -19,10 +19,10 @@ from cpdhpc.lab.bench.accuracy import contributions
 from cpdhpc.lab.bench.throughput import (
     LATE,
     NETWORKS,
-    Call,
-    Layer,
-    Model,
+    ListedCall,
     Network,
+    NetworkLayer,
+    PerformanceModel,
     calls_of,
     count_calls,
     price,
@@ -115,8 +115,11 @@ def test_a_step_is_computation_and_then_communication() -> None:
     machine = replace(machine, alpha_s=1e-5, beta_s=8e-9)
     n = 1 << 20
     bucket = Bucket(("x",), ((4, n // 4),))
-    calls = {"none": count_calls(COMPRESSORS["none"](), bucket), "x": [Call("broadcast", 1000.0)]}
-    model = Model(NETWORKS["alexnet"](), 10, 0.5, calls, ["ring"])
+    calls = {
+        "none": count_calls(COMPRESSORS["none"](), bucket),
+        "x": [ListedCall("broadcast", 1000.0)],
+    }
+    model = PerformanceModel(NETWORKS["alexnet"](), 10, 0.5, calls, ["ring"])
     ring_s = 2 * 3 / 4 * 4 * n * 8e-9
     agreed_s = 2 * 1e-5
     # Latencies: 6 steps of up to 8 pieces, most of them hidden
@@ -130,7 +133,7 @@ def test_a_step_is_computation_and_then_communication() -> None:
 def test_the_command_shows_every_method(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    layers = tuple(Layer(str(i), shape, 9) for i, shape in enumerate(SMALL.shapes))
+    layers = tuple(NetworkLayer(str(i), shape, 9) for i, shape in enumerate(SMALL.shapes))
     monkeypatch.setitem(NETWORKS, "tiny", lambda: Network(layers, "images"))
     png = tmp_path / "x.png"
     options = ["--network", "tiny", "--rate", "64", "--workers", "1,6", "--links", "1,40"]

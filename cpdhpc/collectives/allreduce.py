@@ -54,8 +54,8 @@ from .method import (
     configured,
     named_as,
 )
-from .rank_program import Plan, program
-from .recorded import Recording, are_plain, know, know_as, recording_of, run_known
+from .rank_program import CollectivePlan, program
+from .recorded import RecordedCall, are_plain, know, know_as, recording_of, run_known
 from .schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def warn_of_error(method: Method, world: Ranks) -> None:
 
 
 def run_programs(
-    world: Ranks, plan: Plan, xs: Sequence[Array], outs: Sequence[Array | None], what: str
+    world: Ranks, plan: CollectivePlan, xs: Sequence[Array], outs: Sequence[Array | None], what: str
 ) -> int:
     """Run the programs of the hosted ranks; count non-finite values that they write."""
     pieces = plan.pieces()
@@ -117,7 +117,7 @@ def refuse_freed(world: Ranks) -> NoReturn:
 class Repeatable:
     """A call of fixed arrays that is prepared, and freed by free, "with" or its loss."""
 
-    _recording: Recording | Graphed | None = None
+    _recording: RecordedCall | Graphed | None = None
     _freed = False
 
     def free(self) -> None:
@@ -167,7 +167,7 @@ class Prepared(Repeatable):
     @property
     def is_fast(self) -> bool:
         """Whether run is a call list."""
-        return isinstance(self._recording, Recording)
+        return isinstance(self._recording, RecordedCall)
 
     def _record(self) -> None:
         """Record or capture the call."""
@@ -180,7 +180,7 @@ class Prepared(Repeatable):
 
             self._recording = Graphed(*arguments)
         else:
-            self._recording = Recording(*arguments, moves=False)
+            self._recording = RecordedCall(*arguments, moves=False)
         finalize(self, self._recording.drop)
         self._copies = total is not out  # a non-finite result must leave x unchanged
         self._reduced = self._returned(shifts)

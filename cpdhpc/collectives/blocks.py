@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from ..formats import TILE, tiles
 from ..partition import chunk
-from .schedules import Layout, Schedule, Step, ring
+from .schedules import Algorithm, NodeLayout, Step, ring
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """The places of a chunk's values, for one rank.
 
     at: place in the whole data, which selects random numbers and the shifts of tiles
@@ -31,11 +31,11 @@ class Place(NamedTuple):
     x: int | None
     out: int | None
 
-    def part(self, parts: int, index: int) -> Place:
+    def part(self, parts: int, index: int) -> ChunkPlace:
         """Return the place of part index when cut on tiles into parts."""
         first, last = chunk(self.n, parts, index)
         x, out = (None if each is None else each + first for each in (self.x, self.out))
-        return Place(self.at + first, last - first, x, out)
+        return ChunkPlace(self.at + first, last - first, x, out)
 
 
 class Share(NamedTuple):
@@ -46,23 +46,25 @@ class Share(NamedTuple):
     rooted: whether it has a root; same: whether all ranks get the same result
     """
 
-    steps: Callable[[Schedule, int, Layout, int], Iterator[Step]]
+    steps: Callable[[Algorithm, int, NodeLayout, int], Iterator[Step]]
     whole: bool
     sums: bool
     rooted: bool
     same: bool
 
 
-def _allreduce(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _allreduce(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     return schedule.steps(rank, layout)
 
 
-def _reduce_scatter(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _reduce_scatter(
+    schedule: Algorithm, rank: int, layout: NodeLayout, root: int
+) -> Iterator[Step]:
     """Yield the rounds up to the sums."""
     return (step for step in schedule.steps(rank, layout) if step.kind != "copy")
 
 
-def _all_gather(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _all_gather(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     """Yield the rounds after the sums, which add nothing."""
     for step in schedule.steps(rank, layout):
         if step.kind == "copy":
@@ -71,11 +73,11 @@ def _all_gather(schedule: Schedule, rank: int, layout: Layout, root: int) -> Ite
 
 
 def _from_root(
-    steps: Callable[[Schedule, int, Layout, int], Iterator[Step]],
-) -> Callable[[Schedule, int, Layout, int], Iterator[Step]]:
+    steps: Callable[[Algorithm, int, NodeLayout, int], Iterator[Step]],
+) -> Callable[[Algorithm, int, NodeLayout, int], Iterator[Step]]:
     """Return the rounds with ranks counted from the root on."""
 
-    def turned(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+    def turned(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
         def back(other: int | None) -> int | None:
             return None if other is None else (other + root) % layout.ranks
 
@@ -85,7 +87,7 @@ def _from_root(
     return turned
 
 
-def _chain(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _chain(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     """Yield a chain: receive from the rank before, send to the next one."""
     if rank:
         yield Step("copy", recv_from=rank - 1, recv_chunks=(0,), recv_terms=(1,))
@@ -96,7 +98,7 @@ def _chain(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator
 _down_tree, _down_chain = _from_root(_all_gather), _from_root(_chain)
 
 
-def _broadcast(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _broadcast(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     """Yield a broadcast: down a tree; for ring a chain; otherwise to owners, and from them to all.
 
     Source of the last: Barnett et al.: Interprocessor collective communication library (InterCom),
@@ -121,12 +123,14 @@ def _broadcast(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iter
             yield step
 
 
-def is_chain(schedule: Schedule) -> bool:
+def is_chain(schedule: Algorithm) -> bool:
     """Whether a broadcast by a schedule is a chain."""
     return schedule.steps is ring
 
 
-def _by_owner(schedule: Schedule, layout: Layout, root: int) -> Iterator[tuple[int, Sequence[int]]]:
+def _by_owner(
+    schedule: Algorithm, layout: NodeLayout, root: int
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the ranks after the root, and the chunks that each owns."""
     assert schedule.owners is not None, "otherwise there is one chunk"
     own: list[list[int]] = [[] for _ in range(layout.ranks)]
@@ -139,7 +143,7 @@ def _by_owner(schedule: Schedule, layout: Layout, root: int) -> Iterator[tuple[i
 _up_tree = _from_root(_reduce_scatter)
 
 
-def _reduce(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _reduce(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     """Yield a reduction up a tree to the root; or to the owners of sums, and on to the root."""
     if schedule.owners is None:
         yield from _up_tree(schedule, rank, layout, root)
@@ -153,7 +157,7 @@ def _reduce(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterato
             yield Step("copy", root, own, terms)
 
 
-def _gather(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _gather(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     """Yield a message from every other rank to the root."""
     if rank != root:
         yield Step("copy", root, (rank,), (1,))
@@ -163,7 +167,7 @@ def _gather(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterato
         yield Step("copy", recv_from=other, recv_chunks=(other,), recv_terms=(1,))
 
 
-def _scatter(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _scatter(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     """Yield a message from the root to every other rank."""
     if rank != root:
         yield Step("copy", recv_from=root, recv_chunks=(rank,), recv_terms=(1,))
@@ -173,7 +177,7 @@ def _scatter(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterat
         yield Step("copy", other, (other,), (1,))
 
 
-def _all_to_all(schedule: Schedule, rank: int, layout: Layout, root: int) -> Iterator[Step]:
+def _all_to_all(schedule: Algorithm, rank: int, layout: NodeLayout, root: int) -> Iterator[Step]:
     """Yield the pairwise exchange: in round i with the i-th ranks ahead and back."""
     ranks = layout.ranks
     for i in range(1, ranks):
@@ -196,7 +200,7 @@ SHARES: dict[str, Share] = {  # steps, whole, sums, rooted, same
 
 
 @dataclass(frozen=True)
-class Blocks:
+class DataBlocks:
     """The data of a collective.
 
     name: of SHARES
@@ -252,38 +256,38 @@ class Blocks:
             "scatter": (all_of_them * is_root, own),
         }[self.name]
 
-    def chunks(self, schedule: Schedule, layout: Layout) -> int:
+    def chunks(self, schedule: Algorithm, layout: NodeLayout) -> int:
         """Return the number of chunks of a piece, if the data are one block."""
         is_one = self.name == "broadcast" and is_chain(schedule)
         return 1 if is_one else schedule.chunks(layout)
 
     def pieces(
-        self, schedule: Schedule, nodes: tuple[int, ...], least: int, most: int
+        self, schedule: Algorithm, nodes: tuple[int, ...], least: int, most: int
     ) -> Sequence[Piece]:
         """Return the pieces that the data are cut into, the same on all ranks.
 
         PIECES of them, but so that a chunk in a piece has no fewer values than least and no more
         than most.
         """
-        chunks = self.chunks(schedule, Layout(nodes)) if self.share.whole else 1
+        chunks = self.chunks(schedule, NodeLayout(nodes)) if self.share.whole else 1
         n = max(self.counts, default=0)
         count = max(1, min(-(-n // (chunks * least)), max(PIECES, -(-n // (chunks * most)))))
         return [Piece(i, count) for i in range(count)]
 
-    def longest(self, schedule: Schedule, nodes: tuple[int, ...], piece: Piece) -> int:
+    def longest(self, schedule: Algorithm, nodes: tuple[int, ...], piece: Piece) -> int:
         """Return the size in values of a piece's largest chunk, the same on all ranks."""
-        chunks = self.chunks(schedule, Layout(nodes)) if self.share.whole else 1
+        chunks = self.chunks(schedule, NodeLayout(nodes)) if self.share.whole else 1
         first, last = chunk(max(self.counts, default=0), piece.pieces, piece.number)
         return max(b - a for a, b in (chunk(last - first, chunks, i) for i in range(chunks)))
 
-    def places(self, schedule: Schedule, rank: int, piece: Piece, layout: Layout) -> Places:
+    def places(self, schedule: Algorithm, rank: int, piece: Piece, layout: NodeLayout) -> Places:
         """Return the place of each chunk of a piece that a rank handles."""
         if self.name == "all_to_all":
             places = self._of_pairs(rank, layout.ranks)
         elif self.share.whole:
             n = self.counts[0]
             has_x, has_out = (size > 0 for size in self.sizes(rank, layout.ranks))
-            whole = Place(0, n, 0 if has_x else None, 0 if has_out else None)
+            whole = ChunkPlace(0, n, 0 if has_x else None, 0 if has_out else None)
             part, chunks = whole.part(piece.pieces, piece.number), self.chunks(schedule, layout)
             places = {i: part.part(chunks, i) for i in range(chunks)}
         else:
@@ -292,7 +296,9 @@ class Blocks:
             places = {i: each.part(piece.pieces, piece.number) for i, each in places.items()}
         return {i: each.part(piece.parts, piece.part) for i, each in places.items()}
 
-    def _of_owners(self, schedule: Schedule, rank: int, layout: Layout) -> Iterator[Place]:
+    def _of_owners(
+        self, schedule: Algorithm, rank: int, layout: NodeLayout
+    ) -> Iterator[ChunkPlace]:
         """Yield the places of chunks that are parts of their owners' blocks."""
         owners: Sequence[int] = range(layout.ranks)
         if self.name in ("reduce_scatter", "all_gather") and schedule.owners is not None:
@@ -306,18 +312,18 @@ class Blocks:
                 "gather": (0 if is_own else None, start if is_root else None),
                 "scatter": (start if is_root else None, 0 if is_own else None),
             }[self.name]
-            block = Place(self._tile_starts[owner], self.counts[owner], x, out)
+            block = ChunkPlace(self._tile_starts[owner], self.counts[owner], x, out)
             yield block.part(parts[owner], seen[owner])
             seen[owner] += 1
 
-    def _of_pairs(self, rank: int, ranks: int) -> dict[int, Place]:
+    def _of_pairs(self, rank: int, ranks: int) -> dict[int, ChunkPlace]:
         """Return the places of a rank's blocks to all ranks, itself included, and from all."""
-        places, out = dict[int, Place](), 0
+        places, out = dict[int, ChunkPlace](), 0
         for other in range(ranks):
             there, here = rank * ranks + other, other * ranks + rank
             x = self._starts[there] - self._starts[rank * ranks]
-            mine = Place(self._tile_starts[there], self.counts[there], x, None)
-            theirs = Place(self._tile_starts[here], self.counts[here], None, out)
+            mine = ChunkPlace(self._tile_starts[there], self.counts[there], x, None)
+            theirs = ChunkPlace(self._tile_starts[here], self.counts[here], None, out)
             places |= {there: mine, here: theirs}
             if other == rank:
                 places[here] = mine._replace(out=out)
@@ -325,7 +331,7 @@ class Blocks:
         return places
 
 
-Places = Mapping[int, Place]
+Places = Mapping[int, ChunkPlace]
 
 
 class Piece(NamedTuple):
@@ -345,13 +351,13 @@ PIECES = 8
 
 @lru_cache(maxsize=64)
 def rounds(
-    schedule: Schedule, nodes: tuple[int, ...], blocks: Blocks, rank: int, piece: Piece
+    schedule: Algorithm, nodes: tuple[int, ...], blocks: DataBlocks, rank: int, piece: Piece
 ) -> tuple[Places, Sequence[tuple[int, Step]]]:
     """Return the places of a rank's chunks that are not empty, and its steps by number.
 
     Empty chunks are left out, and so are steps that have only such chunks.
     """
-    layout = Layout(nodes, piece.number)
+    layout = NodeLayout(nodes, piece.number)
     places = blocks.places(schedule, rank, piece, layout)
     steps = enumerate(blocks.share.steps(schedule, rank, layout, blocks.root))
     full = {i: each for i, each in places.items() if each.n}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..ops.payloads import Array
 from ..world.mpi import World
-from .blocks import Blocks
+from .blocks import DataBlocks
 
 MOST_BYTES = (1 << 31) - 1  # that MPI can count in one call
 
@@ -17,7 +17,7 @@ MOST_BYTES = (1 << 31) - 1  # that MPI can count in one call
 LISTED_BYTES = 1 << 14  # of all blocks: below, a call list is faster on one node
 
 
-def is_faster(world: Any, blocks: Blocks) -> bool:
+def is_faster(world: Any, blocks: DataBlocks) -> bool:
     """Whether "usual" uses MPI's own collective for values that are not rounded.
 
     Depends only on values that are the same on all ranks. If values only move, or are summed on a
@@ -29,7 +29,7 @@ def is_faster(world: Any, blocks: Blocks) -> bool:
     return size_bytes > LISTED_BYTES or world.board is None
 
 
-def takes(world: Any, blocks: Blocks) -> bool:
+def takes(world: Any, blocks: DataBlocks) -> bool:
     """Whether MPI has such a collective: one rank per process, and at most MOST_BYTES."""
     if not isinstance(world, World) or world.virtual_ranks > 1:
         return False
@@ -43,7 +43,7 @@ def takes(world: Any, blocks: Blocks) -> bool:
 Move = Callable[[Array, Array], object]  # of x and out, [n], of one dtype; an unused one is empty
 
 
-def mover(world: Any, blocks: Blocks) -> Move:
+def mover(world: Any, blocks: DataBlocks) -> Move:
     """Return MPI's collective for the rank of this process, as a function; it is collective.
 
     It blocks and has no time-out, like World.sum_by_mpi; all ranks have agreed on the call before.

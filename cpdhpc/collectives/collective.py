@@ -26,7 +26,7 @@ from ..partition import split
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from .allreduce import Repeatable, refuse_freed, run_programs, warn_of_error
-from .blocks import SHARES, Blocks, Share
+from .blocks import SHARES, DataBlocks, Share
 from .by_mpi import MOST_BYTES, Move, is_faster, mover, takes
 from .checks import (
     check_alike,
@@ -42,7 +42,8 @@ from .checks import (
     shared_amax,
 )
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as, wrong_type, wrong_value
-from .recorded import Recording, Recordings, keep, recording_of, with_iteration
+from .recorded import RecordedCall, Recordings, keep, recording_of, with_iteration
+from .schedules import usual_algorithms
 
 Shape = tuple[int, ...]
 SHORT_BYTES = 1 << 16  # up to here the number of rounds decides the time of a broadcast
@@ -62,19 +63,19 @@ class Sketch(NamedTuple):
     counts: Any
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """The properties of a call, derived from its arguments.
 
     dtype: of the values; shapes: of the result of each hosted rank, None if it has none
     """
 
-    blocks: Blocks
+    blocks: DataBlocks
     dtype: Any
     gpu: bool
     shapes: tuple[Shape | None, ...]
 
 
-class Arrays(NamedTuple):
+class CallArrays(NamedTuple):
     """The arrays of a call.
 
     xs, outs: of the hosted ranks, flattened to values or bytes for programs; a rank whose x is not
@@ -160,12 +161,12 @@ class Collective(Method):
         """Whether the result is rounded to the wire: not the blocks of a reduce-scatter."""
         return self.exact or self.collective != "reduce_scatter"
 
-    def blocks_of(self, n: int, ranks: int) -> Blocks:
+    def blocks_of(self, n: int, ranks: int) -> DataBlocks:
         """Return even blocks of n float32 values in all; for all_to_all, per rank."""
         counts = (n,) if self.share.whole else even(n, ranks)
         if self.collective == "all_to_all":
             counts *= ranks
-        return Blocks(self.collective, counts, self.root)
+        return DataBlocks(self.collective, counts, self.root)
 
     @property
     def takes_dtypes(self) -> str:
@@ -180,20 +181,18 @@ class Collective(Method):
         """Return the schedule of "usual".
 
         nodes: the node of each rank; size_bytes: of all blocks before they are encoded
-        Sums of a packed wire use the schedule of the all-reduce. Other calls use hier if several
-        nodes have several ranks; direct on one node, where payloads are read in place; rhd on nodes
-        of one rank each. Broadcasts use tree on one node, and if they are short.
+        Sums of a packed wire use that of the all-reduce; for the others see USUALS.
         """
-        several = len(set(nodes)) > 1
-        if len(COLLECTIVES[self.collective]) == 1:
-            return COLLECTIVES[self.collective][0]
-        if self.collective == "broadcast" and not (several and size_bytes > SHORT_BYTES):
-            return "tree"
+        known = COLLECTIVES[self.collective]
+        if len(known) == 1:
+            return known[0]
         if self.share.sums and self.fmt is not None:
             return super().usual(nodes)
-        return ("hier" if len(set(nodes)) < len(nodes) else "rhd") if several else "direct"
+        is_short = size_bytes <= SHORT_BYTES
+        broadcast = "short broadcast" if is_short else "long broadcast"
+        return usual_algorithms(broadcast if self.collective == "broadcast" else "values", nodes)[0]
 
-    def chosen(self, world: Ranks, call: Call) -> Collective:
+    def chosen(self, world: Ranks, call: CollectiveCall) -> Collective:
         """Return this with the algorithm that "usual" selects.
 
         A schedule, or MPI's own collective if is_faster returns True.
@@ -214,7 +213,7 @@ class Collective(Method):
         recv_counts: Any = None,
         iteration: int = 0,
         error: Exception | None = None,
-    ) -> Call:
+    ) -> CollectiveCall:
         """Return the properties of the call; raise any rank's error on all. Collective."""
         error = error or iteration_error(iteration, self.call)
         sketch, call = Sketch((), "", False, counts), None
@@ -371,7 +370,7 @@ class Collective(Method):
             world.agree(error, self.call)
         return sketch._replace(counts=tuple(counts.ravel().tolist()))
 
-    def _call(self, world: Ranks, sketch: Sketch, outs: Any) -> Call:
+    def _call(self, world: Ranks, sketch: Sketch, outs: Any) -> CollectiveCall:
         """Return a call's properties; raise TypeError or ValueError for outs that do not fit."""
         shape, dtype, gpu, counts = sketch
         rest, ranks, name = shape[1:], world.ranks, self.collective
@@ -400,7 +399,9 @@ class Collective(Method):
             if name in ("reduce", "gather") and rank != self.root:
                 result = None
             shapes.append(result)
-        call = Call(blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes))
+        call = CollectiveCall(
+            blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes)
+        )
         if outs is not None:
             self._check_outs(call, outs)
         lacks_out = outs is None or any(out is None for out in outs)
@@ -409,7 +410,7 @@ class Collective(Method):
             raise wrong_type("out", None, allowed, state="")
         return call
 
-    def _check_outs(self, call: Call, outs: Any) -> None:
+    def _check_outs(self, call: CollectiveCall, outs: Any) -> None:
         if not isinstance(outs, Sequence) or len(outs) != len(call.shapes):
             allowed = f"must be {len(call.shapes)}, one for each result"
             raise wrong_value("out", type_name(outs), allowed, state="")
@@ -466,7 +467,7 @@ class Collective(Method):
         world: Ranks,
         xs: Sequence[Any],
         outs: Sequence[Any] | None,
-        call: Call,
+        call: CollectiveCall,
         iteration: int,
     ) -> list[Array | None]:
         """Do the same as run, with arguments that check has accepted. Collective."""
@@ -476,8 +477,8 @@ class Collective(Method):
         return arrays.copied()
 
     def _arrays(
-        self, world: Ranks, xs: Sequence[Any], outs: Sequence[Any] | None, call: Call
-    ) -> Arrays:
+        self, world: Ranks, xs: Sequence[Any], outs: Sequence[Any] | None, call: CollectiveCall
+    ) -> CallArrays:
         """Return the arrays of a call."""
         results = self._results(xs, outs, call)
         sizes = [call.blocks.sizes(rank, world.ranks) for rank in world.hosted]
@@ -491,7 +492,7 @@ class Collective(Method):
             shares = any(np.may_share_memory(*pair) for pair in pairs)
             written = [r if r is None or not shares else np.empty_like(r) for r in results]
         flat = [None if w is None or keeps else self._flat(w) for w in written]
-        return Arrays(taken, [*flat, *[None] * (len(taken) - len(flat))], results, written)
+        return CallArrays(taken, [*flat, *[None] * (len(taken) - len(flat))], results, written)
 
     def prepare(
         self,
@@ -514,7 +515,7 @@ class Collective(Method):
             warn_of_error(method, ranks)
         return PreparedCollective(method, ranks, xs, outs, call)
 
-    def _results(self, xs: Sequence[Any], outs: Any, call: Call) -> list[Array | None]:
+    def _results(self, xs: Sequence[Any], outs: Any, call: CollectiveCall) -> list[Array | None]:
         """Return the arrays for the results."""
         like = next((x for x in xs if x is not None), np.empty(0))
         return [
@@ -528,12 +529,14 @@ class Collective(Method):
         flat = x.reshape(-1)
         return flat.view(np.uint8) if self.fmt is None and not self.share.sums else flat
 
-    def _nothing(self, results: Sequence[Array | None], call: Call) -> Array:
+    def _nothing(self, results: Sequence[Array | None], call: CollectiveCall) -> Array:
         """Return an empty array of the results' kind, for a rank without input."""
         like = next((each for each in results if each is not None), np.empty(0))
         return np.empty_like(like, shape=(0,), dtype=call.dtype)
 
-    def _recording(self, world: Ranks, arrays: Arrays, call: Call) -> Recording | None:
+    def _recording(
+        self, world: Ranks, arrays: CallArrays, call: CollectiveCall
+    ) -> RecordedCall | None:
         """Return the call list of calls like this, from the second one on. Collective."""
         if not self._is_listed(call):
             return None
@@ -541,7 +544,7 @@ class Collective(Method):
         shifts = self.first_shifts(WHOLE)
         return recording_of(world, self, x, WHOLE, shifts, out, call.blocks)
 
-    def _is_listed(self, call: Call) -> bool:
+    def _is_listed(self, call: CollectiveCall) -> bool:
         """Whether compiled code adds or copies the values."""
         listed = ("float32",) if self.share.sums else ("float32", "uint8")
         return self.is_compiled and call.blocks.dtype in listed
@@ -549,10 +552,10 @@ class Collective(Method):
     def _into(
         self,
         world: Ranks,
-        arrays: Arrays,
-        call: Call,
+        arrays: CallArrays,
+        call: CollectiveCall,
         iteration: int,
-        recording: Recording | None,
+        recording: RecordedCall | None,
         move: Move | None = None,
     ) -> None:
         """Run the collective, by a call list if there is one. Collective.
@@ -596,7 +599,7 @@ class Collective(Method):
             raise_nonfinite(world, xs, WHOLE, None, self.call)
 
     def _run_programs(
-        self, world: Ranks, arrays: Arrays, blocks: Blocks, shifts: Shifts, iteration: int
+        self, world: Ranks, arrays: CallArrays, blocks: DataBlocks, shifts: Shifts, iteration: int
     ) -> int:
         """Run the programs of the hosted ranks; count non-finite values that they write."""
         xs, outs = arrays.xs, arrays.outs
@@ -628,15 +631,15 @@ class KnownCall(NamedTuple):
     nodes: tuple[int, ...]
     digest: int
     method: Collective
-    call: Call
-    recording: Recording | None
+    call: CollectiveCall
+    recording: RecordedCall | None
     move: Move | None
     is_read: bool
     is_written: bool
     nothing: Array
 
 
-def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Call) -> None:
+def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: CollectiveCall) -> None:
     """Let later calls with these arguments run at once, if nothing depends on values.
 
     key: all arguments except arrays; method: after the choice of algorithm; x: of this rank
@@ -734,18 +737,18 @@ class PreparedCollective(Repeatable):
         world: Ranks,
         xs: Sequence[Any],
         outs: Sequence[Any] | None,
-        call: Call,
+        call: CollectiveCall,
     ) -> None:
         self._method, self._world, self._call = method, world, call
         self._arrays = method._arrays(world, xs, outs, call)
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
-        self._recording: Recording | None = None
+        self._recording: RecordedCall | None = None
         self._move = mover(world, call.blocks) if method.algorithm == MPI_ALLREDUCE else None
         x, out = self._arrays.flat
         is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
         if is_list and method._is_listed(call):
             shifts = method.first_shifts(WHOLE)
-            self._recording = Recording(
+            self._recording = RecordedCall(
                 world, method, x, out, WHOLE, shifts, moves=False, blocks=call.blocks
             )
             finalize(self, self._recording.drop)
@@ -814,9 +817,9 @@ def checked_counts(name: str, counts: Any, ranks: int) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def blocks_of(
     name: str, counts: tuple[int, ...], root: int, keeps: bool, dtype: str, raw: bool
-) -> Blocks:
+) -> DataBlocks:
     """Return blocks of these numbers of values; in bytes if values travel unrounded."""
     if raw and not SHARES[name].sums:
         size = np.dtype(dtype).itemsize
-        return Blocks(name, tuple(size * each for each in counts), root, keeps, "uint8")
-    return Blocks(name, counts, root, keeps, np.dtype(dtype).name)
+        return DataBlocks(name, tuple(size * each for each in counts), root, keeps, "uint8")
+    return DataBlocks(name, counts, root, keeps, np.dtype(dtype).name)

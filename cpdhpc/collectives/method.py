@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
@@ -40,9 +39,9 @@ from ..ops import placed
 from ..ops.common import fitting_shift
 from ..ops.payloads import Exact, Packed, Raw, TwoScaled, Wire, parse_wire
 from ..randomness import check_key
-from .blocks import ALLREDUCE, Blocks
-from .rank_program import ACCUMULATES, Plan
-from .schedules import SCHEDULES, Layout, group_size
+from .blocks import ALLREDUCE, DataBlocks
+from .rank_program import ACCUMULATES, CollectivePlan
+from .schedules import SCHEDULES, NodeLayout, RoundedSums, usual_algorithms
 
 Array = npt.NDArray[Any]
 
@@ -261,29 +260,6 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
         raise reworded(error, f"allreduce: machine: {error}") from None
 
 
-class Sums(NamedTuple):
-    """How the contributions of all ranks are added.
-
-    chains: the terms of sums that are rounded before each addition: of contributions, then of
-        such sums, and so on
-    held: contributions that are added without rounding first, each rounded once
-    """
-
-    chains: tuple[int, ...]
-    held: int = 0
-
-    @property
-    def longest(self) -> int:
-        """Terms of the longest sum."""
-        return max(self.chains)
-
-    def at_most(self, ranks: int) -> Sums:
-        """Return sums of at most so many contributions."""
-        *first, last = self.chains
-        below = max(1, self.held) * int(np.prod(first, initial=1))
-        return self._replace(chains=(*first, max(1, min(last, ranks // below))))
-
-
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the only algorithm that is not a schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
@@ -402,48 +378,30 @@ class Method:
         """Return the algorithm of "usual", whose error does not grow with ranks.
 
         nodes: the node of each rank; size_bytes: of the values, ignored for sums
-        ring for wire "raw"; otherwise hier if there are several nodes of several ranks, else rhd;
-        if these do not have this accumulate, biring or direct.
+        If its schedules do not have this accumulate, the next one that does.
         """
-        if self.fmt is None:
-            return "ring"
-        several = 1 < len(set(nodes)) < len(nodes)
-        names = ("hier",) * several + ("rhd", "biring", "direct")
-        free = self.exact or self.accumulate is None
-        return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
+        names = usual_algorithms("raw sums" if self.fmt is None else "packed sums", nodes)
+        if self.fmt is None or self.exact or self.accumulate is None:
+            return names[0]
+        return next(n for n in names if self.accumulate in SCHEDULES[n].accumulates)
 
-    def rounded_sums(self, nodes: tuple[int, ...]) -> Sums | None:
+    def rounded_sums(self, nodes: tuple[int, ...]) -> RoundedSums | None:
         """Return the sums that are rounded before each addition, None if their error is bounded.
 
         nodes: the node of each rank
-        In rings these include sums that grow; for kahan, which compensates roundings, only those
-        between nodes.
         """
-        ranks, way = len(nodes), self.accumulating
-        rings = {"ring": (ranks,), "biring": (1 + ranks // 2, 2)}
-        if self.fmt is None or way == EXACT or (way == GROW and self.algorithm not in rings):
+        if self.fmt is None or self.exact:
             return None
-        if self.algorithm == "hier":
-            sizes = Counter(nodes).values()
-            most, count = max(sizes), len(sizes)
-            between = (group_size(count), count // group_size(count))
-            return Sums((most, *between)) if way == "requantise" else Sums(between, held=most)
-        chains = rings | {
-            "torus": (group_size(ranks), ranks // group_size(ranks)),
-            "direct": (ranks,),
-            "gather": (ranks,),
-        }
-        rounds = way in ("requantise", GROW) and self.algorithm in chains
-        return Sums(chains[self.algorithm]) if rounds else None
+        return SCHEDULES[self.algorithm].rounded(NodeLayout(nodes), self.accumulating)
 
     @property
     def call(self) -> str:
         """The name of the collective in messages."""
         return ALLREDUCE
 
-    def blocks_of(self, n: int, ranks: int) -> Blocks:
+    def blocks_of(self, n: int, ranks: int) -> DataBlocks:
         """Return the blocks of n values: of an all-reduce one."""
-        return Blocks(ALLREDUCE, (n,))
+        return DataBlocks(ALLREDUCE, (n,))
 
     @cached_property
     def choices(self) -> dict[str, object]:
@@ -481,10 +439,10 @@ class Method:
         """The name of the way in which the schedule's partial sums are accumulated."""
         if self.exact:
             return EXACT
-        schedule = SCHEDULES[self.algorithm]
-        if self.accumulate in schedule.accumulates:
+        known = SCHEDULES[self.algorithm].accumulation
+        if self.accumulate in known.ways:
             return self.accumulate
-        return schedule.default if isinstance(self.fmt, FloatFormat) else schedule.fixed
+        return known.default if isinstance(self.fmt, FloatFormat) else known.fixed
 
     @property
     def sums_held(self) -> bool:
@@ -566,23 +524,23 @@ class Method:
         segments: Sequence[Segment],
         shifts: Shifts,
         iteration: int,
-        blocks: Blocks | None = None,
-    ) -> Plan:
+        blocks: DataBlocks | None = None,
+    ) -> CollectivePlan:
         """Return the plan that the programs of all ranks share.
 
         nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
         and for partial sums and the result; blocks: default that of an all-reduce of arrays like x
         """
-        blocks = blocks or Blocks(ALLREDUCE, (x.size,))
+        blocks = blocks or DataBlocks(ALLREDUCE, (x.size,))
         schedule, wire = SCHEDULES[self.algorithm], self.payloads
         if isinstance(wire, Raw):
             wire = Raw(np.dtype(blocks.dtype))
         if isinstance(wire, Packed) and self.accumulating == GROW:
-            wire = replace(wire, growth=schedule.growth(Layout(nodes)))
+            wire = replace(wire, growth=schedule.growth(NodeLayout(nodes)))
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent = shift_bytes(shifts[0], segments, blocks.size, x) if outside else None
         result = shift_bytes(shifts[1], segments, blocks.size, x) if outside else None
-        return Plan(
+        return CollectivePlan(
             schedule=schedule,
             blocks=blocks,
             accumulate=None if self.exact else ACCUMULATES[self.accumulating],

@@ -24,14 +24,14 @@ from ..ops.payloads import Array, Packed
 from ..randomness import random_key
 from .blocks import Piece, Share
 from .engine import Exchange, Program, ScheduleError
-from .method import AUTO, Machine, Method, Segment, Sums, as_machine
-from .rank_program import Plan, program
+from .method import AUTO, Machine, Method, Segment, as_machine
+from .rank_program import CollectivePlan, program
 from .recorded import parts_of
-from .schedules import SCHEDULES, Layout, Schedule
+from .schedules import SCHEDULES, Algorithm, NodeLayout, RoundedSums
 
 
 @dataclass
-class Kernels:
+class TimedKernels:
     """Stand-ins for a wire's kernels that only take time; seconds: since the last reading.
 
     x, out: float32[n], neither read nor written. Reads of x and writes to out, each once in full,
@@ -186,8 +186,8 @@ class Simulation:
     def __init__(
         self,
         machine: Machine,
-        plan: Plan,
-        kernels: Kernels,
+        plan: CollectivePlan,
+        kernels: TimedKernels,
         pieces: Sequence[Piece],
         near: Sequence[bool] | None,
         share: float = 1.0,
@@ -198,7 +198,7 @@ class Simulation:
         self.ranks = [_Rank() for _ in range(len(plan.nodes) if near is None else 1)]
         self.ends_s = [0.0] * len(pieces)
         self.ended = 0
-        self.layout = Layout(plan.nodes)
+        self.layout = NodeLayout(plan.nodes)
         self.window = plan.schedule.window(len(plan.nodes))
         self.mail: dict[tuple[int, int, int], deque[float]] = {}  # (piece, from, to): arrivals
         self.waiting: dict[tuple[int, int], int] = {}  # (piece, rank): from
@@ -409,7 +409,7 @@ def _simulation(
     If one rank represents all, every chunk is as large as the largest, in whole tiles.
     """
     one, ranks = near is not None, len(nodes)
-    chunks = SCHEDULES[method.algorithm].chunks(Layout(nodes))
+    chunks = SCHEDULES[method.algorithm].chunks(NodeLayout(nodes))
     if not method.blocks_of(n, ranks).share.whole:
         chunks = len(method.blocks_of(n, ranks).counts)
     padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
@@ -429,14 +429,14 @@ def _simulation(
     pieces = parts_of(plan, len(set(nodes)) == 1)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
     first = pieces[: max(PIECES, most)]
-    kernels = Kernels(machine, x, out)
+    kernels = TimedKernels(machine, x, out)
     timed = replace(plan, wire=replace(wire, kernels=kernels))
     simulation = Simulation(machine, timed, kernels, first, near, share)
     return simulation, len(pieces), share
 
 
 @lru_cache(maxsize=64)
-def _all_alike(schedule: Schedule, share: Share, nodes: tuple[int, ...]) -> Sequence[bool] | None:
+def _all_alike(schedule: Algorithm, share: Share, nodes: tuple[int, ...]) -> Sequence[bool] | None:
     """Return for each step whether its messages stay in their nodes, if all ranks do the same.
 
     That is the case if every rank sends and receives in every step, messages of the same kinds and
@@ -447,7 +447,7 @@ def _all_alike(schedule: Schedule, share: Share, nodes: tuple[int, ...]) -> Sequ
     first: list[Any] | None = None
     near: list[bool] = []
     for rank in looked_at:
-        steps = list(share.steps(schedule, rank, Layout(nodes), 0))
+        steps = list(share.steps(schedule, rank, NodeLayout(nodes), 0))
         if any(step.send_to is None or step.recv_from is None for step in steps):
             return None
         kinds = [(step.kind, len(step.send_chunks), len(step.recv_chunks)) for step in steps]
@@ -462,7 +462,7 @@ def _all_alike(schedule: Schedule, share: Share, nodes: tuple[int, ...]) -> Sequ
 MOST_SUMMED = 4096  # ranks in the computed sum: with more, the error is at least as large
 
 
-class Expected(NamedTuple):
+class ExpectedErrors(NamedTuple):
     """Relative errors: of the whole sum, and of rounding once.
 
     kind: of the contributions, a key of DATA
@@ -478,7 +478,7 @@ NOISE = 3.0
 
 
 @lru_cache(maxsize=256)
-def expected_error(wire: Packed, sums: Sums) -> Expected:
+def expected_error(wire: Packed, sums: RoundedSums) -> ExpectedErrors:
     """Return the larger error of sums of 1,024 values by a wire, each tile with its own shift.
 
     A rank's contribution is a direction that all share plus three times as much noise, or only
@@ -489,7 +489,7 @@ def expected_error(wire: Packed, sums: Sums) -> Expected:
     return max(_error(replace(wire, fit=True), sums, kind) for kind in DATA)
 
 
-def _error(wire: Packed, sums: Sums, kind: str) -> Expected:
+def _error(wire: Packed, sums: RoundedSums, kind: str) -> ExpectedErrors:
     rng, numbers = np.random.default_rng(0), count()
     common, exact = DATA[kind] * rng.standard_normal(TILE), np.zeros(TILE)
 
@@ -523,7 +523,7 @@ def _error(wire: Packed, sums: Sums, kind: str) -> Expected:
             float(np.linalg.norm(rounded(x.astype(np.float32), 1) - x0) / np.linalg.norm(x0))
             for x, x0 in ((found, exact), (normal, normal))
         )
-        return Expected(whole, once, kind)
+        return ExpectedErrors(whole, once, kind)
 
 
 LONG = 5  # terms of a sum below which its error is not computed
@@ -540,7 +540,7 @@ def stagnation(method: Method, nodes: tuple[int, ...]) -> str | None:
     if sums is None or sums.longest < LONG or not isinstance(wire, Packed):
         return None
     if method.accumulating == GROW:
-        few = Layout(nodes[:MOST_SUMMED])
+        few = NodeLayout(nodes[:MOST_SUMMED])
         wire = replace(wire, growth=SCHEDULES[method.algorithm].growth(few))
     whole, once, kind = expected_error(wire, sums)
     if whole < WORSE * once:

@@ -14,16 +14,17 @@ from ..methods import GROW
 from ..ops import backend_of
 from ..ops.payloads import FLOAT32, Array, Exact, Packed, Raw, TwoScaled, Wire
 from ..randomness import Key, random_key
-from .blocks import Blocks, Piece, Place, Places, rounds
+from .blocks import ChunkPlace, DataBlocks, Piece, Places, rounds
 from .engine import Exchange, Program, ScheduleError, Take
-from .schedules import Kind, Schedule, Step
+from .schedules import Algorithm, Kind, Step
 
 
-class Sum(NamedTuple):
+class PartialSum(NamedTuple):
     """A partial sum: total, float32, plus the decoded values of last, if there is one.
 
     shifts: those of last; terms: contributions in last
-    total is only read: it may be a raw payload, in another rank's memory, or the caller's array.
+    A reader of one must not write into total: it may be a raw payload, in another rank's memory, or
+    the caller's array.
     """
 
     total: Array
@@ -33,39 +34,39 @@ class Sum(NamedTuple):
 
 
 # (chunk, payloads in the order of ranks) -> their sum, with its last term not yet added
-Accumulate = Callable[["Chunk", Sequence[Array]], Sum]
+Accumulate = Callable[["Chunk", Sequence[Array]], PartialSum]
 
 
-def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
+def _float32(chunk: Chunk, payloads: Sequence[Array]) -> PartialSum:
     """Sum in float32."""
     raw, first = chunk.is_raw, payloads[0]  # a raw one is read in place
     total = first.view(chunk.dtype) if raw else chunk.values(first, chunk.sent)
-    place = chunk.room() if raw and len(payloads) > 2 else total
+    into = chunk.room() if raw and len(payloads) > 2 else total
     for payload in payloads[1:-1]:
-        chunk.floats.add(payload, chunk.sent, total, place)
-        total = place
-    return Sum(total, payloads[-1] if len(payloads) > 1 else None, chunk.sent)
+        chunk.floats.add(payload, chunk.sent, total, into)
+        total = into
+    return PartialSum(total, payloads[-1] if len(payloads) > 1 else None, chunk.sent)
 
 
-def _requantise(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
+def _requantise(chunk: Chunk, payloads: Sequence[Array]) -> PartialSum:
     """Round to the wire after every addition: s = Q(s + g)."""
-    sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, chunk.sent)
+    total = chunk.values(payloads[0], chunk.sent)  # made here, so each sum is decoded into it
+    sum_ = PartialSum(total, None, chunk.sent)
     for payload in payloads[1:]:
         if sum_.last is not None:
-            rounded = chunk.encode_sum(sum_, next(chunk.keys))
-            chunk.wire.decode(rounded, chunk.result, sum_.total)
-        sum_ = Sum(sum_.total, payload, chunk.sent)
+            chunk.wire.decode(chunk.encode_sum(sum_, next(chunk.keys)), chunk.result, total)
+        sum_ = PartialSum(total, payload, chunk.sent)
     return sum_
 
 
-def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
+def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> PartialSum:
     """Compensate: y = Q(g - c); t = Q(s + y); c = Q(Q(t - s) - y); s = t.
 
     Source: CPD, kahan_sum_gradients; Kahan: Further remarks on reducing truncation errors,
     CACM 8(1), 1965.
     """
     keys, shifts = chunk.keys, chunk.result
-    sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, shifts)
+    sum_ = PartialSum(chunk.values(payloads[0], chunk.sent), None, shifts)
     kernels = chunk.wire.kernels or backend_of(sum_.total)
     c: Array | None = None  # stands for zero, which changes no term
 
@@ -82,10 +83,10 @@ def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
             t = chunk.values(chunk.encode_sum(sum_, next(keys)), shifts)
             change = rounded(subtract(t, sum_.total))
             c = rounded(subtract(change, chunk.values(sum_.last, shifts)))
-            sum_ = Sum(t, None, shifts)
+            sum_ = PartialSum(t, None, shifts)
         term = chunk.values(payload, chunk.sent)
         y = chunk.encode(term if c is None else subtract(term, c), shifts, next(keys))
-        sum_ = Sum(sum_.total, y, shifts)
+        sum_ = PartialSum(sum_.total, y, shifts)
     return sum_
 
 
@@ -102,7 +103,7 @@ CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectivePlan:
     """The data that all ranks of one collective share.
 
     blocks: its data
@@ -112,13 +113,13 @@ class Plan:
     result_rounded: whether the result is rounded to the wire
     nodes: the node of each rank
     stream: (seed, iteration) of the random numbers, None if nothing is rounded stochastically
-    copy: copy(place, payload) copies a payload that must lie elsewhere
+    copy: copy(memory, payload) copies a payload that must lie elsewhere
     slots: by rank and phase, memory for keys, uint32[2], which callers write later; None to pass
         the keys themselves
     """
 
-    schedule: Schedule
-    blocks: Blocks
+    schedule: Algorithm
+    blocks: DataBlocks
     accumulate: Accumulate | None
     wire: Wire
     sent_shifts: Array | None
@@ -174,16 +175,30 @@ class Chunk:
 
     start: its place in the whole data
     out: its values in the rank's result, None if the result does not contain them
+    raw_out: out as a payload, if the wire is raw: that of the result is the result itself
     sent, result: the shifts of its tiles for contributions, and for partial sums and the result
     take: size_bytes -> array for a payload
+    first, keys: random streams of the first message, and of roundings in between
+
+    A step "hold" comes before any "reduce", and "copy" is last. After them the state is:
+
+    | after | held | pending | final | partial |
+    |---|---|---|---|---|
+    | no message | empty | None | None | the rank's part of x, only read |
+    | hold, contribution | payloads by rank, the own one too once encoded | None | None | the same |
+    | reduce | empty | the last sum received, of pending_terms | None | the sum without it |
+    | finished, copy | empty | not read | the payload of the result | not read |
+
+    summed: whether held contributions went into the sum, which is then no rank's first message
+    nonfinite: the number of such values of out, once the result is in it
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CollectivePlan,
         rank: int,
         index: int,
-        place: Place,
+        place: ChunkPlace,
         x: Array,
         out: Array | None,
         take: Take,
@@ -196,16 +211,15 @@ class Chunk:
         self.sent = None if sent is None else sent[of_tiles]
         self.result = None if result is None else result[of_tiles]
         self.is_raw = isinstance(plan.wire, Raw)
-        self.partial = x if place.x is None else x[place.x : place.x + place.n]  # until it adds
+        self.partial = x if place.x is None else x[place.x : place.x + place.n]
         self.out = None if place.out is None or out is None else out[place.out :][: place.n]
-        # A raw payload of the result is the result itself.
-        self.place = self.out.view(np.uint8) if self.is_raw and self.out is not None else None
-        self.pending: Array | None = None  # received, not yet added: added while it is encoded
+        self.raw_out = self.out.view(np.uint8) if self.is_raw and self.out is not None else None
+        self.pending: Array | None = None  # added while it is encoded
         self.pending_terms = 0
-        self.held: dict[int, Array] = {}  # contributions by rank, not yet summed
-        self.final: Array | None = None  # payload of the result
-        self.nonfinite: int | None = None  # values of out, once the result is in it
-        self.summed = False  # whether the held contributions are in the partial sum
+        self.held: dict[int, Array] = {}
+        self.final: Array | None = None
+        self.nonfinite: int | None = None
+        self.summed = False
         self.first = plan.key(rank, CONTRIBUTION)
         self.keys = plan.keys_between(rank, index)
 
@@ -230,44 +244,44 @@ class Chunk:
         x: Array,
         shifts: Array | None,
         key: Key,
-        place: Array | None = None,
+        into: Array | None = None,
         wire: Wire | None = None,
     ) -> Array:
-        """Return the payload of x, in place if that is not None; a raw one may be x itself.
+        """Return the payload of x, in memory that is given; a raw one may be x itself.
 
         wire: default that of contributions
         """
         wire = wire or self.wire
-        if place is None and self.is_raw:
+        if into is None and self.is_raw:
             return x.view(np.uint8)
-        payload = self.take(wire.size_bytes(self.n)) if place is None else place
+        payload = self.take(wire.size_bytes(self.n)) if into is None else into
         wire.encode(x, shifts, key, self.start, payload)
         return payload
 
     def encode_sum(
         self,
-        sum_: Sum,
+        sum_: PartialSum,
         key: Key,
-        place: Array | None = None,
+        into: Array | None = None,
         out: Array | None = None,
         terms: int = 1,
     ) -> Array:
-        """Return the payload of a sum, in place if that is not None; adds the last term on the way.
+        """Return the payload of a sum, in memory that is given; adds the last term on the way.
 
         out: for the decoded values of the payload, if wanted: written in the same pass
         terms: contributions in it
         """
         wire, came = self.floats.of(terms), self.floats.of(sum_.terms)
         if sum_.last is None or (came is not wire and came != wire):
-            return self.encode(self.added(sum_), self.result, key, place, wire)
-        payload = self.take(wire.size_bytes(self.n)) if place is None else place
+            return self.encode(self.added(sum_), self.result, key, into, wire)
+        payload = self.take(wire.size_bytes(self.n)) if into is None else into
         where = self.result, key, self.start, payload, out
         found = wire.add_encode(sum_.last, sum_.shifts, sum_.total, *where)
         if out is not None:
             self.nonfinite = found
         return payload
 
-    def added(self, sum_: Sum) -> Array:
+    def added(self, sum_: PartialSum) -> Array:
         """Return the values of a sum, float32[n], with its last term."""
         if sum_.last is None:
             return sum_.total
@@ -285,45 +299,50 @@ class Chunk:
         self.wire.decode(payload, shifts, out)
         return out
 
-    def outgoing(self, kind: Kind, terms: int, place: Array | None = None) -> Array:
+    def outgoing(self, kind: Kind, terms: int, into: Array | None = None) -> Array:
         """Return the payload, of so many contributions, that a step of a kind sends.
 
-        It lies in place if that is not None and suitable.
+        into: memory for it, used if it suits
         """
         if kind == "reduce":
-            return self.partial_sum(terms, place)
-        return self.contribution(place) if kind == "hold" else self.finished(place)
+            return self.partial_sum(terms, into)
+        return self.contribution() if kind == "hold" else self.finished(into)
 
     def incoming(self, kind: Kind, source: int, payload: Array, terms: int) -> None:
         """Process the payload of a received step of a kind: the sum of so many contributions."""
-        take = {"reduce": self.reduce, "hold": self.hold, "copy": self.copy}
-        take[kind](source, payload, terms)
+        if kind == "reduce":
+            self.reduce(payload, terms)
+        elif kind == "hold":
+            self.hold(source, payload)
+        else:  # the result: contributions are no longer needed
+            self.final = payload
+            self.held.clear()
 
-    def contribution(self, place: Array | None = None) -> Array:
+    def contribution(self) -> Array:
         """Return the payload of the rank's own contribution, which is kept."""
         if self.rank not in self.held:
             self.held[self.rank] = self.encode(self.partial, self.sent, self.first)
         return self.held[self.rank]
 
-    def hold(self, source: int, payload: Array, terms: int) -> None:
+    def hold(self, source: int, payload: Array) -> None:
         """Keep the contribution of another rank."""
         self.held[source] = payload
 
-    def partial_sum(self, terms: int, place: Array | None = None) -> Array:
+    def partial_sum(self, terms: int, into: Array | None = None) -> Array:
         """Return the payload of the partial sum; its random numbers are used for nothing else."""
         between = bool(self.held) or self.summed
         sum_ = self._sum()
         key = next(self.keys) if between else self.first
-        return self.encode_sum(sum_, key, place, terms=terms)
+        return self.encode_sum(sum_, key, into, terms=terms)
 
-    def _sum(self) -> Sum:
+    def _sum(self) -> PartialSum:
         """Return the partial sum with all received payloads; held ones are freed."""
         if self.held:
             return self._held_sum()
         came, self.pending = self.pending, None
-        return Sum(self.partial, came, self.result, self.pending_terms)
+        return PartialSum(self.partial, came, self.result, self.pending_terms)
 
-    def reduce(self, source: int, payload: Array, terms: int) -> None:
+    def reduce(self, payload: Array, terms: int) -> None:
         """Add a partial sum of so many terms to the rank's own, rounding between two additions."""
         if self.held:
             total, last, shifts, _ = self._held_sum()
@@ -337,7 +356,7 @@ class Chunk:
             self.partial = self.values(rounded, self.result)
         self.pending, self.pending_terms = payload, terms
 
-    def finished(self, place: Array | None = None) -> Array:
+    def finished(self, into: Array | None = None) -> Array:
         """Return the payload of the result, which this rank computes or has received.
 
         If the last addition computes it, it is written to out as well: that saves a pass over
@@ -349,18 +368,13 @@ class Chunk:
             if self.is_raw and not sums:  # others need not wait for a copy
                 self.final = self.partial.view(np.uint8)
                 return self.final
-            at_once = self.place is None and self.pending is not None and not self.held
-            where = place if self.place is None else self.place
+            at_once = self.raw_out is None and self.pending is not None and not self.held
+            where = into if self.raw_out is None else self.raw_out
             out, terms = self.out if at_once else None, self.plan.terms
             self.final = self.encode_sum(self._sum(), key, where, out, terms)
         return self.final
 
-    def copy(self, source: int, payload: Array, terms: int) -> None:
-        """Keep the received result; contributions are no longer needed."""
-        self.final = payload
-        self.held.clear()
-
-    def _held_sum(self) -> Sum:
+    def _held_sum(self) -> PartialSum:
         """Sum the held contributions and the own one in the order of ranks; free them."""
         self.contribution()
         assert self.plan.accumulate is not None, "exact sums are ExactChunk's"
@@ -377,8 +391,11 @@ class Chunk:
         if self.out is None:
             return 0
         if self.final is None and not self.plan.result_rounded:
-            alone = self.plan.blocks.name == "reduce_scatter" and not self.held
-            total, last, shifts, terms = self._sum() if alone else self._held_sum()
+            # Only gather and reduce-scatters leave the result unrounded. If one of the latter has
+            # held nothing, as by rings or with one rank, the own contribution is not rounded
+            # either. Gather holds all; with one rank, too, it rounds the own one, as with more.
+            by_rings = self.plan.blocks.name == "reduce_scatter" and not self.held
+            total, last, shifts, terms = self._sum() if by_rings else self._held_sum()
             if last is None:
                 self.plan.copy(self.out, total)
             else:
@@ -386,7 +403,7 @@ class Chunk:
             return 0
         final = self.finished()
         if self.nonfinite is None:
-            in_place = final is self.place
+            in_place = final is self.raw_out
             self.nonfinite = 0 if in_place else self.wire.decode(final, self.result, self.out)
         return self.nonfinite
 
@@ -403,50 +420,49 @@ class ExactChunk(Chunk):
         super().__init__(*args)
         assert isinstance(self.wire, Exact)
         self.codes = self.wire  # of a contribution
-        self.wire = self.codes.of(self.plan.terms)  # of the result
         self.came: Array | None = None
         self.terms = 0
         self.own: Array | None = None
 
-    def contribution(self, place: Array | None = None) -> Array:
+    def contribution(self) -> Array:
         """Return the payload of the rank's own contribution, which is kept."""
         if self.own is None:
             self.own = self.take(self.codes.size_bytes(self.n))
             self.codes.encode(self.partial, self.sent, self.first, self.start, self.own)
         return self.own
 
-    def hold(self, source: int, payload: Array, terms: int) -> None:
+    def hold(self, source: int, payload: Array) -> None:
         """Add the contribution of another rank."""
-        self.reduce(source, payload, terms)
+        self.reduce(payload, 1)
 
-    def reduce(self, source: int, payload: Array, terms: int) -> None:
+    def reduce(self, payload: Array, terms: int) -> None:
         """Add the sum of so many contributions."""
         self.came = payload if self.came is None else self._added(payload, terms, None)
         self.terms += terms
 
-    def _added(self, payload: Array, terms: int, place: Array | None) -> Array:
+    def _added(self, payload: Array, terms: int, into: Array | None) -> Array:
         """Return the payload of the received sum and of so many more terms, maybe in place."""
-        wire, total = self._room(terms, place)
+        wire, total = self._room(terms, into)
         assert self.came is not None, "the first payload is kept unchanged"
         wire.add(self.came, self.terms, payload, total)
         return total
 
-    def _room(self, terms: int, place: Array | None) -> tuple[Exact, Array]:
+    def _room(self, terms: int, into: Array | None) -> tuple[Exact, Array]:
         """Return the wire, and bytes, for so many terms more than were received."""
         wire = self.codes.of(self.terms + terms)
-        return wire, self.take(wire.size_bytes(self.n)) if place is None else place
+        return wire, self.take(wire.size_bytes(self.n)) if into is None else into
 
-    def partial_sum(self, terms: int, place: Array | None = None) -> Array:
+    def partial_sum(self, terms: int, into: Array | None = None) -> Array:
         """Return the payload of the sum of the received payloads and the own contribution."""
         if self.came is None:
             return self.contribution()
         if self.own is not None:
-            return self._added(self.own, 1, place)
-        wire, total = self._room(1, place)
+            return self._added(self.own, 1, into)
+        wire, total = self._room(1, into)
         wire.add_encode(self.came, self.partial, self.sent, self.first, self.start, total)
         return total
 
-    def finished(self, place: Array | None = None) -> Array:
+    def finished(self, into: Array | None = None) -> Array:
         """Return the payload of the result, which this rank computes or has received."""
         if self.final is None:
             terms = self.plan.terms
@@ -455,15 +471,22 @@ class ExactChunk(Chunk):
                     f"rank {self.rank} has {self.terms + 1} contributions to chunk {self.index}: "
                     f"needs all {terms}"
                 )
-            self.final = self.partial_sum(terms, place)
+            self.final = self.partial_sum(terms, into)
         return self.final
+
+    def write(self) -> int:
+        """Write the result, float32, into out, if there is one; count its non-finite values."""
+        if self.out is None:
+            return 0
+        wire = self.codes.of(self.plan.terms)
+        return wire.decode(self.finished(), self.result, self.out)
 
 
 ALIGNED_BYTES = 16  # kernels read and write payloads in words
 
 
 def program(
-    plan: Plan, piece: Piece, rank: int, x: Array, out: Array | None, take: Take
+    plan: CollectivePlan, piece: Piece, rank: int, x: Array, out: Array | None, take: Take
 ) -> Program[int]:
     """Run a rank's part of a piece: yield exchanges, add received payloads, write the result.
 
@@ -475,8 +498,8 @@ def program(
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
     chunks = {i: kind(plan, rank, i, place, x, out, take) for i, place in places.items()}
     for number, step in steps:
-        into = [chunks[i] for i in step.recv_chunks]
-        sizes = _sizes(into, step.recv_terms)
+        coming = [chunks[i] for i in step.recv_chunks]
+        sizes = _sizes(coming, step.recv_terms)
         received = yield Exchange(
             send_to=step.send_to,
             payload=None if step.send_to is None else _message(chunks, step, take),
@@ -485,11 +508,11 @@ def program(
             round=number,
             recv_chunks=step.recv_chunks,
             send_chunks=step.send_chunks,
-            place=into[0].place if step.kind == "copy" and len(into) == 1 else None,
+            place=coming[0].raw_out if step.kind == "copy" and len(coming) == 1 else None,
         )
         if step.recv_from is not None:
             parts = _parts(plan, received, sizes, take)
-            for each, part, terms in zip(into, parts, step.recv_terms, strict=True):
+            for each, part, terms in zip(coming, parts, step.recv_terms, strict=True):
                 each.incoming(step.kind, step.recv_from, part, terms)
     return sum(each.write() for each in chunks.values())
 
@@ -507,14 +530,16 @@ def _message(chunks: Mapping[int, Chunk], step: Step, take: Take) -> Array:
     sizes = _sizes(gone, step.send_terms)
     message = take(sum(sizes))
     for each, terms, size, end in zip(gone, step.send_terms, sizes, accumulate(sizes), strict=True):
-        place = message[end - size : end]
-        payload = each.outgoing(step.kind, terms, None if (end - size) % ALIGNED_BYTES else place)
-        if payload is not place:
-            each.plan.copy(place, payload)
+        into = message[end - size : end]
+        payload = each.outgoing(step.kind, terms, None if (end - size) % ALIGNED_BYTES else into)
+        if payload is not into:
+            each.plan.copy(into, payload)
     return message
 
 
-def _parts(plan: Plan, message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
+def _parts(
+    plan: CollectivePlan, message: Array, sizes: Sequence[int], take: Take
+) -> Iterator[Array]:
     """Yield a message's payloads, of these sizes, each aligned for kernels."""
     if len(sizes) == 1:  # the message itself: a raw result may already be in its place
         yield message

@@ -28,11 +28,11 @@ from ..world import timeline
 from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared, round_trip_ns
 from ..world.ranks import Ranks, Wait
-from .blocks import Blocks, Piece
+from .blocks import DataBlocks, Piece
 from .checks import is_finite, raise_nonfinite
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
 from .method import Method, Reduced, Segment, Shifts, shift_bytes
-from .rank_program import Plan, program
+from .rank_program import CollectivePlan, program
 
 WORD_BYTES = 8
 PART_VALUES = 1 << 16  # of a chunk that are processed at a time inside a node: fits in the cache
@@ -73,7 +73,7 @@ class Followed(NamedTuple):
     stop: int
 
 
-class Kernels:
+class RecordingKernels:
     """Takes the place of a wire's kernels and records the calls instead.
 
     calls: of make_list, with a segment; out: its result, in which non-finite values are counted
@@ -124,7 +124,7 @@ class Kernels:
         return 0
 
 
-def parts_of(plan: Plan, in_node: bool) -> list[Piece]:
+def parts_of(plan: CollectivePlan, in_node: bool) -> list[Piece]:
     """Return the parts of the data: pieces, cut smaller if no message leaves the node."""
     pieces = plan.pieces()
     if not in_node:
@@ -137,7 +137,7 @@ def parts_of(plan: Plan, in_node: bool) -> list[Piece]:
     return parts
 
 
-class Recording:
+class RecordedCall:
     """One process's part in a collective, from start to end, recorded. Collective.
 
     Its program runs once for each part of the data, on a wire whose kernels are recorded instead
@@ -162,7 +162,7 @@ class Recording:
         shifts: Shifts,
         *,
         moves: bool,
-        blocks: Blocks | None = None,
+        blocks: DataBlocks | None = None,
     ) -> None:
         self._method, self.x, self.out, self._moves = method, x, out, moves
         plan = method.plan(world.nodes, x, segments, shifts, 0, blocks)
@@ -204,7 +204,7 @@ class Recording:
         # Results larger than caches are written past them, unless they are divided afterwards.
         streams = self.out.nbytes >= STREAMED_BYTES and self._divisor is None
         self._list = _cpu.make_list(self.x, self.out, tuple(self._all_ended()))
-        self._kernels = Kernels(self._list, self.out, streams)
+        self._kernels = RecordingKernels(self._list, self.out, streams)
         self._far = self._is_far()
         pools = [(self._pool(slot, self._far), self._pool(slot, False)) for slot in range(slots)]
         wire = replace(self.plan.wire, kernels=self._kernels)
@@ -222,7 +222,7 @@ class Recording:
         )
 
     def _record_part(
-        self, plan: Plan, part: Piece, number: int, pool: BufferPool, mailbox: BufferPool
+        self, plan: CollectivePlan, part: Piece, number: int, pool: BufferPool, mailbox: BufferPool
     ) -> None:
         steps = program(plan, part, self._rank, self.x, self.out, pool.take)
         ends: list[tuple[int, Wait]] = []  # of messages sent by requests
@@ -262,7 +262,7 @@ class Recording:
             make = self._shared.take if self._moves else self._take
         if not self._moves:
             return BufferPool(make)
-        return self._world.cache.get((Recording, slot, own), lambda: BufferPool(make))
+        return self._world.cache.get((RecordedCall, slot, own), lambda: BufferPool(make))
 
     def _send(
         self, exchange: Exchange, number: int, mailbox: BufferPool, ends: list[tuple[int, Wait]]
@@ -529,12 +529,12 @@ class Recording:
 
 
 @dataclass
-class Entry:
+class MethodCalls:
     """A world's data on a method and a size: the nodes and the number of its calls."""
 
     nodes: tuple[int, ...]
     calls: int = 0
-    recording: Recording | None = None
+    recording: RecordedCall | None = None
     digest: int = 0  # of the recording, the same on all processes
 
     def free(self) -> None:
@@ -553,14 +553,14 @@ class Known:
     """The preparation of an all-reduce that is recognised by its arguments."""
 
     nodes: tuple[int, ...]
-    recording: Recording
+    recording: RecordedCall
     digest: int  # of the recording
     keeps: object  # a reference, if the call is recognised by this object's identity
     segments: tuple[Segment, ...]
     outcome: tuple[tuple[int, ...], tuple[int, ...], str]  # the fields of Reduced except arrays
 
 
-class Recordings(dict[tuple[Method, int | Blocks], Entry]):
+class Recordings(dict[tuple[Method, int | DataBlocks], MethodCalls]):
     """A world's entries for methods and sizes, the last used ones at the end.
 
     A size is that of an all-reduce, or the blocks of another collective.
@@ -571,19 +571,19 @@ class Recordings(dict[tuple[Method, int | Blocks], Entry]):
         self._made = 0
         self._arrays = BufferPool(partial(np.empty, dtype=np.uint8))
 
-    def entry(self, method: Method, n: int | Blocks, nodes: tuple[int, ...]) -> Entry:
+    def entry(self, method: Method, n: int | DataBlocks, nodes: tuple[int, ...]) -> MethodCalls:
         """Return the entry of a method and a size; forget the least recently used one."""
         entry = self.pop((method, n), None)
         if entry is None or entry.nodes is not nodes:
             if entry is not None:
                 entry.free()
-            entry = Entry(nodes)
+            entry = MethodCalls(nodes)
         self[method, n] = entry
         if len(self) > KEPT:
             self.pop(next(iter(self))).free()
         return entry
 
-    def digest(self, method: Method, data: int | Blocks, nodes: tuple[int, ...]) -> int:
+    def digest(self, method: Method, data: int | DataBlocks, nodes: tuple[int, ...]) -> int:
         """Return the digest of calls of a method and a size; the same on all processes.
 
         Also for calls that are not recorded.
@@ -610,8 +610,8 @@ def recording_of(
     segments: Sequence[Segment],
     shifts: Shifts,
     out: Array | None = None,
-    blocks: Blocks | None = None,
-) -> Recording | None:
+    blocks: DataBlocks | None = None,
+) -> RecordedCall | None:
     """Return the recording for arrays like x with these shifts, from the second call on.
 
     out, blocks: of a collective other than an all-reduce, whose out differs from x
@@ -628,7 +628,7 @@ def recording_of(
     if entry.calls == 2:
         taken = recordings.arrays(x.nbytes, x.nbytes if out is None else out.nbytes)
         a, b = (each.view(x.dtype) for each in taken)
-        entry.recording = Recording(
+        entry.recording = RecordedCall(
             world, method, a, b, segments, shifts, moves=True, blocks=blocks
         )
         entry.digest = recordings.next_digest()

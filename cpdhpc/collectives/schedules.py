@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product, zip_longest
-from math import isqrt
+from math import isqrt, prod
 from typing import Literal, NamedTuple
 
-from ..methods import ALGORITHMS
+from ..methods import ALGORITHMS, GROW, Accumulation
 from ..ops.payloads import Growth
 from ..partition import split
 
 Kind = Literal["reduce", "hold", "copy"]
 
 
-class Layout(NamedTuple):
+class NodeLayout(NamedTuple):
     """The data that the rounds of a rank depend on.
 
     nodes: the node of each rank, numbered in the order of first ranks
@@ -57,7 +58,7 @@ class Step(NamedTuple):
 ALL = (0,)  # the only chunk
 
 
-def tree(rank: int, layout: Layout) -> Iterator[Step]:
+def tree(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield a binomial reduction to rank 0, then a binomial broadcast.
 
     Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in
@@ -88,7 +89,7 @@ def _from_child(child: int, terms: int) -> Step:
     return Step("reduce", recv_from=child, recv_chunks=ALL, recv_terms=(terms,))
 
 
-def dbtree(rank: int, layout: Layout) -> Iterator[Step]:
+def dbtree(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield a reduction up one of two binary trees, and a broadcast down.
 
     Even pieces use one tree, odd pieces the other, and several pieces are in progress at a time.
@@ -169,7 +170,7 @@ def group_size(nodes: int) -> int:
     return max(divisors, default=wanted)
 
 
-class _Nodes:
+class _Levels:
     """The ownership of chunks: ranks are in nodes, nodes in groups.
 
     There are as many lanes as ranks in the largest node; each node deals them to its ranks in
@@ -222,16 +223,16 @@ class _Nodes:
 
 
 Owner = tuple[int | None, Sequence[Strand]]  # a rank, and the strands that it shares with this one
-_nodes = lru_cache(maxsize=8)(_Nodes)
+_levels = lru_cache(maxsize=8)(_Levels)
 
 
-def hier_chunks(layout: Layout) -> int:
+def hier_chunks(layout: NodeLayout) -> int:
     """Return the number of chunks, lanes x columns x groups: one per rank if nodes are equal."""
-    nodes = _nodes(layout.nodes)
-    return nodes.lanes * nodes.columns * len(nodes.groups)
+    levels = _levels(layout.nodes)
+    return levels.lanes * levels.columns * len(levels.groups)
 
 
-def hier(rank: int, layout: Layout) -> Iterator[Step]:
+def hier(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter in the node, rings between nodes for owned chunks, all-gather.
 
     Inside nodes every rank sends to every other, as in direct; between nodes as torus does between
@@ -240,20 +241,20 @@ def hier(rank: int, layout: Layout) -> Iterator[Step]:
     Source: the levels are those of Horovod's hierarchical all-reduce (Sergeev, Del Balso,
     arXiv 1802.05799, and its repository); the parts are those of direct and torus.
     """
-    nodes = _nodes(layout.nodes)
+    levels = _levels(layout.nodes)
     node = layout.nodes[rank]
-    place = nodes.members[node].index(rank)
-    yield from _inside(nodes, node, place, "hold", 1)
-    yield from _between(nodes, node, nodes.lanes_of(node, place))
-    yield from _inside(nodes, node, place, "copy", layout.ranks)
+    place = levels.members[node].index(rank)
+    yield from _within_node(levels, node, place, "hold", 1)
+    yield from _between_nodes(levels, node, levels.lanes_of(node, place))
+    yield from _within_node(levels, node, place, "copy", layout.ranks)
 
 
-def torus_chunks(layout: Layout) -> int:
+def torus_chunks(layout: NodeLayout) -> int:
     """Return the number of chunks: one for each rank if all groups have the same size."""
-    return hier_chunks(Layout(tuple(range(layout.ranks))))
+    return hier_chunks(NodeLayout(tuple(range(layout.ranks))))
 
 
-def torus(rank: int, layout: Layout) -> Iterator[Step]:
+def torus(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter round a ring of a few neighbours, then round a ring of such groups.
 
     Then all-gather in the reverse order. The bytes are those of ring, in fewer rounds, and each
@@ -262,15 +263,15 @@ def torus(rank: int, layout: Layout) -> Iterator[Step]:
     Source: the two levels are those of Mikami et al.: Massively distributed SGD: ImageNet/ResNet-50
     training in a flash, arXiv 1811.05233.
     """
-    yield from hier(rank, Layout(tuple(range(layout.ranks))))
+    yield from hier(rank, NodeLayout(tuple(range(layout.ranks))))
 
 
-def _inside(nodes: _Nodes, node: int, place: int, kind: Kind, terms: int) -> Iterator[Step]:
+def _within_node(levels: _Levels, node: int, place: int, kind: Kind, terms: int) -> Iterator[Step]:
     """Yield "hold": to each node member the chunks it owns; "copy": own chunks to each member."""
-    members = nodes.members[node]
-    everything = range(nodes.columns), range(len(nodes.groups))
+    members = levels.members[node]
+    columns, groups = range(levels.columns), range(len(levels.groups))
     owned = [
-        nodes.chunks(product(nodes.lanes_of(node, i), everything[0]), everything[1])
+        levels.chunks(product(levels.lanes_of(node, i), columns), groups)
         for i in range(len(members))
     ]
     for i in range(1, len(members)):
@@ -282,85 +283,89 @@ def _inside(nodes: _Nodes, node: int, place: int, kind: Kind, terms: int) -> Ite
         )  # fmt: skip
 
 
-def _between(nodes: _Nodes, node: int, lanes: Sequence[int]) -> Iterator[Step]:
+def _between_nodes(levels: _Levels, node: int, lanes: Sequence[int]) -> Iterator[Step]:
     """Yield the rings between nodes: of the group's nodes, then of groups, and back."""
-    group = next(i for i, each in enumerate(nodes.groups) if node in each)
-    place = nodes.groups[group].index(node)
-    strands = list(product(lanes, nodes.columns_of(group, place)))
-    yield from _in_group(nodes, group, place, lanes, "reduce")
-    yield from _between_groups(nodes, group, strands, "reduce")
-    yield from _between_groups(nodes, group, strands, "copy")
-    yield from _in_group(nodes, group, place, lanes, "copy")
+    group = next(i for i, each in enumerate(levels.groups) if node in each)
+    place = levels.groups[group].index(node)
+    strands = list(product(lanes, levels.columns_of(group, place)))
+    yield from _ring_of_nodes(levels, group, place, lanes, "reduce")
+    yield from _ring_of_groups(levels, group, strands, "reduce")
+    yield from _ring_of_groups(levels, group, strands, "copy")
+    yield from _ring_of_nodes(levels, group, place, lanes, "copy")
 
 
-def _in_group(
-    nodes: _Nodes, group: int, place: int, lanes: Sequence[int], kind: Kind
+def _ring_of_nodes(
+    levels: _Levels, group: int, place: int, lanes: Sequence[int], kind: Kind
 ) -> Iterator[Step]:
     """Yield the ring of a group's nodes; its place-th one finishes the columns that it owns."""
-    ring = nodes.groups[group]
-    count, every_group = len(ring), range(len(nodes.groups))
+    ring = levels.groups[group]
+    count, every_group = len(ring), range(len(levels.groups))
     following, previous = ring[(place + 1) % count], ring[(place - 1) % count]
-    for sent, came, *terms in _rounds(nodes, [(node,) for node in ring], place, kind):
-        out = list(product(lanes, nodes.columns_of(group, sent)))
-        into = list(product(lanes, nodes.columns_of(group, came)))
+    for turn in _rounds(levels, [(node,) for node in ring], place, kind):
+        out = list(product(lanes, levels.columns_of(group, turn.sent)))
+        into = list(product(lanes, levels.columns_of(group, turn.came)))
         yield from _hop(
             kind,
-            [(to, nodes.chunks(own, every_group)) for to, own in nodes.owners(following, out)],
-            [(who, nodes.chunks(own, every_group)) for who, own in nodes.owners(previous, into)],
-            terms,
+            [(to, levels.chunks(own, every_group)) for to, own in levels.owners(following, out)],
+            [(who, levels.chunks(own, every_group)) for who, own in levels.owners(previous, into)],
+            turn,
         )
 
 
-def _between_groups(
-    nodes: _Nodes, group: int, strands: Sequence[Strand], kind: Kind
+def _ring_of_groups(
+    levels: _Levels, group: int, strands: Sequence[Strand], kind: Kind
 ) -> Iterator[Step]:
     """Yield the ring of groups for the strands of a rank; group i finishes their chunk i."""
-    count = len(nodes.groups)
-    following = list(nodes.owners_in_group((group + 1) % count, strands))
-    previous = list(nodes.owners_in_group((group - 1) % count, strands))
-    for there, here, *terms in _rounds(nodes, nodes.groups, group, kind):
+    count = len(levels.groups)
+    following = list(levels.owners_in_group((group + 1) % count, strands))
+    previous = list(levels.owners_in_group((group - 1) % count, strands))
+    for turn in _rounds(levels, levels.groups, group, kind):
         yield from _hop(
             kind,
-            [(to, nodes.chunks(own, (there,))) for to, own in following],
-            [(source, nodes.chunks(own, (here,))) for source, own in previous],
-            terms,
+            [(to, levels.chunks(own, (turn.sent,))) for to, own in following],
+            [(source, levels.chunks(own, (turn.came,))) for source, own in previous],
+            turn,
         )
+
+
+class _Turn(NamedTuple):
+    """One round of a ring: the members whose parts are sent and received, and terms in these."""
+
+    sent: int
+    came: int
+    sent_terms: int
+    came_terms: int
 
 
 def _rounds(
-    nodes: _Nodes, ring: Sequence[Sequence[int]], place: int, kind: Kind
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the rounds of the place-th ring member: whose part is sent, whose received, and terms.
-
-    ring: the nodes of each member
-    """
-    count, ranks = len(ring), nodes.terms(range(len(nodes.members)))
+    levels: _Levels, ring: Sequence[Sequence[int]], place: int, kind: Kind
+) -> Iterator[_Turn]:
+    """Yield the rounds of the place-th ring member; ring: the nodes of each member."""
+    count, ranks = len(ring), levels.terms(range(len(levels.members)))
     sent_terms = came_terms = 0
     for i in range(count - 1):
         there, here = (place - i - 1) % count, (place - i - 2) % count
         if kind == "copy":
-            yield (there + 1) % count, there, ranks, ranks
+            yield _Turn((there + 1) % count, there, ranks, ranks)
             continue
-        sent_terms += nodes.terms(ring[(place - i) % count])
-        came_terms += nodes.terms(ring[there])
-        yield there, here, sent_terms, came_terms
+        sent_terms += levels.terms(ring[(place - i) % count])
+        came_terms += levels.terms(ring[there])
+        yield _Turn(there, here, sent_terms, came_terms)
 
 
 Part = tuple[int | None, Sequence[int]]  # of a message: the other rank, and the chunks
 
 
 def _hop(
-    kind: Kind, following: Sequence[Part], previous: Sequence[Part], terms: Sequence[int]
+    kind: Kind, following: Sequence[Part], previous: Sequence[Part], turn: _Turn
 ) -> Iterator[Step]:
-    """Yield one hop: a message for each rank on either side, several if nodes differ in size.
-
-    terms: in the sent chunks, in the received chunks
-    """
+    """Yield one hop: a message for each rank on either side, several if nodes differ in size."""
     for (to, out), (source, into) in zip_longest(following, previous, fillvalue=(None, ())):
-        yield Step(kind, to, out, (terms[0],) * len(out), source, into, (terms[1],) * len(into))
+        sent, came = (turn.sent_terms,) * len(out), (turn.came_terms,) * len(into)
+        yield Step(kind, to, out, sent, source, into, came)
 
 
-def ring(rank: int, layout: Layout) -> Iterator[Step]:
+def ring(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter, then all-gather, round a ring; rank i finishes chunk i.
 
     Source: Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of
@@ -376,7 +381,7 @@ def ring(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", following, (there,), (ranks,), previous, (here,), (ranks,))
 
 
-def biring(rank: int, layout: Layout) -> Iterator[Step]:
+def biring(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield reduce-scatter, then all-gather, round a ring both ways; rank i finishes chunk i.
 
     Each chunk is summed along two arcs that end at its owner, of p // 2 and (p - 1) // 2 ranks.
@@ -399,7 +404,7 @@ def _one_way(kind: Kind, rank: int, way: int, i: int, arc: int, ranks: int) -> S
     return Step(kind, to, (there,), (terms,), source, (here,), (terms,))
 
 
-def rhd(rank: int, layout: Layout) -> Iterator[Step]:
+def rhd(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield recursive halving, then doubling, with circulant skips; rank i finishes chunk i.
 
     There are ceil(log2 p) rounds in each direction. The skip starts at p and in each round is
@@ -427,7 +432,7 @@ def rhd(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", back, chunks(rank, count), moved, ahead, chunks(ahead, count), moved)
 
 
-def direct(rank: int, layout: Layout) -> Iterator[Step]:
+def direct(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield chunk i of every rank to rank i, which sums them, then its result to every rank.
 
     Two roundings for any number of ranks, and the bytes of the ring.
@@ -442,7 +447,7 @@ def direct(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", to, (rank,), (ranks,), source, (source,), (ranks,))
 
 
-def gather(rank: int, layout: Layout) -> Iterator[Step]:
+def gather(rank: int, layout: NodeLayout) -> Iterator[Step]:
     """Yield the whole contribution of every rank to every other; each sums them itself.
 
     Source: CPD's sum_gradients (github.com/drcut/CPD), which gathers and sums in rank order.
@@ -453,45 +458,43 @@ def gather(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("hold", to, (0,), (1,), source, (0,), (1,))
 
 
-def hier_owners(layout: Layout) -> Sequence[int]:
+def hier_owners(layout: NodeLayout) -> Sequence[int]:
     """Return the rank that finishes each chunk of hier."""
-    nodes, found = _nodes(layout.nodes), []
-    for lane, column, group in product(
-        range(nodes.lanes), range(nodes.columns), range(len(nodes.groups))
-    ):
-        ring = nodes.groups[group]
-        members = nodes.members[ring[column % len(ring)]]
+    levels, found = _levels(layout.nodes), []
+    of_chunks = product(range(levels.lanes), range(levels.columns), levels.groups)
+    for lane, column, group in of_chunks:
+        members = levels.members[group[column % len(group)]]
         found.append(members[lane % len(members)])
     return found
 
 
-def torus_owners(layout: Layout) -> Sequence[int]:
+def torus_owners(layout: NodeLayout) -> Sequence[int]:
     """Return the rank that finishes each chunk of torus."""
-    return hier_owners(Layout(tuple(range(layout.ranks))))
+    return hier_owners(NodeLayout(tuple(range(layout.ranks))))
 
 
-def _own(layout: Layout) -> Sequence[int]:
+def _own(layout: NodeLayout) -> Sequence[int]:
     return range(layout.ranks)
 
 
-def _one(layout: Layout) -> int:
+def _one(layout: NodeLayout) -> int:
     return 1
 
 
-def _one_each(layout: Layout) -> int:
+def _one_each(layout: NodeLayout) -> int:
     return layout.ranks
 
 
-def _of_rings(layout: Layout) -> Growth:
+def _of_rings(layout: NodeLayout) -> Growth:
     return Growth(layout.ranks, hops=layout.ranks)
 
 
-def _of_few(layout: Layout) -> Growth:
+def _of_few(layout: NodeLayout) -> Growth:
     """A sum of four contributions may be rounded like a contribution."""
     return Growth(layout.ranks, free=4)
 
 
-def _of_nodes(layout: Layout) -> Growth:
+def _of_nodes(layout: NodeLayout) -> Growth:
     """Like two nodes of the mean size: contributions were rounded inside, too."""
     return Growth(layout.ranks, free=max(4, 2 * layout.ranks // len({*layout.nodes})))
 
@@ -506,39 +509,121 @@ def _up_and_down(ranks: int) -> int:
     return max(3, 2 * (ranks - 1).bit_length())
 
 
+class RoundedSums(NamedTuple):
+    """How the contributions of all ranks are added, with a rounding before each addition.
+
+    chains: the terms of sums that are rounded before each addition: of contributions, then of
+        such sums, and so on
+    held: contributions that are added without rounding first, each rounded once
+    """
+
+    chains: tuple[int, ...]
+    held: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Terms of the longest sum."""
+        return max(self.chains)
+
+    def at_most(self, ranks: int) -> RoundedSums:
+        """Return sums of at most so many contributions."""
+        *first, last = self.chains
+        below = max(1, self.held) * prod(first)
+        return self._replace(chains=(*first, max(1, min(last, ranks // below))))
+
+
+def _one_chain(layout: NodeLayout, way: str) -> RoundedSums | None:
+    return RoundedSums((layout.ranks,)) if way in ("requantise", GROW) else None
+
+
+def _two_arcs(layout: NodeLayout, way: str) -> RoundedSums | None:
+    return RoundedSums((1 + layout.ranks // 2, 2))
+
+
+def _torus_sums(layout: NodeLayout, way: str) -> RoundedSums | None:
+    return RoundedSums(_ring_sizes(layout.ranks)) if way == "requantise" else None
+
+
+def _hier_sums(layout: NodeLayout, way: str) -> RoundedSums | None:
+    """For kahan, which compensates roundings in nodes, only sums between nodes."""
+    if way == GROW:
+        return None
+    sizes = Counter(layout.nodes).values()
+    most, between = max(sizes), _ring_sizes(len(sizes))
+    if way == "requantise":
+        return RoundedSums((most, *between))
+    return RoundedSums(between, held=most)
+
+
+def _ring_sizes(nodes: int) -> tuple[int, int]:
+    return group_size(nodes), nodes // group_size(nodes)
+
+
+def _bounded(layout: NodeLayout, way: str) -> None:
+    """A tree of pairs: an error grows with the logarithm of ranks."""
+
+
 @dataclass(frozen=True)
-class Schedule:
+class Algorithm:
     """An algorithm: its rounds, its chunks, and how partial sums may be accumulated.
 
     steps: (rank, layout) -> the rounds of that rank, in order
     chunks: layout -> number of chunks that a piece of the data is cut into
-    accumulates: the names from ACCUMULATES that suit it; default: one of them; fixed: the
-        default for formats that cannot have more bits
+    accumulation: the names from ACCUMULATES that suit it, and the default ones
+    rounded: (layout, one of these names) -> the sums that are rounded before each addition, None
+        if their error is bounded; in rings they include sums that grow
     result_travels: whether the finished sum is sent, and so rounded to the wire
     window: number of ranks -> number of pieces in progress at a time
     growth: layout -> how partial sums grow with "grow"
     owners: layout -> the rank that finishes each chunk, None if there is one chunk for all
     """
 
-    steps: Callable[[int, Layout], Iterator[Step]]
-    chunks: Callable[[Layout], int]
-    accumulates: tuple[str, ...]
-    default: str
-    fixed: str
+    steps: Callable[[int, NodeLayout], Iterator[Step]]
+    chunks: Callable[[NodeLayout], int]
+    accumulation: Accumulation
+    rounded: Callable[[NodeLayout, str], RoundedSums | None]
     result_travels: bool = True
     window: Callable[[int], int] = _few
-    growth: Callable[[Layout], Growth] = _of_few
-    owners: Callable[[Layout], Sequence[int]] | None = None
+    growth: Callable[[NodeLayout], Growth] = _of_few
+    owners: Callable[[NodeLayout], Sequence[int]] | None = None
+
+    @property
+    def accumulates(self) -> tuple[str, ...]:
+        """The ways to accumulate that it has."""
+        return self.accumulation.ways
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "ring": Schedule(ring, _one_each, *ALGORITHMS["ring"], growth=_of_rings, owners=_own),
-    "biring": Schedule(biring, _one_each, *ALGORITHMS["biring"], growth=_of_rings, owners=_own),
-    "torus": Schedule(torus, torus_chunks, *ALGORITHMS["torus"], owners=torus_owners),
-    "rhd": Schedule(rhd, _one_each, *ALGORITHMS["rhd"], owners=_own),
-    "tree": Schedule(tree, _one, *ALGORITHMS["tree"], window=_up_and_down),
-    "dbtree": Schedule(dbtree, _one, *ALGORITHMS["dbtree"], window=_up_and_down),
-    "direct": Schedule(direct, _one_each, *ALGORITHMS["direct"], owners=_own),
-    "hier": Schedule(hier, hier_chunks, *ALGORITHMS["hier"], growth=_of_nodes, owners=hier_owners),
-    "gather": Schedule(gather, _one, *ALGORITHMS["gather"], result_travels=False),
+_WAYS = ALGORITHMS
+SCHEDULES: dict[str, Algorithm] = {
+    "ring": Algorithm(ring, _one_each, _WAYS["ring"], _one_chain, growth=_of_rings, owners=_own),
+    "biring": Algorithm(
+        biring, _one_each, _WAYS["biring"], _two_arcs, growth=_of_rings, owners=_own
+    ),
+    "torus": Algorithm(torus, torus_chunks, _WAYS["torus"], _torus_sums, owners=torus_owners),
+    "rhd": Algorithm(rhd, _one_each, _WAYS["rhd"], _bounded, owners=_own),
+    "tree": Algorithm(tree, _one, _WAYS["tree"], _bounded, window=_up_and_down),
+    "dbtree": Algorithm(dbtree, _one, _WAYS["dbtree"], _bounded, window=_up_and_down),
+    "direct": Algorithm(direct, _one_each, _WAYS["direct"], _one_chain, owners=_own),
+    "hier": Algorithm(
+        hier, hier_chunks, _WAYS["hier"], _hier_sums, growth=_of_nodes, owners=hier_owners
+    ),
+    "gather": Algorithm(gather, _one, _WAYS["gather"], _one_chain, result_travels=False),
 }
+
+_PACKED_SUMS = "rhd", "biring", "direct"
+USUALS = {  # call -> the algorithms of "usual" in order of preference: on one node, on nodes of one
+    # rank each, on nodes of several ranks. Direct: payloads on a node are read in place
+    "raw sums": (("ring",), ("ring",), ("ring",)),
+    "packed sums": (_PACKED_SUMS, _PACKED_SUMS, ("hier", *_PACKED_SUMS)),
+    "values": (("direct",), ("rhd",), ("hier",)),
+    "short broadcast": (("tree",), ("tree",), ("tree",)),
+    "long broadcast": (("tree",), ("rhd",), ("hier",)),
+}
+
+
+@lru_cache(maxsize=64)
+def usual_algorithms(call: str, nodes: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the algorithms of "usual" for a call of USUALS; nodes: the node of each rank."""
+    count = len(set(nodes))
+    one_node, single_ranks, several = USUALS[call]
+    return one_node if count == 1 else several if count < len(nodes) else single_ranks

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ops import moves
-from ..ops.moves import MEMORY, OUT, Row, Side, X, run_moves
+from ..ops.moves import MEMORY, OUT, Move, Side, X, run_moves
 from .copies import NUMPY, Addresses, Bytes, Copy, Frame, Operation, addressed
 from .mailbox import HEAD_BYTES, SLOTS, Inbox, Mailbox, Outbox
 from .windows import Message, RankPieces
@@ -51,12 +51,12 @@ def ghosts_of(
     return operation.frame(pieces, NUMPY, source, result, ones)
 
 
-def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> list[Row]:
+def rows_of(copies: Iterable[Copy], itemsize: int, dtype: str, spare: int) -> list[Move]:
     """Return the rows that perform copies between ghosts.
 
     spare: offset in MEMORY with room for a sum of many terms before it is added to its target
     """
-    rows = list[Row]()
+    rows = list[Move]()
     for _, box, terms, adds in copies:
         arrays = [box, *(np.broadcast_to(term, box.shape) for term in terms)]
         # The innermost loop runs along the axis with the smallest strides, in any axis order.
@@ -141,7 +141,7 @@ class Program:
         self._own = self._rows_of(own)
         room = max((each.target.nbytes for each in own if each.adds), default=1)
         memory = np.concatenate([*elements, np.zeros(room, np.uint8)])
-        self._list: list[Row] = []
+        self._list: list[Move] = []
         self.slots = [self._order(slot) for slot in range(SLOTS)]
         self._rows = moves.rows(self._list)
         self._needs_mpi = any(each.requests for each in self._mailboxes)
@@ -170,7 +170,7 @@ class Program:
         whole += [self._settling(slot, i) for i in lent]
         return Order(_joined(begin), _joined(finish), _joined(whole))
 
-    def _packed(self, slot: int, i: int) -> list[Row]:
+    def _packed(self, slot: int, i: int) -> list[Move]:
         """Return the rows that pack a message."""
         mailbox, message = self._sending[i]
         payload = self._payload(MEMORY + 1 + i, mailbox.head_at(slot), mailbox)
@@ -181,7 +181,7 @@ class Program:
         n = mailbox.size_bytes // self._itemsize
         return ghost(base, head + HEAD_BYTES, (n,), self._itemsize)
 
-    def _rows_of(self, copies: Iterable[Copy]) -> list[Row]:
+    def _rows_of(self, copies: Iterable[Copy]) -> list[Move]:
         return rows_of(copies, self._itemsize, self._dtype, self._spare)
 
     def _is_lent(self, i: int) -> bool:
@@ -206,7 +206,7 @@ class Program:
         return self._span([moves.settle(base, head, read, len(late)), *late])
 
     def _span(
-        self, rows: Iterable[Row], before: Mailbox | None = None, after: Mailbox | None = None
+        self, rows: Iterable[Move], before: Mailbox | None = None, after: Mailbox | None = None
     ) -> Span:
         first = len(self._list)
         self._list += rows
@@ -215,7 +215,7 @@ class Program:
     def _packing(self, slot: int, i: int) -> Span:
         """Add the rows that pack a message and post it."""
         mailbox, _ = self._sending[i]
-        base, head, rows = MEMORY + 1 + i, mailbox.head_at(slot), list[Row]()
+        base, head, rows = MEMORY + 1 + i, mailbox.head_at(slot), list[Move]()
         if not mailbox.requests:
             rows.append(moves.await_(base, mailbox.word_at(slot), -SLOTS, is_message=False))
         rows += self._packed(slot, i)
@@ -236,7 +236,7 @@ class Program:
             rows.append(moves.post(base, mailbox.word_at(slot)))
         return self._span(rows, mailbox if mailbox.requests else None)
 
-    def _taking(self, mailbox: Inbox, base: int, head: int, unpacked: Sequence[Row]) -> Row:
+    def _taking(self, mailbox: Inbox, base: int, head: int, unpacked: Sequence[Move]) -> Move:
         """Return the row that reads an offered message: into its target, or into own memory."""
         if self._operation.is_copy and len(unpacked) == 1 and unpacked[0][6] >= LENT_RUN:
             return moves.take(mailbox.process, base, head, unpacked[0], 1)

@@ -159,7 +159,7 @@ class DeviceChannel:
         """Copy all messages to the host at once, and from there into their mailboxes."""
         host: Bytes = np.empty(0, np.uint8)
         if room.travelling[0].size:
-            host, copied = self._streams.to_host(room.travelling[0], room.done)
+            host, copied = self._streams.start_to_host(room.travelling[0], room.done)
             self._wait([copied], "the GPU")
         for (outbox, _), parts in zip(self._sending, self._out.parts, strict=True):
             outbox.reserve(slot, serial)
@@ -217,7 +217,7 @@ class DeviceChannel:
                     start += part.size
             inbox.release(slot, serial)
         if not self._direct and travelled.size:
-            room.landed = self._streams.to_device(room.landing, travelled, room.done)
+            room.landed = self._streams.start_to_device(room.landing, travelled, room.done)
             self._streams.follow(room.landed)
         if self._wire is not None and travelled.size:
             self._wire.decode(travelled, None, cells.view(np.float32))

@@ -27,7 +27,7 @@ from .common import stream_words as stream_words
 
 if TYPE_CHECKING:
     from .products import Arithmetic, Inputs, Products
-    from .steps import Layer
+    from .steps import LayerArrays
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # Operations for which the GPU has kernels
@@ -675,7 +675,7 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
 
 
 def step_layers(
-    rule: str, layers: Sequence[Layer], numbers: Array, threads: int | None = None
+    rule: str, layers: Sequence[LayerArrays], numbers: Array, threads: int | None = None
 ) -> None:
     """Take a step of each layer of an optimiser; threads: default kernel_threads. See ops.steps."""
     from .steps import RULES, check_layers  # only for optimisers: an all-reduce does not load it

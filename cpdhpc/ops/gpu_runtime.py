@@ -17,7 +17,17 @@ import cupyx
 import numpy as np
 
 from ..errors import UserError
-from ..formats import LANES, SHARED, TILE, Cast, Format, Microscaling, shift_count, tiles
+from ..formats import (
+    LANES,
+    SHARED,
+    TILE,
+    Cast,
+    Format,
+    Microscaling,
+    packed_bytes,
+    shift_count,
+    tiles,
+)
 from ..randomness import Key
 from ..whole_files import once_for_all
 from .cpu import CAST_NUMBERS, cast_numbers, product_numbers
@@ -33,7 +43,7 @@ _MAX_BLOCKS = 65535
 FIXED_CASTS = 256  # of a process; each costs a second of NVRTC at first, and memory of the GPU
 LEAST_OF_CUDA_13 = 75  # compute capability; NVIDIA's release notes of CUDA 13.0
 DEFAULT_WAIT_S = 600.0  # as the time-out of a World
-_most_wait = [DEFAULT_WAIT_S]
+_most_wait = [DEFAULT_WAIT_S]  # of the process: waits are also where no World is at hand
 SPIN_S, MOST_PAUSE_S = 1e-4, 1e-3  # a longer wait sleeps between two looks
 NULL = np.uint64(0)  # a null pointer
 
@@ -150,8 +160,9 @@ def _codec_kernel(name: str, fixed: Fixed, device: int) -> Any:
 
 @cache
 def _cast_of(cast: Cast, device: int) -> Array:
-    *plain, address = cast_numbers(cast)[:CAST_NUMBERS]
-    table = cast_numbers(cast)[CAST_NUMBERS] if address else np.empty(0, np.int32)
+    found = cast_numbers(cast)
+    *plain, address = found[:CAST_NUMBERS]
+    table = found[CAST_NUMBERS] if address else np.empty(0, np.int32)
     numbers = np.append(np.array([*plain, table.size], np.int64), table)
     return to_device(numbers.astype(np.int32))
 
@@ -172,10 +183,10 @@ def cast_on_device(cast: Cast) -> Array:
     return _cast_of(cast, current_device())
 
 
-def launch(name: str, blocks: int, *args: Any) -> None:
-    """Launch a kernel on CuPy's current stream, unless blocks is 0."""
-    if blocks:
-        _run(_kernel(name, current_device()), blocks, args)
+def launch(name: str, thread_blocks: int, *args: Any) -> None:
+    """Launch a kernel on CuPy's current stream, unless thread_blocks is 0."""
+    if thread_blocks:
+        _run(_kernel(name, current_device()), thread_blocks, args)
 
 
 def launch_codec(name: str, n: int, fixed: Fixed, *args: Any) -> None:
@@ -185,8 +196,8 @@ def launch_codec(name: str, n: int, fixed: Fixed, *args: Any) -> None:
         _run(kernel, tile_blocks(n), (cast_on_device(fixed.cast), np.int32(fixed.blocks), *args))
 
 
-def _run(kernel: Any, blocks: int, args: tuple[Any, ...]) -> None:
-    kernel((min(blocks, _MAX_BLOCKS),), (_BLOCK,), args)
+def _run(kernel: Any, thread_blocks: int, args: tuple[Any, ...]) -> None:
+    kernel((min(thread_blocks, _MAX_BLOCKS),), (_BLOCK,), args)
 
 
 WORD_BYTES = 4  # alignment of packed codes; reading words elsewhere would destroy the context
@@ -229,11 +240,11 @@ def check_words(name: str, array: Array, size_bytes: int) -> None:
 
 
 def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> int:
-    """Return the blocks of a lane's column by the number of shifts; 0: a tile has one shift.
+    """Return the runs of a lane's column that have a shift each, 0: a tile has one shift.
 
     Raises TypeError or ValueError unless words and shifts hold n values of a format.
     """
-    check_words("words", words, tiles(n) * 128 * fmt.bits)
+    check_words("words", words, packed_bytes(n, fmt.bits))
     known = (LANES,) if isinstance(fmt, Microscaling) else SHARED.values()
     found = [size for size in known if shifts.size == shift_count(n, size)]
     check("shifts", shifts, np.uint8, None if found else shift_count(n, next(iter(known))))
@@ -241,17 +252,17 @@ def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> int:
 
 
 def element_blocks(n: int) -> int:
-    """Return the number of blocks for one element per thread."""
+    """Return the number of thread blocks for one element per thread."""
     return -(-n // _BLOCK)
 
 
 def tile_blocks(n: int) -> int:
-    """Return the number of blocks for one tile of n values per warp."""
+    """Return the number of thread blocks for one tile of n values per warp."""
     return warp_blocks(tiles(n))
 
 
 def warp_blocks(n: int) -> int:
-    """Return the number of blocks for one element per warp."""
+    """Return the number of thread blocks for one element per warp."""
     return -(-n // _WARPS)
 
 
@@ -336,7 +347,7 @@ class Streams:
         host: Host = cupyx.empty_pinned(size_bytes, np.uint8)
         return host
 
-    def to_host(self, array: Array, after: Event) -> tuple[Host, Event]:
+    def start_to_host(self, array: Array, after: Event) -> tuple[Host, Event]:
         """Start to copy array, uint8[n], after an event; return pinned uint8[n] and the event."""
         host = self.pinned(array.size)
         after.before(self._down)
@@ -344,7 +355,7 @@ class Streams:
         _copy(host.ctypes.data, array.data.ptr, array.size, kind, self._down)
         return host, Event(self._down)
 
-    def to_device(self, host: Host, array: Array, after: Event) -> Event:
+    def start_to_device(self, host: Host, array: Array, after: Event) -> Event:
         """Start to copy pinned host, uint8[n], into array after an event; return the event."""
         after.before(self._up)
         kind = cupy.cuda.runtime.memcpyHostToDevice

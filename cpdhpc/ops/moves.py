@@ -41,7 +41,7 @@ ADDED = {  # dtype -> kind of addition
 }
 
 
-class Row(NamedTuple):
+class Move(NamedTuple):
     """One move: run bytes or elements from source to target, within up to LOOPS loops.
 
     op: COPY to RECALL; kind, value: its parameters, see the functions below
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 ROW = np.dtype(
-    [(name, "i8", LOOPS) if name in Row._field_defaults else (name, "i8") for name in Row._fields]
+    [(name, "i8", LOOPS) if name in Move._field_defaults else (name, "i8") for name in Move._fields]
 )
 
 
@@ -75,17 +75,17 @@ class Side(NamedTuple):
     strides: Sequence[int]
 
 
-def rows(listed: Sequence[Row]) -> npt.NDArray[Any]:
+def rows(listed: Sequence[Move]) -> npt.NDArray[Any]:
     """Return the table of rows for make_moves."""
     return np.array(listed, ROW)
 
 
-def copy(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Row]:
+def copy(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Move]:
     """Return the rows that copy a box of elements."""
     return _box(COPY, 0, 0, shape, itemsize, source, target)
 
 
-def add(shape: Sequence[int], itemsize: int, source: Side, target: Side, dtype: str) -> list[Row]:
+def add(shape: Sequence[int], itemsize: int, source: Side, target: Side, dtype: str) -> list[Move]:
     """Return the rows that add a box of elements to the target, in the order of the cells.
 
     dtype: one of ADDED. Cells that share a target (stride 0) are added one after another.
@@ -93,35 +93,35 @@ def add(shape: Sequence[int], itemsize: int, source: Side, target: Side, dtype: 
     return _box(ADD, ADDED[dtype], 0, shape, itemsize, source, target)
 
 
-def fill(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Row]:
+def fill(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Move]:
     """Return the rows that write one element, at the source, into all cells of the target."""
     return _box(FILL, 0, itemsize, shape, itemsize, Side(*source[:2], target.strides), target)
 
 
-def post(base: int, offset: int, value: int = 0) -> Row:
+def post(base: int, offset: int, value: int = 0) -> Move:
     """Return the row that writes the number of the run, then its serial + value, as two words."""
-    return Row(POST, 0, base, base, offset, offset, 1, value)
+    return Move(POST, 0, base, base, offset, offset, 1, value)
 
 
-def await_(base: int, offset: int, value: int, is_message: bool) -> Row:
+def await_(base: int, offset: int, value: int, is_message: bool) -> Move:
     """Return the row that waits until a word is serial + value or more.
 
     is_message: whether the word after it must be the number of the run
     """
-    return Row(AWAIT, int(is_message), base, base, offset, offset, 1, value)
+    return Move(AWAIT, int(is_message), base, base, offset, offset, 1, value)
 
 
-def is_run(packed: Sequence[Row]) -> bool:
+def is_run(packed: Sequence[Move]) -> bool:
     """Whether rows that copy are a single row of one run."""
     return len(packed) == 1 and packed[0].counts == (1,) * LOOPS
 
 
-def lend(base: int, offset: int, run: Row) -> Row:
+def lend(base: int, offset: int, run: Move) -> Move:
     """Return the row that posts a message in place, at the source of run; see loans.h."""
-    return Row(LEND, 0, run.source, base, run.source_offset, offset, run.run, 0)
+    return Move(LEND, 0, run.source, base, run.source_offset, offset, run.run, 0)
 
 
-def take(process: int, base: int, offset: int, to: Row, skipped: int) -> Row:
+def take(process: int, base: int, offset: int, to: Move, skipped: int) -> Move:
     """Return the row that reads a message, if it was not copied, to the target of a row.
 
     skipped: number of following rows that are then skipped
@@ -129,22 +129,22 @@ def take(process: int, base: int, offset: int, to: Row, skipped: int) -> Row:
     return to._replace(op=TAKE, kind=process, source=base, source_offset=offset, value=skipped)
 
 
-def settle(base: int, offset: int, read: int, skipped: int) -> Row:
+def settle(base: int, offset: int, read: int, skipped: int) -> Move:
     """Return the row that waits a while until a message is read in place, and then skips rows.
 
     offset: of the message; read: of the word with the serial of the last message that was read
     """
-    return Row(SETTLE, 0, base, base, read, offset, 1, skipped)
+    return Move(SETTLE, 0, base, base, read, offset, 1, skipped)
 
 
-def recall(base: int, offset: int) -> Row:
+def recall(base: int, offset: int) -> Move:
     """Return the row that replaces a message in place by its copy, and then skips the next row."""
-    return Row(RECALL, 0, base, base, offset, offset, 1, 1)
+    return Move(RECALL, 0, base, base, offset, offset, 1, 1)
 
 
 def _box(
     op: int, kind: int, value: int, shape: Sequence[int], itemsize: int, source: Side, target: Side
-) -> list[Row]:
+) -> list[Move]:
     """Return rows of at most LOOPS loops; further axes are unrolled."""
     if 0 in shape:
         return []
@@ -156,7 +156,7 @@ def _box(
     columns = tuple(zip(*inner, strict=True))
     still = op == FILL  # its source is one element
     return [
-        Row(op, kind, source.base, target.base, source.offset + (0 if still else ahead),
+        Move(op, kind, source.base, target.base, source.offset + (0 if still else ahead),
             target.offset + there, run, value, *columns)
         for ahead, there in _offsets(outer)
     ]  # fmt: skip

@@ -49,7 +49,7 @@ class Numbers(NamedTuple):
     norm: float = -1.0
 
 
-class Layer(NamedTuple):
+class LayerArrays(NamedTuple):
     """A layer's weights, gradients, first and second moments, float32 of any shape, C-contiguous.
 
     m, v: None for rules that do not need them
@@ -63,7 +63,7 @@ class Layer(NamedTuple):
     rows: int
 
 
-def check_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
+def check_layers(rule: str, layers: Sequence[LayerArrays], numbers: Array) -> None:
     """Raise ValueError for an unknown rule, or numbers of another shape."""
     if rule not in RULES:
         raise ValueError(f"step_layers: rule={rule!r}: known are {', '.join(RULES)}")
@@ -88,7 +88,7 @@ def dot(a: Array, b: Array) -> float:
     return total
 
 
-def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
+def step_layers(rule: str, layers: Sequence[LayerArrays], numbers: Array) -> None:
     """Take a step of each layer: w, m and v are changed, and the norm among its numbers.
 
     numbers: float64[layers, 14], Numbers of each.
@@ -99,7 +99,7 @@ def step_layers(rule: str, layers: Sequence[Layer], numbers: Array) -> None:
             of = Numbers(*row.tolist())
             w, g, m, v = (None if x is None else x.reshape(-1) for x in given[:4])
             assert w is not None and g is not None
-            layer = Layer(w, g, m, v, given.rows)
+            layer = LayerArrays(w, g, m, v, given.rows)
             if rule == "novograd":
                 row[-1] = _novograd(layer, of)
             else:
@@ -110,7 +110,7 @@ def _singles(*values: float) -> list[np.float32]:
     return [np.float32(value) for value in values]
 
 
-def _momentum(layer: Layer, beta: float, a: float, b: float, c: float) -> None:
+def _momentum(layer: LayerArrays, beta: float, a: float, b: float, c: float) -> None:
     """m = beta m + (a g + c w); w = w - b m."""
     w, g, m = layer.w, layer.g, layer.m
     assert m is not None
@@ -123,13 +123,13 @@ def _over(a: float, b: float) -> float:
     return float(np.float64(a) / np.float64(b))
 
 
-def _adapting(layer: Layer, of: Numbers) -> tuple[float, float]:
+def _adapting(layer: LayerArrays, of: Numbers) -> tuple[float, float]:
     """Return trust |w|, and |g| + decay |w|, or |g| if that is not above 0."""
     weights, gradients = (math.sqrt(dot(x, x)) for x in (layer.w, layer.g))
     return of.trust * weights, gradients + of.decay * weights if gradients > 0 else gradients
 
 
-def _lars(layer: Layer, of: Numbers) -> None:
+def _lars(layer: LayerArrays, of: Numbers) -> None:
     ratio = 1.0
     if of.adapts:
         above, below = _adapting(layer, of)
@@ -138,7 +138,7 @@ def _lars(layer: Layer, of: Numbers) -> None:
     _momentum(layer, of.beta1, rate, 1.0, rate * of.decay)
 
 
-def _larc(layer: Layer, of: Numbers) -> None:
+def _larc(layer: LayerArrays, of: Numbers) -> None:
     share = 1.0
     if of.adapts:
         above, below = _adapting(layer, of)
@@ -147,7 +147,7 @@ def _larc(layer: Layer, of: Numbers) -> None:
     _momentum(layer, of.beta1, share, of.rate, share * of.decay)
 
 
-def _novograd(layer: Layer, of: Numbers) -> float:
+def _novograd(layer: LayerArrays, of: Numbers) -> float:
     """Return the norm that is kept, a float32."""
     square = dot(layer.g, layer.g)
     now = math.sqrt(square)
@@ -160,7 +160,7 @@ def _novograd(layer: Layer, of: Numbers) -> float:
     return norm
 
 
-def _moments(layer: Layer, of: Numbers) -> Array:
+def _moments(layer: LayerArrays, of: Numbers) -> Array:
     """Update the moments by a gradient, and return Adam's step; 0 instead of a division by 0."""
     m, v = layer.m, layer.v
     assert m is not None and v is not None
@@ -173,7 +173,7 @@ def _moments(layer: Layer, of: Numbers) -> Array:
     return np.where(below == 0, np.float32(0), (m * first) / below)
 
 
-def _lamb(layer: Layer, of: Numbers) -> None:
+def _lamb(layer: LayerArrays, of: Numbers) -> None:
     step = _moments(layer, of) + np.float32(of.decay) * layer.w
     ratio = 1.0
     if of.adapts:
@@ -203,7 +203,7 @@ class _Row(NamedTuple):
         return max(-LARGEST, min(share, LARGEST)) if not math.isnan(share) else share
 
 
-def _adamp(layer: Layer, of: Numbers) -> None:
+def _adamp(layer: LayerArrays, of: Numbers) -> None:
     step = _moments(layer, of)
     w, g, s = (x.reshape(layer.rows or 1, -1) for x in (layer.w, layer.g, step))
     along, decay = np.zeros(len(w)), of.decay

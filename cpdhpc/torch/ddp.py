@@ -39,7 +39,7 @@ Dtypes = Sequence[torch.dtype]
 Future = torch.futures.Future[torch.Tensor]
 
 
-class Layout(NamedTuple):
+class BucketLayout(NamedTuple):
     """Layers of one of DDP's buckets in the model's order, and their gradients as float32.
 
     order: of each, its index in DDP's bucket; flat: float32[bucket.size], this rank's gradients;
@@ -159,7 +159,7 @@ class DdpHook(Hook):
         options: dict[str, Any],
     ) -> None:
         self._names: dict[int, str] = {}  # by id of a parameter, in the model's order
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self._stream = OwnStream(CPU)
         super().__init__(world, aggregator, model, seed, options, overlap)
         self._executor = reducing_thread(self.world) if overlap else None
@@ -181,7 +181,7 @@ class DdpHook(Hook):
 
     def _begin(self) -> None:
         self._error: Exception | None = None
-        self._done: list[tuple[Layout, Sequence[torch.nn.Parameter]]] = []
+        self._done: list[tuple[BucketLayout, Sequence[torch.nn.Parameter]]] = []
 
     def take(self, bucket: Any) -> Future:
         """Return the future of a bucket's mean; bucket: torch's GradBucket. Collective."""
@@ -262,7 +262,7 @@ class DdpHook(Hook):
         for i, (_, start, stop) in zip(layout.order, layout.bucket.segments, strict=True):
             gradients[i].copy_(mean[start:stop].view_as(gradients[i]))
 
-    def _layout(self, parameters: Sequence[torch.nn.Parameter]) -> Layout:
+    def _layout(self, parameters: Sequence[torch.nn.Parameter]) -> BucketLayout:
         """Return the layout of a bucket; DDP may rebuild its buckets after the first step."""
         key = tuple(map(id, parameters))
         if key not in self._layouts:
@@ -284,7 +284,7 @@ class DdpHook(Hook):
             if any(key[0] in other for other in self._layouts):
                 self._layouts.clear()  # of the former buckets
                 self._spares.clear()
-            self._layouts[key] = Layout(bucket, order, flat, views)
+            self._layouts[key] = BucketLayout(bucket, order, flat, views)
         return self._layouts[key]
 
     def _end(self, last: Future) -> None:

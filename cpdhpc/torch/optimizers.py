@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..ops.cpu import square_sum, step_layers
-from ..ops.steps import Layer, Numbers
+from ..ops.steps import LayerArrays, Numbers
 from ..ops.tensors import values_of
 
 Tensor = torch.Tensor
@@ -79,7 +79,7 @@ def memory_in_order(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]] | N
 class LayerWise(torch.optim.Optimizer):
     """An optimiser with a rule for one parameter at a time.
 
-    rule: its name in ops.steps; kept: arrays of a parameter's state, in the order of Layer
+    rule: its name in ops.steps; kept: arrays of a parameter's state, in the order of LayerArrays
     Raises ValueError for numbers out of range and an unknown exclude. A step raises TypeError for
     complex parameters and sparse gradients.
     """
@@ -164,7 +164,7 @@ class _Compiled:
     """The layers of one step of the kernels, and the numbers of each."""
 
     def __init__(self) -> None:
-        self.parameters, self.layers = list[Tensor](), list[Layer]()
+        self.parameters, self.layers = list[Tensor](), list[LayerArrays]()
         self.norms, self.case_of = list[float](), list[int]()
         self.cases = dict[tuple[int, bool, float], tuple[int, Group]]()
 
@@ -174,7 +174,7 @@ class _Compiled:
         """Add a layer. adapts: whether it is not excluded; time: steps so far, with this one."""
         m, v = arrays[2], arrays[3] if has_moments else None
         units = len(arrays[0]) if arrays[0].ndim > 1 else 0
-        self.layers.append(Layer(arrays[0], arrays[1], m, v, units))
+        self.layers.append(LayerArrays(arrays[0], arrays[1], m, v, units))
         time = float(state["step"]) if has_moments else 0.0
         adapts = not _excluded(p, group)
         case = id(group), adapts, time

@@ -342,14 +342,14 @@ class Staged(Carrier):
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send, as Ranks.isend, the content of payload at this point of the stream."""
-        host, copied = self.streams.to_host(payload, self.streams.mark())
+        host, copied = self.streams.start_to_host(payload, self.streams.mark())
         return self.delay(copied, partial(self._world.isend, rank, to, host, stream), payload)
 
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive, as Ranks.irecv; buffer is written after the caller's stream."""
         host = self.streams.pinned(buffer.size)
         requests = self._world.irecv(source, rank, host, stream)
-        copy = partial(self.streams.to_device, host, buffer, self.streams.mark())
+        copy = partial(self.streams.start_to_device, host, buffer, self.streams.mark())
         return [Landing(self, requests, copy)]
 
     def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
@@ -357,10 +357,10 @@ class Staged(Carrier):
         if array.size == 0:
             return
         what, sent = "MPI_Allreduce", array if source is None else source
-        host, copied = self.streams.to_host(sent.view(np.uint8), self.streams.mark())
+        host, copied = self.streams.start_to_host(sent.view(np.uint8), self.streams.mark())
         self.wait([copied], what)
         self._world.sum_by_mpi(host.view(np.float32))
-        landed = self.streams.to_device(host, array.view(np.uint8), self.streams.mark())
+        landed = self.streams.start_to_device(host, array.view(np.uint8), self.streams.mark())
         self.wait([landed], what)
 
 

@@ -316,7 +316,7 @@ def round_trip_ns(world: Ranks, what: str = "round trip") -> int:
     return int(world.max(np.array([own], np.int64), what)[0])
 
 
-class Board:
+class CallBoard:
     """Compares the next calls of all processes of a world on one node, without a message.
 
     Each process writes a number, and reads the others' numbers.
@@ -398,5 +398,5 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
     assert shared is not None, "otherwise there is a problem"
     shared.lends = all(reads for _, reads in everyone)
     if len(near) == world.processes - 1:
-        world.board = Board(world, shared)
+        world.board = CallBoard(world, shared)
     return shared, "memory that the processes of a node share"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cpdhpc.config import validate
-from cpdhpc.lab.kinds.command_job import Command
+from cpdhpc.lab.kinds.command_job import ProgramCommand
 from cpdhpc.lab.schedulers import DEFAULT, SCHEDULERS
 from cpdhpc.lab.study.cases import Batch, batches, expand
 from cpdhpc.lab.study.site import (
@@ -38,7 +38,7 @@ COMMAND_STUDY = validate(
         "name": "demo",
         "kind": "command",
         "sweep": {"nodes": [1, 2], "ppn": [2], "n": [1, 2]},
-        "job": {"command": Command(argv=("solve", "{n}"), directory="/home").model_dump()},
+        "job": {"command": ProgramCommand(argv=("solve", "{n}"), directory="/home").model_dump()},
         "run": {"bundle": "case", "throttle": 8},
     },
     "demo.toml",

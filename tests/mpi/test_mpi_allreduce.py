@@ -10,7 +10,7 @@ from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
-from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.collectives.schedules import SCHEDULES, NodeLayout
 from cpdhpc.formats import TableFormat
 from cpdhpc.ops.payloads import Growth, parse_wire
 from cpdhpc.world.mpi import World
@@ -137,7 +137,7 @@ def test_nodes(world, accumulate):
 def test_pieces(world, algorithm, accumulate, monkeypatch):
     """Pieces of one tile in each chunk, more than are under way at a time."""
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
-    chunks = SCHEDULES[algorithm].chunks(Layout(world.nodes))
+    chunks = SCHEDULES[algorithm].chunks(NodeLayout(world.nodes))
     xs = gradients(world.ranks, 6 * 1024 * chunks + 5)
     for wire in ("raw", "e3m0"):
         arguments = (wire, algorithm, "tile", accumulate)

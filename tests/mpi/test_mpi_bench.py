@@ -21,8 +21,8 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.allreduce import ALLREDUCE
 from cpdhpc.lab.kinds.allreduce_cases import sum_float32, sum_half, torch_group
 from cpdhpc.lab.kinds.flags import check_out
-from cpdhpc.lab.kinds.place import Place
-from cpdhpc.lab.kinds.timing import Measured, Point, opened
+from cpdhpc.lab.kinds.place import JobRanks
+from cpdhpc.lab.kinds.timing import BenchmarkResult, BenchPoint, opened
 from cpdhpc.lab.study.batch import write_benchmark
 from cpdhpc.lab.study_data.study_file import load_study_file
 from cpdhpc.lab.train.gradients import Gradients
@@ -54,7 +54,7 @@ def test_gloo_sums(world):
         np.testing.assert_array_equal(x, expected)
     named = ("mpi", "raw"), ("gloo", "raw"), ("gloo", "bf16"), ("direct", "e4m3")
     cases = [{"size_bytes": 4096, "algorithm": name, "wire": wire} for name, wire in named]
-    with opened(ALLREDUCE, Place(world), cases) as calls:
+    with opened(ALLREDUCE, JobRanks(world), cases) as calls:
         errors = [call.outcomes["error"] for call in calls]
         assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
         assert calls[-1].outcomes["wire_bytes"] > 0
@@ -154,9 +154,9 @@ def test_what_one_process_finds_wrong_is_raised_by_all(world):
     with pytest.raises(UserError, match="nowhere is no directory"):
         world.agreed(lambda: check_out(path))
     with pytest.raises(UserError, match=r"nowhere/x\.h5: cannot be written"):
-        point = Point({"size_bytes": 4}, {}, np.zeros((3, world.processes)))
+        point = BenchPoint({"size_bytes": 4}, {}, np.zeros((3, world.processes)))
         asked = Namespace(out=Path("nowhere/x.h5"))
-        write_benchmark(Measured("x", "allreduce", [point], 1), asked, world)
+        write_benchmark(BenchmarkResult("x", "allreduce", [point], 1), asked, world)
     assert world.agreed(lambda: world.process) == world.process
 
 

@@ -16,9 +16,9 @@ from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
-from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.collectives.schedules import SCHEDULES, NodeLayout
 from cpdhpc.lab.bench.allreduce import add_latency, run_latency
-from cpdhpc.lab.kinds.allreduce_cases import BASELINES, Arrays, schedule_case
+from cpdhpc.lab.kinds.allreduce_cases import BASELINES, CaseArrays, schedule_case
 from cpdhpc.ops.payloads import Growth
 from cpdhpc.world import gpu_messages
 
@@ -115,7 +115,7 @@ def test_sizes_and_many_pieces(gpu, algorithm, monkeypatch):
         for wire in ("raw", "e2m1fn"):
             check(gpu, Allreduce(wire, algorithm), n)
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
-    n = 9 * 1024 * SCHEDULES[algorithm].chunks(Layout(gpu.world.nodes)) + 5
+    n = 9 * 1024 * SCHEDULES[algorithm].chunks(NodeLayout(gpu.world.nodes)) + 5
     for wire in ("raw", "e3m0"):
         check(gpu, Allreduce(wire, algorithm), n)
 
@@ -138,7 +138,7 @@ def test_calls_in_a_row_share_buffers(gpu, algorithm, monkeypatch):
     """Many small pieces, and results that are looked at only after all calls."""
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     world = gpu.world
-    n = 9 * 1024 * SCHEDULES[algorithm].chunks(Layout(world.nodes)) + 5
+    n = 9 * 1024 * SCHEDULES[algorithm].chunks(NodeLayout(world.nodes)) + 5
     xs = gradients(world.ranks, n)
     calls = list(itertools.product((1, -2, 4), ("raw", "e3m0")))
     got = [
@@ -200,7 +200,7 @@ def test_a_nan_on_one_rank_is_named_on_all(gpu):
 @pytest.mark.two_ranks
 def test_benchmarks_check_sums_on_the_gpu(gpu):
     """Beside MPI_Allreduce, which takes GPU arrays as they are, or staged."""
-    arrays = Arrays(gpu.world, 1024, "gpu")
+    arrays = CaseArrays(gpu.world, 1024, "gpu")
     mpi = BASELINES["mpi"](gpu.world, arrays)
     ours = schedule_case(gpu.world, Allreduce("e4m3", "direct"), arrays)
     for case in (ours, mpi):

@@ -20,7 +20,7 @@ from cpdhpc.lab.autoencoder import passes, probe
 from cpdhpc.lab.autoencoder.job import Autoencoder
 from cpdhpc.lab.autoencoder.training import Stack, resume, save
 from cpdhpc.lab.bench.allreduce import parse_baselines
-from cpdhpc.lab.kinds.allreduce_cases import BASELINES, Arrays, group_of, missing
+from cpdhpc.lab.kinds.allreduce_cases import BASELINES, CaseArrays, group_of, missing
 from cpdhpc.lab.train.checkpoint import Files
 from cpdhpc.lab.train.data import Digits
 from cpdhpc.lab.train.job import Job
@@ -180,7 +180,7 @@ def test_nccl_sums_arrays_where_they_are(gpu, world, direct):
             pytest.skip(reason)
         found, why = parse_baselines(world, ["nccl", "nccl-bf16", "nccl-fp16"], "gpu")
         with group_of(world, found):
-            arrays = Arrays(world, 2048, "gpu")
+            arrays = CaseArrays(world, 2048, "gpu")
             cases = [BASELINES[name](world, arrays) for name in found[2:]]
             for case in cases:
                 case.check(world)

@@ -10,19 +10,12 @@ import pytest
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.lab.bench import halo
-from cpdhpc.lab.bench.halo import (
-    ALL_WAYS,
-    BLOCKING,
-    OPERATIONS,
-    OVERLAPPED,
-    WITH_PROGRESS,
-    Stencil,
-    check,
-)
+from cpdhpc.lab.bench.halo import ALL_WAYS, OPERATIONS
+from cpdhpc.lab.bench.stencil import BLOCKING, OVERLAPPED, WITH_PROGRESS, Stencil, check
 from cpdhpc.lab.darray_show import spec_of
 from cpdhpc.lab.kinds.halo import HALO
 from cpdhpc.lab.kinds.halo_cases import COPIED, OURS, WAYS, Setting, open_cases
-from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.place import JobRanks
 from cpdhpc.lab.study_data import Case
 from cpdhpc.ops import moves
 
@@ -173,7 +166,7 @@ def error_of(world, **changes):
     given = {name: each.default for name, each in HALO.factors.items() if name != "device"}
     given |= {"rows": 40 * world.size, "columns": 50, "values": 3, "halo": 4, "boundary": "wrap"}
     case = Case("case", HALO.used(given | changes), 1, world.size)
-    with HALO.measure(None, case, Place(world), True) as call:
+    with HALO.measure(None, case, JobRanks(world), True) as call:
         call.run()
         return call.outcomes["error"]
 

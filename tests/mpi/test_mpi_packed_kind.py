@@ -5,7 +5,7 @@ import pytest
 
 from cpdhpc.lab.kinds import KINDS, collective_cases
 from cpdhpc.lab.kinds.allreduce import PAIRS
-from cpdhpc.lab.kinds.place import Place
+from cpdhpc.lab.kinds.place import JobRanks
 from cpdhpc.lab.study_data import Case
 from cpdhpc.methods import COLLECTIVES
 
@@ -24,7 +24,7 @@ def test_every_case_is_checked(world, name):
                             ("mpi", "raw")):  # fmt: skip
         factors = used(collective=name, algorithm=algorithm, wire=wire)
         case = Case("allreduce", factors, 1, world.ranks)
-        with KIND.measure(None, case, Place(world), True) as call:
+        with KIND.measure(None, case, JobRanks(world), True) as call:
             for _ in range(3):
                 call.prepare()
                 call.run()
@@ -44,7 +44,7 @@ def test_a_wrong_result_is_noticed(world, monkeypatch):
     monkeypatch.setattr(collective_cases, "given", shifted)
     factors = used(collective="all_gather", algorithm="ring")
     case = Case("allreduce", factors, 1, world.ranks)
-    measured = KIND.measure(None, case, Place(world), True)
+    measured = KIND.measure(None, case, JobRanks(world), True)
     with pytest.raises(ArithmeticError, match="a result is not exact"), measured:
         pass
 
@@ -72,7 +72,7 @@ def test_messages_between_pairs_arrive(world, name):
         factors = used(collective=name, algorithm="mpi", size_bytes=size_bytes)
         assert KIND.fits({}, factors, world.ranks) is None
         case = Case("pairs", factors, 1, world.ranks)
-        with KIND.measure(None, case, Place(world), True) as call:
+        with KIND.measure(None, case, JobRanks(world), True) as call:
             for _ in range(3):
                 call.run()
             assert call.outcomes["error"] == 0
@@ -83,7 +83,7 @@ def test_a_message_that_is_another_is_noticed(world, monkeypatch):
         pytest.skip("pairs need an even number of ranks")
     monkeypatch.setattr(collective_cases, "LARGEST", 1 + world.rank)
     case = Case("pairs", used(collective="ping_pong", algorithm="mpi"), 1, world.ranks)
-    measured = KIND.measure(None, case, Place(world), True)
+    measured = KIND.measure(None, case, JobRanks(world), True)
     with pytest.raises(ArithmeticError, match="a result is not exact"), measured:
         pass
 

@@ -41,7 +41,7 @@ from ..kinds.allreduce import (
     share,
 )
 from ..kinds.allreduce_cases import BASELINES, bound_s, group_of, library_of, missing, wire_bytes
-from ..kinds.place import Place
+from ..kinds.place import JobRanks
 from ..report import units
 from ..settings import options
 from ..study_data import Factors, Value
@@ -187,15 +187,15 @@ def parse_calls(given: argparse.Namespace, world: Ranks) -> tuple[list[str], lis
     return calls, skipped
 
 
-def place_of(given: argparse.Namespace, world: Any, machine: Machine | None = None) -> Place:
+def place_of(given: argparse.Namespace, world: Any, machine: Machine | None = None) -> JobRanks:
     """Return the ranks, whose link has the rate of --link. Collective."""
-    place = Place(world, None, given.oversubscribe_gpus, machine)
+    place = JobRanks(world, None, given.oversubscribe_gpus, machine)
     if given.link is not None and len(set(world.nodes)) > 1:
         place.link_s = 8 / GIGA / given.link
     return place
 
 
-def run(given: argparse.Namespace, world: Ranks) -> timing.Measured:
+def run(given: argparse.Namespace, world: Ranks) -> timing.BenchmarkResult:
     """Check and time every case at every size, and print a table. Collective."""
     machine, name = None, given.collective
     if given.predict is not None:
@@ -211,7 +211,7 @@ def run(given: argparse.Namespace, world: Ranks) -> timing.Measured:
     world.agreed(lambda: flags.check_out(given.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         calls, further = parse_calls(given, world)
-        place, points = place_of(given, world, machine), list[timing.Point]()
+        place, points = place_of(given, world, machine), list[timing.BenchPoint]()
         columns = columns_of(given, methods)
 
         def rows() -> Iterator[list[object]]:
@@ -227,7 +227,7 @@ def run(given: argparse.Namespace, world: Ranks) -> timing.Measured:
         head = "; ".join(filter(None, [printing.machine_line(world), of_gpus]))
         forms = {column: FORMS[column] for column in columns}
         printing.show(world, above(head, cores, given, skipped + further), forms, rows())
-    return timing.Measured("allreduce", "allreduce", points, given.warmup, cores)
+    return timing.BenchmarkResult("allreduce", "allreduce", points, given.warmup, cores)
 
 
 def _check_collective(given: argparse.Namespace) -> None:
@@ -264,8 +264,8 @@ def cases_of(
 
 
 def measured(
-    place: Place, given: argparse.Namespace, cases: Sequence[Factors]
-) -> list[timing.Point]:
+    place: JobRanks, given: argparse.Namespace, cases: Sequence[Factors]
+) -> list[timing.BenchPoint]:
     """Return the points of the cases of a size, MPI's own and memcpy first. Collective.
 
     The bound of all-reduces takes the time of memcpy in the same turns.
@@ -309,7 +309,7 @@ def columns_of(given: argparse.Namespace, methods: Sequence[Any]) -> list[str]:
 
 
 def cells(
-    row: timing.Point, ranks: int, warmup: int, mpi_s: float, copy_s: float
+    row: timing.BenchPoint, ranks: int, warmup: int, mpi_s: float, copy_s: float
 ) -> dict[str, object]:
     """Return the cells of a row by heading; mpi_s, copy_s: medians of mpi and memcpy."""
     of, times_s = row.factors, row.slowest_s(warmup)
@@ -385,9 +385,9 @@ def above(
     yield from (f"left out: {text}" for text in skipped)
 
 
-def fastest(rows: Sequence[timing.Point], warmup: int) -> list[timing.Point]:
+def fastest(rows: Sequence[timing.BenchPoint], warmup: int) -> list[timing.BenchPoint]:
     """Return the row with the least median of those that differ only in the call."""
-    same: dict[frozenset[Any], list[timing.Point]] = {}
+    same: dict[frozenset[Any], list[timing.BenchPoint]] = {}
     for row in rows:
         of = frozenset(item for item in row.factors.items() if item[0] != "call")
         same.setdefault(of, []).append(row)
@@ -406,10 +406,10 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     add_all(parser, "least and greatest latencies too, in the columns of the OSU benchmarks")
 
 
-def run_latency(given: argparse.Namespace, world: Ranks) -> timing.Measured:
+def run_latency(given: argparse.Namespace, world: Ranks) -> timing.BenchmarkResult:
     """Check and time small all-reduces beside MPI_Allreduce, in the columns of OSU. Collective."""
     world.agreed(lambda: flags.check_out(given.out, world))
-    points: list[timing.Point] = []
+    points: list[timing.BenchPoint] = []
     with own_cores(world) as cores:
         of_gpus = flags.take_device(given, world)
         calls, skipped = parse_calls(given, world)
@@ -435,7 +435,7 @@ def run_latency(given: argparse.Namespace, world: Ranks) -> timing.Measured:
         ]
         forms = latency_forms(beside, calls, given.all)
         printing.show(world, comments, forms, rows())
-    return timing.Measured("latency", "allreduce", points, given.warmup, cores)
+    return timing.BenchmarkResult("latency", "allreduce", points, given.warmup, cores)
 
 
 def latency_forms(beside: Sequence[str], calls: Sequence[str], whole: bool) -> dict[str, str]:
@@ -449,7 +449,7 @@ def latency_forms(beside: Sequence[str], calls: Sequence[str], whole: bool) -> d
     return {"Size(B)": "<8", **forms, **ratios, **({"Iterations": "11"} if whole else {})}
 
 
-def latency_cells(rows: Sequence[timing.Point], warmup: int, whole: bool) -> list[object]:
+def latency_cells(rows: Sequence[timing.BenchPoint], warmup: int, whole: bool) -> list[object]:
     """Return the row of a size, of its points; whole: as in latency_forms."""
     by_rank = [1e6 * row.times_s[warmup:].mean(axis=0) for row in rows]
     best_s = min(row.median_s(warmup) for row in rows[2:])

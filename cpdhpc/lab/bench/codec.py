@@ -24,7 +24,7 @@ from ...world.ranks import Loopback
 from ..kinds import flags, printing, timing
 from ..kinds.codec import CODEC
 from ..kinds.codec_cases import CHECKED, check_against_reference, format_of
-from ..kinds.place import Place
+from ..kinds.place import JobRanks
 from ..provenance import processor
 from ..settings import options
 from ..study_data import Factors, Value
@@ -57,25 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_repeats(parser, 9, calls="calls of each case", out=True)
 
 
-class Way(NamedTuple):
+class CpuLoops(NamedTuple):
     """Loops of the CPU, by the processors that they were compiled for, and their threads."""
 
     clone: str
     threads: int
 
 
-def run(given: argparse.Namespace) -> timing.Measured:
+def run(given: argparse.Namespace) -> timing.BenchmarkResult:
     """Check and time the operations for each format, and print a table."""
     _check_options(given)
-    ways = [Way(*each) for each in product(given.clones or [cpu.clone()], given.threads)]
+    ways = [CpuLoops(*each) for each in product(given.clones or [cpu.clone()], given.threads)]
     world: Any = Loopback()
     if of_gpu := flags.take_device(given, world):
         print(of_gpu)
     print(f"codec on {processor()}, {os.cpu_count()} cores")
     print(f"{given.mib:g} MiB of float32, median of {given.repeats}, GB/s of float32")
-    place, points = Place(world, None, given.oversubscribe_gpus), list[timing.Point]()
+    place, points = JobRanks(world, None, given.oversubscribe_gpus), list[timing.BenchPoint]()
 
-    def timed(operations: Sequence[tuple[str, Factors]]) -> list[timing.Point]:
+    def timed(operations: Sequence[tuple[str, Factors]]) -> list[timing.BenchPoint]:
         found = _timed(place, given, ways, operations)
         points.extend(found[1 if points else 0 :])  # memcpy once, which is beside each format
         return found
@@ -98,7 +98,7 @@ def run(given: argparse.Namespace) -> timing.Measured:
         by_way = [_cells(found, operations, way) for way in ways]
         lines = zip(operations, *by_way, strict=True)
         printing.show(world, [], {"clone\nthreads": "16"} | heads, lines)
-    return timing.Measured("codec", "codec", points, WARMUP)
+    return timing.BenchmarkResult("codec", "codec", points, WARMUP)
 
 
 def _check_options(given: argparse.Namespace) -> None:
@@ -129,17 +129,17 @@ def _check(cast: Cast, clones: Sequence[str], device: str) -> None:
 
 
 def _timed(
-    place: Place,
+    place: JobRanks,
     given: argparse.Namespace,
-    ways: Sequence[Way],
+    ways: Sequence[CpuLoops],
     operations: Sequence[tuple[str, Factors]],
-) -> list[timing.Point]:
+) -> list[timing.BenchPoint]:
     """Return the points of memcpy, in one way, and of some operations in all ways, in turns."""
     common: dict[str, Value] = {"size_bytes": 4 * max(1, int(given.mib * 2**20 / 4))}
     if given.device == "gpu":
         common["device"] = "gpu"
 
-    def case(operation: str, way: Way, further: Factors) -> Factors:
+    def case(operation: str, way: CpuLoops, further: Factors) -> Factors:
         clone = {"clone": way.clone} if given.clones else {}
         return {**common, "operation": operation, "threads": way.threads, **clone, **further}
 
@@ -148,7 +148,7 @@ def _timed(
     return timing.measure(CODEC, place, cases, given.repeats, WARMUP, check=False)
 
 
-def _cells(points: Sequence[timing.Point], names: Sequence[str], way: Way) -> list[str]:
+def _cells(points: Sequence[timing.BenchPoint], names: Sequence[str], way: CpuLoops) -> list[str]:
     """Return the rate of each operation in a way, with its ratio to memcpy's."""
     rates = {
         point.factors["operation"]: float(point.factors["size_bytes"])
@@ -161,5 +161,5 @@ def _cells(points: Sequence[timing.Point], names: Sequence[str], way: Way) -> li
     return [f"{rates[n]:.1f}{ratios[n]}" for n in names]
 
 
-def _way(point: timing.Point) -> Way:
-    return Way(str(point.factors.get("clone", cpu.clone())), int(point.factors["threads"]))
+def _way(point: timing.BenchPoint) -> CpuLoops:
+    return CpuLoops(str(point.factors.get("clone", cpu.clone())), int(point.factors["threads"]))

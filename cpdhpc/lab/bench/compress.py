@@ -108,7 +108,7 @@ def replay(
         for each in recorded
     ]
     exact = [_exact(each, bucket, world.ranks) for each in recorded]
-    scale, profile, clock = recorded[0].loss_scale, Profile(), Clock(world)
+    scale, profile, clock = recorded[0].loss_scale, Profile(), CallClock(world)
     out = rows[0][0].copy()  # for the mean, as the reducer has it
 
     def averages() -> Iterator[Callable[[], Mean]]:
@@ -180,7 +180,7 @@ class Spent(NamedTuple):
     local_s: float
 
 
-class Clock:
+class CallClock:
     """The time of a call, that of its collectives, and the processor time of the rest.
 
     Each collective begins after a barrier, whose wait counts for the call alone. Ranks that share
@@ -358,7 +358,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Point(NamedTuple):
+class MethodPoint(NamedTuple):
     """A method on so many ranks."""
 
     method: str
@@ -463,13 +463,15 @@ def _measured(
     recorded: Sequence[Gradients],
     worlds: Sequence[Ranks],
     device: str,
-) -> tuple[list[Point], list[str]]:
+) -> tuple[list[MethodPoint], list[str]]:
     """Return all points, and the reasons why others are left out. Collective."""
     points, left_out = [], []
     for text, method in methods.items():
         for world in worlds:
             try:
-                points.append(Point(text, world.ranks, replay(world, method, recorded, device)))
+                points.append(
+                    MethodPoint(text, world.ranks, replay(world, method, recorded, device))
+                )
             except (ValueError, NonFiniteGradient) as error:  # on all processes
                 plural = "s" * (world.ranks > 1)
                 left_out.append(f"# {text} on {world.ranks} rank{plural}: left out: {error}")
@@ -478,10 +480,10 @@ def _measured(
     return points, left_out
 
 
-def costs_of(points: Sequence[Point], processes: int) -> dict[str, crossover.Cost]:
+def costs_of(points: Sequence[MethodPoint], processes: int) -> dict[str, crossover.ExchangeCost]:
     """Return the cost of an exchange by method, from points with one rank for each process."""
     own = [p for p in points if p.ranks == processes]
-    return {p.method: crossover.Cost(p.done.local_s, p.most_bytes) for p in own}
+    return {p.method: crossover.ExchangeCost(p.done.local_s, p.most_bytes) for p in own}
 
 
 COLUMNS = {  # heading -> width and digits
@@ -493,7 +495,7 @@ COLUMNS = {  # heading -> width and digits
 SHOWN_RANKS = 8
 
 
-def table_of(points: Sequence[Point], values: int, processes: int) -> list[str]:
+def table_of(points: Sequence[MethodPoint], values: int, processes: int) -> list[str]:
     """Return the table of methods on 8 ranks, or the next smaller number.
 
     values: of a gradient; the column "of float32" is relative to its float32 bytes
@@ -524,17 +526,17 @@ def table_of(points: Sequence[Point], values: int, processes: int) -> list[str]:
     return lines + printing.table(_forms(points) | COLUMNS, rows)
 
 
-def _forms(points: Sequence[Point]) -> dict[str, str]:
+def _forms(points: Sequence[MethodPoint]) -> dict[str, str]:
     return {"method": f"<{max(len(p.method) for p in points)}"}
 
 
-def growth(points: Sequence[Point]) -> list[str]:
+def growth(points: Sequence[MethodPoint]) -> list[str]:
     """Return the bytes that a rank sends, and the share of the mean, by the number of ranks."""
     ranks = sorted({p.ranks for p in points})
     found = {(p.method, p.ranks): p for p in points}
     lines = ["# bytes sent by the rank that sends most, and share of the mean that is not zero"]
 
-    def cell(p: Point | None) -> str:
+    def cell(p: MethodPoint | None) -> str:
         return "-" if p is None else f"{p.most_bytes:>9.0f} {p.done.nonzero_share:>7.1%}"
 
     methods = dict.fromkeys(p.method for p in points)
@@ -544,7 +546,7 @@ def growth(points: Sequence[Point]) -> list[str]:
 
 def _write(
     directory: Path,
-    points: Sequence[Point],
+    points: Sequence[MethodPoint],
     recorded: Sequence[Gradients],
     notes: store.Attributes,
 ) -> None:
@@ -580,7 +582,7 @@ OF_POINT = {  # array of a point: long name, units
 }
 
 
-def variables(points: Sequence[Point]) -> dict[str, Variable]:
+def variables(points: Sequence[MethodPoint]) -> dict[str, Variable]:
     """Return the points as labelled arrays; bytes of ranks that a point lacks are NaN."""
     done, by = [p.done for p in points], ("point",)
     sent = np.full((len(points), max(p.ranks for p in points)), np.nan)
@@ -605,7 +607,7 @@ def variables(points: Sequence[Point]) -> dict[str, Variable]:
     }
 
 
-def chart(points: Sequence[Point]) -> Chart:
+def chart(points: Sequence[MethodPoint]) -> Chart:
     """Return cosines against bytes on the most ranks; bytes, and shares of the mean, by ranks."""
     looks, ranks = styles(p.method for p in points), sorted({p.ranks for p in points})
     last = [p for p in points if p.ranks == ranks[-1]]
@@ -616,7 +618,7 @@ def chart(points: Sequence[Point]) -> Chart:
     by_bytes = spread("bytes that a rank sends", [p.most_bytes for p in last])
     of_cosines = Axis("cosine to the exact mean", limits=(None, 1.03))
     panels = [Panel(f"cosine, {ranks[-1]} ranks", by_bytes, of_cosines, cosines)]
-    figures: dict[str, tuple[str, Callable[[Point], float]]] = {
+    figures: dict[str, tuple[str, Callable[[MethodPoint], float]]] = {
         "bytes by ranks": ("bytes that a rank sends", lambda p: p.most_bytes),
         "non-zero values by ranks": (
             "share of the mean that is not zero",

@@ -26,7 +26,7 @@ ITERATIONS = 4
 
 
 @dataclass(frozen=True)
-class Cost:
+class ExchangeCost:
     """The cost of an exchange: processor time outside of collectives, and bytes a rank sends."""
 
     local_s: float
@@ -36,7 +36,7 @@ class Cost:
         """Return the time of an exchange over a link."""
         return self.local_s + 8 * self.sent_bytes / (1e9 * link_gbps)
 
-    def wins_below_gbps(self, dense: Cost) -> float:
+    def wins_below_gbps(self, dense: ExchangeCost) -> float:
         """Return the speed of link below which this takes less time; inf: any, 0: none.
 
         dense: the cost of float32, which has more bytes
@@ -62,7 +62,7 @@ def copy_s(world: Ranks, values: int) -> float:
     return float(np.median(np.max(world.gather(found, "bench"), axis=0)))
 
 
-def lines(costs: Mapping[str, Cost], values: int, copied_s: float) -> list[str]:
+def lines(costs: Mapping[str, ExchangeCost], values: int, copied_s: float) -> list[str]:
     """Return a table: local work of methods, the same in copies, the link below which they win.
 
     values: of a gradient; copied_s: from copy_s
@@ -91,7 +91,7 @@ def lines(costs: Mapping[str, Cost], values: int, copied_s: float) -> list[str]:
     return above + table(forms, rows)
 
 
-def chart(costs: Mapping[str, Cost], ranks: int) -> Chart:
+def chart(costs: Mapping[str, ExchangeCost], ranks: int) -> Chart:
     """Return the time of an exchange by the speed of the link, a line for each method."""
     looks = styles(costs)
     series = [

@@ -21,7 +21,7 @@ FLOAT_BYTES = 4
 COPIES = 2  # of the weights between iterations: themselves and the momentum
 
 
-class Cost(NamedTuple):
+class IterationCost(NamedTuple):
     """The cost of an iteration for a rank. exchanges: name -> (messages, bytes) that leave it.
 
     state_bytes: weights and momentum; peak_bytes: the most that all tensors take at one time
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     print("\n".join(_lines(geometry, procs, arguments.batch, costs)))
 
 
-def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[Cost]:
+def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[IterationCost]:
     """Return the cost of an iteration of training for each rank, in float32.
 
     Exchanges: cells to fields; fields' reconstructions back and, in backward, their gradient;
@@ -102,7 +102,7 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
             "their gradient": here,
         }
         found.append(
-            Cost(
+            IterationCost(
                 parameters,
                 COPIES * FLOAT_BYTES * parameters,
                 FLOAT_BYTES * (COPIES * parameters + image + responses),
@@ -125,7 +125,9 @@ def _both_ways(windows: Windows, rank: int, cell_bytes: int) -> tuple[tuple[int,
     return counted(readers), counted(owners)
 
 
-def _lines(geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[Cost]) -> list[str]:
+def _lines(
+    geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[IterationCost]
+) -> list[str]:
     layer, (high, wide), (rows, columns) = geometry.layer, geometry.image, geometry.blocks
     mebi, giga = 2**20, 1e9
     quantities = {

@@ -199,7 +199,7 @@ def bound_s(
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepTimes:
     """times_s: of the slowest process, float64[repeats], by case; bound_s: see bound_s."""
 
     times_s: Mapping[str, timing.Times]
@@ -208,7 +208,7 @@ class Steps:
 
 def _timed(
     world: Ranks, plain: Training, overlapped: Training, arguments: argparse.Namespace
-) -> Steps:
+) -> StepTimes:
     """Return the times of the cases, measured in turns. Collective."""
     threads = own_threads(world, plain.job.train.threads)
     alone = Backward(plain)
@@ -231,7 +231,7 @@ def _timed(
     sizes = [part.stop - part.start for part in plain.reducer.parts]
     shares = [size / sum(sizes) for size in sizes]
     medians = (float(np.median(times_s[name])) for name in (COMPUTE, REDUCE))
-    return Steps(times_s, bound_s(ready_s, shares, *medians))
+    return StepTimes(times_s, bound_s(ready_s, shares, *medians))
 
 
 def until_done(device: Any, case: Callable[[], object]) -> None:
@@ -265,7 +265,7 @@ def _above(training: Training) -> list[str]:
     ]
 
 
-def _row(name: str, found: Steps) -> list[object]:
+def _row(name: str, found: StepTimes) -> list[object]:
     """Return the cells of a row; fastest, slowest: of the overlapped steps."""
     ms = {case: timing.ms(each) for case, each in found.times_s.items()}
     medians = {case: each[0] for case, each in ms.items()}

@@ -162,7 +162,7 @@ def of_module(arguments: argparse.Namespace, world: World) -> Subject:
 
 
 @dataclass
-class Row:
+class PreparedWay:
     """A way to train: step() is one step, whose gradients are left; reduce: of GradientReducer.
 
     first: the gradients of the first step, float32[parameters]
@@ -216,7 +216,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingWay:
     """A way to train; group: of torch's own, None for the default one."""
 
     kind: str
@@ -227,22 +227,22 @@ class Way:
 
 def _ways(
     methods: Mapping[str, Aggregator], groups: Mapping[str, distributed.ProcessGroup]
-) -> Iterator[Way]:
+) -> Iterator[TrainingWay]:
     """Yield the way of each row; the first two are alone and ddp."""
-    yield Way(ALONE, ALONE)
-    yield Way(DDP, DDP)
+    yield TrainingWay(ALONE, ALONE)
+    yield TrainingWay(DDP, DDP)
     for text, group in groups.items():
-        yield from (Way(kind, f"{text} {kind}", group=group) for kind in (DDP, FSDP))
+        yield from (TrainingWay(kind, f"{text} {kind}", group=group) for kind in (DDP, FSDP))
     for text, method in methods.items():
-        yield Way("plain", text, method)
-        yield Way("overlap", f"{text} overlap", method)
-        yield Way("hook", f"{text} hook", method)
+        yield TrainingWay("plain", text, method)
+        yield TrainingWay("overlap", f"{text} overlap", method)
+        yield TrainingWay("hook", f"{text} hook", method)
 
 
 @contextmanager
-def _row(subject: Subject, world: World, way: Way) -> Iterator[Row]:
+def _row(subject: Subject, world: World, way: TrainingWay) -> Iterator[PreparedWay]:
     """Yield a row after its first steps. Collective."""
-    watch = Memory(subject.device)
+    watch = PeakMemory(subject.device)
     model = subject.model()
     reducer, called = None, model
     if way.kind in (DDP, "hook"):
@@ -278,7 +278,7 @@ def _row(subject: Subject, world: World, way: Way) -> Iterator[Row]:
     if way.kind == FSDP:  # shards are rows
         own = [np.concatenate(each) for each in zip(*world.gather(own), strict=True)]
     first = np.concatenate([each.ravel() for each in own])
-    row = Row(way.name, model, step, first, reducer, way.kind == "overlap", memory)
+    row = PreparedWay(way.name, model, step, first, reducer, way.kind == "overlap", memory)
     if way.kind != ALONE:
         _check(world, row)
     with ExitStack() as closing:
@@ -287,7 +287,7 @@ def _row(subject: Subject, world: World, way: Way) -> Iterator[Row]:
         yield row
 
 
-def _check(world: World, row: Row) -> None:
+def _check(world: World, row: PreparedWay) -> None:
     """Raise ArithmeticError on all processes unless they have the same gradients. Collective."""
     own = row.first
     first = world.gather(own if world.process == 0 else None, "bench step")[0]
@@ -303,7 +303,7 @@ def _gradients(model: torch.nn.Module) -> list[np.ndarray]:
     return [np.array(values_of(each.float())) for each in local]
 
 
-def _error(row: Row, exact: np.ndarray) -> float:
+def _error(row: PreparedWay, exact: np.ndarray) -> float:
     """Return the distance of a row's mean from another, by the length of the latter."""
     apart = np.linalg.norm(row.first.astype(np.float64) - exact)
     return float(apart / max(float(np.linalg.norm(exact.astype(np.float64))), 1e-300))
@@ -323,7 +323,7 @@ def _sum_of(world: World, method: Aggregator, like: np.ndarray) -> Callable[[], 
 def _timed(
     world: World,
     subject: Subject,
-    rows: Sequence[Row],
+    rows: Sequence[PreparedWay],
     sums: Mapping[str, Callable[[], object] | None],
     arguments: argparse.Namespace,
 ) -> dict[tuple[str, str], timing.Times]:
@@ -349,7 +349,7 @@ FORMS = {
 
 
 def _cells(
-    rows: Sequence[Row],
+    rows: Sequence[PreparedWay],
     times_s: Mapping[tuple[str, str], timing.Times],
     errors: Sequence[float],
     gradient_bytes: int,
@@ -363,7 +363,7 @@ def _cells(
         yield [row.name, step, *ends, step / ms[DDP, "step"][0], *alone, more, error]
 
 
-class Memory:
+class PeakMemory:
     """The most memory that this process takes from now on, above what it has now.
 
     Linux alone can forget the former peak; elsewhere, and where it may not, the answer is NaN. On

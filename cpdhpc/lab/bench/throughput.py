@@ -38,7 +38,7 @@ from .accuracy import contributions
 
 # Networks of the literature: layers with parameters, and their work. Each function follows the
 # rule of an architecture; a test compares the totals with the published ones.
-class Layer(NamedTuple):
+class NetworkLayer(NamedTuple):
     """Parameters that are one tensor; shape as torch has it: outputs, inputs, window.
 
     positions: how often a sample multiplies by each of them in a forward pass
@@ -52,7 +52,7 @@ class Layer(NamedTuple):
 class Network(NamedTuple):
     """The layers in the order of a forward pass; sample: the plural of its samples' name."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[NetworkLayer, ...]
     sample: str
 
     @property
@@ -75,28 +75,28 @@ class Network(NamedTuple):
         return Bucket(names, shapes)
 
 
-def _weights(name: str, shape: tuple[int, ...], positions: int) -> Iterator[Layer]:
+def _weights(name: str, shape: tuple[int, ...], positions: int) -> Iterator[NetworkLayer]:
     """Yield a layer's weights and its bias."""
-    yield Layer(f"{name}.weight", shape, positions)
-    yield Layer(f"{name}.bias", shape[:1], 0)
+    yield NetworkLayer(f"{name}.weight", shape, positions)
+    yield NetworkLayer(f"{name}.bias", shape[:1], 0)
 
 
 def _convolution(
     name: str, outputs: int, inputs: int, window: int, side: int, norm: bool = False
-) -> Iterator[Layer]:
+) -> Iterator[NetworkLayer]:
     """Yield a convolution to side x side pixels, with a bias, or a batch norm after it."""
     yield from _weights(name, (outputs, inputs, window, window), side * side)
     if norm:  # scale and offset; the convolution needs no bias
-        yield Layer(f"{name}.norm", (outputs,), 0)
+        yield NetworkLayer(f"{name}.norm", (outputs,), 0)
 
 
-def _fully_connected(inputs: int) -> Iterator[Layer]:
+def _fully_connected(inputs: int) -> Iterator[NetworkLayer]:
     """Yield the last three layers of AlexNet and VGG-A."""
     for i, shape in enumerate([(4096, inputs), (4096, 4096), (1000, 4096)], 6):
         yield from _weights(f"fc{i}", shape, 1)
 
 
-def alexnet() -> Iterator[Layer]:
+def alexnet() -> Iterator[NetworkLayer]:
     """Yield the layers of AlexNet, whose second, fourth and fifth layer have two groups.
 
     Source: Krizhevsky, Sutskever, Hinton: ImageNet classification with deep convolutional neural
@@ -108,7 +108,7 @@ def alexnet() -> Iterator[Layer]:
     yield from _fully_connected(256 * 6 * 6)
 
 
-def vgg_a() -> Iterator[Layer]:
+def vgg_a() -> Iterator[NetworkLayer]:
     """Yield the layers of VGG-A.
 
     Source: Simonyan, Zisserman: Very deep convolutional networks for large-scale image
@@ -136,7 +136,7 @@ GOOGLENET_MODULES = {  # name -> side, then outputs: 1x1; 3x3 reduced, 3x3; 5x5 
 }
 
 
-def googlenet() -> Iterator[Layer]:
+def googlenet() -> Iterator[NetworkLayer]:
     """Yield the layers of GoogLeNet without its auxiliary classifiers.
 
     Source: Szegedy et al.: Going deeper with convolutions, CVPR 2015, table 1.
@@ -156,7 +156,7 @@ def googlenet() -> Iterator[Layer]:
     yield from _weights("classifier", (1000, inputs), 1)
 
 
-def resnet50() -> Iterator[Layer]:
+def resnet50() -> Iterator[NetworkLayer]:
     """Yield the layers of ResNet-50, whose blocks halve images in their 3 x 3 convolution.
 
     Source: He, Zhang, Ren, Sun: Deep residual learning for image recognition, CVPR 2016, table 1.
@@ -180,7 +180,7 @@ TOKENS = 32  # of a sentence and of its translation, about the mean of WMT's
 VOCABULARY = 37_000
 
 
-def transformer() -> Iterator[Layer]:
+def transformer() -> Iterator[NetworkLayer]:
     """Yield the layers of the base Transformer, with one embedding for input and output.
 
     Products of activations in attention have no parameters and are not counted.
@@ -188,10 +188,10 @@ def transformer() -> Iterator[Layer]:
     """
     width, inner = 512, 2048
 
-    def norm(name: str) -> Iterator[Layer]:
-        yield from (Layer(f"{name}.norm.{each}", (width,), 0) for each in ("weight", "bias"))
+    def norm(name: str) -> Iterator[NetworkLayer]:
+        yield from (NetworkLayer(f"{name}.norm.{each}", (width,), 0) for each in ("weight", "bias"))
 
-    yield Layer("embedding", (VOCABULARY, width), TOKENS)
+    yield NetworkLayer("embedding", (VOCABULARY, width), TOKENS)
     for part, attentions in (("encoder", 1), ("decoder", 2)):
         for name in (f"{part}.{i}" for i in range(6)):
             for attention in (f"{name}.attention{j}" for j in range(attentions)):
@@ -253,7 +253,7 @@ def _links(text: str) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Model:
+class PerformanceModel:
     """The performance model.
 
     compute_s: of a worker's batch; calls: the collectives of a step, by compressor
@@ -262,7 +262,7 @@ class Model:
     network: Network
     batch: int
     compute_s: float
-    calls: Mapping[str, Sequence[Call]]
+    calls: Mapping[str, Sequence[ListedCall]]
     algorithms: Sequence[str]
 
     def step(self, name: str, workers: int, machine: Machine) -> tuple[float, float]:
@@ -307,7 +307,7 @@ def run(arguments: argparse.Namespace) -> None:
         name: calls_of(COMPRESSORS[name](), network.bucket, arguments.bucket_mib)
         for name in methods
     }
-    model = Model(network, arguments.batch, compute_s, calls, arguments.algorithms)
+    model = PerformanceModel(network, arguments.batch, compute_s, calls, arguments.algorithms)
     workers = arguments.workers
     print("\n".join(_rests_on(arguments, model, machine, source, max(workers))))
     rates = {
@@ -327,7 +327,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _rests_on(
-    arguments: argparse.Namespace, model: Model, machine: Machine, source: str, most: int
+    arguments: argparse.Namespace, model: PerformanceModel, machine: Machine, source: str, most: int
 ) -> list[str]:
     """Return the assumptions, and for each compressor the bytes that it sends."""
     network = model.network
@@ -357,7 +357,10 @@ def _rests_on(
 
 
 def chart(
-    name: str, workers: Sequence[int], rates: Mapping[tuple[float, str], list[float]], model: Model
+    name: str,
+    workers: Sequence[int],
+    rates: Mapping[tuple[float, str], list[float]],
+    model: PerformanceModel,
 ) -> Chart:
     """Return samples a second against workers, a panel for each speed of links."""
     looks, sample = styles(model.calls), model.network.sample
@@ -387,7 +390,7 @@ FACTORS = [1 << i for i in range(10)]  # by which large layers are made smaller
 LEAST_VALUES, LEAST_ROWS = 1 << 13, 16  # of a layer that is made smaller
 
 
-class Call(NamedTuple):
+class ListedCall(NamedTuple):
     """A collective; size_bytes: data of one of RANKS, the mean over them.
 
     method, values: of an all-reduce; divided: whether the data of all ranks together has the same
@@ -406,7 +409,7 @@ class CountedRanks(Loopback):
 
     def __init__(self, virtual_ranks: int) -> None:
         super().__init__(virtual_ranks)
-        self.calls: list[Call] = []
+        self.calls: list[ListedCall] = []
         self.account = self._list
         self._neighbours: int | None = None  # index of the call of neighbours under way
         self._before_bytes = 0  # sent before it
@@ -414,7 +417,7 @@ class CountedRanks(Loopback):
     def max(self, values: Array, what: str = "max") -> Array:
         """Return a copy, and list the call unless an all-reduce makes it: its prediction has it."""
         if not what.startswith("allreduce"):
-            self.calls.append(Call("agreement", values.nbytes))
+            self.calls.append(ListedCall("agreement", values.nbytes))
         return super().max(values, what)
 
     def _list(self, name: str, arguments: Mapping[str, Any], numbers: Sequence[int]) -> None:
@@ -422,9 +425,9 @@ class CountedRanks(Loopback):
         if name == "allreduce":
             method = Allreduce(**{field.name: arguments[field.name] for field in fields(Allreduce)})
             n = prod(arguments["x.shape"])
-            self.calls.append(Call(name, method.payloads.size_bytes(n), method, n))
+            self.calls.append(ListedCall(name, method.payloads.size_bytes(n), method, n))
             return
-        self.calls.append(Call(name, self._data_bytes(name, arguments, numbers)))
+        self.calls.append(ListedCall(name, self._data_bytes(name, arguments, numbers)))
 
     def _data_bytes(self, name: str, arguments: Mapping[str, Any], numbers: Sequence[int]) -> float:
         """Return the bytes of a rank's data in a collective of cpdhpc.collectives.sparse."""
@@ -443,11 +446,11 @@ class CountedRanks(Loopback):
         """Set the bytes of the last call of neighbours, which has ended."""
         if self._neighbours is not None:
             sent = int(self.bytes_sent.sum()) - self._before_bytes
-            self.calls[self._neighbours] = Call("neighbours", sent / self.ranks)
+            self.calls[self._neighbours] = ListedCall("neighbours", sent / self.ranks)
             self._neighbours = None
 
 
-class Cost(NamedTuple):
+class CollectiveCost(NamedTuple):
     """Messages and bytes of a collective one after another, and mean bytes that leave a rank."""
 
     messages: int
@@ -455,29 +458,29 @@ class Cost(NamedTuple):
     sent_bytes: float
 
 
-def _gathered(ranks: int, size: float) -> Cost:
-    return Cost((ranks - 1).bit_length(), (ranks - 1) * size, (ranks - 1) * size)
+def _gathered(ranks: int, size: float) -> CollectiveCost:
+    return CollectiveCost((ranks - 1).bit_length(), (ranks - 1) * size, (ranks - 1) * size)
 
 
-def _summed(ranks: int, size: float) -> Cost:
+def _summed(ranks: int, size: float) -> CollectiveCost:
     if size <= GATHERED_BYTES:
         return _gathered(ranks, size)
     both = 2 * (ranks - 1) / ranks * size
-    return Cost(ranks - 1 + (ranks - 1).bit_length(), both, both)
+    return CollectiveCost(ranks - 1 + (ranks - 1).bit_length(), both, both)
 
 
-def _spread(ranks: int, size: float) -> Cost:
+def _spread(ranks: int, size: float) -> CollectiveCost:
     depth = (ranks - 1).bit_length()
-    return Cost(depth, depth * size, (ranks - 1) / ranks * size)
+    return CollectiveCost(depth, depth * size, (ranks - 1) / ranks * size)
 
 
-def _to_all(ranks: int, size: float) -> Cost:
+def _to_all(ranks: int, size: float) -> CollectiveCost:
     """Return the cost of neighbours if each rank sends every other one a part; size: on RANKS."""
     sent = size * RANKS / (RANKS - 1) * (ranks - 1) / ranks
-    return Cost(ranks - 1 + (ranks - 1).bit_length(), sent, sent)
+    return CollectiveCost(ranks - 1 + (ranks - 1).bit_length(), sent, sent)
 
 
-COSTS: dict[str, Callable[[int, float], Cost]] = {  # of the calls of collectives.sparse
+COSTS: dict[str, Callable[[int, float], CollectiveCost]] = {  # of the calls of collectives.sparse
     "agreement": lambda ranks, size: _spread(ranks, size)._replace(sent_bytes=0.0),
     "allgather": _gathered,
     "sum": _summed,
@@ -487,7 +490,7 @@ COSTS: dict[str, Callable[[int, float], Cost]] = {  # of the calls of collective
 
 
 def price(
-    machine: Machine, call: Call, ranks: int, algorithms: Sequence[str]
+    machine: Machine, call: ListedCall, ranks: int, algorithms: Sequence[str]
 ) -> tuple[float, float]:
     """Return the time in s of a collective on so many ranks, and the bytes that leave a rank.
 
@@ -509,7 +512,7 @@ def price(
     return call_s + cost.messages * message_s + cost.path_bytes * byte_s, cost.sent_bytes
 
 
-def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[Call]:
+def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[ListedCall]:
     """Return the collectives of an iteration in which a method averages a bucket's gradients.
 
     They are the same for any number of ranks. The gradients are random, with magnitudes over many
@@ -526,14 +529,14 @@ def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[
     return world.calls
 
 
-def calls_of(method: Aggregator, bucket: Bucket, bucket_mib: float) -> list[Call]:
+def calls_of(method: Aggregator, bucket: Bucket, bucket_mib: float) -> list[ListedCall]:
     """Return the collectives of an iteration, of all the buckets that a reducer makes.
 
     Large layers are run with some of their rows, which are output units. The bytes of a method are
     linear in rows, so two sizes determine the whole. A bucket whose calls differ between the two
     sizes is run in full.
     """
-    found: list[Call] = []
+    found: list[ListedCall] = []
     for part in split_bucket(Bucket(bucket.names, bucket.shapes, method.align), bucket_mib):
         factor = min(FACTORS, key=lambda f: _shrunk(part.bucket, f, 2).size)
         whole = _shrunk(part.bucket, factor, 1)
@@ -546,7 +549,7 @@ def calls_of(method: Aggregator, bucket: Bucket, bucket_mib: float) -> list[Call
     return found
 
 
-def _marked(method: Aggregator, bucket: Bucket) -> list[Call]:
+def _marked(method: Aggregator, bucket: Bucket) -> list[ListedCall]:
     """Return the calls of a bucket; they are divided if half the ranks have twice the data each."""
     calls, few = count_calls(method, bucket), count_calls(method, bucket, RANKS // 2)
     if _kinds(calls) != _kinds(few):
@@ -557,7 +560,7 @@ def _marked(method: Aggregator, bucket: Bucket) -> list[Call]:
     ]
 
 
-def _kinds(calls: Sequence[Call]) -> list[tuple[str, Allreduce | None]]:
+def _kinds(calls: Sequence[ListedCall]) -> list[tuple[str, Allreduce | None]]:
     return [(call.name, call.method) for call in calls]
 
 
@@ -572,7 +575,7 @@ def _shrunk(bucket: Bucket, factor: int, times: int) -> Bucket:
     return Bucket(bucket.names, tuple(shapes), bucket.align)
 
 
-def _extended(small: Call, large: Call, factor: int) -> Call:
+def _extended(small: ListedCall, large: ListedCall, factor: int) -> ListedCall:
     """Return the call of all rows, from those of a part of them and of twice as many."""
     size, values = (
         getattr(small, name) + (factor - 1) * (getattr(large, name) - getattr(small, name))

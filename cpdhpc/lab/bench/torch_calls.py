@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--png FILE.png", "draw times by size, medians with the fastest and slowest samples", Path)
 
 
-class Row(NamedTuple):
+class CallTimes(NamedTuple):
     """Microseconds of a call of one size, float64[repeats] by backend: of the slowest rank.
 
     bound_us: those that the link takes, by backend; empty if its rate is not known
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
                     f"bound: us that the bytes take on a link of {arguments.link:g} Gb/s that each "
                     "rank must send, of a broadcast the root; / bound: the median by it"
                 )
-            rows: list[Row] = []
+            rows: list[CallTimes] = []
 
             def cells() -> Iterator[list[object]]:
                 for row in _rows(world, groups, arguments):
@@ -130,7 +130,9 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         distributed.destroy_process_group()
 
 
-def _rows(world: World, groups: Mapping[str, Any], arguments: argparse.Namespace) -> Iterator[Row]:
+def _rows(
+    world: World, groups: Mapping[str, Any], arguments: argparse.Namespace
+) -> Iterator[CallTimes]:
     """Yield the times of each size and call. Collective."""
     for size in arguments.sizes:
         for name, call in calls(size, world.size).items():
@@ -144,7 +146,9 @@ def _rows(world: World, groups: Mapping[str, Any], arguments: argparse.Namespace
                 if arguments.link is not None:
                     bounds[text] = 8e-3 * sent_bytes(group, name, size) / arguments.link
             found = timing.slowest(world, cases, arguments.repeats, arguments.warmup)
-            yield Row(size, name, {b: 1e6 / counts[b] * each for b, each in found.items()}, bounds)
+            yield CallTimes(
+                size, name, {b: 1e6 / counts[b] * each for b, each in found.items()}, bounds
+            )
 
 
 def calls(size_bytes: int, ranks: int) -> dict[str, Callable[[Any], object]]:
@@ -184,7 +188,7 @@ def sent_bytes(group: Any, call: str, size_bytes: int) -> int:
     return (1 + (call == "all_reduce")) * (ranks - 1) * size
 
 
-def chart(rows: Sequence[Row], machine: str) -> Chart:
+def chart(rows: Sequence[CallTimes], machine: str) -> Chart:
     """Return the figure of --png: a panel for each call."""
     backends = [*rows[0].us]
     style = styles(backends)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from ..report.tables import Section, Table
     from ..study_data import Case
     from ..study_data.study_file import Point, StudyFile
-    from .allreduce_cases import Arrays, TimedCase
-    from .base import Asked
-    from .place import Place
+    from .allreduce_cases import CaseArrays, TimedCase
+    from .base import MeasuredStudy
+    from .place import JobRanks
 
 ALL_REDUCE = "allreduce"
 MPI = "mpi"
@@ -159,7 +159,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 
 @contextmanager
-def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: MeasuredStudy, case: Case, place: JobRanks, check: bool) -> Iterator[Call]:
     """Prepare a collective; see Kind.measure. Collective."""
     factors, world = case.factors, place.world
     device = place.take_device(factors)
@@ -184,7 +184,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
             timed.free()
 
 
-def _bound_s(place: Place, factors: Factors, device: str) -> float:
+def _bound_s(place: JobRanks, factors: Factors, device: str) -> float:
     """Return the least time of an all-reduce of several ranks; NaN of another call. Collective."""
     from .allreduce_cases import bound_s, wire_bytes
     from .timing import link_s
@@ -195,13 +195,13 @@ def _bound_s(place: Place, factors: Factors, device: str) -> float:
     return bound_s(place.world, wire_bytes(factors), copy_s, link_s(place))
 
 
-def _arrays(place: Place, n: int, device: str) -> Arrays:
-    from .allreduce_cases import Arrays
+def _arrays(place: JobRanks, n: int, device: str) -> CaseArrays:
+    from .allreduce_cases import CaseArrays
 
-    return place.kept((n, device), lambda: Arrays(place.world, n, device))
+    return place.kept((n, device), lambda: CaseArrays(place.world, n, device))
 
 
-def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
+def _timed(place: JobRanks, factors: Factors, device: str) -> TimedCase:
     """Return the call of a case, not checked yet."""
     from ...collectives.allreduce import Allreduce
     from ...collectives.collective import Collective
@@ -229,7 +229,7 @@ def _timed(place: Place, factors: Factors, device: str) -> TimedCase:
     return schedule_case(world, method, arrays, call or PLAIN)
 
 
-def _predicted_s(place: Place, timed: TimedCase, factors: Factors) -> float:
+def _predicted_s(place: JobRanks, timed: TimedCase, factors: Factors) -> float:
     """Return the predicted time of a plain call."""
     from ...collectives.predict import predict
 

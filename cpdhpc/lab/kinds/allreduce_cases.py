@@ -34,7 +34,7 @@ COPIES = 9  # that are timed, after one to warm up
 APART = 97  # places between the windows of two ranks in the common numbers
 
 
-class Data(NamedTuple):
+class Contribution(NamedTuple):
     """A rank's contribution, float32[n], and the sum of all ranks', float64[n], exact to 2**-53."""
 
     x: Array
@@ -62,13 +62,13 @@ def total_of(arrays: Sequence[Array]) -> NDArray[np.float64]:
     return total
 
 
-def data_of(n: int, world: Ranks, exact: bool) -> Data:
+def data_of(n: int, world: Ranks, exact: bool) -> Contribution:
     """Return the data of this rank; exact: see windows."""
     every = windows(n, world, exact)
-    return Data(every[world.hosted.start].copy(), total_of(every))
+    return Contribution(every[world.hosted.start].copy(), total_of(every))
 
 
-class Arrays:
+class CaseArrays:
     """The arrays of n values that the all-reduces of a rank share, each made when first used.
 
     out: where results go
@@ -76,9 +76,9 @@ class Arrays:
 
     def __init__(self, world: Ranks, n: int, device: str) -> None:
         self._world, self._n, self._device = world, n, device
-        self._data: dict[bool, Data] = {}
+        self._data: dict[bool, Contribution] = {}
 
-    def data(self, exact: bool) -> Data:
+    def data(self, exact: bool) -> Contribution:
         """Return integers if sums are to be exact, else normal values."""
         if exact not in self._data:
             made = data_of(self._n, self._world, exact)
@@ -91,7 +91,7 @@ class Arrays:
         return out
 
     @cached_property
-    def shared(self) -> Arrays:
+    def shared(self) -> CaseArrays:
         """The same data in memory that the processes of a node share. Collective.
 
         Raises UserError on all ranks if they share none.
@@ -99,7 +99,7 @@ class Arrays:
         if self._world.shared() is None:
             raise UserError("call shared: the processes of a node share no memory here")
         whole_lines = -(-self._n // 16) * 16  # of 64 bytes
-        found = Arrays(self._world, self._n, self._device)
+        found = CaseArrays(self._world, self._n, self._device)
         rows = empty_shared(self._world, (3, whole_lines))
         for exact, row in zip((True, False), rows, strict=False):
             x, own = row[: self._n], self.data(exact)
@@ -137,7 +137,7 @@ class TimedCase:
     """
 
     name: str
-    data: Data
+    data: Contribution
     out: Array
     run: Callable[[], object]
     exact: bool = True
@@ -179,7 +179,7 @@ class TimedCase:
 
 
 def schedule_case(
-    world: Ranks, method: Allreduce, arrays: Arrays, call: str = "plain"
+    world: Ranks, method: Allreduce, arrays: CaseArrays, call: str = "plain"
 ) -> TimedCase:
     """Return the case of an all-reduce of ours, called as one of CALLS. Collective."""
     arrays = arrays.shared if call == "shared" else arrays
@@ -201,16 +201,16 @@ def schedule_case(
     )
 
 
-Baseline = Callable[[Ranks, Arrays], TimedCase]
+Baseline = Callable[[Ranks, CaseArrays], TimedCase]
 
 
-def _mpi(world: Ranks, arrays: Arrays) -> TimedCase:
+def _mpi(world: Ranks, arrays: CaseArrays) -> TimedCase:
     """MPI_Allreduce of float32, called without any of ours around it."""
     data, out = arrays.data(True), arrays.out
     return TimedCase("mpi", data, out, lambda: carrier_of(world, out).sum_by_mpi(out, data.x))
 
 
-def _memcpy(world: Ranks, arrays: Arrays) -> TimedCase:
+def _memcpy(world: Ranks, arrays: CaseArrays) -> TimedCase:
     """Copy the array on all ranks at once: the least that an all-reduce reads and writes."""
     data, out = arrays.data(True), arrays.out
 
@@ -223,7 +223,7 @@ def _memcpy(world: Ranks, arrays: Arrays) -> TimedCase:
 def _float32(library: str) -> Baseline:
     """Return the all-reduce of a library of torch.distributed in float32, in place as in DDP."""
 
-    def case(world: Ranks, arrays: Arrays) -> TimedCase:
+    def case(world: Ranks, arrays: CaseArrays) -> TimedCase:
         data, out = arrays.data(True), arrays.out
 
         def fill() -> None:
@@ -238,7 +238,7 @@ def _float32(library: str) -> Baseline:
 def _half(library: str, dtype: str) -> Baseline:
     """A library of torch.distributed in 16 bits, with the conversions, as DDP's hooks do."""
 
-    def case(world: Ranks, arrays: Arrays) -> TimedCase:
+    def case(world: Ranks, arrays: CaseArrays) -> TimedCase:
         data, out = arrays.data(False), arrays.out
         run = whole(lambda: sum_half(data.x, out, dtype), out)
         return TimedCase(f"{library} {dtype}", data, out, run, exact=False)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..report.tables import Section
     from ..study_data import Case
     from ..study_data.study_file import StudyFile
-    from .base import Asked
-    from .place import Place
+    from .base import MeasuredStudy
+    from .place import JobRanks
 
 RATE = 1e9  # FLOP/s of a rank: a slow one
 
@@ -59,7 +59,7 @@ LEARNING_RATE = 1e-9  # nothing is to be learned from noise
 
 
 @contextmanager
-def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: MeasuredStudy, case: Case, place: JobRanks, check: bool) -> Iterator[Call]:
     """Prepare an iteration on noise; see Kind.measure. Collective."""
     import numpy as np
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..report.points import Layout, SeedGroup
     from ..signals import Caught
     from ..study_data.study_file import StudyFile
-    from .place import Place
+    from .place import JobRanks
 
 
 class Measure(Section):
@@ -67,7 +67,7 @@ class Measure(Section):
         return all(is_enough(each, self.confidence, self.relative) for each in samples)
 
 
-class Asked(Protocol):
+class MeasuredStudy(Protocol):
     """The part of a study.spec.Study that a measurement reads."""
 
     @property
@@ -103,11 +103,11 @@ class Measuring(ABC):
     virtual_ranks = 1
     timeout_s = 600.0
 
-    def __init__(self, study: Asked, case: Case, directory: Path) -> None:
+    def __init__(self, study: MeasuredStudy, case: Case, directory: Path) -> None:
         self.study, self.case, self.directory = study, case, directory
 
     @abstractmethod
-    def visit(self, place: Place, caught: Caught) -> None:
+    def visit(self, place: JobRanks, caught: Caught) -> None:
         """Measure for a while. Collective over the ranks of the place.
 
         Raises UserError, ArithmeticError or NonFiniteGradient on all of them if the case cannot be
@@ -115,7 +115,7 @@ class Measuring(ABC):
         """
 
     @abstractmethod
-    def result(self, place: Place) -> Result:
+    def result(self, place: JobRanks) -> Result:
         """Return the result, once the measurement is done. Collective."""
 
 
@@ -127,7 +127,7 @@ def device_of(job: Raw, used: Factors) -> str:
 BEFORE = "before"  # of place.Launch.kept: the environment of a finished case of the folder
 
 
-Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]
+Calls = Callable[[MeasuredStudy, Case, "JobRanks", bool], AbstractContextManager[Call]]
 
 
 @dataclass(frozen=True)

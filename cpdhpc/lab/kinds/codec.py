@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..report.tables import Section, Table
     from ..study_data import Case
     from ..study_data.study_file import StudyFile
-    from .base import Asked
-    from .place import Place
+    from .base import MeasuredStudy
+    from .place import JobRanks
 
 GUESS = 1e-9  # s per byte: a slow codec
 
@@ -79,7 +79,7 @@ DENSITY = 0.01
 
 
 @contextmanager
-def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: MeasuredStudy, case: Case, place: JobRanks, check: bool) -> Iterator[Call]:
     """Prepare an operation on a rank's share of the data; see Kind.measure. Collective."""
     import numpy as np
 

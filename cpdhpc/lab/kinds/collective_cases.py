@@ -13,11 +13,11 @@ from ...collectives.method import MPI_ALLREDUCE
 from ...methods import SUMMING
 from ...ops import to_host
 from ...world.ranks import Ranks
-from .allreduce_cases import LARGEST, Array, Data, TimedCase, total_of, windows
+from .allreduce_cases import LARGEST, Array, Contribution, TimedCase, total_of, windows
 from .timing import on_device, whole
 
 
-class Given(NamedTuple):
+class CollectiveData(NamedTuple):
     """Data of a rank. x: float32, or None; result: float64, or None; n: values of the whole."""
 
     x: Array | None
@@ -25,7 +25,7 @@ class Given(NamedTuple):
     n: int
 
 
-def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
+def given(name: str, n: int, world: Ranks, integers: bool) -> CollectiveData:
     """Return the data of this rank: a window of common numbers that differs from other ranks'.
 
     name: of a collective; n: values of the whole array, for all_to_all of each rank's
@@ -50,11 +50,11 @@ def given(name: str, n: int, world: Ranks, integers: bool) -> Given:
         x, result = x[:each], np.concatenate([window[:each] for window in every])
     if name in ("reduce", "gather") and rank:
         result = None
-    return Given(None if name == "scatter" and rank else x, result, n)
+    return CollectiveData(None if name == "scatter" and rank else x, result, n)
 
 
 def collective_case(
-    world: Ranks, method: Collective, data: Given, device: str = "cpu", call: str = "plain"
+    world: Ranks, method: Collective, data: CollectiveData, device: str = "cpu", call: str = "plain"
 ) -> TimedCase:
     """Return the case of a collective, called as "plain" or "prepared". Collective.
 
@@ -86,7 +86,7 @@ def collective_case(
 
     return TimedCase(
         name=f"{call} {method.algorithm}",
-        data=Data(out if x is None else x, result.astype(np.float64)),
+        data=Contribution(out if x is None else x, result.astype(np.float64)),
         out=out,
         run=whole(run, out),
         exact=method.fmt is None,
@@ -153,7 +153,7 @@ def pair_case(world: Any, n: int, device: str = "cpu", window: int = 0) -> Timed
         move = _of_gpu(world, move)
     return TimedCase(
         name=MPI_ALLREDUCE,
-        data=Data(x, result.astype(np.float64)),
+        data=Contribution(x, result.astype(np.float64)),
         out=out,
         run=whole(lambda: move(x, out), out),
         same=False,

@@ -36,7 +36,7 @@ def _regex(text: str) -> str:
 Regex = Annotated[str, AfterValidator(_regex)]
 
 
-class Metric(Section):
+class RunMetric(Section):
     """[metrics.NAME]: a number of each run, found by one of regex, json, csv and hdf5.
 
     regex: regular expression, whose one group is the number; ^ and $ match at lines of the output
@@ -59,7 +59,7 @@ class Metric(Section):
     take: Literal["one", "first", "last", "min", "max", "sum", "mean", "median", "all"] = "one"
 
     @model_validator(mode="after")
-    def _one_source(self) -> Metric:
+    def _one_source(self) -> RunMetric:
         given = [name for name, text in self.sources.items() if text]
         if len(given) != 1:
             has = " and ".join(given) or "none"
@@ -82,7 +82,7 @@ class Metric(Section):
         return file, place
 
 
-class Command(Section):
+class ProgramCommand(Section):
     """[command]: the program of a study, and how it is started.
 
     argv: words of the program; {NAME} and {NAME:FORMAT} stand for factors, as Python formats them,
@@ -141,22 +141,22 @@ class Command(Section):
         return words | {f"environment.{k}": _plain(v) for k, v in self.environment.items()}
 
 
-class Job(Section):
+class CommandJob(Section):
     """The tables of a study of a program that are its job."""
 
-    command: Command
-    metrics: dict[str, Metric] = Field(default_factory=dict)
+    command: ProgramCommand
+    metrics: dict[str, RunMetric] = Field(default_factory=dict)
 
     @field_validator("metrics")
     @classmethod
-    def _names(cls, given: dict[str, Metric]) -> dict[str, Metric]:
+    def _names(cls, given: dict[str, RunMetric]) -> dict[str, RunMetric]:
         for name in given:
             if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name == WALL:
                 raise ValueError(f"{name!r}: should be letters, digits and _, and not {WALL}")
         return given
 
     @model_validator(mode="after")
-    def _time_is_one(self) -> Job:
+    def _time_is_one(self) -> CommandJob:
         name = self.command.time
         if name and name not in self.metrics:
             raise ValueError(f"command.time={name!r}: {suggest(name, self.metrics)}")
@@ -173,14 +173,14 @@ class Job(Section):
         return [name for name, metric in self.metrics.items() if metric.better]
 
 
-def job_of(job: Raw) -> Job:
+def job_of(job: Raw) -> CommandJob:
     """Return the job of a study of a program, which was checked when the study was read."""
-    return validate(Job, job, "job")
+    return validate(CommandJob, job, "job")
 
 
 def ready(tables: Raw, path: Path) -> Raw:
     """Return [command] and [metrics] checked, with the texts of templates. See Kind.ready."""
-    job = validate(Job, tables, str(path))
+    job = validate(CommandJob, tables, str(path))
     command = job.command
     home = command.directory or str(path.parent.resolve())
     texts = dict(command.templates)
@@ -276,7 +276,7 @@ def _template(name: str, text: str) -> Template:
     return found
 
 
-def rendered(command: Command, factors: Factors) -> dict[str, str]:
+def rendered(command: ProgramCommand, factors: Factors) -> dict[str, str]:
     """Return the texts of the files that are made from templates, by name. Raises ConfigError."""
     from jinja2 import TemplateError
 
@@ -296,17 +296,17 @@ def rendered(command: Command, factors: Factors) -> dict[str, str]:
     return found
 
 
-def words(command: Command, factors: Factors, folders: Mapping[str, str]) -> list[str]:
+def words(command: ProgramCommand, factors: Factors, folders: Mapping[str, str]) -> list[str]:
     """Return argv of a case, with whole paths of files beside the study. Raises ConfigError."""
     return _checked(_words(command, factors, folders), "argv")
 
 
-def constant_words(command: Command, folders: Mapping[str, str]) -> list[str]:
+def constant_words(command: ProgramCommand, folders: Mapping[str, str]) -> list[str]:
     """Return the words of argv that name no factor, as words does."""
     return _words(command, {}, folders)
 
 
-def _words(command: Command, factors: Factors, folders: Mapping[str, str]) -> list[str]:
+def _words(command: ProgramCommand, factors: Factors, folders: Mapping[str, str]) -> list[str]:
     home = Path(folders[STUDY])
     found = []
     for i, word in enumerate(command.argv):
@@ -325,7 +325,9 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def variables(command: Command, factors: Factors, folders: Mapping[str, str]) -> dict[str, str]:
+def variables(
+    command: ProgramCommand, factors: Factors, folders: Mapping[str, str]
+) -> dict[str, str]:
     """Return the variables of the program that the case has. Raises ConfigError."""
     found = {
         name: filled(_plain(value), f"environment.{name}", factors, folders)

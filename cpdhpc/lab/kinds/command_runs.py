@@ -36,13 +36,13 @@ from ..schedulers import facts
 from ..signals import Caught, Interrupted
 from ..study_data import Array, Case, Outcomes, Result
 from ..study_data.study_file import METRIC, WALL
-from .base import BEFORE, Asked, Measuring
+from .base import BEFORE, MeasuredStudy, Measuring
 from .command_job import (
     BUILD,
     STUDY,
     TIME_UNITS,
-    Command,
-    Metric,
+    ProgramCommand,
+    RunMetric,
     constant_words,
     job_of,
     rendered,
@@ -51,7 +51,7 @@ from .command_job import (
 )
 
 if TYPE_CHECKING:
-    from .place import Launch, Place
+    from .place import JobRanks, Launch
 
 T = TypeVar("T")
 LOOK_S = 0.2  # between two looks for signals
@@ -69,7 +69,7 @@ class RunFailed(UserError):
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnd:
     """The end of a process. status: None if it was ended because it took too long."""
 
     status: int | None
@@ -90,7 +90,7 @@ done 2>/dev/null
 """
 
 
-class Guard:
+class ProgramGuard:
     """A process that ends a program if its batch dies, even by SIGKILL: that closes a pipe."""
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ def run(
     timeout_s: float,
     caught: Caught,
     environment: Mapping[str, str],
-    guard: Guard,
+    guard: ProgramGuard,
     launched: bool = False,
-) -> Ended:
+) -> ProcessEnd:
     """Run a command to its end, or for a time.
 
     outputs: files of its output, and of its errors; launched: whether it begins with a launcher
@@ -158,11 +158,11 @@ def run(
             if waiting.is_alive() and (late or caught.number):
                 _end(process, waiting, launched)
                 if not caught.number:
-                    return Ended(None, timeout_s)
+                    return ProcessEnd(None, timeout_s)
                 raise Interrupted(caught.number)
     finally:
         guard.watch(None)
-    return Ended(process.returncode, took_s[0])
+    return ProcessEnd(process.returncode, took_s[0])
 
 
 def _end(process: subprocess.Popen[bytes], waiting: threading.Thread, launched: bool) -> None:
@@ -182,7 +182,7 @@ def _end(process: subprocess.Popen[bytes], waiting: threading.Thread, launched: 
     waiting.join()
 
 
-def _failure(ended: Ended, timeout_s: float) -> str:
+def _failure(ended: ProcessEnd, timeout_s: float) -> str:
     """Return how a process failed, "" if it did not."""
     if ended.status is None:
         return f"is ended after timeout_s = {timeout_s:g} s"
@@ -206,7 +206,7 @@ def _last_lines(*paths: Path) -> str:
     return "it printed nothing"
 
 
-def build(command: Command, folder: Path, caught: Caught, guard: Guard) -> Path:
+def build(command: ProgramCommand, folder: Path, caught: Caught, guard: ProgramGuard) -> Path:
     """Return the place of a program's build, which is built once per folder and sort of machine.
 
     Raises RunFailed if it fails, Interrupted at a signal.
@@ -247,7 +247,9 @@ def _is_built(place: Path) -> bool:
         return False
 
 
-def _build(command: Command, text: str, place: Path, caught: Caught, guard: Guard) -> None:
+def _build(
+    command: ProgramCommand, text: str, place: Path, caught: Caught, guard: ProgramGuard
+) -> None:
     outputs = place / OUTPUT, place / ERRORS
     for path in outputs:
         path.unlink(missing_ok=True)
@@ -271,7 +273,7 @@ def probed(launch: Launch, case: Case, directory: Path, caught: Caught) -> dict[
         path.unlink(missing_ok=True)
     script = str(Path(binding.__file__).resolve())
     command = [*before, sys.executable, "-I", "-S", script, case.seats[0]]
-    guard = _once(launch, GUARD, Guard)
+    guard = _once(launch, GUARD, ProgramGuard)
     ended = run(command, directory, outputs, PROBE_S, caught, environment, guard, True)
     if wrong := _failure(ended, PROBE_S):
         raise RunFailed(f"{launch.program}: {wrong}: {_last_lines(*outputs[::-1])}")
@@ -307,7 +309,7 @@ def _version(program: str) -> str:
 class Runs(Measuring):
     """A case of a program: each repeat is a run of it."""
 
-    def __init__(self, study: Asked, case: Case, directory: Path) -> None:
+    def __init__(self, study: MeasuredStudy, case: Case, directory: Path) -> None:
         super().__init__(study, case, directory.resolve())
         job = job_of(study.job)
         self.command, self.metrics, self.deciding = job.command, job.metrics, job.deciding
@@ -318,7 +320,7 @@ class Runs(Measuring):
         self.energy_j: list[float] = []
         self.where: dict[str, str] = {}
 
-    def visit(self, place: Place, caught: Caught) -> None:
+    def visit(self, place: JobRanks, caught: Caught) -> None:
         """Run the program a few times. Raises RunFailed, Interrupted; see Measuring.visit."""
         measure = self.study.measure
         launch = place.launch
@@ -350,7 +352,7 @@ class Runs(Measuring):
 
     def _folders(self, launch: Launch, caught: Caught) -> dict[str, str]:
         """Return the values of {study} and {build}, once the program is built."""
-        guard, folder = _once(launch, GUARD, Guard), self.directory.parent.parent
+        guard, folder = _once(launch, GUARD, ProgramGuard), self.directory.parent.parent
         place = _once(launch, BUILD, lambda: build(self.command, folder, caught, guard))
         return {STUDY: self.command.directory, BUILD: str(place / BUILD)}
 
@@ -393,7 +395,7 @@ class Runs(Measuring):
             before, environment = launch.command(case)
         whole = [*before, "/bin/sh", str(self.directory / SCRIPT)]
         outputs = self.directory / OUTPUT, self.directory / ERRORS
-        guard = _once(launch, GUARD, Guard)
+        guard = _once(launch, GUARD, ProgramGuard)
         ended = run(
             whole, files, outputs, command.timeout_s, caught, environment, guard, command.launch
         )
@@ -438,7 +440,7 @@ class Runs(Measuring):
     def _failed(self, wrong: str) -> RunFailed:
         return RunFailed(f"run {len(self.wall_s) + 1}: {wrong}: see {self.directory}")
 
-    def result(self, place: Place) -> Result:
+    def result(self, place: JobRanks) -> Result:
         """Return the times of all runs, and the samples of all metrics."""
         times_s, _, flags = self._columns(self.command.time)
         series = {METRIC + name: self._series(name) for name in self.metrics}
@@ -469,7 +471,9 @@ def _once(launch: Launch, key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
-def _program(command: Command, argv: Sequence[str], folders: Mapping[str, str]) -> dict[str, str]:
+def _program(
+    command: ProgramCommand, argv: Sequence[str], folders: Mapping[str, str]
+) -> dict[str, str]:
     """Return the hashes of a program's files, and the commits of their folders, if there are any.
 
     argv: the words of the case
@@ -509,7 +513,7 @@ def _digest(paths: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest() if digests else ""
 
 
-def numbers(metric: Metric, text: str, files: Path) -> list[float]:
+def numbers(metric: RunMetric, text: str, files: Path) -> list[float]:
     """Return the values of a metric in the output and the files of a run. Raises RunFailed."""
     if metric.regex:
         found: list[Any] = [each[1] for each in re.finditer(metric.regex, text, re.MULTILINE)]
@@ -576,7 +580,7 @@ TAKE: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-def taken(metric: Metric, found: list[float]) -> list[float]:
+def taken(metric: RunMetric, found: list[float]) -> list[float]:
     """Return the samples among the values of a run. Raises RunFailed for none, or too many."""
     if not found:
         source = next(f"{key} = {text!r}" for key, text in metric.sources.items() if text)

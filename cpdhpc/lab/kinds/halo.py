@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ..report.tables import Section
     from ..study_data import Case
     from ..study_data.study_file import StudyFile
-    from .base import Asked
+    from .base import MeasuredStudy
     from .halo_cases import Setting
-    from .place import Place
+    from .place import JobRanks
 
 TRANSFERS = ("exchange", "accumulate")
 OURS = (HALO_OURS, HALO_COPIED)
@@ -70,7 +70,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 
 @contextmanager
-def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: MeasuredStudy, case: Case, place: JobRanks, check: bool) -> Iterator[Call]:
     """Prepare an exchange; see Kind.measure. Collective."""
     from .halo_cases import open_cases, relative_error
 

@@ -127,7 +127,7 @@ class Launch:
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
 
-class Place:
+class JobRanks:
     """Some of the ranks of a job. Its methods are collective over them.
 
     cores: what own_cores said of them; launch: what starts programs, of kinds that start ranks

@@ -19,7 +19,7 @@ from ..study_data import Case, Factors
 from .base import Call, Kind, Measure
 
 if TYPE_CHECKING:
-    from .place import Place
+    from .place import JobRanks
 
 Name = TypeVar("Name")
 Floats = NDArray[np.float64]
@@ -100,7 +100,7 @@ def whole(run: Callable[[], object], like: Any) -> Callable[[], Any]:
 
 
 @dataclass(frozen=True)
-class Point:
+class BenchPoint:
     """A case of a benchmark. factors, outcomes: as in studies of the benchmark's kind.
 
     times_s: float64[warmup + repeats, processes]
@@ -121,7 +121,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchmarkResult:
     """The result of a benchmark: points of a study of a kind; study.batch writes its file.
 
     cores: text of own_cores
@@ -129,14 +129,14 @@ class Measured:
 
     benchmark: str
     kind: str
-    points: Sequence[Point]
+    points: Sequence[BenchPoint]
     warmup: int
     cores: str = ""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a kind asks of its study, for cases of no study. See base.Asked."""
+    """What a kind asks of its study, for cases of no study. See base.MeasuredStudy."""
 
     measure: Measure = field(default_factory=Measure)
     job: Raw = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Benchmark:
 
 @contextmanager
 def opened(
-    kind: Kind, place: Place, cases: Sequence[Factors], check: bool = True
+    kind: Kind, place: JobRanks, cases: Sequence[Factors], check: bool = True
 ) -> Iterator[list[Call]]:
     """Yield the calls of all cases, checked unless check is False. Collective.
 
@@ -165,12 +165,12 @@ def opened(
 
 def measure(
     kind: Kind,
-    place: Place,
+    place: JobRanks,
     cases: Sequence[Factors],
     repeats: int,
     warmup: int,
     check: bool = True,
-) -> list[Point]:
+) -> list[BenchPoint]:
     """Check cases, time them in turns, and return a point for each. Collective.
 
     Arguments and errors are those of opened; warmup: calls before the repeats that count
@@ -184,7 +184,7 @@ def measure(
             lambda i: made[i].prepare(),
         )
     return [
-        Point({**case, **call.chosen}, call.outcomes, times[i])
+        BenchPoint({**case, **call.chosen}, call.outcomes, times[i])
         for i, (case, call) in enumerate(zip(cases, made, strict=True))
     ]
 
@@ -202,7 +202,7 @@ def ping_pong(
     return line(sizes, message_times(world, (0, world.processes - 1), sizes, repeats, warmup))
 
 
-def link_s(place: Place) -> float:
+def link_s(place: JobRanks) -> float:
     """Return the time of a byte on a node's link, by a ping-pong; 0 if there is one node.
 
     Collective. It is found once for a place, unless the place has it.

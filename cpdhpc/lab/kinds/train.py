@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from ..train.job import Job
     from ..train.record import Record
     from ..train.training import Training
-    from .base import Asked
-    from .place import Place
+    from .base import MeasuredStudy
+    from .place import JobRanks
 
 _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and long name
     "data.name": (str, "data set"),
@@ -142,7 +142,7 @@ def _further(name: str, value: Value, job: Raw) -> Factor | None:
 class _Training(Measuring):
     """A case of the kind "train": one visit trains to the end."""
 
-    def __init__(self, study: Asked, case: Case, directory: Path) -> None:
+    def __init__(self, study: MeasuredStudy, case: Case, directory: Path) -> None:
         super().__init__(study, case, directory)
         self.job = _job(study.job, case.factors, case.id)
         self.virtual_ranks, self.timeout_s = self.job.train.virtual_ranks, self.job.train.timeout_s
@@ -150,7 +150,7 @@ class _Training(Measuring):
         self.starts: list[int] = []
         self.used: Outcomes = {}
 
-    def visit(self, place: Place, caught: Caught) -> None:
+    def visit(self, place: JobRanks, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
         from ..train.checkpoint import Files
         from ..train.loop import run
@@ -197,7 +197,7 @@ class _Training(Measuring):
             raise UserError(f"{path}: is damaged: delete {self.directory} to train anew") from None
         return list(before["iterations"])
 
-    def result(self, place: Place) -> Result:
+    def result(self, place: JobRanks) -> Result:
         """Return the times of all steps, and the course of training."""
         from ...world.timeline import PHASES
 

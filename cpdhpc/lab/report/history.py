@@ -8,6 +8,7 @@ from functools import partial
 from math import isnan, nan
 from pathlib import Path
 
+from ..schedulers import SCHEDULERS
 from ..study_data.study_file import Point, ReportError, StudyFile, load_study_file, table_of
 from . import units
 from .figures import Axis, Chart, Panel, Series, spread, styles
@@ -15,7 +16,7 @@ from .points import Estimate, label, median, ratio, varying
 from .tables import Column, Report, Section, Table, slug, tabulate
 
 TIME = "time"
-CLUSTERS = ("SLURM_CLUSTER_NAME", "PBS_SERVER")  # facts of jobs that name a cluster
+CLUSTERS = [each.CLUSTER for each in SCHEDULERS.values() if each.CLUSTER]
 MOST = 11  # points of a figure: those that changed most
 SHORT = 9  # digits of a commit
 

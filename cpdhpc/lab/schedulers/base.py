@@ -77,6 +77,7 @@ class Scheduler(Protocol):
     KEYS: those that it has an option for, among the keys partition, account, qos, constraint and
         reservation of site files
     FACTS: variables of a job's environment that records have
+    CLUSTER: the one of them that names the cluster, "" if there is none
     An element of an array writes its log to logs/NAME-JOB_INDEX.log in the study's folder.
     """
 
@@ -87,6 +88,7 @@ class Scheduler(Protocol):
     FIRST: int
     KEYS: Collection[str]
     FACTS: Collection[str]
+    CLUSTER: str
 
     def own_job(self) -> str:
         """Return the id of the job that this process is in, "" if it is in none."""

@@ -16,6 +16,7 @@ TITLE, SUFFIX = "Flux", ".flux"
 ARRAYS: Arrays = "one"
 FIRST = 0
 KEYS: Collection[str] = ("partition", "account", "constraint")
+CLUSTER = ""
 FACTS: Collection[str] = ()
 LAUNCHERS = {
     # Flux runs them in the job's own instance, and flux run forwards SIGTERM only.

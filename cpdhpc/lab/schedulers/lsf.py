@@ -28,6 +28,7 @@ LAUNCHERS = {
     ),
 }
 OWN = ("-J", "-n", "-W", "-o", "-oo", "-Q", "-w", "-I", "-K")  # set by scripts and submit
+CLUSTER = ""
 FACTS: Collection[str] = ("LSB_QUEUE", "LSB_DJOB_NUMPROC", "LSF_VERSION")
 FIELDS = "jobid jobindex job_name stat exit_code pend_reason exit_reason command"
 UNSURE = re.compile("not responding|Cannot connect|timed out|is down|try later", re.IGNORECASE)

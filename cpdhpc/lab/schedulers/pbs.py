@@ -28,6 +28,7 @@ LAUNCHERS = {
     ),
 }
 OWN = ("-J", "-N", "-S", "-j", "-o", "-e", "-I", "-C", "-z")  # set by scripts and submit
+CLUSTER = "PBS_SERVER"
 FACTS: Collection[str] = ("PBS_QUEUE", "PBS_SERVER", "NCPUS")
 UNKNOWN = re.compile(r"Unknown Job Id", re.IGNORECASE)
 UNSURE = re.compile("cannot connect|Connection refused|timed out|Communication failure", re.I)

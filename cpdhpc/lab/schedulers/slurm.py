@@ -66,6 +66,7 @@ OWN = {  # what scripts and submit see to: options of sbatch with their short fo
     "--wait": "-W",
     "--wrap": "",
 }
+CLUSTER = "SLURM_CLUSTER_NAME"
 FACTS: Collection[str] = (
     "SLURM_CLUSTER_NAME",
     "SLURM_JOB_PARTITION",

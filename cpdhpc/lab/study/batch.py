@@ -25,8 +25,8 @@ from ...world.ranks import Loopback, Ranks
 from .. import binding
 from ..claim import Claim, read_claim
 from ..kinds.base import BEFORE, Calls, Measure, Measuring
-from ..kinds.place import Launch, Place, environment
-from ..kinds.timing import FURTHER, Measured, Point, interleave_ranks
+from ..kinds.place import JobRanks, Launch, environment
+from ..kinds.timing import FURTHER, BenchmarkResult, BenchPoint, interleave_ranks
 from ..provenance import difference, hosts, machine
 from ..schedulers import current
 from ..signals import Caught, Interrupted, catching
@@ -98,7 +98,7 @@ class TimedCalls(Measuring):
         times: Array = self.times_s[self.is_warmup == 0, 0]
         return times
 
-    def visit(self, place: Place, caught: Caught) -> None:
+    def visit(self, place: JobRanks, caught: Caught) -> None:
         """Prepare the call and time it a few times. Collective."""
         world, measure = place.world, self.measure
         left = measure.max_repeats - len(self.counted)
@@ -123,7 +123,7 @@ class TimedCalls(Measuring):
         counted = self.counted  # the same on all ranks, as all inputs of the decision are
         self.done = measure.is_over(len(counted), self.spent_s, [counted])
 
-    def result(self, place: Place) -> Result:
+    def result(self, place: JobRanks) -> Result:
         return Result(self.times_s, self.is_warmup, self.outcomes, place.environment())
 
 
@@ -276,7 +276,7 @@ class _Runner:
         everyone = world.part(range(world.processes), timeout_s=math.inf)
         assert everyone is not None
         self.world = everyone
-        self.places: dict[tuple[int, int, int, float], Place | None] = {}
+        self.places: dict[tuple[int, int, int, float], JobRanks | None] = {}
         self.finished = self.failed = 0
         self.stopped = False
 
@@ -347,7 +347,7 @@ class _Runner:
             return True
         return False
 
-    def _place(self, measuring: Measuring) -> Place | None:
+    def _place(self, measuring: Measuring) -> JobRanks | None:
         """Return the place of a case, None on ranks that do not measure it."""
         case = measuring.case
         key = (case.nodes, case.ppn, measuring.virtual_ranks, measuring.timeout_s)
@@ -357,10 +357,10 @@ class _Runner:
                 virtual_ranks=measuring.virtual_ranks,
                 timeout_s=measuring.timeout_s,
             )
-            self.places[key] = None if world is None else Place(world, self.launch)
+            self.places[key] = None if world is None else JobRanks(world, self.launch)
         return self.places[key]
 
-    def _finish(self, measuring: Measuring, place: Place | None) -> None:
+    def _finish(self, measuring: Measuring, place: JobRanks | None) -> None:
         """Write the file of a case from process 0."""
         case = measuring.case
         result = None if place is None else measuring.result(place)
@@ -404,7 +404,7 @@ def _first(texts: Iterable[str]) -> str:
 
 
 def write_benchmark(
-    measured: Measured, arguments: argparse.Namespace, world: Ranks | None = None
+    measured: BenchmarkResult, arguments: argparse.Namespace, world: Ranks | None = None
 ) -> None:
     """Write the points of a benchmark to --out, if that is set. Collective.
 
@@ -432,7 +432,7 @@ def write_benchmark(
     ranks.on_first(write)
 
 
-def _study(measured: Measured) -> Study:
+def _study(measured: BenchmarkResult) -> Study:
     """Return a study of the benchmark's name, with no sweep."""
     repeats = max(1, len(measured.points[0].times_s) - measured.warmup)
     measure = Measure(
@@ -442,7 +442,7 @@ def _study(measured: Measured) -> Study:
 
 
 def _result(
-    study: Study, point: Point, warmup: int, of_all: dict[str, str], world: Ranks
+    study: Study, point: BenchPoint, warmup: int, of_all: dict[str, str], world: Ranks
 ) -> tuple[Case, Result]:
     nodes = len(set(world.nodes))
     case = make_case(study, point.factors, nodes, world.ranks // nodes)

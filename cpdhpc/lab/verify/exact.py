@@ -32,7 +32,7 @@ from ...formats import (
 from ...methods import COLLECTIVES
 from ...ops import cpu, reference, to_host
 from ...ops.products import Products
-from ...ops.steps import PART, RULES, Layer, Numbers
+from ...ops.steps import PART, RULES, LayerArrays, Numbers
 from ...world.gpu_messages import use_gpu
 from ...world.ranks import Loopback
 from ..darray_show import HaloSpec
@@ -278,7 +278,7 @@ def steps(place: Place) -> Found:
             for seed, (rows, row) in enumerate(shapes):
                 w, g, m, v = (values(rows * row, 4 * seed + i) for i in range(4))
                 kept = (m, None if momentum else np.abs(v)) if rule != "norms" else (None, None)
-                layers.append(Layer(w, g, kept[0], kept[1], rows))
+                layers.append(LayerArrays(w, g, kept[0], kept[1], rows))
             ops.step_layers(rule, layers, of)
             results.append([x for layer in layers for x in layer[:4] if x is not None] + [of])
         found.compare(rule, not differing(*results), sum(a * b for a, b in shapes))

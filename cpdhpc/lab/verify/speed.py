@@ -14,7 +14,7 @@ from ...world.cores import own_cores
 from ..kinds.allreduce import ALLREDUCE
 from ..kinds.allreduce_cases import group_of, missing
 from ..kinds.codec_cases import format_of, operations
-from ..kinds.place import Place as Ranks
+from ..kinds.place import JobRanks
 from ..kinds.timing import interleave_ranks, measure, on_device
 from ..study_data import Factors
 from .base import Check, Found, Place, Ratio
@@ -116,7 +116,7 @@ def _times(place: Place, cases: Sequence[Factors], repeats: int = 0) -> list[lis
     """Return the slowest rank's times of all cases, each checked before. Collective."""
     on_device: Factors = {"device": place.device} if place.device == "gpu" else {}
     asked = [{**case, **on_device} for case in cases]
-    ranks = Ranks(place.world, share_gpus=place.oversubscribe)
+    ranks = JobRanks(place.world, share_gpus=place.oversubscribe)
     points = measure(ALLREDUCE, ranks, asked, repeats or place.of(7, 15), WARMUP)
     return [point.slowest_s(WARMUP).tolist() for point in points]
 

@@ -180,7 +180,7 @@ DECAYS: dict[str, Callable[[Schedule, float, int], float]] = {
 }
 
 
-class Scaling(NamedTuple):
+class BatchScaling(NamedTuple):
     """Powers of k, the batch by the base batch, on the rate and on the epochs of the warm-up."""
 
     rate: float
@@ -188,11 +188,11 @@ class Scaling(NamedTuple):
 
 
 BATCH_SCALINGS = {
-    "none": Scaling(0, 0),
-    "linear": Scaling(1, 0),  # Goyal et al., arXiv 1706.02677, section 2.1
-    "sqrt": Scaling(0.5, 0),
-    "linear_legw": Scaling(1, 1),
-    "legw": Scaling(0.5, 1),  # You et al., arXiv 1901.08256: the warm-up keeps its iterations
+    "none": BatchScaling(0, 0),
+    "linear": BatchScaling(1, 0),  # Goyal et al., arXiv 1706.02677, section 2.1
+    "sqrt": BatchScaling(0.5, 0),
+    "linear_legw": BatchScaling(1, 1),
+    "legw": BatchScaling(0.5, 1),  # You et al., arXiv 1901.08256: the warm-up keeps its iterations
 }
 
 

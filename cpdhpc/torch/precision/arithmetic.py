@@ -172,16 +172,17 @@ class Arithmetic(nn.Module):
     """The roundings of a layer's tensors and products, with their state.
 
     name: of the layer; with seed it selects the random bits in evaluation
+    A tensor is named by a key of FORMATS, a product by one of OPERANDS.
     """
 
     def __init__(self, policy: LayerPolicy, name: str = "", seed: int = 0) -> None:
         super().__init__()
         self.policy, self.name = policy, name
         self.key = random_key(seed, crc32(name.encode()))
-        rows = {of: getattr(policy, key) for of, key in FORMATS.items()}
-        self.rows: dict[str, TensorFormat] = {of: row for of, row in rows.items() if row}
-        for of, row in self.rows.items():
-            self.add_module(of, Quantizer(row, f"{name}.{of}", seed))
+        rows = {tensor: getattr(policy, key) for tensor, key in FORMATS.items()}
+        self.rows: dict[str, TensorFormat] = {key: row for key, row in rows.items() if row}
+        for tensor, row in self.rows.items():
+            self.add_module(tensor, Quantizer(row, f"{name}.{tensor}", seed))
 
     @property
     def keeps(self) -> bool:
@@ -193,18 +194,18 @@ class Arithmetic(nn.Module):
         sums: Sums | None = getattr(self.policy, SUMMED_AS.get(product, product))
         return None if sums is None or sums.by_torch else sums
 
-    def by_blocks(self, of: str) -> bool:
+    def by_blocks(self, tensor: str) -> bool:
         """Whether a tensor is rounded anew for each product, in blocks along the summed axis."""
-        return of in self.rows and self.rows[of].by_blocks
+        return tensor in self.rows and self.rows[tensor].by_blocks
 
-    def round(self, of: str, x: Tensor, axis: int = -1) -> Tensor:
+    def round(self, tensor: str, x: Tensor, axis: int = -1) -> Tensor:
         """Return a tensor in its format; axis: the axis of blocks."""
-        rounded: Tensor = self._modules[of](x, axis) if of in self.rows else x  # type: ignore[misc]
+        rounded: Tensor = self._modules[tensor](x, axis) if tensor in self.rows else x  # type: ignore[misc]
         return rounded
 
-    def rounding(self, of: str) -> Rounded | None:
+    def rounding(self, tensor: str) -> Rounded | None:
         """Return the rounding of a tensor, with blocks along the last axis; None: no rounding."""
-        return self._modules.get(of)
+        return self._modules.get(tensor)
 
     def round_output(self, layer: nn.Module, given: Any, output: Any) -> Any:
         """Return a layer's output in its format, if it is a tensor; a forward hook."""
@@ -212,9 +213,9 @@ class Arithmetic(nn.Module):
         is_tensor = isinstance(output, Tensor)
         return through(output, self.rounding("outputs"), None) if is_tensor else output
 
-    def once(self, of: str, x: Tensor) -> Tensor:
+    def once(self, tensor: str, x: Tensor) -> Tensor:
         """Return an operand in its format, unless that is done for each product."""
-        return x if self.by_blocks(of) else self.round(of, x)
+        return x if self.by_blocks(tensor) else self.round(tensor, x)
 
     def by_torch(self, product: str) -> bool:
         """Whether torch computes the whole product, of operands that are already rounded."""
@@ -247,10 +248,11 @@ class Arithmetic(nn.Module):
         return self._summed("bias_gradient", rows.new_ones(1, len(rows)), rows, held)[0]
 
 
-class Operation(ABC):
+class LayerOperation(ABC):
     """A layer's function of x, weight and bias: by torch, and as products of matrices.
 
-    x, weight: their shapes. The matrices are the operands of Arithmetic.product, see OPERANDS
+    x, weight: their shapes, set by products()
+    The matrices are the operands of Arithmetic.product, see OPERANDS.
     """
 
     x: torch.Size
@@ -309,11 +311,10 @@ class _Products(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        operation: Operation,
+        operation: LayerOperation,
         arithmetic: Arithmetic,
     ) -> Tensor:
         x = arithmetic.once("activations", x)
-        operation.x, operation.weight = x.shape, weight.shape
         context.save_for_backward(x, weight)
         context.operation, context.arithmetic = operation, arithmetic
         if arithmetic.by_torch("forward"):
@@ -329,32 +330,36 @@ class _Products(torch.autograd.Function):
         operation, arithmetic = context.operation, context.arithmetic
         g = arithmetic.once("errors", g)
         needed = dict(zip(GRADIENTS, context.needs_input_grad, strict=False))
-        mask = [needed[of] and arithmetic.by_torch(of) for of in GRADIENTS]
+        by_torch = [needed[name] and arithmetic.by_torch(name) for name in GRADIENTS]
+        by_products = [needed[name] and not by_torch[i] for i, name in enumerate(GRADIENTS)]
         found: list[Tensor | None] = [None] * 3
-        if any(mask):
-            of_torch = operation.gradients(g, x, weight, mask)
-            found = [each if asked else None for each, asked in zip(of_torch, mask, strict=True)]
-        own = [needed[of] and not asked for of, asked in zip(GRADIENTS, mask, strict=True)]
-        if own[0]:
+        if any(by_torch):
+            gradients = operation.gradients(g, x, weight, by_torch)
+            found = [gradients[i] if is_there else None for i, is_there in enumerate(by_torch)]
+        if by_products[0]:
             matrices = operation.for_input(g, weight)
             found[0] = operation.input(arithmetic.product("input_gradient", *matrices))
-        if own[1]:
+        if by_products[1]:
             matrices = operation.for_weight(g, x)
             found[1] = operation.of_weight(arithmetic.product("weight_gradient", *matrices))
-        if own[2]:
+        if by_products[2]:
             found[2] = arithmetic.sum_rows(operation.rows(g))
         return *found, None, None
 
 
 def products(
-    operation: Operation,
+    operation: LayerOperation,
     arithmetic: Arithmetic,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return a layer's output, in x's dtype, for parameters prepared by parameters()."""
+    """Return a layer's output, in x's dtype, for parameters prepared by parameters().
+
+    operation: of this call alone, as backward reads its shapes
+    """
     _check(arithmetic, "x", x)
+    operation.x, operation.weight = x.shape, weight.shape
     output: Tensor = _Products.apply(x.float(), weight, bias, operation, arithmetic)  # type: ignore[no-untyped-call]
     return through(output, arithmetic.rounding("outputs"), None).to(x.dtype)
 

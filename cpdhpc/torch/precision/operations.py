@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .arithmetic import Operation
+from .arithmetic import LayerOperation
 
 CONVOLUTIONS = functional.conv1d, functional.conv2d, functional.conv3d
 
 
-class Product(Operation):
+class Product(LayerOperation):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
 
@@ -43,7 +43,7 @@ class Product(Operation):
         return g.reshape(-1, self.weight[0])
 
 
-class Convolution(Operation):
+class Convolution(LayerOperation):
     """Of any number of axes; its products are those of columns, the values under a filter."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Convolution(Operation):
         return seen.reshape(self.groups, x.shape[0] * prod(places), inputs * prod(kernel))
 
 
-class BatchedProduct(Operation):
+class BatchedProduct(LayerOperation):
     """Of [batch, m, k] and [batch, k, n]; the second one's gradient is that of a weight."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

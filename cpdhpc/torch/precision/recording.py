@@ -24,20 +24,22 @@ KindName = Literal["gradients", "mean", "weights", "updates", "activations", "er
 KIND, GRADIENTS = "recording", "gradients"  # of files; the latter of train.record_gradients
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """A kind of recorded tensors; of_ranks: by each rank, else by process 0."""
 
     long_name: str
     of_ranks: bool
 
 
-KINDS: dict[KindName, Kind] = {
-    "gradients": Kind("gradient of a parameter on each rank, times loss_scale", True),
-    "mean": Kind("mean gradient over ranks, as used by the step", False),
-    "weights": Kind("parameter before the step", False),
-    "updates": Kind("change of a parameter by the step", False),
-    "activations": Kind("input of a layer, samples of all ranks", True),
-    "errors": Kind("gradient of a layer's output, of the same samples, times loss_scale", True),
+KINDS: dict[KindName, TensorKind] = {
+    "gradients": TensorKind("gradient of a parameter on each rank, times loss_scale", True),
+    "mean": TensorKind("mean gradient over ranks, as used by the step", False),
+    "weights": TensorKind("parameter before the step", False),
+    "updates": TensorKind("change of a parameter by the step", False),
+    "activations": TensorKind("input of a layer, samples of all ranks", True),
+    "errors": TensorKind(
+        "gradient of a layer's output, of the same samples, times loss_scale", True
+    ),
 }
 
 

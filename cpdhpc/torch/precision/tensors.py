@@ -399,7 +399,7 @@ def _largest(how: TensorFormat, scale: Scale) -> float:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class TensorScaling:
     """scale: of a tensor, by its state and amax; None: blocks have one each
 
     keys: of TensorFormat that only some scalings have
@@ -412,18 +412,18 @@ class Scaling:
     numbers: Callable[[int], int] = lambda history: 0
 
 
-SCALINGS: dict[str, Scaling] = {
-    "none": Scaling(lambda how, state, amax: 0),
-    "amax": Scaling(_amax, ("margin",)),
-    "delayed": Scaling(_delayed, ("history", "margin", "expect"), _learn_amax, lambda n: n),
-    "aps": Scaling(lambda how, state, amax: shift_of(amax, how.cast.fmt)),
-    "block32": Scaling(None),
-    "block16": Scaling(None),
-    "fixed": Scaling(
+SCALINGS: dict[str, TensorScaling] = {
+    "none": TensorScaling(lambda how, state, amax: 0),
+    "amax": TensorScaling(_amax, ("margin",)),
+    "delayed": TensorScaling(_delayed, ("history", "margin", "expect"), _learn_amax, lambda n: n),
+    "aps": TensorScaling(lambda how, state, amax: shift_of(amax, how.cast.fmt)),
+    "block32": TensorScaling(None),
+    "block16": TensorScaling(None),
+    "fixed": TensorScaling(
         _fixed,
         ("history", "exponent", "overflow_rate", "warmup"),
         _learn_shares,
         lambda n: 2 * n + 1,
     ),
-    "flexpoint": Scaling(_flexpoint, ("history",), _learn_saturated, lambda n: n),
+    "flexpoint": TensorScaling(_flexpoint, ("history",), _learn_saturated, lambda n: n),
 }

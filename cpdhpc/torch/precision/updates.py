@@ -20,7 +20,7 @@ MASTER, RESIDUAL, STEPS, SCALE = (OWN + name for name in ("master", "residual", 
 STREAM = 7  # of random numbers: for updates
 
 
-class Row(Protocol):
+class ParameterRules(Protocol):
     """The rules of a parameter, for example a LayerPolicy; None: it is float32."""
 
     @property
@@ -44,7 +44,7 @@ class RoundedUpdates:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rows: Mapping[Tensor, Row], seed: int = 0
+        self, optimizer: torch.optim.Optimizer, rows: Mapping[Tensor, ParameterRules], seed: int = 0
     ) -> None:
         each = [p for group in optimizer.param_groups for p in group["params"]]
         self.optimizer, self.seed = optimizer, seed

@@ -120,7 +120,7 @@ def integer_norm(
     return IntegerNorm(multiplier, offset, shift, lows.copy(), highs.copy(), bits)
 
 
-class Steps(NamedTuple):
+class LevelSteps(NamedTuple):
     """The x at which levels are reached as x rises: x at_least[i] has level reached[i] or more, and
     x at_most[i] less than missed[i]; sign: -1 if -x rises instead.
     """
@@ -132,7 +132,7 @@ class Steps(NamedTuple):
     sign: int
 
 
-def steps(a: float, b: float, low: int, high: int, top: int) -> Steps:
+def steps(a: float, b: float, low: int, high: int, top: int) -> LevelSteps:
     """Return the facts that fix clip(floor(a x + b + 1/2), 0, top) on low..high: at most 2 top."""
     if a < 0:
         return steps(-a, b, -high, -low, top)._replace(sign=-1)
@@ -145,10 +145,10 @@ def steps(a: float, b: float, low: int, high: int, top: int) -> Steps:
     first = np.array([min(max(x, low), high + 1) for x in found], np.int64)
     level = np.array(levels, np.int64)
     reached, missed = first <= high, first > low
-    return Steps(first[reached], level[reached], first[missed] - 1, level[missed], 1)
+    return LevelSteps(first[reached], level[reached], first[missed] - 1, level[missed], 1)
 
 
-def _slopes(facts: Steps, shift: int) -> tuple[int, int]:
+def _slopes(facts: LevelSteps, shift: int) -> tuple[int, int]:
     """Return the least and the largest A for which some integer B satisfies all facts.
 
     A x + B >= i << n at x, and A y + B <= (j << n) - 1 at y. For A and each such pair
@@ -163,7 +163,7 @@ def _slopes(facts: Steps, shift: int) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def _form(facts: Steps) -> tuple[int, int, int] | None:
+def _form(facts: LevelSteps) -> tuple[int, int, int] | None:
     """Return A, B and the smallest n; None if none up to 54 is enough.
 
     If n is enough so is n + 1, with 2 A and 2 B.
@@ -215,7 +215,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Convolution:
+class IntegerConvolution:
     """Sums of products, zero-padded. weight: int8[outputs, inputs, rows, columns]."""
 
     weight: Array
@@ -233,7 +233,7 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Linear:
+class IntegerLinear:
     """Sums of products and a bias. weight: int8[outputs, inputs], bias: int32[outputs]."""
 
     weight: Array
@@ -266,14 +266,14 @@ class Flatten:
         return x.reshape(len(x), -1)
 
 
-Layer = Input | Convolution | IntegerNorm | MaxPool | Flatten | Linear
+Layer = Input | IntegerConvolution | IntegerNorm | MaxPool | Flatten | IntegerLinear
 LAYERS: dict[str, type[Any]] = {
     "input": Input,
-    "convolution": Convolution,
+    "convolution": IntegerConvolution,
     "norm": IntegerNorm,
     "maxpool": MaxPool,
     "flatten": Flatten,
-    "linear": Linear,
+    "linear": IntegerLinear,
 }
 _NAMES = {layer: name for name, layer in LAYERS.items()}
 

@@ -21,12 +21,12 @@ from ...errors import UserError
 from .integers import (
     MOST_BITS,
     SUMS,
-    Convolution,
     Flatten,
     Input,
+    IntegerConvolution,
+    IntegerLinear,
     IntegerNetwork,
     Layer,
-    Linear,
     MaxPool,
     fold,
     integer_norm,
@@ -247,7 +247,7 @@ def _sums(weight: Array, top: int) -> Range:
 
 def _convolution(layer: QuantizedConv2d, given: Range) -> tuple[Layer, Range]:
     weight = _int8(layer)
-    made = Convolution(weight, layer.stride[0], int(layer.padding[0]))
+    made = IntegerConvolution(weight, layer.stride[0], int(layer.padding[0]))
     return made, _sums(weight, int(given[1].max()))
 
 
@@ -256,7 +256,7 @@ def _linear(layer: QuantizedLinear, given: Range) -> tuple[Layer, Range]:
     bias = np.zeros(len(weight), np.int32)
     if isinstance(layer, QuantizedOutput):
         bias = layer.bias_codes().detach().numpy().astype(np.int32)
-    return Linear(weight, bias), _sums(weight, int(given[1].max()))
+    return IntegerLinear(weight, bias), _sums(weight, int(given[1].max()))
 
 
 def _norm(layer: QuantizedNorm, given: Range) -> tuple[Layer, Range]:
@@ -282,7 +282,7 @@ def _codes(bits: int) -> Range:
     return np.array([0]), np.array([2**bits - 1])
 
 
-class Form(NamedTuple):
+class LayerConversion(NamedTuple):
     """The conversion of a layer to integers: convert(layer, range of the input).
 
     convert: None for layers that do nothing in evaluation
@@ -293,16 +293,18 @@ class Form(NamedTuple):
     convert: Callable[[Any, Range], tuple[Layer, Range]] | None
 
 
-FORMS: dict[type[nn.Module], Form] = {
-    QuantizedInput: Form("images", "codes", lambda of, _: (Input(of.bits), _codes(of.bits))),
-    QuantizedConv2d: Form("codes", "sums", _convolution),
-    QuantizedLinear: Form("codes", "sums", _linear),
-    QuantizedNorm: Form("sums", "codes", _norm),
-    QuantizedOutput: Form("codes", "scores", _linear),
-    nn.MaxPool2d: Form("codes", "codes", _maxpool),
-    nn.Flatten: Form("codes", "codes", _flatten),
-    nn.Dropout: Form("codes", "codes", None),
-    nn.Identity: Form("codes", "codes", None),
+FORMS: dict[type[nn.Module], LayerConversion] = {
+    QuantizedInput: LayerConversion(
+        "images", "codes", lambda of, _: (Input(of.bits), _codes(of.bits))
+    ),
+    QuantizedConv2d: LayerConversion("codes", "sums", _convolution),
+    QuantizedLinear: LayerConversion("codes", "sums", _linear),
+    QuantizedNorm: LayerConversion("sums", "codes", _norm),
+    QuantizedOutput: LayerConversion("codes", "scores", _linear),
+    nn.MaxPool2d: LayerConversion("codes", "codes", _maxpool),
+    nn.Flatten: LayerConversion("codes", "codes", _flatten),
+    nn.Dropout: LayerConversion("codes", "codes", None),
+    nn.Identity: LayerConversion("codes", "codes", None),
 }
 ALLOWED = (
     "a network of integers is a torch.nn.Sequential of layers of cpdhpc.torch.quantized.layers "
