@@ -202,6 +202,7 @@ def test_outputs_that_autograd_tracks_before_their_calls_end(size: int) -> None:
 ONE_RANK: dict[str, Callable[[], Any]] = {
     "all_reduce: list index out of range": lambda: dist.group.WORLD.allreduce([]).wait(),
     "all_reduce: Cannot copy out of meta": lambda: dist.all_reduce(torch.ones(3, device="meta")),
+    "all_reduce: output of shape .3. has": lambda: dist.all_reduce(torch.ones(1).expand(3)),
     "broadcast: unsupported memory format": lambda: dist.broadcast(torch.eye(3).to_sparse(), 0),
     "gather: gather_tensor is float32.5.: must have": lambda: dist.group.WORLD.gather_single(
         torch.ones(5), torch.ones(5), to(dist.get_rank())

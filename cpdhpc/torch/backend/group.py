@@ -343,6 +343,7 @@ class MpiGroup(ProcessGroup):
             if name != "SUM":
                 raise ValueError(f"{name} of a sparse tensor: must be SUM")
             (x,) = tensors
+            call = f"{described(x, 'all_reduce SUM sparse ')} of {x.sparse_dim()} sparse axes"
             return call, programs.all_reduce_sparse(link, call, x)
         if name == "PREMUL_SUM":
             for each in (x.detach() for x in tensors):
