@@ -245,6 +245,18 @@ def test_a_receive_that_was_late_takes_no_message_of_the_next_one(hasty: Any) ->
             dist.send(torch.ones(3), 0, group=hasty)
 
 
+def test_setting_wires_ends_if_a_rank_does_not_come_or_makes_another_call(hasty: Any) -> None:
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="set_wires: timeout after 1.0 s of waiting for"):
+            cpdhpc.torch.set_wires(hasty, all_reduce="e4m3")
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"set_wires on rank 0, all_reduce SUM float32\[3\]"):
+        if dist.get_rank() == 0:
+            cpdhpc.torch.set_wires(all_reduce="e4m3")
+        else:
+            dist.all_reduce(torch.ones(3))
+
+
 def test_packed_calls_that_are_late_end_those_after_them_too(hasty: Any) -> None:
     cpdhpc.torch.set_wires(hasty, all_reduce="e4m3")
     if dist.get_rank() == 0:

@@ -93,7 +93,8 @@ class Hosted:
 
     def _copy_back(self, tensor: Tensor, values: Tensor) -> None:
         """Copy values to a tensor at the end; one that cannot take them is refused before."""
-        if any(not step and count > 1 for step, count in zip(tensor.stride(), tensor.shape)):
+        axes = zip(tensor.stride(), tensor.shape, strict=True)
+        if any(not step and count > 1 for step, count in axes):
             raise ValueError(
                 f"output of shape {list(tensor.shape)} has strides {list(tensor.stride())}: must "
                 "have memory for each element: pass a clone"

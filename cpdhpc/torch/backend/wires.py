@@ -126,11 +126,13 @@ def set_wires(
     Only float32, bfloat16 and float16 tensors are rounded, and only in sums, means and gathers.
     Integers never are, nor, by from_bytes, flags and norms. All ranks get the same bits. For NaN
     and infinity, wait raises NonFiniteGradient on all ranks.
-    Raises TypeError and ValueError on all ranks if arguments are wrong on one, or differ.
+    Raises TypeError and ValueError on all ranks if arguments are wrong on one, or differ;
+    RuntimeError if a rank makes another call, or none before the group's time-out.
     """
     found = distributed.group.WORLD if group is None else group
     if not isinstance(found, MpiGroup):
         raise TypeError(f"set_wires: group={found!r}: must be a process group of 'cpdhpc'")
+    found.meeting("set_wires").wait()  # MPI would wait for ever for a rank that does not come
     world = World(found.channel.comm, timeout_s=found.timeout_s)
     methods: dict[str, Way] = {}
     error: Exception | None = None
