@@ -394,6 +394,8 @@ def test_calls_that_differ_are_an_error_on_all_ranks(near: str) -> None:
     assert "barrier on rank 0, all_reduce SUM float32[3] on rank 1" in words
     words = refused(lambda: dist.broadcast(torch.ones(3), rank % 2))
     assert "broadcast from rank 0" in words
+    words = refused(lambda: dist.all_reduce(torch.ones(3) if rank else torch.ones(3).to_sparse()))
+    assert "SUM sparse float32[3] of 1 sparse axes on rank 0, all_reduce SUM float32[3]" in words
     op = ReduceOp.MIN if rank else ReduceOp.MAX
     assert "all_reduce MAX" in refused(lambda: dist.all_reduce(torch.ones(3), op))
 

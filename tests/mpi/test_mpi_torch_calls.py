@@ -202,6 +202,7 @@ def test_outputs_that_autograd_tracks_before_their_calls_end(size: int) -> None:
 ONE_RANK: dict[str, Callable[[], Any]] = {
     "all_reduce: list index out of range": lambda: dist.group.WORLD.allreduce([]).wait(),
     "all_reduce: Cannot copy out of meta": lambda: dist.all_reduce(torch.ones(3, device="meta")),
+    "all_reduce: output of shape .3. has": lambda: dist.all_reduce(torch.ones(1).expand(3)),
     "broadcast: unsupported memory format": lambda: dist.broadcast(torch.eye(3).to_sparse(), 0),
     "gather: gather_tensor is float32.5.: must have": lambda: dist.group.WORLD.gather_single(
         torch.ones(5), torch.ones(5), to(dist.get_rank())
@@ -244,6 +245,18 @@ def test_a_receive_that_was_late_takes_no_message_of_the_next_one(hasty: Any) ->
             dist.send(torch.ones(3), 0, group=hasty)
 
 
+def test_setting_wires_ends_if_a_rank_does_not_come_or_makes_another_call(hasty: Any) -> None:
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"set_wires: timeout after 1.0 s of waiting for"):
+            cpdhpc.torch.set_wires(hasty, all_reduce="e4m3")
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"set_wires on rank 0, all_reduce SUM float32\[3\]"):
+        if dist.get_rank() == 0:
+            cpdhpc.torch.set_wires(all_reduce="e4m3")
+        else:
+            dist.all_reduce(torch.ones(3))
+
+
 def test_packed_calls_that_are_late_end_those_after_them_too(hasty: Any) -> None:
     cpdhpc.torch.set_wires(hasty, all_reduce="e4m3")
     if dist.get_rank() == 0:
@@ -260,7 +273,7 @@ def test_a_packed_call_that_differs_lets_the_next_one_have_its_turn() -> None:
         dist.all_reduce(torch.ones(LARGE + (i == 0) * dist.get_rank()), group=group, async_op=True)
         for i in range(3)
     ]
-    with pytest.raises(RuntimeError, match=r"call .*:1 of the process group differs"):
+    with pytest.raises(RuntimeError, match=r"call .*:2 of the process group differs"):
         works[0].wait()
     for work in works[1:]:
         work.wait()

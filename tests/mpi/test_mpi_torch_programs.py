@@ -449,8 +449,14 @@ def test_only_many_floating_point_values_are_rounded() -> None:
         low = torch.full((100_000,), 1.03, dtype=torch.bfloat16)
         dist.all_reduce(low)
         assert (low == ranks).all()
-        with pytest.raises(ValueError, match="set_wires: all_reduce: "):
-            cpdhpc.torch.set_wires(all_reduce="e9m9x")
+        last = dist.get_rank() == dist.get_world_size() - 1
+        for wrong, words in [
+            ("e9m9x", "set_wires: all_reduce: "),
+            ({"op": "mean"}, "set_wires: all_reduce.'op'.: known are accumulate, "),
+            (3, "set_wires: all_reduce=3: must be a wire or a mapping"),
+        ]:
+            with pytest.raises((ValueError, TypeError), match=words):
+                cpdhpc.torch.set_wires(all_reduce=wrong if last else "e4m3")
         cpdhpc.torch.set_wires()
         dist.all_reduce(many := torch.full((100_000,), 1.03))
         assert torch.allclose(many, torch.full((100_000,), 1.03 * ranks))

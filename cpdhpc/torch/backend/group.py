@@ -343,6 +343,7 @@ class MpiGroup(ProcessGroup):
             if name != "SUM":
                 raise ValueError(f"{name} of a sparse tensor: must be SUM")
             (x,) = tensors
+            call = f"{described(x, 'all_reduce SUM sparse ')} of {x.sparse_dim()} sparse axes"
             return call, programs.all_reduce_sparse(link, call, x)
         if name == "PREMUL_SUM":
             for each in (x.detach() for x in tensors):
@@ -593,11 +594,15 @@ class MpiGroup(ProcessGroup):
     @untraced
     def barrier(self, opts: Any = None) -> Operation | Ended:
         """Wait for all ranks."""
+        return self.meeting("barrier", opts)
+
+    def meeting(self, call: str, opts: Any = None) -> Operation | Ended:
+        """Wait for all ranks to make a call of this name."""
 
         def make(link: Link, _: Hosted) -> tuple[str, Waits]:
-            return "barrier", programs.barrier(link, "barrier")
+            return call, programs.barrier(link, call)
 
-        return self._collective("barrier", make, [], [], opts)
+        return self._collective(call, make, [], [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

@@ -77,7 +77,7 @@ class Hosted:
         if plain(tensor):
             return flat(tensor)
         values = self.input(tensor)
-        self._back.append((tensor.detach(), values))
+        self._copy_back(tensor, values)
         return values
 
     def output(self, tensor: Tensor) -> Tensor:
@@ -88,8 +88,18 @@ class Hosted:
             say_staged(tensor.device.type)
             await_device(tensor.device)
         values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-        self._back.append((tensor.detach(), values))
+        self._copy_back(tensor, values)
         return values
+
+    def _copy_back(self, tensor: Tensor, values: Tensor) -> None:
+        """Copy values to a tensor at the end; one that cannot take them is refused before."""
+        axes = zip(tensor.stride(), tensor.shape, strict=True)
+        if any(not step and count > 1 for step, count in axes):
+            raise ValueError(
+                f"output of shape {list(tensor.shape)} has strides {list(tensor.stride())}: must "
+                "have memory for each element: pass a clone"
+            )
+        self._back.append((tensor.detach(), values))
 
     def around(self, program: Waits) -> Waits:
         """Return a program that copies values back to tensors at its end."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import distributed
 from ...collectives.allreduce import Allreduce
 from ...collectives.checks import check_alike
 from ...collectives.collective import Collective
+from ...errors import ArgumentError, ArgumentTypeError
 from ...methods import check_whole, said_by
 from ...world.mpi import World
 from .channel import Link
@@ -26,6 +27,7 @@ from .progress import Step, Until, Waits
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ADDED = ("SUM", "AVG", "")  # "": not a reduction
 FROM_BYTES = 1 << 16
+OPTIONS = {field.name for field in fields(Allreduce)} - {"op", "finite"}  # torch's calls have op
 Way = Allreduce | Collective
 Choice = str | Mapping[str, Any] | None
 
@@ -89,7 +91,12 @@ class Wires:
 
 def method_of(name: str, choice: Choice) -> Way:
     """Return the method of a call, given a wire or the arguments of the library's function."""
-    options = {"wire": choice} if isinstance(choice, str) else dict(choice or {})
+    if not isinstance(choice, str | Mapping):
+        raise ArgumentTypeError("set_wires", name, choice, "must be a wire or a mapping")
+    options = {"wire": choice} if isinstance(choice, str) else dict(choice)
+    for key in options.keys() - OPTIONS:
+        known = ", ".join(sorted(OPTIONS))
+        raise ArgumentError("set_wires", name, key, f"known are {known}", state=f"[{key!r}]")
     try:
         if name == "all_reduce":
             return Allreduce(**options)
@@ -119,11 +126,13 @@ def set_wires(
     Only float32, bfloat16 and float16 tensors are rounded, and only in sums, means and gathers.
     Integers never are, nor, by from_bytes, flags and norms. All ranks get the same bits. For NaN
     and infinity, wait raises NonFiniteGradient on all ranks.
-    Raises TypeError and ValueError on all ranks if arguments are wrong on one, or differ.
+    Raises TypeError and ValueError on all ranks if arguments are wrong on one, or differ;
+    RuntimeError if a rank makes another call, or none before the group's time-out.
     """
     found = distributed.group.WORLD if group is None else group
     if not isinstance(found, MpiGroup):
         raise TypeError(f"set_wires: group={found!r}: must be a process group of 'cpdhpc'")
+    found.meeting("set_wires").wait()  # MPI would wait for ever for a rank that does not come
     world = World(found.channel.comm, timeout_s=found.timeout_s)
     methods: dict[str, Way] = {}
     error: Exception | None = None
