@@ -159,7 +159,7 @@ def of_module(arguments: argparse.Namespace, world: World) -> Subject:
                 raise ConfigError(
                     f"{arguments.what}: returned {type(outputs).__name__}: must be a tensor"
                 )
-            outputs.float().square().mean().backward()
+            outputs.float().square().mean().backward()  # type: ignore[no-untyped-call]
             if not all(p.grad.isfinite().all() for p in trained if p.grad is not None):
                 raise ConfigError(f"{arguments.what}: gradients have NaN or infinity")
 
