@@ -197,19 +197,32 @@ def _read(path: Path | str) -> str:
         return file.read()
 
 
+DEEPEST = 100  # functions that walk through tables call themselves; Python allows 1,000 calls
+TOO_DEEP = f"has values in more than {DEEPEST} nested tables or lists"
+
+
 def read_toml(path: Path | str) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
-    Raises ConfigError if the file is missing, unreadable or not TOML.
+    Raises ConfigError if the file is missing, unreadable, not TOML, or nested deeper than DEEPEST.
     """
     try:
-        return tomllib.loads(_read(path))
+        tables = tomllib.loads(_read(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
+    level: list[Any] = [tables]
+    for _ in range(DEEPEST):
+        inner = [x for each in level for x in (each.values() if isinstance(each, dict) else each)]
+        level = [x for x in inner if isinstance(x, dict | list)]
+        if not level:
+            return tables
+    raise ConfigError(f"{path}: {TOO_DEEP}")
 
 
 def _line(path: Path | str, text: str) -> str:

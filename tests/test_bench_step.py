@@ -43,6 +43,27 @@ def pair():
             return x, self.weight
     return Pair()
 
+def own(size, forward, fill=1.0):
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((size,), fill))
+        def forward(self, x):
+            return forward(self.weight, x)
+    return Own()
+
+def hollow():
+    return own(0, lambda weight, x: weight.sum())
+
+def detached():
+    return own(1, lambda weight, x: x)
+
+def unknown():
+    return own(1, lambda weight, x: weight * x.sum(), float("nan"))
+
+def lazy():
+    return torch.nn.LazyLinear(2)
+
 number = 3
 """
 FEW = ["--repeats", "2", "--warmup", "0"]
@@ -116,7 +137,12 @@ def test_memory_is_what_is_taken_and_touched() -> None:
         (["own_nets"], 'must be "module:function"'),
         (["own_nets:pixel"], "did you mean pixels?"),
         (["own_nets:number"], "has no function number"),
-        (["own_nets:pair", "--input", "3"], "returned tuple: must be a tensor"),
+        (["own_nets:pair", "--input", "3"], "own_nets:pair: returned tuple: must be a tensor"),
+        (["torch.nn:Identity"], "torch.nn:Identity: has no parameter that is trained"),
+        (["own_nets:hollow"], "own_nets:hollow: has no parameter that is trained"),
+        (["own_nets:lazy"], "own_nets:lazy: has lazy parameters"),
+        (["own_nets:detached"], "own_nets:detached: inputs"),
+        (["own_nets:unknown"], "own_nets:unknown: gradients have NaN or infinity"),
         (["own_nets:pixels", "--input", "3,0"], "--input 3,0: must be numbers, 1 or more"),
         (["own_nets:pixels", "--batch", "0"], "--batch 0: must be 1 or more"),
         (["own_nets:pixels", "--methods", "nine"], "--methods nine: "),

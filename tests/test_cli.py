@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -243,3 +244,10 @@ def test_ctrl_c_ends_a_command_without_a_traceback(program: str, status: int, sa
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (status, said, "")
+
+
+def test_a_terminal_that_lacks_a_character_shows_another(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "cpdhpc", "examples", str(tmp_path / "±")]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    run = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "") and str(tmp_path / "?") in run.stdout

@@ -383,6 +383,7 @@ MISFITS: list[tuple[dict[str, Any], list[str], str]] = [  # tables of row b, set
         ["train.virtual_ranks=2"],
         "--set train.virtual_ranks=2: compare row b: train.overlap=true needs virtual_ranks=1",
     ),
+    ({"train": {"virtual_ranks": 1 << 60}}, [], f"b-s0: World: virtual_ranks={1 << 60}: too many"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -77,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     is_program = argv is None
     if is_program:
         let_interrupt_end()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # tables have ± and lines
+            sys.stdout.reconfigure(errors="replace")
         # A warning is one line, without its place in the source.
         warnings.formatwarning = lambda message, *_: f"cpdhpc: warning: {message}\n"
     argv = sys.argv[1:] if argv is None else argv

@@ -145,10 +145,23 @@ def of_module(arguments: argparse.Namespace, world: World) -> Subject:
         return model(inputs).float().square().mean()
 
     def check() -> None:
-        with told(f"{arguments.what}: inputs {tuple(inputs.shape)}"), torch.no_grad():
-            outputs = model()(inputs)
+        with told(f"{arguments.what}: inputs {tuple(inputs.shape)}"):
+            built = model()
+            trained = [p for p in built.parameters() if p.requires_grad]
+            if any(map(torch.nn.parameter.is_lazy, trained)):
+                raise ConfigError(f"{arguments.what}: has lazy parameters: must have shapes")
+            if not sum(p.numel() for p in trained):
+                raise ConfigError(
+                    f"{arguments.what}: has no parameter that is trained: must have one or more"
+                )
+            outputs = built(inputs)
             if not isinstance(outputs, torch.Tensor):
-                raise ConfigError(f"returned {type(outputs).__name__}: must be a tensor")
+                raise ConfigError(
+                    f"{arguments.what}: returned {type(outputs).__name__}: must be a tensor"
+                )
+            outputs.float().square().mean().backward()  # type: ignore[no-untyped-call]
+            if not all(p.grad.isfinite().all() for p in trained if p.grad is not None):
+                raise ConfigError(f"{arguments.what}: gradients have NaN or infinity")
 
     world.agreed(check)
     return Subject(

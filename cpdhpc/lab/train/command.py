@@ -11,6 +11,7 @@ from typing import Any
 from ... import store
 from ...collectives.checks import check_alike
 from ...config import ConfigError, flatten, value_of
+from ...errors import ArgumentError
 from ...torch.overlap import check_overlap
 from ...world.mpi import World
 from ..signals import Caught, catching
@@ -81,13 +82,19 @@ class Trainer:
         self._data: dict[str, Dataset | Source] = {}
 
     def world_of(self, job: Job) -> World:
-        """Return the ranks of a job, virtual ones included. Collective."""
+        """Return the ranks of a job, virtual ones included. Collective.
+
+        Raises ConfigError on all processes if there are too many of them.
+        """
         shape = job.train.virtual_ranks, job.train.timeout_s, job.train.gpu_direct != "never"
         if shape not in self._worlds:
             virtual_ranks, timeout_s, direct = shape
-            self._worlds[shape] = World(
-                virtual_ranks=virtual_ranks, timeout_s=timeout_s, gpu_direct=direct
-            )
+            try:  # its limits depend on the MPI library; raised on all processes
+                self._worlds[shape] = World(
+                    virtual_ranks=virtual_ranks, timeout_s=timeout_s, gpu_direct=direct
+                )
+            except ArgumentError as error:
+                raise ConfigError(f"{job.id}: {error}") from None
         return self._worlds[shape]
 
     def data_of(self, job: Job) -> Dataset | Source:
@@ -112,6 +119,8 @@ class Trainer:
         written = {job.id: files[job.id].written(job) for job in jobs}
         with claimed(world, directory, written, resume):
             todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
+            for job, _ in todo:
+                self.world_of(job)  # raises before any of them trains
             self._check_layers([job for job, _ in todo])
             display = Display(self.shown, len(todo))
             done = len(jobs) - len(todo)

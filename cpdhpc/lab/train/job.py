@@ -99,7 +99,7 @@ class Train(Section):
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
     image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
-    threads: Whole = 0
+    threads: Annotated[Whole, Field(le=4096)] = 0
     loss_scaling: Literal["static", "dynamic"] = "static"
     loss_scale: Annotated[float | None, AfterValidator(check_scale)] = None
     bucket_mib: Above0 = 25.0
