@@ -101,20 +101,14 @@ def test_keys_that_help_shows_are_keys_of_the_job(
     "line, said",
     [
         ("info --nope", "info: unknown option --nope: -h shows all"),
-        (
-            "bench throughput --metods=topk",
-            "unknown option --metods: did you mean --methods?",
-        ),
+        ("bench throughput --metods=topk", "unknown option --metods: did you mean --methods?"),
         ("train x.toml --ste train.epochs=1", "train: unknown option --ste: did you mean --set?"),
         ("study status x y", "study status: y: is one argument too many: -h shows all"),
         ("bench allreduce --device tpu", "bench allreduce: --device tpu: did you mean gpu or cpu?"),
         ("report x --tolerance y", "report: --tolerance y: must be a number"),
         ("bench batchnorm --seed y", "bench batchnorm: --seed y: must be an integer"),
         ("precision replay x --ranks 2,y", "--ranks 2,y: must be integers, for example 2,4"),
-        (
-            "study status x --watch -1",
-            "--watch -1: must be a number of seconds above 0",
-        ),
+        ("study status x --watch -1", "--watch -1: must be a number of seconds above 0"),
         ("train x.toml --timeout -1", "train: --timeout -1: must be a number of seconds above 0"),
         ("report x --png", "--png expected one argument: write one that begins with - after ="),
     ],
@@ -234,10 +228,7 @@ sys.exit(main())
 def test_ctrl_c_ends_a_command_without_a_traceback(program: str, status: int, said: str) -> None:
     """At once where ranks start; where files are written they are tidied up first."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "starting\n"
     process.send_signal(signal.SIGINT)

@@ -124,19 +124,7 @@ def test_factors_of_any_name_and_type_fill_texts() -> None:
 
 
 VALUES = (
-    *(
-        "a b",
-        "'",
-        '"',
-        "\\",
-        "$HOME",
-        "$(touch no)",
-        "`touch no`",
-        "a\nb",
-        ":",
-        "-n",
-        "--",
-    ),
+    *("a b", "'", '"', "\\", "$HOME", "$(touch no)", "`touch no`", "a\nb", ":", "-n", "--"),
     *("{n}", "{{", "%s", "é\u2028", "!", "#", ";", "a;touch no", "\t", "~", "*"),
 )
 SHOW = """

@@ -279,10 +279,7 @@ def test_autowu_falls_from_the_highest_rate_where_the_loss_never_rises() -> None
         ({"controller": {"name": "autowu"}, "train": {"learning_rate": 1.0}}, "be left out"),
         ({"controller": {"name": "noise_scale", "smoothing": 1.0}}, "controller.smoothing"),
         ({"controller": {"name": "noise_scale"}, "train": {"batch": 1}}, "should be 2 or more"),
-        (
-            {"controller": {"name": "noise_scale"}, "optimizer": {"name": "lamb"}},
-            "takes the leng",
-        ),
+        ({"controller": {"name": "noise_scale"}, "optimizer": {"name": "lamb"}}, "takes the leng"),
         (
             {"controller": {"name": "noise_scale"}, "train": {"image_grid": [2, 1]}},
             "train.image_grid",

@@ -534,10 +534,7 @@ def test_rate_and_warmup_follow_the_batch(name: str, factor: int, warmup: int) -
         ({"decay": "polynomial", "power": 2.0}, [1.0, 0.5625, 0.25, 0.0625]),
         ({"decay": "polynomial"}, [1.0, 0.75, 0.5, 0.25]),
         ({"decay": "exponential", "gamma": 0.5}, [1.0, 0.25, 0.0625, 0.015625]),
-        (
-            {"decay": "polynomial", "warmup_epochs": 4.0},
-            [0.25, 0.75, 1.0, 0.5],
-        ),
+        ({"decay": "polynomial", "warmup_epochs": 4.0}, [0.25, 0.75, 1.0, 0.5]),
         ({"decay": "exponential", "gamma": 0.5, "warmup_epochs": 4.0}, [0.25, 0.75, 1.0, 0.25]),
     ],
 )

@@ -384,8 +384,7 @@ def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
 
 
 @every(
-    "options",
-    [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"proj_size": 3}],
+    "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"proj_size": 3}]
 )
 def test_an_lstm_is_that_of_torch(options: dict[str, Any]) -> None:
     """2**-16: sums over times of gradients of both signs lose two bits more than above."""

@@ -360,10 +360,7 @@ def test_a_failure_is_tried_again_in_the_job(name: str) -> None:
 
 @every(
     ("name", "text", "wanted"),
-    [
-        ("pbs", "no JSON", "is no JSON"),
-        ("lsf", "no JSON", "bjobs does not answer"),
-    ],
+    [("pbs", "no JSON", "is no JSON"), ("lsf", "no JSON", "bjobs does not answer")],
 )
 def test_answers_that_make_no_sense(name: str, text: str, wanted: str) -> None:
     command = Path("bin") / {"pbs": "qstat", "lsf": "bjobs"}[name]

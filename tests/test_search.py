@@ -446,14 +446,7 @@ ARITHMETIC = JOB.replace("virtual_ranks = 2", "").replace("64]", "12]").replace(
 
 def test_a_search_over_arithmetic_keeps_the_error_of_the_gradient(tmp_path: Path) -> None:
     """Measured anew by plain torch, at the weights and on the batches that were recorded."""
-    words = [
-        "--over",
-        "arithmetic",
-        "--gradient-error",
-        "0.03",
-        "--trials",
-        "9",
-    ]
+    words = ["--over", "arithmetic", "--gradient-error", "0.03", "--trials", "9"]
     of, out = asked(tmp_path, *words, job=ARITHMETIC), tmp_path / "out"
     evidence = searched(out, of)
     found = evidence.trial(evidence.found, (0,))
@@ -595,17 +588,9 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
         ("--budget 0", JOB, "--budget 0: must be above 0"),
         ("--budget -1", JOB, "--budget -1: must be above 0"),
         ("--gradient-error nan", JOB, "--gradient-error nan: must be above 0"),
-        (
-            "--budget 1 --trials 5",
-            JOB,
-            "--trials 5: must be 6 or more: 2 are of float32 and uni",
-        ),
+        ("--budget 1 --trials 5", JOB, "--trials 5: must be 6 or more: 2 are of float32 and uni"),
         ("--budget 1 --trials 2 --test-seeds 0", JOB, "search: --trials 2: must be 3 or more: 2 a"),
-        (
-            "--budget 1 --trials 2 --test-seeds -1",
-            JOB,
-            "--test-seeds -1: must be 0 or more",
-        ),
+        ("--budget 1 --trials 2 --test-seeds -1", JOB, "--test-seeds -1: must be 0 or more"),
         ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights if"),
         (
             "--gradient-error 1 --over both",

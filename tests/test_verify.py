@@ -226,9 +226,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], set[str]]:
     return count
 
 
-def test_every_operation_of_the_specification_is_checked(
-    called: Callable[[Any], set[str]],
-) -> None:
+def test_every_operation_of_the_specification_is_checked(called: Callable[[Any], set[str]]) -> None:
     kernels = {
         name for name in dir(reference)
         if not name.startswith("_") and getattr(getattr(reference, name), "__module__", "")

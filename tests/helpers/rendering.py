@@ -8,14 +8,7 @@ from cpdhpc.config import validate
 from cpdhpc.lab.kinds.command_job import Command
 from cpdhpc.lab.schedulers import DEFAULT, SCHEDULERS
 from cpdhpc.lab.study.cases import Batch, batches, expand
-from cpdhpc.lab.study.site import (
-    Site,
-    array_script,
-    arrays,
-    collect_script,
-    load_site,
-    scripts,
-)
+from cpdhpc.lab.study.site import Site, array_script, arrays, collect_script, load_site, scripts
 from cpdhpc.lab.study.spec import Study
 
 ROOT = Path(__file__).parents[2]

@@ -20,11 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import cpdhpc.torch
@@ -465,9 +461,7 @@ def test_few_bits_inside_fully_shard() -> None:
     def program() -> list[torch.Tensor]:
         seen: list[str] = []
         cpdhpc.torch.set_wires(
-            reduce_scatter={"wire": "e4m3", "accumulate": "exact"},
-            all_gather="e4m3",
-            from_bytes=16,
+            reduce_scatter={"wire": "e4m3", "accumulate": "exact"}, all_gather="e4m3", from_bytes=16
         )
         model = network()
         for layer in (*model[::2], model):

@@ -194,9 +194,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CONTROLLED: dict[str, dict[str, Any]] = {
     "noise_scale": {"controller": {"name": "noise_scale"}, "gradient": ROWS["stochastic"]},
-    "adaptive_batch": {
-        "controller": {"name": "adaptive_batch", "smoothing": 0.5, "share": 1e6},
-    },
+    "adaptive_batch": {"controller": {"name": "adaptive_batch", "smoothing": 0.5, "share": 1e6}},
     "autowu": {
         "controller": {
             **{"name": "autowu", "patience": 1, "warmup_share": 0.9},
@@ -373,8 +371,7 @@ def test_a_run_whose_optimizer_keeps_nothing_goes_on(
         files = Files(directory / f"{name}.h5", directory / f"{name}.checkpoint.h5")
         for epochs in lengths:
             job = job_of(
-                **WITHOUT_MOMENTUM[row] | {"optimizer": {"momentum": 0.0}},
-                train={"epochs": epochs},
+                **WITHOUT_MOMENTUM[row] | {"optimizer": {"momentum": 0.0}}, train={"epochs": epochs}
             )
             run_job(job, real, files, data(), resume=True)
         found.append(contents(files) if world.process == 0 else None)
