@@ -1,7 +1,5 @@
 """Fixtures that several files share: implementations of the array operations, a Slurm."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -7,8 +7,6 @@ the source. Of a file's possible mutants a sample is drawn, the same for the sam
 exceeds its time, as in a loop without an end, counts as killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

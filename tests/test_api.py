@@ -1,7 +1,5 @@
 """The names that the package offers: for import, for dir and help, for editors."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pydoc

@@ -1,7 +1,5 @@
 """The options of benchmarks: what they mean, and what is wrong with them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """bench step: a line for each way to train, of a job and of a module; what is refused."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Where ranks sit: what is asked for, what launchers are told, and what a job sees itself."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -27,7 +25,6 @@ from cpdhpc.lab.study.site import Site, arrays, launch
 from cpdhpc.lab.study.submit import scripts
 from cpdhpc.lab.study_data.study_file import load_study_file, read_result
 
-pytestmark = pytest.mark.mpi_skip
 WHOLE = {"core": 8, "socket": 2, "numa": 4}  # of a node: 4 cores a socket, 2 a NUMA domain
 
 

@@ -1,7 +1,5 @@
 """The command line: help, errors of one line on one rank, exit statuses on all, signals."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

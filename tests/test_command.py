@@ -1,7 +1,5 @@
 """Studies of any program: what starts it, what is read from it, how it fails, what files hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -36,7 +34,6 @@ from cpdhpc.lab.study.submit import fitting, scripts
 from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import load_study_file
 
-pytestmark = pytest.mark.mpi_skip
 Run = Callable[..., tuple[int, str]]
 QUICK = {"warmup": 1, "block": 3, "min_repeats": 6, "max_repeats": 6}
 SMALL = {

@@ -1,7 +1,5 @@
 """Completion: the scripts in the shells themselves, and without torch."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess
@@ -15,7 +13,6 @@ from training import environment
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.completion import SHELLS
 
-pytestmark = pytest.mark.mpi_skip
 LACKS_TORCH = """import sys
 sys.modules["torch"] = None
 from cpdhpc.lab.cli import main

@@ -1,7 +1,5 @@
 """Controllers: the noise scale beside its definition, growing batches, AutoWU, refusals."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The CUDA kernels compile, on any machine: NVRTC needs no GPU."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

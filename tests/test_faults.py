@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH")
-pytestmark = [pytest.mark.mpi_skip, needs_mpirun]
+pytestmark = needs_mpirun
 
 PREPARE = """
 import time
@@ -200,8 +200,6 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path, monkeypatch):
     leave_sessions(tmp_path / "sessions", monkeypatch)
     shutil.copy(ROOT / "tests/mpi/conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(
-        "import pytest\n"
-        "pytestmark = pytest.mark.mpi\n"
         "def test_bad(world):\n"
         "    assert world.process == 0, 'rank 1 is bad'\n"
         "def test_good(world):\n"

@@ -4,8 +4,6 @@ The simulated GPU hands out what is freed as pools do (tests/test_simulated_gpu.
 the GPU is behind when the code lets go of something, and somebody takes memory right afterwards.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from types import ModuleType

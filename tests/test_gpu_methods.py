@@ -1,7 +1,5 @@
 """Gradients on a GPU: means and what is kept have the CPU's bits, and no gradient is copied."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from platform import machine
 from typing import Any

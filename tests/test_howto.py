@@ -6,8 +6,6 @@ mpirun; files of Python are launched on two. Not run are submissions to Slurm, a
 refuses machines that other programs use: a machine of round figures stands in.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
@@ -24,7 +22,6 @@ from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.lab.bench.machine import write
 from cpdhpc.lab.cli import main, parser
 
-pytestmark = pytest.mark.mpi_skip
 FOLDERS = [ROOT / "docs" / name for name in ("howto", "tutorials")]
 PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md")) if page.stem != "index"]
 # These name commands in passing, or need a cluster or GPUs; test_tutorial.py has the last one.

@@ -1,7 +1,5 @@
 """The import rules of docs/design.md, read from the source, and that importing has no effects."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Models and data of a user: a module outside of the package, trained, resumed, swept, refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,8 +24,6 @@ from cpdhpc.lab.train.loop import Diverged
 from cpdhpc.lab.train.samples import MapStyle
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback, Ranks
-
-pytestmark = pytest.mark.mpi_skip
 
 THEIRS = '''
 import random

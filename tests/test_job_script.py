@@ -1,7 +1,5 @@
 """What a job's script does, with stand-ins for the launcher and scontrol on PATH."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -9,14 +7,11 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
 from every import every
 from rendering import STUDY, array_of
 
 from cpdhpc.lab.study import site as standalone
 from cpdhpc.lab.study.site import Site
-
-pytestmark = pytest.mark.mpi_skip
 
 LAUNCHED = """#!/bin/bash
 echo "launched $*" >> "$RECORD"

@@ -1,7 +1,5 @@
 """Compressors of the papers: their equations, what they promise, the bytes they send."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The built-in models: their published sizes, what they compute and refuse, that they learn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

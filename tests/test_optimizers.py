@@ -1,7 +1,5 @@
 """Optimisers beside the papers' equations in NumPy, and schedules beside numbers by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -21,8 +19,6 @@ from cpdhpc.torch.controllers import DECAYS, DEFAULT_RATE, BySchedule, Schedule,
 from cpdhpc.torch.controllers.adaptive import ByAdaptiveBatch, ByNoiseScale
 from cpdhpc.torch.controllers.autowu import ByAutoWu
 from cpdhpc.torch.optimizers import EXCLUDES
-
-pytestmark = pytest.mark.mpi_skip
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 STEPS = 4

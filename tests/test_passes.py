@@ -1,7 +1,5 @@
 """Passes over gradients: each implementation, clone and number of threads against the reference."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

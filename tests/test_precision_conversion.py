@@ -1,7 +1,5 @@
 """Whole models that obey a policy: what convert keeps of them, and what it refuses."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that obey a policy: torch's bits, its values in float32, and each rounding by gfloat."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from math import prod

@@ -1,7 +1,5 @@
 """Policies: how rules resolve, what they refuse, and training jobs that obey them."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

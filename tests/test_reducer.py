@@ -1,7 +1,5 @@
 """Real users' models on one process: odd tensors, layers that come and go, accumulation, saving."""
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess

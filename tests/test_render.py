@@ -1,11 +1,8 @@
 """Slurm scripts: as the golden files have them, sound as bash, with the options they need."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
-import pytest
 from every import every
 from rendering import FOLDER, GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
 
@@ -32,7 +29,6 @@ from cpdhpc.lab.study.spec import Study
 TEXTS = golden()
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
 COUNTS = Counts("4", "2", "2")
-pytestmark = pytest.mark.mpi_skip
 
 
 def directives(text: str) -> list[str]:

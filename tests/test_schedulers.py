@@ -1,7 +1,5 @@
 """PBS, LSF and Flux: submission, states, cancellation and job scripts, with stand-ins on PATH."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -29,7 +27,6 @@ from cpdhpc.lab.study.submit import cancel, submit, unfinished
 from cpdhpc.lab.study_data.study_file import write_result
 from cpdhpc.whole_files import sealed_json
 
-pytestmark = pytest.mark.mpi_skip
 OTHERS = ["pbs", "lsf", "flux"]
 fresh = pytest.mark.parametrize("name", OTHERS)  # each in a directory of its own
 FOLDER = Folder(Path("results/demo"))

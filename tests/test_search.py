@@ -1,7 +1,5 @@
 """The search of bits: its decisions on made-up errors, and whole on trainings of a second."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

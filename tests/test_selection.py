@@ -1,7 +1,5 @@
 """Selection by magnitude and access by index: against Python's sort, on every implementation."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any

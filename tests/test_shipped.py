@@ -1,7 +1,5 @@
 """What an installation has: the right package, files beside the code, words for what is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """study render, submit, status, resume, freeze and scripts, as the command line has them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from cpdhpc.lab.study.folder import Folder, recorded
 from cpdhpc.lab.study.site import load_site
 from cpdhpc.lab.study_data.study_file import write_result
 
-pytestmark = pytest.mark.mpi_skip
 LIGHT = {  # parts of the package; lab/study is study
     "_cpu",
     "_version",

@@ -1,7 +1,5 @@
 """How GPU arrays travel, shown without a GPU: what kernels get, and what waits for what."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Folders: one study each, nothing lost to damage or strangers, and what the commands say."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

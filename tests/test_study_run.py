@@ -1,7 +1,5 @@
 """Studies on this machine, with mpirun: killed, stopped, resumed, collected; wrong worlds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile
@@ -24,7 +22,6 @@ from cpdhpc.lab.study.cases import batches, expand
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study.run_here import GRACE_S, LOG_LINES
 
-pytestmark = pytest.mark.mpi_skip
 Run = Callable[..., tuple[int, str]]
 
 

@@ -1,7 +1,5 @@
 """From TOML to cases and batches; what is wrong is said in one line, with a suggestion."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

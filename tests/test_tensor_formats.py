@@ -1,7 +1,5 @@
 """Tensors in formats with scales: ml_dtypes, exact fractions and the recipes, told again here."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The backend "cpdhpc" of torch.distributed: how it starts and ends, alone and under mpirun."""
 
-from __future__ import annotations
-
 import configparser
 import importlib
 import os
@@ -19,7 +17,6 @@ import cpdhpc.torch
 from cpdhpc.errors import UserError
 from cpdhpc.torch.backend import registration, start
 
-pytestmark = pytest.mark.mpi_skip
 ROOT = Path(cpdhpc.__file__).parents[1]
 
 

@@ -1,7 +1,5 @@
 """NVFP4 has the bits of its definition, computed anew with ml_dtypes, on CPU, GPU and wires."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """verify: what is right passes, and faults that are planted are found, named, and survived."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,7 +27,6 @@ from cpdhpc.lab.verify.watch import Outcome
 from cpdhpc.ops import cpu, reference
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi_skip
 HELPERS = ROOT / "tests" / "helpers"
 
 

@@ -1,7 +1,5 @@
 """Methods that hold values back: why momentum harms them, and what is said and done about it."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files take the place of others whole, in folders where anybody may write."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -8,8 +8,6 @@ package, those of graphs tested on two ranks.
         [memory]
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Networks as users of torch write them, and small ones that a GradientReducer must live with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

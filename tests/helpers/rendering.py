@@ -1,7 +1,5 @@
 """Job scripts as golden files hold them; `python tests/helpers/rendering.py` writes them anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cpdhpc.config import validate

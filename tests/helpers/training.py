@@ -1,7 +1,5 @@
 """Small training jobs for the tests, and how to run them."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import signal

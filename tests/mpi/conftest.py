@@ -47,6 +47,11 @@ def group(world, tmp_path_factory):
     distributed.destroy_process_group()
 
 
+def pytest_itemcollected(item):
+    """All tests of this folder need MPI."""
+    item.add_marker(pytest.mark.mpi)
+
+
 GPUS = [
     pytest.param((kind, direct), id=f"{kind}-{'direct' if direct else 'staged'}", marks=marks)
     for kind, marks in (("simulated", ()), ("gpu", pytest.mark.gpu))

@@ -30,7 +30,7 @@ from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 
 def test_mpi_sums_a_source_and_leaves_it_alone(world):

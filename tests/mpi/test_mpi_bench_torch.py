@@ -1,7 +1,5 @@
 """bench torch, bench fsdp, and bench step with backends: tables, pictures, exactness, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from cpdhpc.lab.train.job import load  # noqa: E402
 from cpdhpc.lab.train.samples import epoch_order, taken  # noqa: E402
 from cpdhpc.lab.train.setup import build_model, samples_of  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 JOB = Path(__file__).parents[2] / "inputs" / "fsdp_markov.toml"
 TINY = ["model.width=8", "data.states=6", "data.time=5", "data.train=24", "data.test=7"]
 TINY += ["train.batch=8", "train.seeds=[0, 1]"]

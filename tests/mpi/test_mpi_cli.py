@@ -1,7 +1,5 @@
 """The command line on several ranks: what the user can mend is one line, and a status on all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.train import step as steps
 from cpdhpc.world.mpi import World
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from cpdhpc.darray import Box, DistArray, Layout, WindowPlan, redistribute
 from cpdhpc.torch import autograd
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.fixture(scope="module")
 def world() -> World:

@@ -1,7 +1,5 @@
 """Data, losses and workers of the user's own on real ranks: right for 1 to 4 processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,6 @@ from cpdhpc.lab.train.setup import agreed, prepare
 from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
-
-pytestmark = pytest.mark.mpi
 
 RANKS = 12
 MORE = """

@@ -1,7 +1,5 @@
 """The hook of DistributedDataParallel on real ranks, beside DDP itself and GradientReducer."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from copy import deepcopy
@@ -22,8 +20,6 @@ from cpdhpc.torch.precision.conversion import by_parameter
 from cpdhpc.torch.precision.updates import RoundedUpdates
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi
 
 U = 2.0**-24  # unit roundoff of float32
 
@@ -176,9 +172,8 @@ def test_converted_models_have_the_bits_of_virtual_ranks(
     together(world, *verdicts)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_ranks_with_other_policies_are_told_by_the_hook(world: World, group: None) -> None:
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     model, last = linear(4, 3), world.process == world.processes - 1
     convert(model, Policy.model_validate({"rule": [{"layers": "*", "forward": f"e5m{2 + last}"}]}))
     told = said(lambda: ddp_hook(world, model=model))
@@ -230,9 +225,8 @@ def test_ranks_that_run_out_of_batches_follow_with_zeros(world: World, group: No
     together(world, found == expected, state.iteration == world.size - 1)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_options_and_worlds_that_differ_are_told_on_all_ranks(world: World, group: None) -> None:
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     last = world.process == world.processes - 1
     model = linear(4, 3)
     differ = said(lambda: ddp_hook(world, "lowbit", wire="e5m2" if last else "e4m3"))

@@ -1,7 +1,5 @@
 """The hook of FullyShardedDataParallel on real ranks, and models that are cut up otherwise."""
 
-from __future__ import annotations
-
 import re
 from copy import deepcopy
 from typing import Any
@@ -21,10 +19,9 @@ from cpdhpc.torch.precision import Policy, convert
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # of FSDP itself
-]
+pytestmark = pytest.mark.filterwarnings(  # of FSDP itself
+    "ignore::FutureWarning", "ignore::UserWarning"
+)
 
 STRATEGIES = [Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
 

@@ -1,7 +1,5 @@
 """Overlap on real ranks: the same bits, the same errors on all, one order of collectives."""
 
-from __future__ import annotations
-
 import time
 from argparse import ArgumentParser
 from typing import Any
@@ -22,8 +20,6 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.bench import overlap as bench_overlap
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
-
-pytestmark = pytest.mark.mpi
 
 AGGREGATORS: dict[str, Aggregator] = {
     "float32": NoCompression(),

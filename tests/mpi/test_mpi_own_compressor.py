@@ -1,7 +1,5 @@
 """A compressor of somebody's own on real ranks: from a file beside a job, and one that trusts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,7 @@ from cpdhpc.torch import GradientReducer, ddp_hook
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 
 JOB = """

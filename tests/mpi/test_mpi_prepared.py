@@ -22,8 +22,6 @@ from cpdhpc.ops.cpu import WAITING
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Wait, numbered
 
-pytestmark = pytest.mark.mpi
-
 WIRES = ["raw", "e4m3", "e5m2", "e2m1fn", "bf16", "int8"]
 SCALINGS = ["none", "static:0", "aps", "tile"]
 N = 2500

@@ -1,12 +1,9 @@
 """Recordings of real ranks: one file, that of as many virtual ranks; refusals on all alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from training import run_job, small_job
 
@@ -16,8 +13,6 @@ from cpdhpc.torch.precision.recording import load
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi
 
 
 def test_the_file_of_all_ranks_is_that_of_virtual_ones(world: World, tmp_path: Path):

@@ -11,7 +11,6 @@ from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 X = np.ones(3000, np.float32)
 MASKED, MATRIX = np.ma.masked_greater(X, 2), np.matrix(X)
 NO_ARRAYS = (3, None, "x", [1.0], object(), np.ones(3000), np.ones((2, 2), np.float32).T, MASKED)

@@ -1,7 +1,5 @@
 """Wires of layers, and the search for them, on real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from cpdhpc.lab.train.command import Trainer
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi
 
 WIRES: dict[str, Any] = {
     "wire": "e4m3",

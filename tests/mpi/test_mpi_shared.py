@@ -10,8 +10,6 @@ from cpdhpc.collectives.recorded import empty_shared
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
-
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in (*row.accumulates, "exact")]
 SIZES = (20_000, 1, 70_001, 0, 3_000, 20_000)  # arenas grow, and are written again
 

@@ -1,7 +1,5 @@
 """Networks on parts of images beside the serial ones: right for any number of processes."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.torch.split_images import partition
 from cpdhpc.torch.split_images.windowed import ImageGrid
 from cpdhpc.world.mpi import World
-
-pytestmark = pytest.mark.mpi
 
 CASES = 8  # random layers a grid
 DIVISORS = 144  # a multiple of every number of cells that an average of 4 x 4 at most can have

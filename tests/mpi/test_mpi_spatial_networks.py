@@ -1,7 +1,5 @@
 """Layers and whole networks of any shape on parts of images, beside the same ones, serial."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -15,7 +13,6 @@ from torch import nn
 from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)
 
 

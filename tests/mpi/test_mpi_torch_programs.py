@@ -1,7 +1,5 @@
 """Programs of torch.distributed, unchanged, over MPI: each gives what it gives over gloo."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Training on real ranks: right for any number of processes that divides 6."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -35,8 +33,6 @@ from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi
 
 RANKS = 6
 ROWS: dict[str, dict[str, Any]] = {
@@ -115,11 +111,10 @@ def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory:
     together(world, said and who and "iteration 0: " in told, training.iteration == 0)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.two_ranks
 def test_jobs_that_differ_are_told_on_all_ranks(world: World, directory: Path) -> None:
     """As where a node has an old copy of their file."""
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     path = directory / f"{world.process}.toml"
     path.write_text(f"[train]\nepochs = 1\nlearning_rate = 0.{1 + world.process}\n")
     told = ""
@@ -151,13 +146,12 @@ def samples(kind):
         ("length", "arguments differ: training samples=64 on rank 0, training samples=54 on rank"),
         ("values", "samples of rank 1 differ from those of rank 0"),
     ],
+@pytest.mark.mpi(min_size=2)
 )
 def test_data_that_differ_are_told_on_all_ranks(
     world: World, directory: Path, kind: str, said: str
 ) -> None:
     """Each process would train on shares of other data."""
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     path = directory / "job.toml"
     if world.process == 0:
         (directory / f"theirs_{kind}.py").write_text(USERS_DATA)

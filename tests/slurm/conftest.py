@@ -1,7 +1,5 @@
 """A real Slurm of four nodes on this machine, and the two MPIs that run in it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """What the Slurm tests do with the cluster: submit studies, wait, read what came out."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
