@@ -146,8 +146,8 @@ def samples(kind):
         ("length", "arguments differ: training samples=64 on rank 0, training samples=54 on rank"),
         ("values", "samples of rank 1 differ from those of rank 0"),
     ],
-@pytest.mark.mpi(min_size=2)
 )
+@pytest.mark.mpi(min_size=2)
 def test_data_that_differ_are_told_on_all_ranks(
     world: World, directory: Path, kind: str, said: str
 ) -> None:
