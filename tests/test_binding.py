@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from every import every
 from gpu_driver import two_gpus_in
 from studies import small_study, study_file
-from training import environment
+from training import environment, ran
 
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.lab.binding import BINDINGS, CORE_BINDINGS, cpus_of, gpus, misplaced, said, seat
@@ -147,12 +146,9 @@ def test_a_rank_is_started_with_one_gpu(
     of_launcher: dict[str, str], visible: str | None, sees: str | None
 ) -> None:
     given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    done = subprocess.run(
+    done = ran(
         [*OWN_GPU, "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$*"', "sh", "a b", "$c"],
         env=of_launcher | given | {"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     if sees is None:
         assert done.returncode and NO_VARIABLE in done.stderr
@@ -197,9 +193,7 @@ def test_ranks_of_several_cores_are_bound_once(scheduler: str) -> None:
     ):
         for name, wanted in (("mpirun", pe), ("mpiexec", once)):
             text = launch(ways[name], COUNTS, cores=3, seats=(bind, ""))
-            shown = subprocess.run(
-                ["bash", "-c", f"echo {text}"], env=many, capture_output=True, text=True, check=True
-            ).stdout.strip()
+            shown = ran(["bash", "-c", f"echo {text}"], env=many, check=True).stdout.strip()
             assert shown.endswith(wanted) and shown.count("core") == once.count("core") - (
                 name == "mpirun" and not bind
             ), shown
@@ -348,13 +342,9 @@ def test_a_job_script_gives_each_rank_a_gpu_of_its_own(tmp_path: Path) -> None:
     job = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "7"}
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     own = {"SLURM_JOB_NAME": "x", "CUDA_VISIBLE_DEVICES": "1,0"} | job | root
-    done = subprocess.run(
+    done = ran(
         ["bash", "-c", text],
         env=environment() | own | {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = expand(study).cases

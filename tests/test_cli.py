@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_page import commands, parser_of
 from every import every
-from training import environment, mpirun, write_idx, write_job
+from training import mpirun, ran, write_idx, write_job
 
 import cpdhpc
 from cpdhpc import store
@@ -149,9 +149,7 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
         "sys.exit(status)"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=1800, check=False
-    )
+    done = ran(command)
     assert done.returncode == 2
     assert done.stderr.startswith(f"cpdhpc: error: {tmp_path}: nothing that report shows: ")
     assert done.stderr.count("\n") == 1

@@ -8,7 +8,6 @@ refuses machines that other programs use: a machine of round figures stands in.
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from test_readme import lay_out
-from training import ROOT, environment
+from training import ROOT, ran
 
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.lab.bench.machine import write
@@ -47,7 +46,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 def launched(words: list[str]) -> None:
     """Run Python with these words on two ranks."""
     command = [str(ROOT / "slurm" / "mpirun-local"), "2", sys.executable, *words]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = ran(command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from every import every
 from rendering import FOLDER, GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
+from training import ran
 
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.schedulers import SCHEDULERS
@@ -64,9 +65,7 @@ def test_no_golden_file_is_left_over() -> None:
 @every("name", NAMES)
 def test_scripts_are_sound(name: str) -> None:
     text = TEXTS[ROOT / name]
-    checked = subprocess.run(
-        ["bash", "-n"], input=text, text=True, capture_output=True, check=False
-    )
+    checked = ran(["bash", "-n"], input=text)
     assert checked.returncode == 0 and not checked.stderr
     head, _, body = text.partition("\n\n")
     assert all(line.startswith("#") for line in head.splitlines()), "options end at a command"

@@ -14,7 +14,7 @@ import queues
 from every import every
 from rendering import STUDY, array_of
 from studies import some_result
-from training import ROOT, environment
+from training import ROOT, environment, ran
 
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.schedulers import SCHEDULERS, current
@@ -405,13 +405,9 @@ def test_a_real_flux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for more in ("", "_CONFIRM")
     }
     path = f"{ROOT / '.venv' / 'bin'}:/opt/fluxlab/bin:{os.environ['PATH']}"
-    done = subprocess.run(
+    done = ran(
         ["/bin/bash", "-c", f"exec flux start --test-size=1 bash -c {program!r}"],
         env=environment() | root | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

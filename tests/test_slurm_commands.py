@@ -1,7 +1,6 @@
 """study render, submit, status, resume, freeze and scripts, as the command line has them."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import pytest
 from rendering import GPU_STUDY, STUDY, array_of, some_batches
 from stand_ins import Slurm
 from studies import some_result
-from training import ROOT, environment
+from training import ROOT, environment, ran
 
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands import study as commands
@@ -285,14 +284,7 @@ def test_neither_a_plan_nor_a_submission_loads_what_measures(study: str, tmp_pat
         "assert not {'torch', 'mpi4py.MPI', 'cupy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment() | {"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    done = ran([sys.executable, "-c", program], env=environment() | {"PATH": str(tmp_path)})
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("cpdhpc: error: sbatch is not on PATH: is this a login node")
     assert done.stderr.count("\n") == 1

@@ -1,6 +1,5 @@
 """verify: what is right passes, and faults that are planted are found, named, and survived."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 from gpus import card
 from simulated_cupy import simulated
-from test_faults import LATE_S, ROOT, needs_mpirun
-from training import environment
+from test_faults import ROOT, needs_mpirun
+from training import environment, ran
 
 from cpdhpc import store
 from cpdhpc.config import UserError
@@ -36,12 +35,11 @@ def verify(
     """Run it with a fault planted; return the exit status, what was printed, and the file."""
     local = str(ROOT / "slurm" / "mpirun-local")
     given = ["--quick", "--out", str(out), *further]
-    done = subprocess.run(
+    done = ran(
         [local, str(ranks), sys.executable, str(HELPERS / "verifying.py"), fault, rank, checks]
         + given,
         env=environment() | {"PYTHONPATH": f"{ROOT}:{HELPERS}"},
-        timeout=LATE_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    )
     assert out.exists(), done.stdout + done.stderr
     return done.returncode, done.stdout + done.stderr, read(out)
 
