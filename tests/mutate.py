@@ -28,15 +28,8 @@ COMPRESS = ["compress", "training_oracle", "new_compressor"]
 METHODS = ["methods", "compress", "ddp", "reducer", "gpu_methods"]
 SPARSE = ["sparse_methods", "reducer", "layer_wires", "gpu_methods"]
 FORMATS = [
-    "formats",
-    "tables",
-    "ops",
-    "oracles",
-    "roundings",
-    "packing",
-    "integers",
-    "arrays",
-    "tensor_formats",
+    *("formats", "tables", "ops", "oracles", "roundings", "packing", "integers", "arrays"),
+    *("tensor_formats",),
 ]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "store.py": ["store", "studyfile", "tensor_formats", "recording", "checkpoint", "study_folder"],
@@ -46,21 +39,10 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "partition.py": ["schedule", "store", "darray"],
     "arrays.py": ["arrays", "blocks", "integers", "threads", "products", "precision_layers"],
     "lab/train/job.py": [
-        "config",
-        "recording",
-        "job_page",
-        "train",
-        "training_oracle",
-        "stages",
-        "inputs",
+        *("config", "recording", "job_page", "train", "training_oracle", "stages", "inputs"),
     ],
     "lab/train/losses.py": [
-        "losses",
-        "config",
-        "adversarial",
-        "compare",
-        "report",
-        "training_oracle",
+        *("losses", "config", "adversarial", "compare", "report", "training_oracle"),
     ],
     **dict.fromkeys(
         (f"compress/{name}.py" for name in ("powersgd", "qsgd", "terngrad", "gradientflow")),
@@ -81,11 +63,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "torch/controllers/autowu.py": ["controllers"],
     "lab/report/fits.py": ["critical", "laws", "losses", "report"],
     "lab/train/optimizers.py": [
-        "optimizers",
-        "controllers",
-        "config",
-        "updates",
-        "training_oracle",
+        *("optimizers", "controllers", "config", "updates", "training_oracle"),
     ],
     "lab/train/data.py": ["datasets", "augment", "data", "train"],
     "lab/train/samples.py": ["data", "datasets", "loader", "training_oracle"],
@@ -107,14 +85,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/bucket.py": ["bucket", "methods", *COMPRESS, "checkpoint"],
     "compress/none.py": COMPRESS,
     "ops/reference.py": [
-        "selection",
-        "trits",
-        "packing",
-        "shifts",
-        "integers",
-        "ops",
-        "stochastic",
-        "oracles",
+        *("selection", "trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"),
     ],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],

@@ -20,7 +20,6 @@ from studies import kill_all, start
 from training import ROOT, environment, ran
 
 from cpdhpc.config import ConfigError, UserError, dump_toml, merge
-from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.command_job import Metric, filled
 from cpdhpc.lab.kinds.command_runs import RunFailed, numbers, taken
 from cpdhpc.lab.report.compare import compare
@@ -43,17 +42,6 @@ SMALL = {
     "metrics": {"value": {"regex": "^value (.*)$", "unit": "MB/s", "better": "higher"}},
     "measure": QUICK,
 }
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line; return its status and what it shows."""
-
-    def call(*words: object) -> tuple[int, str]:
-        status = main([*map(str, words)])
-        return status, "".join(capsys.readouterr())
-
-    return call
 
 
 def study_file(directory: Path, **changes: object) -> Path:

@@ -377,17 +377,21 @@ def mean_error(evidence: Evidence, files: list[Path]) -> float:
     return math.sqrt(np.mean(squares))
 
 
+def check_error(directory: Path, names: str, evidence: Evidence, found: Trial) -> None:
+    """Of one of the runs it is the very number, but for the order of sums in float64."""
+    files = sorted((directory / searching.RUNS).glob(names))
+    stems = {path.name.partition(".gradients")[0] for path in files}
+    errors = [mean_error(evidence, [p for p in files if p.name.startswith(f"{s}.")]) for s in stems]
+    assert min(abs(error / found.error - 1) for error in errors) < 1e-9
+
+
 def test_a_budget_of_the_gradients_error_is_kept(tmp_path: Path) -> None:
     """Measured anew by the specification on the gradients that the run has recorded."""
     of = asked(tmp_path, "--gradient-error", "0.05", "--trials", "4", "--test-seeds", "0")
     evidence = searched(tmp_path / "out", of)
     found = evidence.trial(evidence.found, (0, 1))
     assert found is not None and 0.005 < found.error <= 0.05
-    files = sorted((tmp_path / "out" / searching.RUNS).glob("*gradients*.h5"))
-    stems = {path.name.partition(".gradients")[0] for path in files}
-    errors = [mean_error(evidence, [p for p in files if p.name.startswith(f"{s}.")]) for s in stems]
-    # of one of the runs it is the very number, but for the order of sums in float64
-    assert min(abs(error / found.error - 1) for error in errors) < 1e-9
+    check_error(tmp_path / "out", "*gradients*.h5", evidence, found)
     assert any(trial.verdict == BEYOND for trial in evidence.trials)
 
 
@@ -499,12 +503,8 @@ def test_an_error_of_unseen_seeds_on_the_wire_is_measured(
         assert trial.verdict == (WITHIN if trial.error <= 0.05 else BEYOND)
     float32 = evidence.trial((RAW,) * len(evidence.places), (2,))
     assert float32 is not None and float32.error <= 2.0**-23  # one sum and one division
-    files = sorted((tmp_path / "out" / searching.RUNS).glob("job-*-s2.gradients*.h5"))
-    stems = {path.name.partition(".gradients")[0] for path in files}
-    errors = [mean_error(evidence, [p for p in files if p.name.startswith(f"{s}.")]) for s in stems]
-    found = evidence.tested
-    assert found is not None and found.seeds == (2,)
-    assert min(abs(error / found.error - 1) for error in errors) < 1e-9
+    assert evidence.tested is not None and evidence.tested.seeds == (2,)
+    check_error(tmp_path / "out", "job-*-s2.gradients*.h5", evidence, evidence.tested)
     path = tmp_path / "old.h5"
     with monkeypatch.context() as earlier:
         earlier.setattr(evidence_module, "SCHEMA", 1)

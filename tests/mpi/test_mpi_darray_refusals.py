@@ -17,11 +17,6 @@ from cpdhpc.torch import autograd
 from cpdhpc.world.mpi import World
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=600)
-
-
 class Setting:
     """A plan whose windows are the whole domain, so that all ranks wait for one another."""
 

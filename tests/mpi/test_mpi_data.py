@@ -36,11 +36,6 @@ def mortal():
 """
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=100)
-
-
 @pytest.fixture
 def job_file(world: World, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A job file beside a module, in the directory of process 0."""

@@ -51,12 +51,6 @@ def methods(algorithm, ranks):
 
 
 @pytest.fixture(scope="module")
-def messages(world):
-    """All ranks, every payload a message of MPI's."""
-    return World(timeout_s=world.timeout_s, share_memory=False)
-
-
-@pytest.fixture(scope="module")
 def pairs(world):
     """Nodes of two ranks; of one each where there are two: memory inside, messages between."""
     made = World(timeout_s=world.timeout_s)

@@ -20,14 +20,6 @@ NO_SEGMENTS = (3, "ab", [("a",)], [("a", "b", "c")], [("a", 0.0, 3000.0)], [("a"
 NO_RANKS = (3, None, "01", [0, 99], [0, 0], [], [0.5], [-1], [None])
 
 
-@pytest.fixture(scope="module")
-def world():
-    """One of this file alone: no other test's messages are left in it."""
-    world = World(timeout_s=600)
-    yield world
-    world.free()
-
-
 def options(call, good, bad):
     """Cases of a call with good arguments, but for one: name -> (call, arguments, its value)."""
     return {

@@ -16,12 +16,6 @@ from cpdhpc.world.mpi import World
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    """One of this file alone: no messages of refused calls are left for other tests."""
-    return World(timeout_s=600)
-
-
 def grids(world: World) -> list[tuple[int, int]]:
     """All ways to split images over all ranks, and over halves of them."""
     sizes = [n for n in range(1, world.size + 1) if world.size % n == 0 and 2 * n >= world.size]

@@ -33,25 +33,14 @@ METHODS: dict[str, dict[str, Any]] = {
 COUNTS = {1: 4, 2: 4, 3: 3, 4: 4, 6: 3}  # stages by processes; 6: two groups
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=600)
-
-
-@pytest.fixture
-def directory(world: World, tmp_path: Path) -> Path:
-    """Process 0's temporary directory, on all processes."""
-    return Path(world.gather(str(tmp_path))[0])
-
-
 def data() -> Dataset:
     rng = np.random.default_rng(0)
     x, y = rng.random((90, 8, 8), np.float32), rng.integers(0, 4, 90)
     return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
 
 
-def trained(job: Job, world: Any, directory: Path) -> Training:
-    training = run_job(job, world, directory, data())
+def trained(job: Job, world: Any, folder: Path) -> Training:
+    training = run_job(job, world, folder, data())
     training.close()
     return training
 
@@ -70,19 +59,19 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", [None, 2])
 def test_stages_on_ranks_have_the_bits_of_one_process(
-    world: World, directory: Path, method: str, count: int | None
+    world: World, folder: Path, method: str, count: int | None
 ) -> None:
     """count 2 on 4 and 6 processes: groups of ranks, whose shares one process plays too."""
     stages = {"count": count or COUNTS.get(world.processes, world.processes)}
     if (stages["count"] % world.processes) * (world.processes % stages["count"]):
         pytest.skip(f"{stages['count']} stages and {world.processes} processes")
     job = validate(Job, merge(merge(JOB, METHODS[method]), {"stages": stages}), "test")
-    real = trained(job, world, directory)
+    real = trained(job, world, folder)
 
     def alone() -> list[tuple[str, str]]:
-        (directory / "alone").mkdir()
+        (folder / "alone").mkdir()
         shares = max(1, world.processes // stages["count"])
-        one = trained(job, Loopback(shares), directory / "alone")
+        one = trained(job, Loopback(shares), folder / "alone")
         assert real.world.ranks == one.world.ranks
         pairs = zip(contents(real.files), contents(one.files), strict=True)
         return [mine[:2] for mine, other in pairs if mine != other]
@@ -94,12 +83,12 @@ def gone(*_: object) -> Any:
     raise KeyError("samples are gone")
 
 
-def test_what_one_rank_finds_ends_all_alike(world: World, directory: Path) -> None:
+def test_what_one_rank_finds_ends_all_alike(world: World, folder: Path) -> None:
     """NaN among the first stage's samples, data that fails there or at the last: nobody waits."""
     job = validate(Job, merge(JOB, {"stages": {"count": COUNTS[world.processes]}}), "test")
     said = []
     for damage in ("nan", "inputs", "targets"):
-        training = prepared(job, world, directory, data())
+        training = prepared(job, world, folder, data())
         before = [p.detach().clone() for p in training.model.parameters()]
         if world.process == 0 and damage == "nan":
             training.train.x[:] = np.nan  # type: ignore[attr-defined]
@@ -118,14 +107,14 @@ def test_what_one_rank_finds_ends_all_alike(world: World, directory: Path) -> No
     assert all(each[3] for each in told[0])
 
 
-def test_processes_that_no_stages_fit(world: World, directory: Path) -> None:
+def test_processes_that_no_stages_fit(world: World, folder: Path) -> None:
     count = world.processes + 1
     if count % world.processes == 0:
         pytest.skip("a process holds any number of stages")
     job = validate(Job, merge(JOB, {"stages": {"count": count}}), "test")
     said = ""
     try:
-        prepared(job, world, directory, data())
+        prepared(job, world, folder, data())
     except ConfigError as error:
         said = str(error)
     expected = (

@@ -2,7 +2,7 @@
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cpdhpc.torch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 assert cpdhpc.torch, "makes the backend known"
 
 Program = Callable[[], Any]
 STEPS = 3
 KEPT: list[Any] = []  # groups: gloo aborts where a thread of its own lets go of one last
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The same bits of products in all runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def over(backend: str, program: Program) -> Any:

@@ -68,17 +68,6 @@ NORMALISED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=600)
-
-
-@pytest.fixture
-def directory(world: World, tmp_path: Path) -> Path:
-    """Process 0's temporary directory, on all processes."""
-    return Path(world.gather(str(tmp_path))[0])
-
-
 def job_of(**changes: Any) -> Job:
     train = {"epochs": 2, "batch": 20, "threads": 1, "telemetry_every": 2}
     model = {"name": "mlp", "hidden": [8]}
@@ -97,10 +86,10 @@ def normalised_job(row: str = "normalised", **train: Any) -> Job:
     return validate(Job, merge(tables, (NORMALISED | RULES)[row]), "test")
 
 
-def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
+def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, folder: Path) -> None:
     """One sample a rank, of which BatchNorm has no variance, comes to the last ranks alone."""
     job = normalised_job(batch=2 * world.processes - 1)
-    training = prepared(job, world, directory, data())
+    training = prepared(job, world, folder, data())
     told = ""
     try:
         finish(training)
@@ -113,13 +102,13 @@ def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.two_ranks
-def test_jobs_that_differ_are_told_on_all_ranks(world: World, directory: Path) -> None:
+def test_jobs_that_differ_are_told_on_all_ranks(world: World, folder: Path) -> None:
     """As where a node has an old copy of their file."""
-    path = directory / f"{world.process}.toml"
+    path = folder / f"{world.process}.toml"
     path.write_text(f"[train]\nepochs = 1\nlearning_rate = 0.{1 + world.process}\n")
     told = ""
     try:
-        train(world, path, ['name="j"'], directory / "out", False)
+        train(world, path, ['name="j"'], folder / "out", False)
     except UserError as error:
         told = str(error)
     together(world, "train.learning_rate=0.1 on rank 0" in told, "=0.2 on rank 1" in told)
@@ -149,17 +138,17 @@ def samples(kind):
 )
 @pytest.mark.mpi(min_size=2)
 def test_data_that_differ_are_told_on_all_ranks(
-    world: World, directory: Path, kind: str, said: str
+    world: World, folder: Path, kind: str, said: str
 ) -> None:
     """Each process would train on shares of other data."""
-    path = directory / "job.toml"
+    path = folder / "job.toml"
     if world.process == 0:
-        (directory / f"theirs_{kind}.py").write_text(USERS_DATA)
+        (folder / f"theirs_{kind}.py").write_text(USERS_DATA)
         path.write_text(f'[data]\nimport = "theirs_{kind}:samples"\nkind = "{kind}"\n')
     world.barrier()
     told = ""
     try:
-        train(world, path, [], directory / "out", False)
+        train(world, path, [], folder / "out", False)
     except UserError as error:
         told = str(error)
     together(world, said in told, told.startswith("train: "))
@@ -208,18 +197,18 @@ TRAINED = [
 
 
 @pytest.mark.parametrize("row", TRAINED)
-def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
+def test_real_and_virtual_ranks_give_the_same_bits(world: World, folder: Path, row: str) -> None:
     """6 ranks on so many processes, and the 6 emulated by process 0 alone."""
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
     own = CONTROLLED | {name: {"gradient": table} for name, table in ROWS.items()}
     job = job_of(**own[row]) if row in own else normalised_job(row, batch=30)
     real = World(virtual_ranks=RANKS // world.processes)
-    files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
+    files = Files(folder / "real.h5", folder / "real.checkpoint.h5")
     run_job(job, real, files, data())
     same = True
     if world.process == 0:
-        alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
+        alone = Files(folder / "alone.h5", folder / "alone.checkpoint.h5")
         run_job(job, Loopback(RANKS), alone, data())
         same = contents(files) == contents(alone)
     together(world, same)
@@ -227,10 +216,10 @@ def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path
 
 
 @pytest.mark.parametrize("name", sorted(CONTROLLED))
-def test_decisions_are_taken_in_the_runs_above(world: World, directory: Path, name: str) -> None:
+def test_decisions_are_taken_in_the_runs_above(world: World, folder: Path, name: str) -> None:
     """The batch grows, and the rate falls before the 22 steps of the warm-up are over."""
     job = job_of(**CONTROLLED[name])
-    training = prepare(job, World(virtual_ranks=2), data(), Files.of(directory, job))
+    training = prepare(job, World(virtual_ranks=2), data(), Files.of(folder, job))
     finish(training)
     steps = training.record.arrays()["steps"]
     verdict = {
@@ -249,11 +238,11 @@ class Uneven(Scheduled):
         return rate * (1 + (self.settings.world.rank == self.settings.world.ranks - 1)), batch
 
 
-def test_ranks_that_decide_differently_are_told(world: World, directory: Path) -> None:
+def test_ranks_that_decide_differently_are_told(world: World, folder: Path) -> None:
     if world.processes == 1:
         pytest.skip("one process decides alike")
     job = job_of()
-    training = prepared(job, world, directory, data())
+    training = prepared(job, world, folder, data())
     training.controller = Uneven(job.settings(60, world))
     said = ""
     try:
@@ -283,7 +272,7 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
 
 @pytest.mark.parametrize("name", ["resnet_cifar", "wide_resnet", "row_lstm", *SEQUENCES])
 def test_the_models_give_the_same_bits_on_real_and_virtual_ranks(
-    world: World, directory: Path, name: str
+    world: World, folder: Path, name: str
 ) -> None:
     """Batch norm, dropout, weights that layers share: 4 ranks here, and played by process 0."""
     if 4 % world.processes:
@@ -292,11 +281,11 @@ def test_the_models_give_the_same_bits_on_real_and_virtual_ranks(
     job = job_of(train={"epochs": 1, "batch": 20})
     job = validate(Job, job.plain() | {"model": {"name": name, **TINY[name]}}, "test")
     real = World(virtual_ranks=4 // world.processes)
-    files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
+    files = Files(folder / "real.h5", folder / "real.checkpoint.h5")
     run_job(job, real, files, source)
     same = True
     if world.process == 0:
-        alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
+        alone = Files(folder / "alone.h5", folder / "alone.checkpoint.h5")
         run_job(job, Loopback(4), alone, source)
         same = contents(files) == contents(alone)
     together(world, same)
@@ -304,9 +293,7 @@ def test_the_models_give_the_same_bits_on_real_and_virtual_ranks(
 
 
 @pytest.mark.parametrize("later", [True, False])
-def test_residuals_are_saved_by_all_and_taken_over(
-    world: World, directory: Path, later: bool
-) -> None:
+def test_residuals_are_saved_by_all_and_taken_over(world: World, folder: Path, later: bool) -> None:
     """From 6 ranks on these processes to as many elsewhere, and to one a process.
 
     The first has the bits of a run that nothing stopped; with other ranks the sum is kept.
@@ -316,7 +303,7 @@ def test_residuals_are_saved_by_all_and_taken_over(
     job = job_of(
         gradient={"aggregator": "topk", "density": 0.2}, train={"bucket_mib": 1e-4, "epochs": 1}
     )
-    files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
+    files = Files(folder / "real.h5", folder / "real.checkpoint.h5")
     real = World(virtual_ranks=RANKS // world.processes)
     first = stop(prepared(job, real, files, data()), 1)
     kept = {key: np.concatenate(world.gather(entry.array)) for key, entry in first.reducer.state}
@@ -333,7 +320,7 @@ def test_residuals_are_saved_by_all_and_taken_over(
         same &= as_it_was or (later and np.array_equal(rows.sum(axis=0), total))
     finish(training)
     if world.process == 0 and not later:
-        alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
+        alone = Files(folder / "alone.h5", folder / "alone.checkpoint.h5")
         run_job(job, Loopback(RANKS), alone, data())
         same &= contents(files) == contents(alone)
     together(world, same)
@@ -353,16 +340,14 @@ WITHOUT_MOMENTUM: dict[str, dict[str, Any]] = {
 
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("row", sorted(WITHOUT_MOMENTUM))
-def test_a_run_whose_optimizer_keeps_nothing_goes_on(
-    world: World, directory: Path, row: str
-) -> None:
+def test_a_run_whose_optimizer_keeps_nothing_goes_on(world: World, folder: Path, row: str) -> None:
     """As if nothing had been, though a group of the checkpoint is empty, which all must know."""
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
     real = World(virtual_ranks=RANKS // world.processes)
     found = []
     for name, lengths in (("whole", [2]), ("parts", [1, 2])):
-        files = Files(directory / f"{name}.h5", directory / f"{name}.checkpoint.h5")
+        files = Files(folder / f"{name}.h5", folder / f"{name}.checkpoint.h5")
         for epochs in lengths:
             job = job_of(
                 **WITHOUT_MOMENTUM[row] | {"optimizer": {"momentum": 0.0}}, train={"epochs": epochs}
@@ -373,17 +358,17 @@ def test_a_run_whose_optimizer_keeps_nothing_goes_on(
     real.free()
 
 
-def test_all_processes_hold_the_same_model(world: World, directory: Path) -> None:
+def test_all_processes_hold_the_same_model(world: World, folder: Path) -> None:
     job = job_of(gradient=ROWS["aps"])
-    training = run_job(job, world, directory, data())
+    training = run_job(job, world, folder, data())
     weights = b"".join(p.detach().numpy().tobytes() for p in training.model.parameters())
     together(world, len(set(world.gather(weights))) == 1)
 
 
 @pytest.mark.two_ranks
-def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, directory: Path) -> None:
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, folder: Path) -> None:
     job = job_of(train={"epochs": 100000})
-    files = Files.of(directory, job)
+    files = Files.of(folder, job)
     training = prepared(job, world, files, data())
     if world.process == world.processes - 1:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
@@ -403,27 +388,27 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, direc
 
 @pytest.mark.two_ranks
 def test_the_command_ends_with_the_status_of_a_death_by_the_signal(
-    world: World, directory: Path
+    world: World, folder: Path
 ) -> None:
     if world.process == 0:
-        write_idx(directory)
+        write_idx(folder)
         train = {"epochs": 100000, "batch": 4, "threads": 1}
-        job = {"data": {"name": "idx", "dir": str(directory)}, "train": train}
-        (directory / "job.toml").write_text(dump_toml(job))
+        job = {"data": {"name": "idx", "dir": str(folder)}, "train": train}
+        (folder / "job.toml").write_text(dump_toml(job))
     world.barrier()
     if world.process == 0:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    status = main(["train", str(directory / "job.toml"), "--out", str(directory / "out")])
-    closed = store.read_attributes(directory / "out" / "job-s0.h5")["status"]
-    usable = store.read(directory / "out" / "job-s0.checkpoint.h5")[1]["iteration"]
+    status = main(["train", str(folder / "job.toml"), "--out", str(folder / "out")])
+    closed = store.read_attributes(folder / "out" / "job-s0.h5")["status"]
+    usable = store.read(folder / "out" / "job-s0.checkpoint.h5")[1]["iteration"]
     together(world, status == 128 + signal.SIGTERM, closed == "interrupted", usable > 0)
 
 
 def test_nan_on_one_process_stops_all_with_the_checkpoint_as_it_was(
-    world: World, directory: Path
+    world: World, folder: Path
 ) -> None:
     job = job_of(gradient=ROWS["stochastic"])
-    files = Files.of(directory, job)
+    files = Files.of(folder, job)
     run_job(job, world, files, data())
     before = files.checkpoint.read_bytes()
     world.barrier()
