@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import MODELS, NETWORKS, batch
+from networks import MODELS, NETWORKS, batch, gradients, linear
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from verdicts import said, together
@@ -24,17 +24,8 @@ from cpdhpc.world.ranks import Loopback
 U = 2.0**-24  # unit roundoff of float32
 
 
-def gradients(model: nn.Module) -> list[Any]:
-    return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]
-
-
 def bits(model: nn.Module) -> list[bytes]:
     return [b"" if g is None else g.tobytes() for g in gradients(model)]
-
-
-def linear(*sizes: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
 
 
 def hooked(

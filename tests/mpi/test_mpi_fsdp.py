@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from networks import linear
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
@@ -24,12 +25,6 @@ pytestmark = pytest.mark.filterwarnings(  # of FSDP itself
 )
 
 STRATEGIES = [Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
-
-
-def linear(*sizes: int) -> nn.Sequential:
-    """Layers of odd sizes, so that parts of ranks are padded."""
-    torch.manual_seed(0)
-    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
 
 
 def sharded(model: nn.Module, strategy: Strategy, **how: Any) -> FullyShardedDataParallel:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from test_mpi_updates import directory, quiet, together, world  # noqa: F401
+from test_mpi_updates import quiet, together  # noqa: F401
 from training import run_job, small_job
 
 from cpdhpc import store
@@ -47,17 +47,17 @@ def influence(ranks: Ranks, *arguments: object) -> None:
 
 
 def test_ranks_give_the_bits_of_one_process_and_one_error(
-    world: World,  # noqa: F811
-    directory: Path,  # noqa: F811
+    world: World,
+    folder: Path,
 ) -> None:
     """260 samples are 5 chunks, 140 are 3, so that ranks have unequal parts, or none."""
     if world.process == 0:
-        (directory / "many.py").write_text(DATA)
+        (folder / "many.py").write_text(DATA)
     world.barrier()
-    data = {"import": "many:digits", "import_from": str(directory)}
+    data = {"import": "many:digits", "import_from": str(folder)}
     job = small_job(data=data, train={"keep_every": 1})
     assert isinstance(job.data, ImportedData)
-    run_job(job, world, directory, job.data.load())
+    run_job(job, world, folder, job.data.load())
     verdicts = []
     for name, options in {
         "last": ("--test", "0:140", "--self"),
@@ -65,10 +65,10 @@ def test_ranks_give_the_bits_of_one_process_and_one_error(
         "projected": ("--test", "3,70:139", "--projection", 16, "--train", "0:200"),
         "self": ("--self", "--train", "0:30"),
     }.items():
-        paths = [directory / f"{name}-{which}.h5" for which in ("real", "alone")]
-        influence(world, directory, *options, "--out", paths[0])
+        paths = [folder / f"{name}-{which}.h5" for which in ("real", "alone")]
+        influence(world, folder, *options, "--out", paths[0])
         if world.process == 0:
-            influence(Loopback(), directory, *options, "--out", paths[1])
+            influence(Loopback(), folder, *options, "--out", paths[1])
             attributes, rooms = store.contents(paths[0])
             verdicts += [attributes == store.contents(paths[1])[0]]
             for dataset in rooms:
@@ -79,7 +79,7 @@ def test_ranks_give_the_bits_of_one_process_and_one_error(
     told = []
     for options in (("--test", "140"), ("--self", "--set", "data.lost=257")):
         try:
-            influence(world, directory, *options, "--out", directory / "lost.h5")
+            influence(world, folder, *options, "--out", folder / "lost.h5")
         except UserError as error:
             told.append(str(error))
     everywhere = world.gather(told)
@@ -88,5 +88,5 @@ def test_ranks_give_the_bits_of_one_process_and_one_error(
         everywhere == [everywhere[0]] * world.processes,
         "140 is not there" in told[0],
         "item 257: OSError: no image 257" in told[1],
-        not (directory / "lost.h5").exists(),
+        not (folder / "lost.h5").exists(),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reducing import gradients
 from verdicts import together
 
 from cpdhpc.collectives import recorded
@@ -53,10 +54,6 @@ def backward(model: torch.nn.Module, seed: int, skip: bool = False) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
     y = model[2](model[0](x)[:, :48]) if skip else model(x)
     y.square().sum().backward()
-
-
-def gradients(model: torch.nn.Module) -> list[bytes]:
-    return [b"" if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
 
 
 @pytest.mark.two_ranks

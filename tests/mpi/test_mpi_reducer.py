@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import MODELS, NETWORKS, batch
+from networks import MODELS, NETWORKS, batch, gradients, linear
 from refusing import refused
 from torch import nn
 from verdicts import said, together
@@ -31,10 +31,6 @@ WIRES: dict[str, dict[str, Any]] = {
     "e4m3": {"aggregator": "lowbit", "wire": "e4m3"},
     "e3m0": {"aggregator": "lowbit", "wire": "e3m0", "rounding": "stochastic"},
 }
-
-
-def gradients(model: nn.Module) -> list[Any]:
-    return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]
 
 
 def buffers(model: nn.Module) -> list[bytes]:
@@ -196,10 +192,6 @@ def test_all_ranks_train_to_the_same_bits_with_and_without_overlap(
     alike = world.gather(plain) == [plain] * world.processes
     loss = [sum(each) for each in zip(*world.gather((first, last)), strict=True)]
     together(world, alike, plain == overlapped, loss[1] < loss[0])
-
-
-def linear(*sizes: int) -> nn.Sequential:
-    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
 
 
 DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -543,10 +535,10 @@ def test_a_rank_that_does_not_join_is_told(world: World) -> None:
     together(world, world.processes == 1 or ("calls differ: GradientReducer.join" in error))
 
 
-def test_recorded_gradients_of_all_ranks_are_one_file(world: World, tmp_path: Path) -> None:
+def test_recorded_gradients_of_all_ranks_are_one_file(world: World, folder: Path) -> None:
     """And a directory that is not there is told on all ranks alike."""
     torch.manual_seed(0)
-    model, folder = nn.Linear(5, 3), Path(world.gather(str(tmp_path))[0])
+    model = nn.Linear(5, 3)
     with GradientReducer(model, world) as reducer:
         (model(torch.ones(1, 5)).sum() * (1 + world.rank)).backward()
         reducer.reduce()
