@@ -211,6 +211,8 @@ def in_child(scratch: Path, tests: list[str]) -> None:
         os.environ["PYTHONPATH"] = str(scratch)  # of processes that tests start
         sys.path[:] = [*(str(scratch / each) for each in ("", "tests", "tests/helpers")), *sys.path]
         sys.dont_write_bytecode = True
+        for name in [each for each in sys.modules if each.partition(".")[0] == "cpdhpc"]:
+            del sys.modules[name]  # torch has loaded the backend, and so ROOT's package
         paths = [f"tests/test_{name}.py" for name in tests]
         run: Callable[[list[str]], int] = importlib.import_module("pytest").main
         chosen = ["-m", "not gpu and not slow and not slurm", "-k", "not killed_run and not learns"]
