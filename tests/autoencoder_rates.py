@@ -8,8 +8,6 @@ write weights and momentum. On more: how many times as fast they are as rank 0 a
 others wait. Each figure is the median of rounds, of ratios within a round, with its quartiles.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Makes docs/reference/commands.md from the command line: `python tests/command_page.py`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,22 +1,24 @@
 """Fixtures that several files share: implementations of the array operations, a Slurm."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from gpus import real_cupy
+from simulated_cupy import simulated
+from simulated_gpu import Gpu
 from stand_ins import Slurm
 
 from cpdhpc import _cpu
+from cpdhpc.lab.cli import main
 from cpdhpc.lab.report.figures import draw
 from cpdhpc.lab.verify.outcomes import OnGpu
+from cpdhpc.ops import set_kernel_threads
 
 
 def pytest_configure() -> None:
@@ -84,10 +86,40 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.fixture
+def gpu() -> Iterator[tuple[Gpu, ModuleType]]:
+    """A simulated GPU and its cupy."""
+    with simulated() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of torch: the same bits of products in all runs, and no threads that wait for others."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=_cpu.clones())
 def clone(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of the loops that this processor runs, in use."""
+    """Each of the loops that this processor runs, in use; afterwards with one thread again."""
     before = _cpu.clone()
     _cpu.use_clone(request.param)
     yield request.param
     _cpu.use_clone(before)
+    set_kernel_threads(1)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run the command line; return its status and what it shows, errors last."""
+
+    def call(*words: object) -> tuple[int, str]:
+        status = main([*map(str, words)])
+        return status, "".join(capsys.readouterr())
+
+    return call

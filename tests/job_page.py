@@ -1,7 +1,5 @@
 """docs/reference/jobs*.md from the models of job files: `python tests/job_page.py` writes them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

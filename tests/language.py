@@ -4,8 +4,6 @@
 are what was counted when they were set, rounded up; they may be lowered, never raised.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

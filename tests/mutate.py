@@ -7,8 +7,6 @@ the source. Of a file's possible mutants a sample is drawn, the same for the sam
 exceeds its time, as in a loop without an end, counts as killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy
@@ -30,15 +28,8 @@ COMPRESS = ["compress", "training_oracle", "new_compressor"]
 METHODS = ["methods", "compress", "ddp", "reducer", "gpu_methods"]
 SPARSE = ["sparse_methods", "reducer", "layer_wires", "gpu_methods"]
 FORMATS = [
-    "formats",
-    "tables",
-    "ops",
-    "oracles",
-    "roundings",
-    "packing",
-    "integers",
-    "arrays",
-    "tensor_formats",
+    *("formats", "tables", "ops", "oracles", "roundings", "packing", "integers", "arrays"),
+    *("tensor_formats",),
 ]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "store.py": ["store", "studyfile", "tensor_formats", "recording", "checkpoint", "study_folder"],
@@ -48,21 +39,10 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "partition.py": ["schedule", "store", "darray"],
     "arrays.py": ["arrays", "blocks", "integers", "threads", "products", "precision_layers"],
     "lab/train/job.py": [
-        "config",
-        "recording",
-        "job_page",
-        "train",
-        "training_oracle",
-        "stages",
-        "inputs",
+        *("config", "recording", "job_page", "train", "training_oracle", "stages", "inputs"),
     ],
     "lab/train/losses.py": [
-        "losses",
-        "config",
-        "adversarial",
-        "compare",
-        "report",
-        "training_oracle",
+        *("losses", "config", "adversarial", "compare", "report", "training_oracle"),
     ],
     **dict.fromkeys(
         (f"compress/{name}.py" for name in ("powersgd", "qsgd", "terngrad", "gradientflow")),
@@ -83,11 +63,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "torch/controllers/autowu.py": ["controllers"],
     "lab/report/fits.py": ["critical", "laws", "losses", "report"],
     "lab/train/optimizers.py": [
-        "optimizers",
-        "controllers",
-        "config",
-        "updates",
-        "training_oracle",
+        *("optimizers", "controllers", "config", "updates", "training_oracle"),
     ],
     "lab/train/data.py": ["datasets", "augment", "data", "train"],
     "lab/train/samples.py": ["data", "datasets", "loader", "training_oracle"],
@@ -109,14 +85,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/bucket.py": ["bucket", "methods", *COMPRESS, "checkpoint"],
     "compress/none.py": COMPRESS,
     "ops/reference.py": [
-        "selection",
-        "trits",
-        "packing",
-        "shifts",
-        "integers",
-        "ops",
-        "stochastic",
-        "oracles",
+        *("selection", "trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"),
     ],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],
@@ -242,6 +211,8 @@ def in_child(scratch: Path, tests: list[str]) -> None:
         os.environ["PYTHONPATH"] = str(scratch)  # of processes that tests start
         sys.path[:] = [*(str(scratch / each) for each in ("", "tests", "tests/helpers")), *sys.path]
         sys.dont_write_bytecode = True
+        for name in [each for each in sys.modules if each.partition(".")[0] == "cpdhpc"]:
+            del sys.modules[name]  # torch has loaded the backend, and so ROOT's package
         paths = [f"tests/test_{name}.py" for name in tests]
         run: Callable[[list[str]], int] = importlib.import_module("pytest").main
         chosen = ["-m", "not gpu and not slow and not slurm", "-k", "not killed_run and not learns"]

@@ -1,7 +1,5 @@
 """AdaComp: the paper's algorithm value by value, the bytes of its codes, and what they cost."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

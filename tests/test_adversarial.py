@@ -1,7 +1,5 @@
 """Adversarial copies: which gradient, by which parameters, on how many ranks, and their files."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

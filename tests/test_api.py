@@ -1,7 +1,5 @@
 """The names that the package offers: for import, for dir and help, for editors."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pydoc
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 from every import every
-from training import environment
+from training import ran
 
 import cpdhpc
 
@@ -158,14 +156,7 @@ def test_type_checkers_see_all_names(package: str) -> None:
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return ran([sys.executable, "-c", program])
 
 
 def test_star_import_and_modules_by_attribute() -> None:

@@ -1,7 +1,5 @@
 """The public array functions over NumPy and torch: results, kinds, shapes and errors."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Augmentation beside a plain loop over pixels, and the same bits on any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from cpdhpc.config import ConfigError
 from cpdhpc.lab.train.data import Augment
 from cpdhpc.lab.train.samples import InMemory
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi_skip
 
 
 def expected(image: np.ndarray, augment: Augment, draw: list[int]) -> np.ndarray:

@@ -1,7 +1,5 @@
 """The autoencoder without MPI: images, files, pictures and errors."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import platform

@@ -1,7 +1,5 @@
 """The compiled passes over blocks of filters, against formulas in float64."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Benchmarks: checks of results, a small run of each, and what their files hold."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """bench compress: figures beside sums by hand, the profile, the command line, files."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass

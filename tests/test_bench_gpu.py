@@ -1,7 +1,5 @@
 """Benchmarks of GPU arrays run on the GPU, which is checked as on the CPU."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable

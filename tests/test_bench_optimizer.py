@@ -1,14 +1,10 @@
 """bench optimizer: its layers, a line of each optimiser, wrong options."""
 
-from __future__ import annotations
-
 import pytest
 
 from cpdhpc.lab.bench.optimizers import layers
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.train.optimizers import OPTIMIZERS
-
-pytestmark = pytest.mark.mpi_skip
 
 
 def test_layers_are_those_of_resnet_18() -> None:

@@ -1,7 +1,5 @@
 """The options of benchmarks: what they mean, and what is wrong with them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 
@@ -105,10 +103,7 @@ def test_auto_has_a_row_of_the_algorithm_that_it_takes(
         ("bench allreduce --scalings layer", "--scalings layer"),
         ("bench allreduce --accumulate kahn", "--accumulate kahn"),
         ("bench allreduce --algorithms ring --wires e4m3 --accumulate kahan", "nothing to do"),
-        (
-            "bench allreduce --wires int8",
-            "to do: scaling='tile': wire='int8' needs shifts that",
-        ),
+        ("bench allreduce --wires int8", "to do: scaling='tile': wire='int8' needs shifts that"),
         ("bench allreduce --wires ,", "nothing to do: no names are given"),
         ("bench allreduce --baselines nccl", "--baselines nccl"),
         ("bench allreduce --repeats 0", "--repeats 0: must be 1 or more"),
@@ -133,28 +128,19 @@ def test_auto_has_a_row_of_the_algorithm_that_it_takes(
         ("train inputs/study_smoke.toml", "study_smoke.toml: is a study, for the command study"),
         ("train inputs/cots_digits.toml", "is a job of the command autoencoder: must be a job of"),
         ("study plan inputs/train_digits.toml", "is a job of the command train: must be a study"),
-        (
-            "train slurm/sites/local.toml",
-            "is the profile of a site, for --site: must be a job",
-        ),
+        ("train slurm/sites/local.toml", "is the profile of a site, for --site: must be a job"),
         (
             "study plan inputs/study_smoke.toml --site inputs/train_digits.toml",
             "train_digits.toml: is a job of the command train: must be the profile of a site",
         ),
-        (
-            "bench predict inputs/train_digits.toml --ranks 4",
-            "must be a machine's speeds, of",
-        ),
+        ("bench predict inputs/train_digits.toml --ranks 4", "must be a machine's speeds, of"),
         ("precision record inputs/train_digits.toml --tensors q", "--tensors q: record.tensors.0="),
         (
             "bench halo --ways q",
             "cpdhpc, 'cpdhpc, copied', packed, subarray, 'subarray, persistent'",
         ),
         ("examples inputs/train_digits.toml", "inputs: cannot be written: Not a directory"),
-        (
-            "train inputs/train_digits.toml --set train.lr=1",
-            "did you mean learning_rate?",
-        ),
+        ("train inputs/train_digits.toml --set train.lr=1", "did you mean learning_rate?"),
         ("autoencoder inputs/cots_digits.toml --set layer.maps=3", "is not a table, but several"),
         ("study plan inputs/study_smoke.toml --set name=a/b", "name='a/b': should begin with a l"),
         ("influence {} --test 0:3", "{}: has no records of runs"),

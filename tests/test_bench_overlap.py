@@ -1,7 +1,5 @@
 """bench overlap: its bound by hand, the figures of rows, weights that differ, wrong jobs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

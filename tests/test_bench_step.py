@@ -1,15 +1,13 @@
 """bench step: a line for each way to train, of a job and of a module; what is refused."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from training import ran
 
 from cpdhpc.lab.bench.fsdp import backends_of, bare_jobs
 from cpdhpc.lab.cli import main, parser
@@ -123,7 +121,7 @@ print(watch.peak_bytes(), PeakMemory(torch.device("cpu")).peak_bytes())
 def test_memory_is_what_is_taken_and_touched() -> None:
     """In a process whose other threads take none meanwhile."""
     run = [sys.executable, "-c", TAKEN]
-    out = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout
+    out = ran(run, check=True).stdout
     peak, later = map(float, out.split())
     # what is freed again counts, what was freed before does not. Linux counts pages by threads, in
     # lots of 64 (proc(5), VmRSS: inaccurate), so some may be missing; the interpreter takes others

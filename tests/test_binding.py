@@ -1,10 +1,7 @@
 """Where ranks sit: what is asked for, what launchers are told, and what a job sees itself."""
 
-from __future__ import annotations
-
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 from every import every
 from gpu_driver import two_gpus_in
 from studies import small_study, study_file
-from training import environment
+from training import environment, ran
 
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.lab.binding import BINDINGS, CORE_BINDINGS, cpus_of, gpus, misplaced, said, seat
@@ -27,7 +24,6 @@ from cpdhpc.lab.study.site import Site, arrays, launch
 from cpdhpc.lab.study.submit import scripts
 from cpdhpc.lab.study_data.study_file import load_study_file, read_result
 
-pytestmark = pytest.mark.mpi_skip
 WHOLE = {"core": 8, "socket": 2, "numa": 4}  # of a node: 4 cores a socket, 2 a NUMA domain
 
 
@@ -150,12 +146,9 @@ def test_a_rank_is_started_with_one_gpu(
     of_launcher: dict[str, str], visible: str | None, sees: str | None
 ) -> None:
     given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    done = subprocess.run(
+    done = ran(
         [*OWN_GPU, "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$*"', "sh", "a b", "$c"],
         env=of_launcher | given | {"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     if sees is None:
         assert done.returncode and NO_VARIABLE in done.stderr
@@ -200,9 +193,7 @@ def test_ranks_of_several_cores_are_bound_once(scheduler: str) -> None:
     ):
         for name, wanted in (("mpirun", pe), ("mpiexec", once)):
             text = launch(ways[name], COUNTS, cores=3, seats=(bind, ""))
-            shown = subprocess.run(
-                ["bash", "-c", f"echo {text}"], env=many, capture_output=True, text=True, check=True
-            ).stdout.strip()
+            shown = ran(["bash", "-c", f"echo {text}"], env=many, check=True).stdout.strip()
             assert shown.endswith(wanted) and shown.count("core") == once.count("core") - (
                 name == "mpirun" and not bind
             ), shown
@@ -351,13 +342,9 @@ def test_a_job_script_gives_each_rank_a_gpu_of_its_own(tmp_path: Path) -> None:
     job = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "7"}
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     own = {"SLURM_JOB_NAME": "x", "CUDA_VISIBLE_DEVICES": "1,0"} | job | root
-    done = subprocess.run(
+    done = ran(
         ["bash", "-c", text],
         env=environment() | own | {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = expand(study).cases

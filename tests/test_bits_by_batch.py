@@ -1,7 +1,5 @@
 """Bits that batches need, by made-up accuracies, and the study that asks for them."""
 
-from __future__ import annotations
-
 from math import isnan
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """An exponent for each 32 or 16 values: kernels, payloads, all-reduces, wires of OCP MX."""
 
-from __future__ import annotations
-
 import argparse
 from itertools import cycle, product
 from pathlib import Path

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from every import every
 from rank_threads import all_reduces, run_threads
+from training import ran
 
 from cpdhpc import _cpu
 from cpdhpc.collectives import recorded
@@ -48,9 +49,7 @@ def sanitised(name, directory, text=None):
     text: of cpu_call_list.h in place of what it is
     """
     library, variable, options = SANITISERS[name]
-    found = subprocess.run(
-        ["g++", f"-print-file-name={library}"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    found = ran(["g++", f"-print-file-name={library}"], check=True).stdout.strip()
     if not Path(found).is_absolute():
         pytest.skip(f"g++ has no {library}")
     for header in (ROOT / "kernels").iterdir():
@@ -66,11 +65,10 @@ def sanitised(name, directory, text=None):
     command = ["g++", *flags, f"-fsanitize={name}", include, *sources, "-o", module]
     subprocess.run(command, check=True)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        ["setarch", "-R", sys.executable, ROOT / "tests" / "rank_threads.py", module],
+    done = ran(
+        ["setarch", "-R", sys.executable, ROOT / "tests" / "helpers" / "rank_threads.py", module],
         env=os.environ | {"LD_PRELOAD": found, variable: options, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False, timeout=1000,
-    )  # fmt: skip
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,7 +1,5 @@
 """Figures of large studies: nothing overlaps, axes say what they are, all is told apart in grey."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that is stopped, killed or moved goes on as if nothing had been."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import time

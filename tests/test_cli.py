@@ -1,7 +1,5 @@
 """The command line: help, errors of one line on one rank, exit statuses on all, signals."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_page import commands, parser_of
 from every import every
-from training import environment, mpirun, write_idx, write_job
+from training import mpirun, ran, write_idx, write_job
 
 import cpdhpc
 from cpdhpc import store
@@ -102,20 +100,14 @@ def test_keys_that_help_shows_are_keys_of_the_job(
     "line, said",
     [
         ("info --nope", "info: unknown option --nope: -h shows all"),
-        (
-            "bench throughput --metods=topk",
-            "unknown option --metods: did you mean --methods?",
-        ),
+        ("bench throughput --metods=topk", "unknown option --metods: did you mean --methods?"),
         ("train x.toml --ste train.epochs=1", "train: unknown option --ste: did you mean --set?"),
         ("study status x y", "study status: y: is one argument too many: -h shows all"),
         ("bench allreduce --device tpu", "bench allreduce: --device tpu: did you mean gpu or cpu?"),
         ("report x --tolerance y", "report: --tolerance y: must be a number"),
         ("bench batchnorm --seed y", "bench batchnorm: --seed y: must be an integer"),
         ("precision replay x --ranks 2,y", "--ranks 2,y: must be integers, for example 2,4"),
-        (
-            "study status x --watch -1",
-            "--watch -1: must be a number of seconds above 0",
-        ),
+        ("study status x --watch -1", "--watch -1: must be a number of seconds above 0"),
         ("train x.toml --timeout -1", "train: --timeout -1: must be a number of seconds above 0"),
         ("report x --png", "--png expected one argument: write one that begins with - after ="),
     ],
@@ -158,9 +150,7 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
         "sys.exit(status)"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=1800, check=False
-    )
+    done = ran(command)
     assert done.returncode == 2
     assert done.stderr.startswith(f"cpdhpc: error: {tmp_path}: nothing that report shows: ")
     assert done.stderr.count("\n") == 1
@@ -235,10 +225,7 @@ sys.exit(main())
 def test_ctrl_c_ends_a_command_without_a_traceback(program: str, status: int, said: str) -> None:
     """At once where ranks start; where files are written they are tidied up first."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "starting\n"
     process.send_signal(signal.SIGINT)

@@ -1,7 +1,5 @@
 """Studies of any program: what starts it, what is read from it, how it fails, what files hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -19,10 +17,9 @@ import numpy as np
 import pytest
 from every import every
 from studies import kill_all, start
-from training import ROOT, environment
+from training import ROOT, environment, ran
 
 from cpdhpc.config import ConfigError, UserError, dump_toml, merge
-from cpdhpc.lab.cli import main
 from cpdhpc.lab.kinds.command_job import RunMetric, filled
 from cpdhpc.lab.kinds.command_runs import RunFailed, numbers, taken
 from cpdhpc.lab.report.compare import compare
@@ -36,7 +33,6 @@ from cpdhpc.lab.study.submit import fitting, scripts
 from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import load_study_file
 
-pytestmark = pytest.mark.mpi_skip
 Run = Callable[..., tuple[int, str]]
 QUICK = {"warmup": 1, "block": 3, "min_repeats": 6, "max_repeats": 6}
 SMALL = {
@@ -46,17 +42,6 @@ SMALL = {
     "metrics": {"value": {"regex": "^value (.*)$", "unit": "MB/s", "better": "higher"}},
     "measure": QUICK,
 }
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line; return its status and what it shows."""
-
-    def call(*words: object) -> tuple[int, str]:
-        status = main([*map(str, words)])
-        return status, "".join(capsys.readouterr())
-
-    return call
 
 
 def study_file(directory: Path, **changes: object) -> Path:
@@ -124,19 +109,7 @@ def test_factors_of_any_name_and_type_fill_texts() -> None:
 
 
 VALUES = (
-    *(
-        "a b",
-        "'",
-        '"',
-        "\\",
-        "$HOME",
-        "$(touch no)",
-        "`touch no`",
-        "a\nb",
-        ":",
-        "-n",
-        "--",
-    ),
+    *("a b", "'", '"', "\\", "$HOME", "$(touch no)", "`touch no`", "a\nb", ":", "-n", "--"),
     *("{n}", "{{", "%s", "é\u2028", "!", "#", ";", "a;touch no", "\t", "~", "*"),
 )
 SHOW = """
@@ -291,7 +264,7 @@ def commit(folder: Path, message: str) -> str:
     git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", message, "--allow-empty"]):
         subprocess.run([*git, *words], check=True)
-    done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    done = ran([*git, "rev-parse", "HEAD"], check=True)
     return done.stdout.strip()
 
 
@@ -601,12 +574,9 @@ def test_a_launcher_whose_number_a_killed_one_had_has_a_directory_of_its_own(
     """Open MPI names its directory by its process number, and ends if dead sockets are there."""
     words, _ = launch_of("printenv PRTE_MCA_prte_tmpdir_base").command(Case("x", {}, 1, 1))
     before = 'mkdir "$TMPDIR/ompi.$$"; ' * left + 'exec "$@"'
-    done = subprocess.run(
+    done = ran(
         ["sh", "-c", before, "sh", *words],
         env={"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     (own,) = done.stdout.split() or [""]
     assert bool(own) == left == (done.returncode == 0) and (not left or Path(own).is_dir())
@@ -646,11 +616,9 @@ def test_jobs_give_the_files_that_a_local_run_gives(tmp_path: Path, run: Run) ->
             keys = {"here": tmp_path, "index": number + site.by.FIRST}
             own = environment() | {k: value.format(**keys) for k, value in given.items()}
             own |= dict.fromkeys(AS_ROOT, "1")
-            done = subprocess.run(
-                ["bash", "-c", text],
-                env=own | {"PATH": f"{tmp_path / 'bin'}:{own['PATH']}"},
-                capture_output=True, text=True, timeout=300, check=False,
-            )  # fmt: skip
+            done = ran(
+                ["bash", "-c", text], env=own | {"PATH": f"{tmp_path / 'bin'}:{own['PATH']}"}
+            )
             logs = [each.read_text() for each in Folder(there).logs.iterdir()]
             assert done.returncode == 0, (scheduler, done.stdout, done.stderr, logs)
         assert run("study", "collect", there)[0] == 0
@@ -685,7 +653,7 @@ def test_a_launcher_that_starts_others_than_asked_for_is_found_out(
 
 
 def _alive(word: str) -> int:
-    found = subprocess.run(["pgrep", "-fc", word], capture_output=True, text=True, check=False)
+    found = ran(["pgrep", "-fc", word])
     return int(found.stdout)
 
 

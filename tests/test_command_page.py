@@ -1,7 +1,5 @@
 """docs/reference/commands.md and the examples in help: both are what the command line takes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands import COMMANDS, EITHER, MPIRUN, SECTIONS, Command, Group
 from cpdhpc.lab.commands.parsing import START, parser
 
-pytestmark = pytest.mark.mpi_skip
 QUICK = (  # their examples are run, in this order
     "precision presets",
     "precision show",

@@ -1,7 +1,5 @@
 """Comparisons of studies: changes are found, noise is not, and what else differs is told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

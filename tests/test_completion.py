@@ -1,7 +1,5 @@
 """Completion: the scripts in the shells themselves, and without torch."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess
@@ -10,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from every import every
-from training import environment
+from training import ran
 
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.completion import SHELLS
 
-pytestmark = pytest.mark.mpi_skip
 LACKS_TORCH = """import sys
 sys.modules["torch"] = None
 from cpdhpc.lab.cli import main
@@ -46,14 +43,7 @@ def offered(line: str, source: Path) -> list[str]:
         name=$(complete -p cpdhpc | sed 's/.*-F \\([^ ]*\\).*/\\1/')
         "$name"; printf '%s\\n' "${{COMPREPLY[@]}}"
     """
-    done = subprocess.run(
-        ["bash", "--norc", "-c", program],
-        cwd=source.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
+    done = ran(["bash", "--norc", "-c", program], cwd=source.parent, check=True)
     return done.stdout.split()
 
 
@@ -76,14 +66,7 @@ def test_bash_completes_commands_options_choices_and_files(
 
 
 def test_without_torch_only_options_of_commands_that_import_it_are_missing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LACKS_TORCH],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    done = ran([sys.executable, "-c", LACKS_TORCH])
     assert done.returncode == 0, done.stderr
     check(done.stdout, tmp_path, torch=False)
 

@@ -1,7 +1,5 @@
 """Every aggregator: the mean on all ranks, nothing swallowed, counts that add up."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Job files: what is refused, in one line that says what is allowed, and what comes out."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import asdict, make_dataclass, replace

@@ -1,7 +1,5 @@
 """Controllers: the noise scale beside its definition, growing batches, AutoWU, refusals."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -279,10 +277,7 @@ def test_autowu_falls_from_the_highest_rate_where_the_loss_never_rises() -> None
         ({"controller": {"name": "autowu"}, "train": {"learning_rate": 1.0}}, "be left out"),
         ({"controller": {"name": "noise_scale", "smoothing": 1.0}}, "controller.smoothing"),
         ({"controller": {"name": "noise_scale"}, "train": {"batch": 1}}, "should be 2 or more"),
-        (
-            {"controller": {"name": "noise_scale"}, "optimizer": {"name": "lamb"}},
-            "takes the leng",
-        ),
+        ({"controller": {"name": "noise_scale"}, "optimizer": {"name": "lamb"}}, "takes the leng"),
         (
             {"controller": {"name": "noise_scale"}, "train": {"image_grid": [2, 1]}},
             "train.image_grid",

@@ -1,7 +1,5 @@
 """Predicted times against formulas worked out by hand, the fit, and what "auto" chooses."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import asdict, fields, replace
 from pathlib import Path

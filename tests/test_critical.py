@@ -1,7 +1,5 @@
 """The critical batch, from invented steps and from noise scales, and in the report of a study."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The codec's kernels for GPUs give the bits of the specification: run, and as PTX by NumPy."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The CUDA kernels compile, on any machine: NVRTC needs no GPU."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -9,14 +7,7 @@ import sass
 from sass import VERSIONS, compiled, ptx_of
 
 from cpdhpc.formats import Cast, parse_format
-from cpdhpc.ops.cuda_source import (
-    ARITHMETIC,
-    KERNELS,
-    OPTIONS,
-    Fixed,
-    codec_source,
-    cuda_source,
-)
+from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, OPTIONS, Fixed, codec_source, cuda_source
 
 # What may appear in PTX of float32 and float64: nothing that flushes subnormal numbers or fuses.
 # cvt.rzi.ftz: of a subnormal number the integer part is 0 either way.

@@ -1,7 +1,5 @@
 """Boxes, layouts, boundaries and plans on one rank; costs of exchanges before they are done."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 from test_faults import MPIRUN, PREPARE, launch
 
-pytestmark = [
-    pytest.mark.mpi_skip,
-    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH"),
-]
+pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH")
 
 PLAN = """
 from cpdhpc.darray import Box, DistArray, Layout, WindowPlan

@@ -1,14 +1,11 @@
 """The figures of bench layer in docs/reference/darray.md; its code: test_mpi_readme.py."""
 
-from __future__ import annotations
-
 import pytest
 from training import ROOT
 
 from cpdhpc.lab.cli import main
 
 PAGE = (ROOT / "docs" / "reference" / "darray.md").read_text()
-pytestmark = pytest.mark.mpi_skip
 
 
 def test_costs_of_the_large_layer(capsys: pytest.CaptureFixture[str]) -> None:

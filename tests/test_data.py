@@ -1,7 +1,5 @@
 """Data sets: the same everywhere; damaged files are named."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data sets that job files name: what they hold, by files made here; damaged ones are named."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path
@@ -21,8 +19,6 @@ from cpdhpc.lab.train.job import Job
 from cpdhpc.lab.train.samples import Dataset, Source
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi_skip
 
 
 def trained(directory: Path, ranks: int, **tables: Any) -> Training:

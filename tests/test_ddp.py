@@ -1,7 +1,5 @@
 """The hook of DistributedDataParallel on one process, and gradients of half precision."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

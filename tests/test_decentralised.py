@@ -1,7 +1,5 @@
 """Decentralised rules against the papers' equations in float64; graphs; wires; bad input."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which GPU a process takes, what kernels refuse, and whether MPI takes GPU memory."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import re

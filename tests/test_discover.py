@@ -1,7 +1,5 @@
 """Site files that write themselves, from stand-ins that answer as Slurm's manuals say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from cpdhpc.lab.schedulers.slurm_site import gpus_of, minutes
 from cpdhpc.lab.study.discover import discover
 from cpdhpc.lab.study.site import Site, load_site
 
-pytestmark = pytest.mark.mpi_skip
 SINFO = "cpu|40|2:64:1|257000|(null)\nfat|2|4:16:2|3000000+|(null)\n"
 SINFO += "gpu|8|2:32:1|512000|gpu:a100:4(S:0-1),nvme:1\ngpu|2|2:16:1|256000|gpu:v100:2\n"
 SCONTROL = """

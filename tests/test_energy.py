@@ -1,7 +1,5 @@
 """Energy by the counters of a node, of directories that look like Linux's, and its column."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import isnan
 from pathlib import Path

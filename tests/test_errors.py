@@ -1,7 +1,5 @@
 """Errors about one argument keep their fields where their words or their process change."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of one test fail as tests of their own would."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from studies import kill_all
-from training import environment, leave_sessions
+from training import environment, leave_sessions, ran
 
 from cpdhpc.world.ending import Begun
 from cpdhpc.world.mpi import World
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH")
-pytestmark = [pytest.mark.mpi_skip, needs_mpirun]
+pytestmark = needs_mpirun
 
 PREPARE = """
 import time
@@ -50,10 +50,7 @@ def command_of(code, arguments, ranks, options=(), python=("-m", "mpi4py")):
 def launch(code, *arguments, ranks=2, options=(), python=("-m", "mpi4py")):
     """Run it; return exit status, all output, seconds."""
     start_s = time.monotonic()
-    done = subprocess.run(
-        command_of(code, arguments, ranks, options, python),
-        env=environment(), timeout=LATE_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = ran(command_of(code, arguments, ranks, options, python))
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start_s
 
 
@@ -159,11 +156,7 @@ file.write("whole")
 atexit.register(print, "work is done")
 limit_finalise(0.2)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=True, timeout=LATE_S,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = ran([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     assert done.stdout == "work is done\n"
     assert done.stderr == "MPI_Finalize: takes more than 0.2 s after a death: ended without it\n"
     assert (tmp_path / "file").read_text() == "whole"
@@ -185,11 +178,9 @@ print("work is done")
 
 def test_whoever_hears_of_a_death_ends_in_time():
     """Without World.shrink, too; here MPI_Finalize ends, and what comes behind it does not."""
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS],
-        capture_output=True, text=True, check=True, timeout=LATE_S,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = ran(
+        [sys.executable, "-c", HANGS], env=environment() | {"PYTHONPATH": str(ROOT)}, check=True
+    )
     assert done.stdout == "work is done\n"
     assert "MPI_Finalize: takes more than 0.1 s" in done.stderr
 
@@ -200,8 +191,6 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path, monkeypatch):
     leave_sessions(tmp_path / "sessions", monkeypatch)
     shutil.copy(ROOT / "tests/mpi/conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(
-        "import pytest\n"
-        "pytestmark = pytest.mark.mpi\n"
         "def test_bad(world):\n"
         "    assert world.process == 0, 'rank 1 is bad'\n"
         "def test_good(world):\n"
@@ -245,7 +234,7 @@ print("survived", me, world.processes, lost, flush=True)
 
 
 def has_fault_tolerance():
-    shown = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=False)
+    shown = ran([MPIRUN, "--version"])
     return "Open MPI" in shown.stdout
 
 

@@ -1,7 +1,5 @@
 """Formats: names, limits, and every code of every format up to 16 bits."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CUDA graphs on the simulated GPU: what may be captured, and what a launch does again."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

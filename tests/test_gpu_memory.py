@@ -4,17 +4,11 @@ The simulated GPU hands out what is freed as pools do (tests/test_simulated_gpu.
 the GPU is behind when the code lets go of something, and somebody takes memory right afterwards.
 """
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from simulated_cupy import simulated
-from simulated_gpu import Gpu
 
 from cpdhpc.darray.device import PROGRAMS
 from cpdhpc.darray.layout import Box, Layout
@@ -22,13 +16,6 @@ from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.world.ranks import Loopback
 
 X = np.arange(1, 5, dtype=np.float32)
-
-
-@pytest.fixture
-def gpu() -> Iterator[tuple[Gpu, ModuleType]]:
-    """A simulated GPU and its cupy."""
-    with simulated() as found:
-        yield found
 
 
 def spaced(cupy: Any, n: int, step: int) -> Any:

@@ -1,7 +1,5 @@
 """Gradients on a GPU: means and what is kept have the CPU's bits, and no gradient is copied."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from platform import machine
 from typing import Any
@@ -136,7 +134,9 @@ def test_a_state_of_the_cpu_goes_on_on_the_gpu_and_back(name: str, options: dict
 
 
 @pytest.mark.parametrize(("name", "options"), ON_GPU)
-def test_nan_on_the_gpu_is_named(name: str, options: dict[str, Any]) -> None:
+def test_nan_on_the_gpu_is_named_and_ranks_of_a_process_must_agree(
+    name: str, options: dict[str, Any]
+) -> None:
     method = COMPRESSORS[name](**options)
     bucket = Bucket(NAMES, SHAPES, method.align)
     with simulated() as (_, cupy):
@@ -144,6 +144,9 @@ def test_nan_on_the_gpu_is_named(name: str, options: dict[str, Any]) -> None:
         bucket.views(flats[1])[0][3, 3] = np.nan
         with pytest.raises(NonFiniteGradient) as caught:
             aggregate(method, [cupy.asarray(x) for x in flats], bucket, State(range(2), 2), 0)
+        flats = gradients(bucket, 2, 0)
+        with pytest.raises(TypeError, match=r"cupy\.ndarray and numpy\.ndarray|is on the CPU"):
+            aggregate(method, [cupy.asarray(flats[0]), flats[1]], bucket, State(range(2), 2), 0)
     assert caught.value.segments == ("weight",) and caught.value.ranks == (1,)
 
 
@@ -160,16 +163,6 @@ def test_other_arrays_are_refused(name: str) -> None:
 
 def test_every_compressor_is_run_on_the_gpu() -> None:
     assert {name for name, _ in ON_GPU} == {*COMPRESSORS}
-
-
-@pytest.mark.parametrize(("name", "options"), ON_GPU)
-def test_ranks_of_a_process_must_agree(name: str, options: dict[str, Any]) -> None:
-    method = COMPRESSORS[name](**options)
-    bucket = Bucket(NAMES, SHAPES, method.align)
-    with simulated() as (_, cupy):
-        flats = gradients(bucket, 2, 0)
-        with pytest.raises(TypeError, match=r"cupy\.ndarray and numpy\.ndarray|is on the CPU"):
-            aggregate(method, [cupy.asarray(flats[0]), flats[1]], bucket, State(range(2), 2), 0)
 
 
 @pytest.mark.parametrize("where", ["simulated", pytest.param("GPU", marks=pytest.mark.gpu)])

@@ -5,8 +5,6 @@ nothing is written where its number would be cut to 32 bits. Memory is taken pag
 is touched (MAP_NORESERVE), so that an array of a terabyte costs what one block reads and writes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import sys

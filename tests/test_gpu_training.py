@@ -4,8 +4,6 @@ On the emulated GPU the model's own arithmetic is torch's on the CPU, so whole r
 bits; on a real one they are near.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from argparse import ArgumentParser

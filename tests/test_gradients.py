@@ -1,7 +1,5 @@
 """Recorded gradients: what every rank computed, whole files, no bit of the run changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Halo benchmark, pictures of plans and the kind "halo", as far as one process can see."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

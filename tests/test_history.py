@@ -1,7 +1,5 @@
 """A study over days and commits: where a library has it, what changed, the last one to compare."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.report.history import history_report, latest, load_history, place, system
 from cpdhpc.lab.study_data.study_file import ReportError, load_study_file
 
-pytestmark = pytest.mark.mpi_skip
 OPTIONS: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**18)}
 ONE = {3: 1.5}
 

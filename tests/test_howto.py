@@ -6,11 +6,8 @@ mpirun; files of Python are launched on two. Not run are submissions to Slurm, a
 refuses machines that other programs use: a machine of round figures stands in.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from test_readme import lay_out
-from training import ROOT, environment
+from training import ROOT, ran
 
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.lab.bench.machine import write
 from cpdhpc.lab.cli import main, parser
 
-pytestmark = pytest.mark.mpi_skip
 FOLDERS = [ROOT / "docs" / name for name in ("howto", "tutorials")]
 PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md")) if page.stem != "index"]
 # These name commands in passing, or need a cluster or GPUs; test_tutorial.py has the last one.
@@ -50,7 +46,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 def launched(words: list[str]) -> None:
     """Run Python with these words on two ranks."""
     command = [str(ROOT / "slurm" / "mpirun-local"), "2", sys.executable, *words]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = ran(command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

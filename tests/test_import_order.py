@@ -1,7 +1,5 @@
 """The import rules of docs/design.md, read from the source, and that importing has no effects."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from training import ran
 
 import cpdhpc
 
@@ -225,7 +224,7 @@ def test_an_all_reduce_loads_no_more_than_it_needs(wire: str) -> None:
         "print(*(name for name in sys.modules if name.partition('.')[0] == 'cpdhpc'))\n"
     )
     command = [sys.executable, "-c", program, wire]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    done = ran(command, check=True)
     loaded = done.stdout.split()
     assert "cpdhpc.collectives.allreduce" in loaded
     assert len(loaded) <= MOST_LOADED, sorted(loaded)

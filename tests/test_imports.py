@@ -1,7 +1,5 @@
 """Models and data of a user: a module outside of the package, trained, resumed, swept, refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,8 +24,6 @@ from cpdhpc.lab.train.loop import Diverged
 from cpdhpc.lab.train.samples import MapStyle
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback, Ranks
-
-pytestmark = pytest.mark.mpi_skip
 
 THEIRS = '''
 import random
@@ -266,14 +262,18 @@ def test_what_is_left_to_chance_depends_on_seed_and_sample_alone(
     assert none.shape == (0, 3, 6, 6)
 
 
+def sweep_of(job_file: Path, factors: str) -> Path:
+    """The file of a study of a job."""
+    study = job_file.parent / "study.toml"
+    head = 'kind = "train"\n[train]\njob = "job.toml"\n[sweep]\nranks = [1]\n'
+    study.write_text(head + factors)
+    return study
+
+
 def test_a_study_sweeps_their_arguments(
     job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study = tmp_path / "study.toml"
-    study.write_text(
-        'kind = "train"\n[train]\njob = "job.toml"\n'
-        '[sweep]\nranks = [1]\n"model.width" = [2, 5]\n"data.n" = [30]\n"loss.power" = [1.0]\n'
-    )
+    study = sweep_of(job_file, '"model.width" = [2, 5]\n"data.n" = [30]\n"loss.power" = [1.0]\n')
     found = load_study(study)
     assert [case.factors["model.width"] for case in expand(found).cases] == [2, 5]
     powers = load_study(study, ["sweep.loss.power=[0.5, 1]"])  # the first one's type
@@ -356,11 +356,7 @@ def test_a_compressor_is_imported_trains_stops_and_goes_on(job_file: Path, tmp_p
 
 def test_a_study_sweeps_the_options_of_a_compressor(job_file: Path, tmp_path: Path) -> None:
     with_gradient(job_file, 'Pushed"')
-    study = tmp_path / "study.toml"
-    study.write_text(
-        'kind = "train"\n[train]\njob = "job.toml"\n'
-        '[sweep]\nranks = [1]\n"gradient.times" = [0.5, 1.0]\n'
-    )
+    study = sweep_of(job_file, '"gradient.times" = [0.5, 1.0]\n')
     found, folder = load_study(study, ONCE), Folder(tmp_path / "folder")
     assert [case.factors["gradient.times"] for case in expand(found).cases] == [0.5, 1.0]
     folder.prepare(found)

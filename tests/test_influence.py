@@ -1,7 +1,5 @@
 """Influence of training samples: single samples' gradients, scores, kept weights."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

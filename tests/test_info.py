@@ -1,7 +1,5 @@
 """info: what is there, and how MPI was asked about GPUs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every file in inputs/ runs, made small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

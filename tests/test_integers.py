@@ -1,7 +1,5 @@
 """Integers on uniform grids: their codes and exact additions, against Python integers."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any

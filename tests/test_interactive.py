@@ -1,7 +1,5 @@
 """Figures for a browser have what those of matplotlib have: panels, series, values, marks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

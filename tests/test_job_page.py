@@ -1,7 +1,5 @@
 """docs/reference/jobs.md says of job files what the models say that read them."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import pytest
@@ -10,8 +8,6 @@ from pydantic import Field
 
 from cpdhpc.config import Section
 from cpdhpc.torch.precision.tensors import UpdateFormat
-
-pytestmark = pytest.mark.mpi_skip
 
 
 def test_the_pages_are_what_the_models_say() -> None:

@@ -1,7 +1,5 @@
 """What a job's script does, with stand-ins for the launcher and scontrol on PATH."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -9,14 +7,12 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
 from every import every
 from rendering import STUDY, array_of
+from training import ran
 
 from cpdhpc.lab.study import site as standalone
 from cpdhpc.lab.study.site import Site
-
-pytestmark = pytest.mark.mpi_skip
 
 LAUNCHED = """#!/bin/bash
 echo "launched $*" >> "$RECORD"
@@ -152,13 +148,9 @@ def test_without_the_launcher_it_says_what_to_load(tmp_path: Path) -> None:
     script.write_text(array_of(Site()))
     bash = shutil.which("bash")
     assert bash is not None
-    done = subprocess.run(
+    done = ran(
         [bash, str(script)],
         env={"PATH": str(tmp_path), "SLURM_JOB_NAME": "demo", "SLURM_ARRAY_TASK_ID": "3"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
     )
     assert (done.returncode, done.stdout) == (127, "")
     assert done.stderr == (

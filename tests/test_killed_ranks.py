@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_faults import LATE_S, launch, launch_with_a_death, needs_mpirun
 
-pytestmark = [pytest.mark.mpi_skip, needs_mpirun]
+pytestmark = needs_mpirun
 
 LOOKS = 50  # at a rank that must be found in the compiled wait, one after another
 

@@ -1,7 +1,5 @@
 """What a world keeps of calls that come again, without MPI: real ranks are in test_mpi_prepared."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

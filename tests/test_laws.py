@@ -1,7 +1,5 @@
 """Laws of scaling: shares that are known are found, intervals as another fit gives them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import isnan
 from pathlib import Path

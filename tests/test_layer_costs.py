@@ -1,7 +1,5 @@
 """What bench layer counts, against other ways to count it, and against what is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Wires of layers: bits of the specification for each group, whatever else is in the bucket."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

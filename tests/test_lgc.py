@@ -1,7 +1,5 @@
 """LGC: its three phases by hand, what waits, what the autoencoder has learned, its bytes."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

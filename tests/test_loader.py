@@ -1,7 +1,5 @@
 """Samples that workers read ahead: the same bits, and a way out of whatever happens to them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -27,8 +25,6 @@ from cpdhpc.lab.train.step import PHASES
 from cpdhpc.lab.train.training import Training
 from cpdhpc.torch.controllers import BySchedule, Control, Controller, Settings
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi_skip
 
 
 class Slow(InMemory):

@@ -1,7 +1,5 @@
 """Loss scaling: what a power of two leaves alone, what overflows, what is skipped on all ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

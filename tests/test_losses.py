@@ -1,7 +1,5 @@
 """Losses and metrics beside NumPy in float64; what they refuse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +22,6 @@ from cpdhpc.lab.train.progress import Display
 from cpdhpc.lab.train.samples import InMemory
 from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi_skip
 
 
 def surprise(outputs: np.ndarray, targets: np.ndarray, smoothing: float = 0.0) -> np.ndarray:

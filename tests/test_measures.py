@@ -1,7 +1,5 @@
 """Measures of rounding, against Python's numbers, gfloat and fractions."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Memory that methods use again: which arrays are spare, and that none of them is in use."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

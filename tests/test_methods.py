@@ -1,7 +1,5 @@
 """Compressors of the papers: their equations, what they promise, the bytes they send."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -493,11 +491,7 @@ def test_objects_with_allowed_options_are_taken_as_they_are(method: Aggregator) 
 
 
 WRONG = [
-    (
-        "lowbit",
-        {"rounding": "stochastic", "error_feedback": True},
-        "rounding='stochastic': error_",
-    ),
+    ("lowbit", {"rounding": "stochastic", "error_feedback": True}, "rounding='stochastic': error_"),
     ("flexpoint", {"wire": "e4m3"}, "wire='e4m3': known are int2 .. int16"),
     ("flexpoint", {"history": 0}, "history=0: should be greater than or equal to 1"),
     ("terngrad", {"clip": -1.0}, "clip=-1.0: should be greater than or equal to 0"),

@@ -1,8 +1,5 @@
 """The built-in models: their published sizes, what they compute and refuse, that they learn."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,8 @@ from cpdhpc.lab.train.samples import InMemory, Source
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY: dict[str, dict[str, Any]] = {  # options of small networks
     "mlp": {"hidden": [8]},
     "lenet": {"channels": [4, 4], "hidden": 8},
@@ -36,15 +35,6 @@ TINY: dict[str, dict[str, Any]] = {  # options of small networks
 }
 SEQUENCES = ("lstm", "transformer")
 ANY_SHAPE = ("mlp", "residual_mlp")  # take samples of any
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Several wait for one another longer than networks this small compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(name: str, **options: Any) -> Any:

@@ -1,7 +1,5 @@
 """report shows or names every file and folder of ours, and outlives who reads what it prints."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A compressor with memory, one file and one row: it trains, resumes, is studied and reported."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ok-Topk: the largest of the sums of the largest, whatever is used again, in about 6 k words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

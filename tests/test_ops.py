@@ -1,7 +1,5 @@
 """Tiles, counts, the fused hop and properties, the same on every implementation."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoding against independent answers: ml_dtypes, gfloat, and a table of all numbers."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Output directories: tried and claimed before the first step, by one process at a time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Gradients are reduced in a thread while backward goes on, to the same bits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

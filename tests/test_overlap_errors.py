@@ -1,7 +1,5 @@
 """What goes wrong while gradients are reduced in a thread is told, and nothing hangs."""
 
-from __future__ import annotations
-
 import math
 import threading
 from dataclasses import dataclass

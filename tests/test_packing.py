@@ -1,7 +1,5 @@
 """Packing: every width against Python integers, and the bytes that are promised; ternary codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

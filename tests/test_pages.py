@@ -1,7 +1,5 @@
 """What docs has for the site: pictures of diagrams, docstrings as Sphinx reads them, language."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import replace
@@ -11,8 +9,6 @@ import language
 import pytest
 from every import every
 from training import ROOT
-
-pytestmark = pytest.mark.mpi_skip
 
 
 def of_docs(name: str) -> ModuleType:

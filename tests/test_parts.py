@@ -1,7 +1,5 @@
 """Buckets of layers: their order, their sizes, their random bits."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

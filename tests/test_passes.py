@@ -1,10 +1,8 @@
 """Passes over gradients: each implementation, clone and number of threads against the reference."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -20,13 +18,6 @@ from cpdhpc.ops.common import NONFINITE_BITS
 LARGE = (1 << 19) + 1234  # goes past the caches
 SIZES = (1, 7, 33, 1025, 9001)
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@pytest.fixture
-def clone(clone: str) -> Iterator[str]:
-    """As elsewhere, and one thread again at the end."""
-    yield clone
-    set_kernel_threads(1)
 
 
 def same(array: Array) -> Array:

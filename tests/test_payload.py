@@ -1,7 +1,5 @@
 """Sparse payloads: what comes back, how long they are, and that damage is an error."""
 
-from __future__ import annotations
-
 import struct
 from itertools import pairwise, product
 from typing import Any

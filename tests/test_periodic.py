@@ -1,7 +1,5 @@
 """Local SGD and DiLoCo against loops of plain torch; batch norm; other numbers of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What points are called in tables and figures."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +7,6 @@ import pytest
 from every import every
 
 from cpdhpc.lab.report.points import Factors, Layout, label
-
-pytestmark = pytest.mark.mpi_skip
 
 
 @every(

@@ -1,7 +1,5 @@
 """Whole models that obey a policy: what convert keeps of them, and what it refuses."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
 from typing import Any
@@ -15,7 +13,6 @@ from test_precision_layers import (
     FEW_BITS,
     FLOAT32,
     SUMS,
-    _one_thread,
     everywhere,
     passed,
     policy,
@@ -27,7 +24,7 @@ from cpdhpc.config import ConfigError
 from cpdhpc.lab.train.models import MODELS
 from cpdhpc.torch.precision import convert, quantize
 
-__all__ = ["_one_thread"]  # a fixture of this file too
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Network(nn.Module):

@@ -1,7 +1,5 @@
 """Layers that obey a policy: torch's bits, its values in float32, and each rounding by gfloat."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from math import prod
@@ -22,6 +20,8 @@ from cpdhpc.torch.precision import Policy, convert, layers, quantize
 from cpdhpc.torch.precision.arithmetic import _held
 from cpdhpc.torch.precision.tensors import TensorFormat
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Array = np.ndarray[Any, np.dtype[Any]]
 UNIT = 2.0**-24  # of rounding to float32
 SUMS = ("forward", "input_gradient", "weight_gradient")
@@ -35,14 +35,6 @@ CONVOLUTIONS: list[dict[str, Any]] = [  # options of torch's
     {"kernel_size": 1, "stride": 2, "groups": 4, "padding_mode": "replicate", "bias": False},
     {"kernel_size": 4, "stride": 3, "padding": 5},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def policy(*rules: dict[str, Any], **keys: Any) -> Policy:
@@ -225,47 +217,34 @@ FEW_BITS = {
 }
 
 
-def test_every_rounding_of_a_linear_layer() -> None:
+def test_every_rounding_of_a_linear_layer_and_of_a_convolution() -> None:
+    """Products of a convolution are those of columns; of errors the pixels lie stride apart."""
     torch.manual_seed(3)
-    layer, x, g = nn.Linear(19, 4), torch.randn(11, 19), torch.randn(11, 4)
-    found = passed(convert(deepcopy(layer), everywhere(**FEW_BITS)), x, g)
-    a, w = rounded(x.numpy(), "e4m3"), rounded(layer.weight.detach().numpy(), "e4m3")
-    e, bias = rounded(g.numpy(), "e5m2"), layer.bias.detach().numpy()
-    output = summed(a, w.T, "e6m9", 8).astype(np.float32) + bias
-    wanted = [
-        rounded(output, "e4m3"),
-        summed(e, w, "e6m9", 8),
-        rounded(summed(e.T, a, "e6m9", 8), "e5m2"),
-        rounded(summed(np.ones((1, 11)), e, "e6m9", 8)[0], "e5m2"),
-    ]
-    for want, got in zip(wanted, found, strict=True):
-        assert np.array_equal(want, got.double().numpy())
-
-
-def test_every_rounding_of_a_convolution() -> None:
-    """Its products are those of columns; of errors the pixels lie stride apart."""
-    torch.manual_seed(4)
-    layer, x = nn.Conv2d(2, 3, 3, stride=2, padding=1), torch.randn(2, 2, 6, 6)
-    g = torch.randn(2, 3, 3, 3)
-    found = passed(convert(deepcopy(layer), everywhere(**FEW_BITS)), x, g)
-    a, w = rounded(x.numpy(), "e4m3"), rounded(layer.weight.detach().numpy(), "e4m3")
-    e, bias = rounded(g.numpy(), "e5m2"), layer.bias.detach().numpy()
-    seen = columns(a, 3, 2, 1, 1)
-    output = summed(seen, w.reshape(3, -1).T, "e6m9", 8).astype(np.float32) + bias
-    spread = np.zeros((2, 3, 5, 5))
-    spread[:, :, ::2, ::2] = e
-    flipped = w[:, :, ::-1, ::-1].transpose(0, 2, 3, 1).reshape(-1, 2)
-    rows = e.transpose(1, 0, 2, 3).reshape(3, -1)
-    wanted = [
-        rounded(output, "e4m3").reshape(2, 3, 3, 3).transpose(0, 3, 1, 2),
-        summed(columns(spread, 3, 1, 1, 2), flipped, "e6m9", 8)
-        .reshape(2, 6, 6, 2)
-        .transpose(0, 3, 1, 2),
-        rounded(summed(rows, seen, "e6m9", 8), "e5m2").reshape(3, 2, 3, 3),
-        rounded(summed(np.ones((1, 18)), rows.T, "e6m9", 8)[0], "e5m2"),
-    ]
-    for want, got in zip(wanted, found, strict=True):
-        assert np.array_equal(want, got.double().numpy())
+    linear, conv = nn.Linear(19, 4), nn.Conv2d(2, 3, 3, stride=2, padding=1)
+    for layer, x, g in (
+        (linear, torch.randn(11, 19), torch.randn(11, 4)),
+        (conv, torch.randn(2, 2, 6, 6), torch.randn(2, 3, 3, 3)),
+    ):
+        found = passed(convert(deepcopy(layer), everywhere(**FEW_BITS)), x, g)
+        a, w = rounded(x.numpy(), "e4m3"), rounded(layer.weight.detach().numpy(), "e4m3")
+        e, bias = rounded(g.numpy(), "e5m2"), layer.bias.detach().numpy()
+        seen, back, flipped, rows = a, e, w, e.T
+        if layer is conv:
+            spread = np.zeros((2, 3, 5, 5))
+            spread[:, :, ::2, ::2] = e
+            seen, back = columns(a, 3, 2, 1, 1), columns(spread, 3, 1, 1, 2)
+            flipped = w[:, :, ::-1, ::-1].transpose(0, 2, 3, 1).reshape(-1, 2)
+            rows = e.transpose(1, 0, 2, 3).reshape(3, -1)
+        output = summed(seen, w.reshape(len(w), -1).T, "e6m9", 8).astype(np.float32) + bias
+        of_x = summed(back, flipped, "e6m9", 8)
+        of_w = summed(rows, seen, "e6m9", 8).reshape(w.shape)
+        of_b = summed(np.ones((1, rows.shape[1])), rows.T, "e6m9", 8)[0]
+        if layer is conv:
+            output = output.reshape(2, 3, 3, 3).transpose(0, 3, 1, 2)
+            of_x = of_x.reshape(2, 6, 6, 2).transpose(0, 3, 1, 2)
+        wanted = [rounded(output, "e4m3"), of_x, rounded(of_w, "e5m2"), rounded(of_b, "e5m2")]
+        for want, got in zip(wanted, found, strict=True):
+            assert np.array_equal(want, got.double().numpy())
 
 
 def in_blocks(x: Array) -> Array:
@@ -384,8 +363,7 @@ def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
 
 
 @every(
-    "options",
-    [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"proj_size": 3}],
+    "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"proj_size": 3}]
 )
 def test_an_lstm_is_that_of_torch(options: dict[str, Any]) -> None:
     """2**-16: sums over times of gradients of both signs lose two bits more than above."""

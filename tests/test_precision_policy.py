@@ -1,7 +1,5 @@
 """Policies: how rules resolve, what they refuse, and training jobs that obey them."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -100,10 +98,7 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
             rules({"layers": "*", "weights": {"format": "e4m3", "roundng": "zero"}}),
             "unknown key rule.0.weights.roundng: did you mean rounding?",
         ),
-        (
-            rules({"layers": "*", "forward": "e9m9"}),
-            "rule.0.forward.accumulate: exp=9",
-        ),
+        (rules({"layers": "*", "forward": "e9m9"}), "rule.0.forward.accumulate: exp=9"),
         (
             rules({"layers": "*", "forward": {"between": "e4m3"}}),
             "rule.0.forward.between='e4m3': needs chunk, of 1 or more",

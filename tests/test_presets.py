@@ -1,7 +1,5 @@
 """Presets: each rounds what its source says, told again here, and each trains."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable
@@ -31,7 +29,6 @@ from cpdhpc.torch.precision.policy import PRESETS
 from cpdhpc.torch.precision.updates import RoundedUpdates
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi_skip
 Array = np.ndarray[Any, np.dtype[Any]]
 Rounding = Callable[[Array, int], Array]
 N = 36  # values of an axis: more than a block of 32

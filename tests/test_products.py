@@ -1,7 +1,5 @@
 """Products of matrices with chosen roundings: specification, kernels and MPFR agree bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The bar is for people: mpirun gives ranks a terminal even where its own output is a file."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

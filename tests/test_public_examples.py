@@ -1,7 +1,5 @@
 """docs/examples.rst has an example of each public name for which one helps; each is run."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re
@@ -13,7 +11,6 @@ import pytest
 from test_api import PACKAGES, offered
 from training import ROOT
 
-pytestmark = pytest.mark.mpi_skip
 TEXT = (ROOT / "docs" / "examples.rst").read_text()
 EXAMPLES = dict(
     re.findall(r"^(cpdhpc[\w.]+)\n-+\n\n(.*?)(?=\n^cpdhpc[\w.]+\n-|\Z)", TEXT, re.M | re.S)

@@ -1,7 +1,5 @@
 """Integers in place of batch norms and of whole networks: the same results, everywhere."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

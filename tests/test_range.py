@@ -1,7 +1,5 @@
 """What formats do beyond their range: scalings reach all of float32; one rule of overflow."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands of the README and of its how-to pages; on two ranks in tests/mpi/test_mpi_readme.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -14,7 +12,6 @@ from training import ROOT, write_idx
 
 from cpdhpc.lab.cli import main
 
-pytestmark = pytest.mark.mpi_skip
 README = (ROOT / "README.md").read_text()
 HOWTO = ROOT / "docs" / "howto"
 BATCHES = """

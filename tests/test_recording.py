@@ -1,7 +1,5 @@
 """Recordings of layers: what plain torch has, whole files, bounded, no bit of the run changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,10 +1,7 @@
 """Real users' models on one process: odd tensors, layers that come and go, accumulation, saving."""
 
-from __future__ import annotations
-
 import copy
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from every import every
 from networks import MODELS, batch
 from reducing import backward, gradients, model_of
 from torch import nn
+from training import ran
 
 import cpdhpc
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -612,7 +610,7 @@ def test_a_reduce_loads_its_own_method_only(aggregator: str, wire: str) -> None:
         "print(*({*sys.modules} - before))\n"
     )
     command = [sys.executable, "-c", program, aggregator, wire]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    done = ran(command, check=True)
     loaded = done.stdout.split()
     ours = sorted(name for name in loaded if name.partition(".")[0] == "cpdhpc")
     assert f"cpdhpc.compress.{aggregator}" in ours

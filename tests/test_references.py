@@ -1,7 +1,5 @@
 """Files, modules and names that docstrings, comments and pages point at: they are there."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

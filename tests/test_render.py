@@ -1,13 +1,11 @@
 """Slurm scripts: as the golden files have them, sound as bash, with the options they need."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
-import pytest
 from every import every
 from rendering import FOLDER, GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
+from training import ran
 
 from cpdhpc.lab.kinds import KINDS
 from cpdhpc.lab.schedulers import SCHEDULERS
@@ -32,7 +30,6 @@ from cpdhpc.lab.study.spec import Study
 TEXTS = golden()
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
 COUNTS = Counts("4", "2", "2")
-pytestmark = pytest.mark.mpi_skip
 
 
 def directives(text: str) -> list[str]:
@@ -68,9 +65,7 @@ def test_no_golden_file_is_left_over() -> None:
 @every("name", NAMES)
 def test_scripts_are_sound(name: str) -> None:
     text = TEXTS[ROOT / name]
-    checked = subprocess.run(
-        ["bash", "-n"], input=text, text=True, capture_output=True, check=False
-    )
+    checked = ran(["bash", "-n"], input=text)
     assert checked.returncode == 0 and not checked.stderr
     head, _, body = text.partition("\n\n")
     assert all(line.startswith("#") for line in head.splitlines()), "options end at a command"

@@ -1,7 +1,5 @@
 """Replay of recordings: products are those of torch's layers, sums those of training; the page."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

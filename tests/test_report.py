@@ -1,7 +1,5 @@
 """Reports on training runs: what the table says, the figures, one page by itself."""
 
-from __future__ import annotations
-
 import re
 from io import StringIO
 from math import nan

@@ -1,7 +1,5 @@
 """Pages of reports in a browser: figures that answer to the mouse, and ask for nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages, figures and the command line of reports on studies, and files that are refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Rounding up, down, to odd and with few random bits: gfloat's, MPFR's and the definition's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gmpy2

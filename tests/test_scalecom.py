@@ -1,7 +1,5 @@
 """ScaleCom: the paper's choice and memory value by value, and bytes that do not grow with ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -293,62 +293,55 @@ def one_chunk(steps, chunks=1):
     return Algorithm(steps, lambda layout: chunks, ALGORITHMS["tree"], SCHEDULES["tree"].rounded)
 
 
-def test_a_contribution_counted_twice_is_noticed():
-    def twice(rank, layout):
-        for terms in (1, 2):
-            yield Step("reduce", 1 - rank, (0,), (terms,), 1 - rank, (0,), (terms,))
-
-    with pytest.raises(AssertionError, match="counted twice"):
-        run_masks(one_chunk(twice), one_node(2))
+def twice(rank, layout):
+    for terms in (1, 2):
+        yield Step("reduce", 1 - rank, (0,), (terms,), 1 - rank, (0,), (terms,))
 
 
-def test_a_deadlock_names_ranks_rounds_and_chunks():
-    def wait_for_each_other(rank, layout):
-        source = (rank + 1) % layout.ranks
-        yield Step("reduce", recv_from=source, recv_chunks=(0,), recv_terms=(1,))
-
-    with pytest.raises(ScheduleError, match=r"deadlock: rank 0 waits for rank 1, round 0, chunk 0"):
-        run_masks(one_chunk(wait_for_each_other), one_node(3))
+def wait_for_each_other(rank, layout):
+    source = (rank + 1) % layout.ranks
+    yield Step("reduce", recv_from=source, recv_chunks=(0,), recv_terms=(1,))
 
 
-def test_a_message_left_over_names_its_ranks():
-    def nobody_listens(rank, layout):
-        if rank == 2:
-            yield Step("copy", 1, (0, 1), (1, 1))
-
-    with pytest.raises(
-        ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0 and 1 more"
-    ):
-        run_masks(one_chunk(nobody_listens, 2), one_node(3))
+def nobody_listens(rank, layout):
+    if rank == 2:
+        yield Step("copy", 1, (0, 1), (1, 1))
 
 
-def test_a_contribution_that_is_missing_is_noticed():
-    def not_from_rank_1(rank, layout):
-        for step in SCHEDULES["gather"].steps(rank, layout):
-            if step.recv_from == 1:
-                step = step._replace(recv_from=None, recv_chunks=(), recv_terms=())
-            if rank == 1:
-                step = step._replace(send_to=None, send_chunks=(), send_terms=())
-            yield step
-
-    with pytest.raises(AssertionError):
-        assert_proven(one_chunk(not_from_rank_1), one_node(3))
+def not_from_rank_1(rank, layout):
+    for step in SCHEDULES["gather"].steps(rank, layout):
+        if step.recv_from == 1:
+            step = step._replace(recv_from=None, recv_chunks=(), recv_terms=())
+        if rank == 1:
+            step = step._replace(send_to=None, send_chunks=(), send_terms=())
+        yield step
 
 
-def test_wrong_terms_are_noticed():
-    def wrong_terms(rank, layout):
-        yield Step("reduce", 1 - rank, (0,), (2,), 1 - rank, (0,), (1,))
-
-    with pytest.raises(AssertionError):
-        run_masks(one_chunk(wrong_terms), one_node(2))
+def wrong_terms(rank, layout):
+    yield Step("reduce", 1 - rank, (0,), (2,), 1 - rank, (0,), (1,))
 
 
-def test_a_rank_that_does_not_exist_is_noticed():
-    def off_the_end(rank, layout):
-        yield Step("copy", rank + 1, (0,), (1,))
+def off_the_end(rank, layout):
+    yield Step("copy", rank + 1, (0,), (1,))
 
-    with pytest.raises(ValueError, match=r"sends to rank 2 of 0\.\.1"):
-        run_masks(one_chunk(off_the_end), one_node(2))
+
+@every(
+    "steps, chunks, ranks, error, says",
+    [
+        (twice, 1, 2, AssertionError, "counted twice"),
+        (wait_for_each_other, 1, 3, ScheduleError,
+         "deadlock: rank 0 waits for rank 1, round 0, chunk 0"),
+        (nobody_listens, 2, 3, ScheduleError,
+         "left over: rank 2 to rank 1, round 0, chunk 0 and 1 more"),
+        (not_from_rank_1, 1, 3, AssertionError, ""),
+        (wrong_terms, 1, 2, AssertionError, ""),
+        (off_the_end, 1, 2, ValueError, "sends to rank 2 of 0..1"),
+    ],
+)  # fmt: skip
+def test_wrong_schedules_are_noticed(steps, chunks, ranks, error, says):
+    with pytest.raises(error) as caught:
+        assert_proven(one_chunk(steps, chunks), one_node(ranks))
+    assert says in str(caught.value)
 
 
 def sent_bytes(name, wire, ranks, n, accumulate=None, scaling="tile"):

@@ -1,7 +1,5 @@
 """PBS, LSF and Flux: submission, states, cancellation and job scripts, with stand-ins on PATH."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,7 +14,7 @@ import queues
 from every import every
 from rendering import STUDY, array_of
 from studies import some_result
-from training import ROOT, environment
+from training import ROOT, environment, ran
 
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.schedulers import SCHEDULERS, current
@@ -29,7 +27,6 @@ from cpdhpc.lab.study.submit import cancel, submit, unfinished
 from cpdhpc.lab.study_data.study_file import write_result
 from cpdhpc.whole_files import sealed_json
 
-pytestmark = pytest.mark.mpi_skip
 OTHERS = ["pbs", "lsf", "flux"]
 fresh = pytest.mark.parametrize("name", OTHERS)  # each in a directory of its own
 FOLDER = Folder(Path("results/demo"))
@@ -341,10 +338,7 @@ def test_a_failure_is_tried_again_in_the_job(name: str) -> None:
 
 @every(
     ("name", "text", "wanted"),
-    [
-        ("pbs", "no JSON", "is no JSON"),
-        ("lsf", "no JSON", "bjobs does not answer"),
-    ],
+    [("pbs", "no JSON", "is no JSON"), ("lsf", "no JSON", "bjobs does not answer")],
 )
 def test_answers_that_make_no_sense(name: str, text: str, wanted: str) -> None:
     command = Path("bin") / {"pbs": "qstat", "lsf": "bjobs"}[name]
@@ -392,13 +386,9 @@ def test_a_real_flux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for more in ("", "_CONFIRM")
     }
     path = f"{ROOT / '.venv' / 'bin'}:/opt/fluxlab/bin:{os.environ['PATH']}"
-    done = subprocess.run(
+    done = ran(
         ["/bin/bash", "-c", f"exec flux start --test-size=1 bash -c {program!r}"],
         env=environment() | root | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,5 @@
 """The search of bits: its decisions on made-up errors, and whole on trainings of a second."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -379,17 +377,21 @@ def mean_error(evidence: Evidence, files: list[Path]) -> float:
     return math.sqrt(np.mean(squares))
 
 
+def check_error(directory: Path, names: str, evidence: Evidence, found: Trial) -> None:
+    """Of one of the runs it is the very number, but for the order of sums in float64."""
+    files = sorted((directory / searching.RUNS).glob(names))
+    stems = {path.name.partition(".gradients")[0] for path in files}
+    errors = [mean_error(evidence, [p for p in files if p.name.startswith(f"{s}.")]) for s in stems]
+    assert min(abs(error / found.error - 1) for error in errors) < 1e-9
+
+
 def test_a_budget_of_the_gradients_error_is_kept(tmp_path: Path) -> None:
     """Measured anew by the specification on the gradients that the run has recorded."""
     of = asked(tmp_path, "--gradient-error", "0.05", "--trials", "4", "--test-seeds", "0")
     evidence = searched(tmp_path / "out", of)
     found = evidence.trial(evidence.found, (0, 1))
     assert found is not None and 0.005 < found.error <= 0.05
-    files = sorted((tmp_path / "out" / searching.RUNS).glob("*gradients*.h5"))
-    stems = {path.name.partition(".gradients")[0] for path in files}
-    errors = [mean_error(evidence, [p for p in files if p.name.startswith(f"{s}.")]) for s in stems]
-    # of one of the runs it is the very number, but for the order of sums in float64
-    assert min(abs(error / found.error - 1) for error in errors) < 1e-9
+    check_error(tmp_path / "out", "*gradients*.h5", evidence, found)
     assert any(trial.verdict == BEYOND for trial in evidence.trials)
 
 
@@ -446,14 +448,7 @@ ARITHMETIC = JOB.replace("virtual_ranks = 2", "").replace("64]", "12]").replace(
 
 def test_a_search_over_arithmetic_keeps_the_error_of_the_gradient(tmp_path: Path) -> None:
     """Measured anew by plain torch, at the weights and on the batches that were recorded."""
-    words = [
-        "--over",
-        "arithmetic",
-        "--gradient-error",
-        "0.03",
-        "--trials",
-        "9",
-    ]
+    words = ["--over", "arithmetic", "--gradient-error", "0.03", "--trials", "9"]
     of, out = asked(tmp_path, *words, job=ARITHMETIC), tmp_path / "out"
     evidence = searched(out, of)
     found = evidence.trial(evidence.found, (0,))
@@ -508,12 +503,8 @@ def test_an_error_of_unseen_seeds_on_the_wire_is_measured(
         assert trial.verdict == (WITHIN if trial.error <= 0.05 else BEYOND)
     float32 = evidence.trial((RAW,) * len(evidence.places), (2,))
     assert float32 is not None and float32.error <= 2.0**-23  # one sum and one division
-    files = sorted((tmp_path / "out" / searching.RUNS).glob("job-*-s2.gradients*.h5"))
-    stems = {path.name.partition(".gradients")[0] for path in files}
-    errors = [mean_error(evidence, [p for p in files if p.name.startswith(f"{s}.")]) for s in stems]
-    found = evidence.tested
-    assert found is not None and found.seeds == (2,)
-    assert min(abs(error / found.error - 1) for error in errors) < 1e-9
+    assert evidence.tested is not None and evidence.tested.seeds == (2,)
+    check_error(tmp_path / "out", "job-*-s2.gradients*.h5", evidence, evidence.tested)
     path = tmp_path / "old.h5"
     with monkeypatch.context() as earlier:
         earlier.setattr(evidence_module, "SCHEMA", 1)
@@ -595,17 +586,9 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
         ("--budget 0", JOB, "--budget 0: must be above 0"),
         ("--budget -1", JOB, "--budget -1: must be above 0"),
         ("--gradient-error nan", JOB, "--gradient-error nan: must be above 0"),
-        (
-            "--budget 1 --trials 5",
-            JOB,
-            "--trials 5: must be 6 or more: 2 are of float32 and uni",
-        ),
+        ("--budget 1 --trials 5", JOB, "--trials 5: must be 6 or more: 2 are of float32 and uni"),
         ("--budget 1 --trials 2 --test-seeds 0", JOB, "search: --trials 2: must be 3 or more: 2 a"),
-        (
-            "--budget 1 --trials 2 --test-seeds -1",
-            JOB,
-            "--test-seeds -1: must be 0 or more",
-        ),
+        ("--budget 1 --trials 2 --test-seeds -1", JOB, "--test-seeds -1: must be 0 or more"),
         ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights if"),
         (
             "--gradient-error 1 --over both",

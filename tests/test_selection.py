@@ -1,9 +1,6 @@
 """Selection by magnitude and access by index: against Python's sort, on every implementation."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -81,13 +78,6 @@ def test_the_sample_never_decides(fast_ops: Any, kind: str) -> None:
     for k in (1, 90, x.size // 100, x.size // 3, x.size // 2, x.size // 10 * 7, x.size):
         assert fast_ops.select_magnitude(x, k).tolist() == sorted(order[:k])
         assert fast_ops.kth_magnitude(x, k) == bits[order[k - 1]]
-
-
-@pytest.fixture
-def clone(clone: str) -> Iterator[str]:
-    """As elsewhere, and one thread again at the end."""
-    yield clone
-    set_kernel_threads(1)
 
 
 def test_clones_and_threads_select_the_same(clone: str) -> None:

@@ -1,7 +1,5 @@
 """Encoding and decoding with a shift, and the shift that fits a tile, on every implementation."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

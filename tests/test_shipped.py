@@ -1,7 +1,5 @@
 """What an installation has: the right package, files beside the code, words for what is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from every import every
-from training import ROOT, environment
+from training import ROOT, ran
 
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.examples import BUILT, EXAMPLES
@@ -42,9 +40,7 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these words; fail unless it ends with the status."""
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False
-    )
+    done = ran(command, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

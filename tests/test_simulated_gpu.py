@@ -4,8 +4,6 @@ The rules are those of pools of CuPy and torch: memory that is freed goes to who
 the stream that it was taken in, with nothing between but the order of that stream.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Site profiles: what they may say, and the shapes that they refuse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ from training import ROOT
 from cpdhpc.config import ConfigError
 from cpdhpc.lab.schedulers.slurm import LAUNCHERS
 from cpdhpc.lab.study.site import Site, load_site
-
-pytestmark = pytest.mark.mpi_skip
 
 
 @every(

@@ -1,9 +1,6 @@
 """study render, submit, status, resume, freeze and scripts, as the command line has them."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +9,7 @@ import pytest
 from rendering import GPU_STUDY, STUDY, array_of, some_batches
 from stand_ins import Slurm
 from studies import some_result
-from training import ROOT, environment
+from training import ROOT, environment, ran
 
 from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands import study as commands
@@ -21,37 +18,12 @@ from cpdhpc.lab.study.folder import Folder, recorded
 from cpdhpc.lab.study.site import load_site
 from cpdhpc.lab.study_data.study_file import write_result
 
-pytestmark = pytest.mark.mpi_skip
 LIGHT = {  # parts of the package; lab/study is study
-    "_cpu",
-    "_version",
-    "binding",
-    "claim",
-    "cli",
-    "collectives",
-    "commands",
-    "config",
-    "errors",
-    "formats",
-    "kinds",
-    "lab",
-    "lazy",
-    "methods",
-    "ops",
-    "options",
-    "ordinary",
-    "partition",
-    "randomness",
-    "schedulers",
-    "settings",
-    "signals",
-    "store",
-    "study",
-    "study_data",
-    "table_formats",
-    "whole_files",
-    "world",
-}
+    "_cpu", "_version", "binding", "claim", "cli", "collectives", "commands", "config",
+    "errors", "formats", "kinds", "lab", "lazy", "methods", "ops", "options", "ordinary",
+    "partition", "randomness", "schedulers", "settings", "signals", "store", "study",
+    "study_data", "table_formats", "whole_files", "world",
+}  # fmt: skip
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
@@ -288,14 +260,7 @@ def test_neither_a_plan_nor_a_submission_loads_what_measures(study: str, tmp_pat
         "assert not {'torch', 'mpi4py.MPI', 'cupy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment() | {"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    done = ran([sys.executable, "-c", program], env=environment() | {"PATH": str(tmp_path)})
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("cpdhpc: error: sbatch is not on PATH: is this a login node")
     assert done.stderr.count("\n") == 1

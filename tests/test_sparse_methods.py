@@ -1,7 +1,5 @@
 """Sparse methods: what they choose, that nothing is lost, what they refuse, the bytes they send."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

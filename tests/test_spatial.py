@@ -1,7 +1,5 @@
 """Networks on parts of images, on one rank: geometry, what can be split, what cannot and why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layer-parallel training, stages played by one process: equations, bits, checkpoints, refusals."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from cpdhpc.lab.train.samples import epoch_order
 from cpdhpc.lab.train.stages import Stages
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi_skip
 
 RESIDUAL = {
     "name": "staged",

@@ -1,17 +1,12 @@
 """How GPU arrays travel, shown without a GPU: what kernels get, and what waits for what."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from simulated_cupy import simulated
-from simulated_gpu import Gpu
 from simulated_kernels import BODIES
 
 from cpdhpc.collectives.allreduce import allreduce, simulate
@@ -28,13 +23,6 @@ GPU_METHODS = (
     "reshape", "view", "get", "sum", "max", "all", "argmax", "astype", "copy", "ravel",
     "__array_function__", "__iter__", "__len__",
 )  # fmt: skip
-
-
-@pytest.fixture
-def gpu() -> Iterator[tuple[Gpu, ModuleType]]:
-    """A simulated GPU and its cupy."""
-    with simulated() as found:
-        yield found
 
 
 def gradients(ranks: int) -> list[np.ndarray]:

@@ -1,7 +1,5 @@
 """Intervals of medians hold as often as they say; summaries are those of NumPy and SciPy."""
 
-from __future__ import annotations
-
 from math import comb
 
 import numpy as np

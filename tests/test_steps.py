@@ -1,7 +1,5 @@
 """Steps of layer-wise optimisers: the kernels' bits beside the specification's in NumPy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,8 +10,6 @@ from every import every
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.common import kernel_threads, set_kernel_threads
 from cpdhpc.ops.steps import PART, RULES, LayerArrays, Numbers, dot
-
-pytestmark = pytest.mark.mpi_skip
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # rows, values of a row: less than a group of sums, parts of rows, rows and parts of a thread each

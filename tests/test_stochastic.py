@@ -1,7 +1,5 @@
 """Stochastic rounding: the bits of gfloat, no bias, and random bits worth the name."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

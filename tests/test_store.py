@@ -1,7 +1,5 @@
 """Files appear whole or not at all, and xarray reads them."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,12 +1,11 @@
 """Folders: one study each, nothing lost to damage or strangers, and what the commands say."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from cpdhpc.lab.study.run_here import measure
 from cpdhpc.lab.study.status import states
 from cpdhpc.lab.study.submit import extend, unfinished
 from cpdhpc.lab.study_data.study_file import read_result, write_result
+
+Run = Callable[..., tuple[int, str]]
 
 
 def contents(folder: Folder) -> dict[str, bytes]:
@@ -243,51 +244,43 @@ def test_marks_count_starts_and_see_their_process(tmp_path: Path) -> None:
     assert os.getpid() == first.pid
 
 
-def lines(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    status = main(["study", *map(str, words)])
-    captured = capsys.readouterr()
-    return status, captured.out + captured.err
-
-
-def test_commands_that_need_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_need_no_job(tmp_path: Path, run: Run) -> None:
     path, out = study_file(tmp_path), tmp_path / "out"
-    status, shown = lines(capsys, "plan", path, "--out", out, "--set", 'sweep.wire=["raw", "e4m3"]')
+    status, shown = run("study", "plan", path, "--out", out, "--set", 'sweep.wire=["raw", "e4m3"]')
     assert status == 0 and not out.exists()
     assert "6 cases in 2 batch(es), about 0.0" in shown
     assert "impossible, 2 case(s): mpi has no wire e4m3, only raw" in shown
-    status, shown = lines(capsys, "plan", path, "--set", "sweep.ranks=2")
+    status, shown = run("study", "plan", path, "--set", "sweep.ranks=2")
     assert "strong scaling, but all cases have 2 rank(s)" in shown
     for action in ("status", "collect", "resume"):
-        status, shown = lines(capsys, action, path, "--out", out)
+        status, shown = run("study", action, path, "--out", out)
         assert status == 2
         assert (
             shown == f"cpdhpc: error: {out}: is no folder of a study: nothing was run there yet\n"
         )
     folder = Folder(out)
     fill(folder, small_study(tmp_path))
-    status, shown = lines(capsys, "status", out)
+    status, shown = run("study", "status", out)
     assert status == 0 and "small: 4 cases: 4 finished" in shown
     head, first, *_ = shown.splitlines()
     assert head.split() == ["batch", "case", "state", "why"]
     assert [head.index(word) for word in ("case", "state")] == [
         first.index(word) for word in (first.split()[1], "finished")
     ]
-    status, shown = lines(capsys, "collect", path, "--out", out)
+    status, shown = run("study", "collect", path, "--out", out)
     assert (status, shown) == (0, f"{out}/study.h5: 4 of 4 cases\n")
-    status, shown = lines(capsys, "run", path, "--out", out)  # finished: nothing is started
+    status, shown = run("study", "run", path, "--out", out)  # finished: nothing is started
     assert status == 0 and "1 rank(s), 2 case(s) finished already" in shown
-    status, shown = lines(capsys, "run", path, "--out", out, "--set", "measure.seed=5")
+    status, shown = run("study", "run", path, "--out", out, "--set", "measure.seed=5")
     assert status == 2 and "holds another study: measure.seed differs" in shown
-    status, shown = lines(capsys, "plan", path, "--set", "sweep.wires=raw")
+    status, shown = run("study", "plan", path, "--set", "sweep.wires=raw")
     assert status == 2 and "sweep.wires: unknown factor of kind allreduce: did you mean" in shown
 
 
-def test_shapes_of_several_nodes_are_left_out_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shapes_of_several_nodes_are_left_out_here(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "nodes.toml"
     path.write_text("kind = 'allreduce'\n[sweep]\nnodes = [2]\nppn = [2]\nsize_bytes = 4\n")
-    status, shown = lines(capsys, "run", path, "--out", tmp_path / "out")
+    status, shown = run("study", "run", path, "--out", tmp_path / "out")
     assert status == 1
     assert shown == (
         "batch 0: 1 case(s) left out: it needs 2 nodes, and this machine is one "
@@ -343,9 +336,7 @@ def test_a_frozen_study_that_was_edited_is_told(
 
 
 @every("damage", [b"x = [", b"\xff\xfe", b"[sweep"])
-def test_a_frozen_study_that_is_no_toml_any_more(
-    damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_study_that_is_no_toml_any_more(damage: bytes, tmp_path: Path, run: Run) -> None:
     """Its own file mends what still has its digest; else one line names the file, for all."""
     folder, path = Folder(tmp_path / "x"), study_file(tmp_path)
     study = small_study(tmp_path)
@@ -355,7 +346,7 @@ def test_a_frozen_study_that_is_no_toml_any_more(
     for text in (damage, frozen[:200] + b"\n" + damage):
         for action in ("run", "freeze", "status", "resume", "collect", "cancel", "extend", "plan"):
             folder.study_toml.write_bytes(text)
-            status, shown = lines(capsys, action, path, "--out", folder.path)
+            status, shown = run("study", action, path, "--out", folder.path)
             if action in ("run", "freeze") and text != damage:
                 assert status == 0 and folder.study_toml.read_bytes() == frozen
             else:
@@ -368,7 +359,7 @@ def test_a_frozen_study_that_is_no_toml_any_more(
         study_file(tmp_path)
     assert any("remove it, and give study run the file that it was made of" in s for s in said)
     folder.study_toml.unlink()
-    assert lines(capsys, "run", path, "--out", folder.path)[0] == 0
+    assert run("study", "run", path, "--out", folder.path)[0] == 0
     assert all(map(folder.finished, expand(study).cases))
 
 

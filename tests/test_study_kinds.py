@@ -1,7 +1,5 @@
 """What login nodes know of kinds is what the real tables say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

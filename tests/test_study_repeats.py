@@ -1,7 +1,5 @@
 """Which processes measure a case, and when it has been measured often enough."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reports on studies: tables that agree with other arithmetic, and what is missing."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Studies on this machine, with mpirun: killed, stopped, resumed, collected; wrong worlds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile
@@ -18,25 +16,12 @@ from training import leave_sessions
 
 from cpdhpc import store
 from cpdhpc.lab.claim import read_claim
-from cpdhpc.lab.cli import main
 from cpdhpc.lab.study import run_here
 from cpdhpc.lab.study.cases import batches, expand
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study.run_here import GRACE_S, LOG_LINES
 
-pytestmark = pytest.mark.mpi_skip
 Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line; return its status and what it shows, errors last."""
-
-    def call(*words: object) -> tuple[int, str]:
-        status = main([*map(str, words)])
-        return status, "".join(capsys.readouterr())
-
-    return call
 
 
 def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path, run: Run) -> None:

@@ -1,7 +1,5 @@
 """From TOML to cases and batches; what is wrong is said in one line, with a suggestion."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -302,7 +300,7 @@ JOBS = {  # what only the job's own models know: (the study, its impossible case
     ],
     "kind = 'train'\n[job.data]\nname = 'digits'\n[sweep]\nranks = [1, 2]\nppn = 2\n"
     "'controller.name' = ['schedule', 'noise_scale']": [
-        "case: controller.name='noise_scale': 1 rank: noise is measured by differences between",
+        "case: controller.name='noise_scale': 1 rank: noise is measured by differences between"
     ],
     "kind = 'autoencoder'\n[sweep]\nimage = 20\nmaps = 1\nchannels = [1, 2]": [
         "job: data.channels=2: should be 1 or 3"

@@ -1,7 +1,5 @@
 """The study file: its schema, three readers, the worked analysis of the page, its speed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Submitting, its record, and the status, with stand-ins for Slurm's commands on PATH."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -26,8 +24,6 @@ from cpdhpc.lab.study.status import State, endings, look, states, tail, with_job
 from cpdhpc.lab.study.submit import cancel, submit
 from cpdhpc.lab.study_data import Case
 from cpdhpc.lab.study_data.study_file import write_result
-
-pytestmark = pytest.mark.mpi_skip
 
 FOLDER = Folder(Path("results/demo"))
 SCRIPTS = "results/demo/scripts"

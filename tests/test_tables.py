@@ -1,7 +1,5 @@
 """Formats by tables: independent decoders and rounding, kernels, all-reduce."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Tensors in formats with scales: ml_dtypes, exact fractions and the recipes, told again here."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from fractions import Fraction
@@ -302,10 +300,7 @@ def test_states_are_in_checkpoints_and_one_without_loads() -> None:
         ({"format": "f9m1"}, r"format='f9m1': .*known are eXmY"),
         ({"format": "raw"}, "format='raw': 'raw' is not a format"),
         ({"format": "e4m3", "scaling": "dleayed"}, "did you mean delayed"),
-        (
-            {"format": "e4m3", "margin": 1},
-            "margin needs scaling amax or delayed, but it is none",
-        ),
+        ({"format": "e4m3", "margin": 1}, "margin needs scaling amax or delayed, but it is none"),
         ({"scaling": "aps"}, "fp32 is not rounded: must be none"),
         ({"format": "mxfp8", "scaling": "none"}, "mxfp8 has block32: for another one use e4m3fn"),
         ({"format": "mxfp4", "scaling": "aps"}, "scaling='aps': mxfp4 has block32"),

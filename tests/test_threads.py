@@ -1,7 +1,5 @@
 """Kernels on several threads: the bits of one thread, no thread before it is needed, one number."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """bench throughput: published sizes, and counted calls against the bytes of larger worlds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The backend "cpdhpc" of torch.distributed: how it starts and ends, alone and under mpirun."""
 
-from __future__ import annotations
-
 import configparser
 import importlib
 import os
@@ -14,21 +12,19 @@ import pytest
 import torch
 from test_faults import launch, launch_with_a_death, needs_mpirun
 from torch import distributed as dist
+from training import ran
 
 import cpdhpc.torch
 from cpdhpc.errors import UserError
 from cpdhpc.torch.backend import registration, start
 
-pytestmark = pytest.mark.mpi_skip
 ROOT = Path(cpdhpc.__file__).parents[1]
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program of one process, without mpirun."""
     command = [sys.executable, "-W", "error", "-c", program]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, **environment}
-    )
+    return ran(command, env={**os.environ, **environment})
 
 
 def test_torch_knows_the_backend_by_its_entry_point() -> None:

@@ -1,7 +1,5 @@
 """Models, schedules, steps, the reducer, the loop."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Whole runs on one rank, bit for bit beside the published formulas in plain torch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

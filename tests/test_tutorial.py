@@ -1,7 +1,5 @@
 """docs/tutorials/first_study.md: its files are read, its compressor trains."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -28,7 +26,6 @@ from cpdhpc.lab.train.job import load
 from cpdhpc.world.ranks import Loopback
 
 PAGE = (ROOT / "docs" / "tutorials" / "first_study.md").read_text()
-pytestmark = pytest.mark.mpi_skip
 
 
 def blocks(language: str) -> list[str]:

@@ -1,7 +1,5 @@
 """NVFP4 has the bits of its definition, computed anew with ml_dtypes, on CPU, GPU and wires."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes
@@ -252,10 +250,7 @@ def test_blocks_on_gpus_have_the_bytes_of_the_cpu(cupy: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (
-            lambda: cpdhpc.pack_blocks(np.zeros(32, "f4"), "e4m3"),
-            "fmt='e4m3': must be one of",
-        ),
+        (lambda: cpdhpc.pack_blocks(np.zeros(32, "f4"), "e4m3"), "fmt='e4m3': must be one of"),
         (lambda: cpdhpc.pack_blocks(np.zeros((2, 33), "f4"), "mxfp8"), "a multiple of 32"),
         (lambda: cpdhpc.unpack_blocks(np.zeros(32, "u1"), np.zeros(2, "u1"), "mxfp8"), "32 bytes"),
         (lambda: cpdhpc.unpack_blocks(np.zeros(8, "u1"), np.zeros(1, "u1"), "nvfp4"), "float32"),

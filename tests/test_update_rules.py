@@ -1,7 +1,5 @@
 """Update rules and controllers that a test brings: ranks of different models, growing batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights and states of few bits: each optimiser beside itself, rounded by hand with ml_dtypes."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,7 +14,6 @@ from cpdhpc.lab.train.optimizers import OPTIMIZERS
 from cpdhpc.torch.precision.tensors import TensorFormat, UpdateFormat
 from cpdhpc.torch.precision.updates import RoundedUpdates
 
-pytestmark = pytest.mark.mpi_skip
 Array = np.ndarray[Any, np.dtype[Any]]
 SHAPES = [(4, 3), (5,), (2, 3, 2, 1)]
 BF16 = {"format": "bf16", "master": False}

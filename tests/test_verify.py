@@ -1,8 +1,5 @@
 """verify: what is right passes, and faults that are planted are found, named, and survived."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +11,8 @@ import numpy as np
 import pytest
 from gpus import card
 from simulated_cupy import simulated
-from test_faults import LATE_S, ROOT, needs_mpirun
-from training import environment
+from test_faults import ROOT, needs_mpirun
+from training import environment, ran
 
 from cpdhpc import store
 from cpdhpc.config import UserError
@@ -29,7 +26,6 @@ from cpdhpc.lab.verify.watch import Outcome
 from cpdhpc.ops import cpu, reference
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi_skip
 HELPERS = ROOT / "tests" / "helpers"
 
 
@@ -39,12 +35,11 @@ def verify(
     """Run it with a fault planted; return the exit status, what was printed, and the file."""
     local = str(ROOT / "slurm" / "mpirun-local")
     given = ["--quick", "--out", str(out), *further]
-    done = subprocess.run(
+    done = ran(
         [local, str(ranks), sys.executable, str(HELPERS / "verifying.py"), fault, rank, checks]
         + given,
         env=environment() | {"PYTHONPATH": f"{ROOT}:{HELPERS}"},
-        timeout=LATE_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    )
     assert out.exists(), done.stdout + done.stderr
     return done.returncode, done.stdout + done.stderr, read(out)
 
@@ -226,9 +221,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], set[str]]:
     return count
 
 
-def test_every_operation_of_the_specification_is_checked(
-    called: Callable[[Any], set[str]],
-) -> None:
+def test_every_operation_of_the_specification_is_checked(called: Callable[[Any], set[str]]) -> None:
     kernels = {
         name for name in dir(reference)
         if not name.startswith("_") and getattr(getattr(reference, name), "__module__", "")

@@ -1,7 +1,5 @@
 """Files take the place of others whole, in folders where anybody may write."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -18,6 +16,7 @@ from every import every
 from matplotlib.figure import Figure
 from PIL import Image
 from test_store import WRITERS, save_together
+from training import ran
 
 from cpdhpc import store, whole_files
 from cpdhpc.collectives.method import DEFAULT, read_machine
@@ -381,5 +380,5 @@ def test_a_pipe_or_a_device_of_a_files_name_is_not_waited_for(tmp_path: Path, ki
 def test_a_pipe_of_the_shell_is_read() -> None:
     code = "from cpdhpc.config import read_toml; print(read_toml('/dev/stdin'))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input="a = 1", capture_output=True, text=True, cwd=ROOT)
+    done = ran(command, cwd=ROOT, input="a = 1")
     assert done.stdout == "{'a': 1}\n", done.stderr

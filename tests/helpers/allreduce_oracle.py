@@ -7,8 +7,6 @@ range; sum_by_fractions needs no such argument. Nothing here is shared with cpdh
 and of the kernels only ops.reference, of which exact sums take only random bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from itertools import count, groupby, pairwise

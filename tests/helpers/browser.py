@@ -1,7 +1,5 @@
 """A page in Chromium without a window, through the pipe of its DevTools protocol."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -3,8 +3,6 @@
 Nothing of an oracle uses cpdhpc's geometry: boxes are cut and padded by NumPy alone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple

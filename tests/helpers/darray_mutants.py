@@ -3,8 +3,6 @@
 python -m mpi4py tests/helpers/darray_mutants.py prints how many of 200 random plans verify refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

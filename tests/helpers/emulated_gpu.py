@@ -6,8 +6,6 @@ kernels/cuda_loops.cu is compiled for the host behind cuda_on_cpu.h, its PTX ins
 Tests marked gpu then run too, on the simulated GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Cases too small to be tests of their own: one test runs them all and tells all that fail."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps

@@ -1,7 +1,5 @@
 """A CUDA driver of two GPUs, as far as it says which ones a process sees."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

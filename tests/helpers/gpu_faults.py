@@ -8,8 +8,6 @@ package, those of graphs tested on two ranks.
         [memory]
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -262,7 +260,7 @@ FAULTS_OF_DEVICES = {  # of several GPUs
     "cpdhpc/whole_files.py": {
         "every process compiles": (
             "[-fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                -]break"
-        ),
+        )
     },
 }
 FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI has still to read it
@@ -286,7 +284,7 @@ FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI 
     "cpdhpc/torch/ddp.py": {
         "DDP's future does not wait for the thread's stream": (
             'devices=[-[device] if device.type == "cuda" else -]None'
-        ),
+        )
     },
     MESSAGES: {
         "what a copy to the host reads is not kept": "self._keep = [-keep-]{+None+} ",
@@ -333,7 +331,7 @@ FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI 
     GRAPHS: {
         "a graph's memory is let go while it runs": (
             "        self.[-_runtime.wait(self._ended)\n        self.-]_betweens"
-        ),
+        )
     },
 }
 MOVES = ["--with-mpi", "-m", "not gpu and not slow", str(HERE / "mpi" / "test_mpi_darray_gpu.py")]

@@ -8,8 +8,6 @@ compares the bytes; decodes all codes with all shifts both ways, and adds. Then 
 beside a copy on the device. Exit status 1 where a bit differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

@@ -6,8 +6,6 @@ Each is timed as a method of averaging calls it: with what it waits for, and wit
 host that it makes. "least" is what must be read and written, in copies.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

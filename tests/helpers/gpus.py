@@ -1,7 +1,5 @@
 """GPUs for tests: the machine's, or simulated and emulated ones in their place."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """A dataset of the user's, for workers: what reads it imports this file, and little else."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -4,8 +4,6 @@ Launcher, ranks and all die at once. No finished case may be lost or change, and
 name of a case's file must be whole. Studies that are through are begun anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Networks as users of torch write them, and small ones that a GradientReducer must live with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -159,3 +157,13 @@ def batch(name: str, seed: int, size: int = 3) -> tuple[torch.Tensor, torch.Tens
         return x, torch.randint(4, (size,), generator=generator)
     words = torch.randint(11, (size, 6), generator=generator)
     return words[:, :-1], words[:, 1:]
+
+
+def linear(*sizes: int) -> nn.Sequential:
+    """Layers of these sizes, the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]

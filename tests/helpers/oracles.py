@@ -1,7 +1,5 @@
 """Independent answers for the number formats: gfloat, a table of all numbers, Python integers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any

@@ -4,8 +4,6 @@ Every access is checked for bounds and alignment, every shuffle and vote for a w
 An instruction that is not known is an error. Source: NVIDIA's PTX ISA.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

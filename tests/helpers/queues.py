@@ -6,8 +6,6 @@ code, why. Files: "full" and "down" have what a submission says, which does not 
 it is "late", says the text of "down" and goes in all the same.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

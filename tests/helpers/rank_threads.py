@@ -6,8 +6,6 @@ runs all-reduces with that build of the compiled module in place of the package'
 sanitiser, which sees what two threads do to the same memory but nothing of two processes.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import queue

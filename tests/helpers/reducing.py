@@ -1,7 +1,5 @@
 """A small model, its gradients, and an aggregator that notes what it is given."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from typing import Any

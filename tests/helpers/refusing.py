@@ -1,7 +1,5 @@
 """Errors that tests ask for by their fields, not by their prose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,21 +1,12 @@
 """Job scripts as golden files hold them; `python tests/helpers/rendering.py` writes them anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cpdhpc.config import validate
 from cpdhpc.lab.kinds.command_job import ProgramCommand
 from cpdhpc.lab.schedulers import DEFAULT, SCHEDULERS
 from cpdhpc.lab.study.cases import Batch, batches, expand
-from cpdhpc.lab.study.site import (
-    Site,
-    array_script,
-    arrays,
-    collect_script,
-    load_site,
-    scripts,
-)
+from cpdhpc.lab.study.site import Site, array_script, arrays, collect_script, load_site, scripts
 from cpdhpc.lab.study.spec import Study
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,6 @@
 python tests/helpers/sass.py prints the instructions of the codec's kernels and that speed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Stand-ins of the CUDA kernels: they check arguments against cuda_loops.cu and use the CPU's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import reduce

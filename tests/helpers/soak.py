@@ -6,8 +6,6 @@ them simulates each call on one thread and compares bit for bit, errors too; the
 checksums. Every minute the memory is looked at; it must not have grown at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

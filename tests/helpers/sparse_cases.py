@@ -1,7 +1,5 @@
 """Calls of the collectives for compressors on made-up arrays, and what NumPy says they return."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cpdhpc.collectives import sparse

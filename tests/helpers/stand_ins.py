@@ -1,7 +1,5 @@
 """Stand-ins for Slurm's commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cpdhpc.lab.schedulers.slurm import FIELDS

@@ -1,7 +1,5 @@
 """Small studies for the tests."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

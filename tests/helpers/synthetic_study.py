@@ -1,7 +1,5 @@
 """Study files of invented measurements, written by h5py alone, as docs/reference/hdf5.md says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from math import ceil, comb

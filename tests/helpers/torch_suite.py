@@ -4,8 +4,6 @@ They are read from the installed torch, and each mention of gloo becomes the bac
 all that torch runs for gloo runs for it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Small training jobs for the tests, and how to run them."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import signal
@@ -9,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +181,24 @@ def leave_sessions(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(directory))
 
 
+def ran(
+    command: Iterable[object],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    input: str | None = None,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, in environment() by default, and keep what it prints."""
+    return subprocess.run(
+        [*map(str, command)], env=environment() if env is None else env, cwd=cwd, input=input,
+        check=check, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+
+
 def mpirun(
     ranks: int, *arguments: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on so many processes."""
-    command = [str(ROOT / "slurm" / "mpirun-local"), str(ranks), sys.executable, *arguments]
-    return subprocess.run(
-        command,
-        env=environment(),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    local = ROOT / "slurm" / "mpirun-local"
+    return ran([local, ranks, sys.executable, *arguments], cwd=cwd)

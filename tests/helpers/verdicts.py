@@ -1,7 +1,5 @@
 """What tests on several ranks conclude together, so that none fails while others wait for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ FAULT is a name of FAULTS, or "none"; RANK a number, or "all"; CHECKS are those 
 out, with commas, or "all". With --device gpu the GPU is the simulated one.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -17,12 +17,27 @@ def verdict_world():
     return World(timeout_s=3 * TIMEOUT_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world():
-    """All ranks, with a time-out that suits tests."""
+    """All ranks, with a time-out that suits tests.
+
+    One for each file, so that no messages of refused calls are left for other tests.
+    """
     from cpdhpc.world.mpi import World
 
-    return World(timeout_s=TIMEOUT_S)
+    world = World(timeout_s=TIMEOUT_S)
+    yield world
+    world.free()
+
+
+@pytest.fixture(scope="module")
+def messages(world):
+    """All ranks, every payload a message of MPI's."""
+    from cpdhpc.world.mpi import World
+
+    world = World(timeout_s=TIMEOUT_S, share_memory=False)
+    yield world
+    world.free()
 
 
 @pytest.fixture
@@ -45,6 +60,11 @@ def group(world, tmp_path_factory):
     yield
     torch.set_num_threads(threads)
     distributed.destroy_process_group()
+
+
+def pytest_itemcollected(item):
+    """All tests of this folder need MPI."""
+    item.add_marker(pytest.mark.mpi)
 
 
 GPUS = [

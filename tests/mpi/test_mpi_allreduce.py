@@ -16,8 +16,6 @@ from cpdhpc.ops.payloads import Growth, parse_wire
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import numbered
 
-pytestmark = pytest.mark.mpi
-
 WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16", "posit6es1"]
 SCALINGS = ["none", "static:0", "aps", "tile"]
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]

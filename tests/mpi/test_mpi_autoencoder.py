@@ -23,7 +23,6 @@ from cpdhpc.lab.bench.layer import layer_costs  # noqa: E402
 from cpdhpc.world import files  # noqa: E402
 from cpdhpc.world.ranks import Loopback  # noqa: E402
 
-pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)  # ranks share cores here
 # Sums here have up to 60 terms of size 10, added in another order: 60 * 2**-53 * 10 < 1e-13.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

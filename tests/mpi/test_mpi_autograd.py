@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 
 from cpdhpc.torch.autograd import accumulate, exchange, join  # noqa: E402
 
-pytestmark = pytest.mark.mpi
 SHAPE = (5, 4)
 STEP = 1e-6  # of central differences of polynomials of degree 3, float64
 # Their error is STEP**2 / 6 of a third derivative plus rounding, 2**-53 / STEP of the sum's parts:

@@ -30,7 +30,7 @@ from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 
 def test_mpi_sums_a_source_and_leaves_it_alone(world):
@@ -193,12 +193,7 @@ def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
     (mpi,) = rows_of(shown, "16384", "mpi", "-")
     assert mpi[:7] == ["16384", "4096", "mpi", "-", "raw", "-", "float32"] and mpi[14] == "1.00"
     (copy,) = rows_of(shown, "16384", "memcpy")
-    assert copy[13] == "-" and copy[15:] == [
-        "1.00",
-        "1.00",
-        "-",
-        "-",
-    ]  # one node: it is the bound
+    assert copy[13] == "-" and copy[15:] == ["1.00", "1.00", "-", "-"]  # one node: it is the bound
     for call in ("plain", "prepared", "shared"):
         assert len(rows_of(shown, "8", "2", "ring", call)) == 3  # raw, tile, aps
     assert "left out: accumulate='kahan': known are exact, grow, requantise" in shown

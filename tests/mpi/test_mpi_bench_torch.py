@@ -1,7 +1,5 @@
 """bench torch, bench fsdp, and bench step with backends: tables, pictures, exactness, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,13 @@ from cpdhpc.lab.train.job import load  # noqa: E402
 from cpdhpc.lab.train.samples import epoch_order, taken  # noqa: E402
 from cpdhpc.lab.train.setup import build_model, samples_of  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = [pytest.mark.two_ranks, pytest.mark.usefixtures("one_thread")]
 JOB = Path(__file__).parents[2] / "inputs" / "fsdp_markov.toml"
 TINY = ["model.width=8", "data.states=6", "data.time=5", "data.train=24", "data.test=7"]
 TINY += ["train.batch=8", "train.seeds=[0, 1]"]
 SET = [word for setting in TINY for word in ("--set", setting)]
 WIRES_OF_BOTH = "cpdhpc:gradient=e4m3,parameter=e2m1fn"
 WIRES = ["cpdhpc:gradient=e4m3,accumulate=exact,from_bytes=0", "cpdhpc:parameter=e4m3,from_bytes=0"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """The same bits of products in all runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def table(world: Any, capsys: pytest.CaptureFixture[str], *arguments: object) -> list[list[str]]:

@@ -1,7 +1,5 @@
 """A call that comes again passes few files: so one who reads what a step does reads little."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from cpdhpc.darray import Box, Layout, WindowPlan
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 PACKAGE = Path(cpdhpc.__file__).parent
 TIMEOUT_S = 600.0
 MOST_OF_REDUCE = 14  # half of the 29 there once were

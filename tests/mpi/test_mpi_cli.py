@@ -1,7 +1,5 @@
 """The command line on several ranks: what the user can mend is one line, and a status on all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.train import step as steps
 from cpdhpc.world.mpi import World
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 
 @pytest.fixture
@@ -53,16 +51,14 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(
         "train.batch='x': should be a valid integer": ["train", good, "--set", "train.batch=x"],
         "--set x: the form is": ["train", good, "--set", "x"],
         "gradient.wire='e4': known are eXmY": [
-            *("train", good, "--set", "gradient.aggregator=lowbit", "--set", "gradient.wire=e4"),
+            *("train", good, "--set", "gradient.aggregator=lowbit", "--set", "gradient.wire=e4")
         ],
-        "--repeats x: must be an integer": [
-            *("bench", "allreduce", "--repeats", "x"),
-        ],
+        "--repeats x: must be an integer": [*("bench", "allreduce", "--repeats", "x")],
         "train-images-idx3-ubyte: 12 bytes, the header alone has 16": [
-            *("train", bad, "--out", out),
+            *("train", bad, "--out", out)
         ],
         "nothing/train-images-idx3-ubyte: there is no such file": [
-            *("train", good, "--set", "data.dir=nothing", "--out", out),
+            *("train", good, "--set", "data.dir=nothing", "--out", out)
         ],
         "wall: cannot be made": ["train", good, "--out", str(tmp_path / "wall")],
         "": ["train", good, "--out", out],
@@ -72,13 +68,13 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(
             *("--set", "model.name=mlp", "--set", "model.hidden=[8]"),
         ],
         "--repeats: 3 on process 0, 4 on process 1: must be the same on all": [
-            *("bench", "overlap", good, "--repeats", str(3 + world.process)),
+            *("bench", "overlap", good, "--repeats", str(3 + world.process))
         ],
         "--set: ['seed=1'] on process 0, ['seed=2'] on process 1: must be": [
-            *("train", good, "--out", out, "--set", f"seed={1 + world.process}"),
+            *("train", good, "--out", out, "--set", f"seed={1 + world.process}")
         ],
         "good-s0: iteration 2: allreduce: NaN or infinity in '3.weight' on rank 1": [
-            *("train", good, "--out", str(tmp_path / "poison")),
+            *("train", good, "--out", str(tmp_path / "poison"))
         ],
     }
     wrong = []

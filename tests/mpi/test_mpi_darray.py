@@ -4,8 +4,6 @@ Continuous integration runs these on 2, 3 and 4 ranks with two MPIs: 1,200 cases
 1 to 4 ranks; make test-slow has 2,000 more on 2 ranks.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -18,7 +16,6 @@ from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.windows import Constant
 from cpdhpc.world.mpi import World, library_version
 
-pytestmark = pytest.mark.mpi
 TIMEOUT_S = 600.0
 CASES = {"memory": 40, "messages": 40}
 IN_PARTS = 30  # of each of two parts

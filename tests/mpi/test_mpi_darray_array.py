@@ -1,7 +1,5 @@
 """Distributed arrays from layout to layout, and plans that ranks do not agree on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,6 @@ from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.windows import Constant
 from cpdhpc.world.mpi import World
-
-pytestmark = pytest.mark.mpi
 
 
 def drawn(world: World, number: int) -> tuple[list[Layout], np.ndarray]:

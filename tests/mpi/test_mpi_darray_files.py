@@ -1,7 +1,5 @@
 """Distributed arrays in files: one ordinary dataset, whoever writes and reads it."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from cpdhpc.darray.array import DistArray
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 DTYPES = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", ">f4"]
 
 

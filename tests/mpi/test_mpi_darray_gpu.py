@@ -3,8 +3,6 @@
 The same tests run on a GPU (-m gpu) and on tests/helpers/simulated_gpu.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -22,7 +20,6 @@ from cpdhpc.darray.copies import CUPY, array_backend
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 
-pytestmark = pytest.mark.mpi
 CASES = 30
 
 

@@ -16,13 +16,6 @@ from cpdhpc.darray import Box, DistArray, Layout, WindowPlan, redistribute
 from cpdhpc.torch import autograd
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=600)
-
 
 class Setting:
     """A plan whose windows are the whole domain, so that all ranks wait for one another."""

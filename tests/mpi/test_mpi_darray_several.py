@@ -11,8 +11,6 @@ from cpdhpc.darray.array import DistArray, save_all
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
-
 
 def arrays(world):
     """Wholes and parts: uneven, all at the last rank, and of two dtypes; one without any byte."""

@@ -1,7 +1,5 @@
 """plan.verify finds the faults put into exchanges; docs/reference/darray.md has the figures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 MODES = ("reflect", "edge")
 
 

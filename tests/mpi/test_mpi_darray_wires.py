@@ -1,7 +1,5 @@
 """Packed wires on windows: what arrives is the reference codec's, own cells stay exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from cpdhpc.formats import TILE, Cast, parse_format, tiles
 from cpdhpc.ops import reference
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 WIRES = ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "bf16", "e8m23"]
 MODES = [("wrap", "reflect"), ("edge", "symmetric"), ("zero", "wrap")]
 

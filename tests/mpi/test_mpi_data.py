@@ -1,7 +1,5 @@
 """Data, losses and workers of the user's own on real ranks: right for 1 to 4 processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from cpdhpc.lab.train.step import evaluate
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 
-pytestmark = pytest.mark.mpi
-
 RANKS = 12
 MORE = """
 
@@ -38,11 +34,6 @@ class Mortal(Stripes):
 def mortal():
     return Mortal(40, 0, False), Stripes(20, 0, False)
 """
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(timeout_s=100)
 
 
 @pytest.fixture

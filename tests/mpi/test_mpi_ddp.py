@@ -1,7 +1,5 @@
 """The hook of DistributedDataParallel on real ranks, beside DDP itself and GradientReducer."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from copy import deepcopy
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import MODELS, NETWORKS, batch
+from networks import MODELS, NETWORKS, batch, gradients, linear
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from verdicts import said, together
@@ -23,22 +21,11 @@ from cpdhpc.torch.precision.updates import RoundedUpdates
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
-
 U = 2.0**-24  # unit roundoff of float32
-
-
-def gradients(model: nn.Module) -> list[Any]:
-    return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]
 
 
 def bits(model: nn.Module) -> list[bytes]:
     return [b"" if g is None else g.tobytes() for g in gradients(model)]
-
-
-def linear(*sizes: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
 
 
 def hooked(
@@ -176,9 +163,8 @@ def test_converted_models_have_the_bits_of_virtual_ranks(
     together(world, *verdicts)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_ranks_with_other_policies_are_told_by_the_hook(world: World, group: None) -> None:
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     model, last = linear(4, 3), world.process == world.processes - 1
     convert(model, Policy.model_validate({"rule": [{"layers": "*", "forward": f"e5m{2 + last}"}]}))
     told = said(lambda: ddp_hook(world, model=model))
@@ -230,9 +216,8 @@ def test_ranks_that_run_out_of_batches_follow_with_zeros(world: World, group: No
     together(world, found == expected, state.iteration == world.size - 1)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_options_and_worlds_that_differ_are_told_on_all_ranks(world: World, group: None) -> None:
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     last = world.process == world.processes - 1
     model = linear(4, 3)
     differ = said(lambda: ddp_hook(world, "lowbit", wire="e5m2" if last else "e4m3"))

@@ -1,7 +1,5 @@
 """What is made and dropped, without free, leaves no descriptor, thread or memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time
@@ -19,7 +17,6 @@ from cpdhpc.darray import Box, Layout, WindowPlan
 from cpdhpc.torch import GradientReducer
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 TIMES = 200
 X = np.ones(5000, np.float32)
 COMMUNICATORS_KIB = 16 * TIMES  # Open MPI keeps some 10 KiB of each that is not freed

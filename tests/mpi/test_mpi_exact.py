@@ -11,8 +11,6 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
-
 
 def gradients(ranks, n=2500):
     """The same arrays on every process."""

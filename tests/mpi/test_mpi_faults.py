@@ -25,7 +25,7 @@ from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world import ending, gpu_messages
 from cpdhpc.world.mpi import World, library_version
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 X = np.ones(5000, np.float32)
 
 

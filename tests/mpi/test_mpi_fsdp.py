@@ -1,13 +1,12 @@
 """The hook of FullyShardedDataParallel on real ranks, and models that are cut up otherwise."""
 
-from __future__ import annotations
-
 import re
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from networks import linear
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
@@ -21,18 +20,11 @@ from cpdhpc.torch.precision import Policy, convert
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # of FSDP itself
-]
+pytestmark = pytest.mark.filterwarnings(  # of FSDP itself
+    "ignore::FutureWarning", "ignore::UserWarning"
+)
 
 STRATEGIES = [Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
-
-
-def linear(*sizes: int) -> nn.Sequential:
-    """Layers of odd sizes, so that parts of ranks are padded."""
-    torch.manual_seed(0)
-    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
 
 
 def sharded(model: nn.Module, strategy: Strategy, **how: Any) -> FullyShardedDataParallel:

@@ -22,8 +22,6 @@ from cpdhpc.lab.kinds.allreduce_cases import BASELINES, CaseArrays, schedule_cas
 from cpdhpc.ops.payloads import Growth
 from cpdhpc.world import gpu_messages
 
-pytestmark = pytest.mark.mpi
-
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
 WIRES = [("raw", None), ("e4m3", "tile"), ("e5m2", "aps"), ("e2m1fn", "static:1"), ("bf16", "none")]
 EXACT = [("e4m3", "none"), ("int4", "aps"), ("ternary", "aps")]

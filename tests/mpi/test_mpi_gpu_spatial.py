@@ -3,8 +3,6 @@
 Arithmetic is exact where bits are compared: sums may be in another order on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -31,7 +29,7 @@ from cpdhpc.world.mpi import World
 
 DEVICE = torch.device("cuda", 0)
 
-pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 TIMEOUT_S = 600.0
 BOUNDARIES = [("reflect", "edge"), ("zero", "wrap")]
 DTYPES = ["bfloat16", "float16", "float32", "float64", "int64", "complex64"]

@@ -32,7 +32,7 @@ from cpdhpc.world.mpi import World
 
 DEVICE = torch.device("cuda", 0)
 
-pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 TIMEOUT_S = 600.0
 
 

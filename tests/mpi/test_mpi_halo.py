@@ -19,8 +19,6 @@ from cpdhpc.lab.kinds.place import JobRanks
 from cpdhpc.lab.study_data import Case
 from cpdhpc.ops import moves
 
-pytestmark = pytest.mark.mpi
-
 LATE_S = 120.0
 SPECS = {
     "rows": {"shape": [13, 6], "halo": [2, 0], "boundary": "none", "trail": [3]},

@@ -1,7 +1,5 @@
 """Influence on real ranks: the bits of one process, and one error on all."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from cpdhpc.lab.train.imports import ImportedData
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 DATA = """
 import torch

@@ -14,8 +14,6 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import TILE
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
-
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in (*row.accumulates, "exact")]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cpdhpc.collectives.allreduce import Allreduce
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 N = (1 << 29) + 1025  # float32 values: 2 GiB and a tile and a value
 PERIOD = 999_983  # a prime, so that no chunk, piece or message begins like another

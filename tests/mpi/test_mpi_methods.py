@@ -9,7 +9,6 @@ from cpdhpc.compress.bucket import Bucket
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
 SHAPES = ((40, 70), (9,), (8, 3, 5, 5))
 METHODS = [
     *[(name, {}) for name in COMPRESSORS],

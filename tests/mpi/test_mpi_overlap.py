@@ -1,7 +1,5 @@
 """Overlap on real ranks: the same bits, the same errors on all, one order of collectives."""
 
-from __future__ import annotations
-
 import time
 from argparse import ArgumentParser
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reducing import gradients
 from verdicts import together
 
 from cpdhpc.collectives import recorded
@@ -22,8 +21,6 @@ from cpdhpc.config import UserError
 from cpdhpc.lab.bench import overlap as bench_overlap
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
-
-pytestmark = pytest.mark.mpi
 
 AGGREGATORS: dict[str, Aggregator] = {
     "float32": NoCompression(),
@@ -57,10 +54,6 @@ def backward(model: torch.nn.Module, seed: int, skip: bool = False) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
     y = model[2](model[0](x)[:, :48]) if skip else model(x)
     y.square().sum().backward()
-
-
-def gradients(model: torch.nn.Module) -> list[bytes]:
-    return [b"" if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
 
 
 @pytest.mark.two_ranks

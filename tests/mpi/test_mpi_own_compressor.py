@@ -1,7 +1,5 @@
 """A compressor of somebody's own on real ranks: from a file beside a job, and one that trusts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,7 @@ from cpdhpc.torch import GradientReducer, ddp_hook
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 
 JOB = """
@@ -48,28 +46,27 @@ overlap = {overlap}
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_tutorials_compressor_beside_a_job_file_trains(
-    world: World, tmp_path: Path, overlap: bool
+    world: World, folder: Path, overlap: bool
 ) -> None:
     """From the command line, with the bits of virtual ranks; a wrong density is refused."""
-    directory = Path(world.gather(str(tmp_path))[0])
-    job = directory / "job.toml"
+    job = folder / "job.toml"
     if world.process == 0:
         page = (ROOT / "docs" / "tutorials" / "first_study.md").read_text()
         source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
-        (directory / "of_the_tutorial.py").write_text(source)
-        write_idx(directory)
-        job.write_text(JOB.format(directory=directory, overlap=str(overlap).lower()))
+        (folder / "of_the_tutorial.py").write_text(source)
+        write_idx(folder)
+        job.write_text(JOB.format(directory=folder, overlap=str(overlap).lower()))
     world.gather(None)
-    done = main(["train", str(job), "--out", str(directory / "out")])
+    done = main(["train", str(job), "--out", str(folder / "out")])
     same = True
     if world.process == 0:
         (here,) = load(job, ["train.overlap=false"])
-        alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
+        alone = Files(folder / "alone.h5", folder / "alone.checkpoint.h5")
         training = prepare(here, Loopback(world.ranks), here.data.load(), alone)
         run(training, Caught(), Display(False, 1))
-        there = directory / "out" / "job-s0.checkpoint.h5"
+        there = folder / "out" / "job-s0.checkpoint.h5"
         same = model_bytes(there) == model_bytes(alone.checkpoint) and any(training.reducer.state)
-    wrong = main(["train", str(job), "--out", str(directory / "x"), "--set", "gradient.density=2"])
+    wrong = main(["train", str(job), "--out", str(folder / "x"), "--set", "gradient.density=2"])
     together(world, done == 0, same, wrong == 2)
 
 

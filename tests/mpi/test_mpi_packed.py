@@ -15,8 +15,6 @@ from cpdhpc.methods import COLLECTIVES
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
-
 NAMES = list(COLLECTIVES)
 WAYS = [(name, each) for name in NAMES for each in COLLECTIVES[name]]
 WIRES = [

@@ -13,8 +13,6 @@ from cpdhpc.lab.kinds.allreduce import PAIRS, STREAM
 from cpdhpc.methods import COLLECTIVES
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
-
 WAYS = [(name, each) for name, row in COLLECTIVES.items() for each in row]
 PER_RANK = "reduce_scatter", "all_to_all", "scatter"
 

@@ -9,7 +9,6 @@ from cpdhpc.lab.kinds.place import JobRanks
 from cpdhpc.lab.study_data import Case
 from cpdhpc.methods import COLLECTIVES
 
-pytestmark = pytest.mark.mpi
 KIND = KINDS["allreduce"]
 DEFAULTS = {"value_scaling": "", "accumulate": "", "device": "cpu"}
 

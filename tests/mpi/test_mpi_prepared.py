@@ -22,8 +22,6 @@ from cpdhpc.ops.cpu import WAITING
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Wait, numbered
 
-pytestmark = pytest.mark.mpi
-
 WIRES = ["raw", "e4m3", "e5m2", "e2m1fn", "bf16", "int8"]
 SCALINGS = ["none", "static:0", "aps", "tile"]
 N = 2500
@@ -50,12 +48,6 @@ def methods(algorithm, ranks):
                     continue
                 if not (method.exact and sum_bits(method.fmt, ranks) > 32):
                     yield method
-
-
-@pytest.fixture(scope="module")
-def messages(world):
-    """All ranks, every payload a message of MPI's."""
-    return World(timeout_s=world.timeout_s, share_memory=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The commands and Python of the README, of its how-to pages and of darray.md on two ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -18,7 +16,7 @@ import cpdhpc.torch
 from cpdhpc.lab.cli import main
 from cpdhpc.world.mpi import World
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 DARRAY = (ROOT / "docs" / "reference" / "darray.md").read_text()
 
 

@@ -1,12 +1,9 @@
 """Recordings of real ranks: one file, that of as many virtual ranks; refusals on all alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from training import run_job, small_job
 
@@ -17,22 +14,19 @@ from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
 
-
-def test_the_file_of_all_ranks_is_that_of_virtual_ones(world: World, tmp_path: Path):
+def test_the_file_of_all_ranks_is_that_of_virtual_ones(world: World, folder: Path):
     """Of two ranks a process; a batch of 25 on 4 or more ranks is shared out unevenly."""
-    directory = Path(world.gather(str(tmp_path))[0])
     job = small_job(
         train={"virtual_ranks": 2, "batch": 25},
         record={"every": 3, "count": 2},
         gradient={"aggregator": "lowbit", "wire": "e4m3"},
     )
     ours = World(virtual_ranks=2)
-    done = run_job(job, ours, directory)
+    done = run_job(job, ours, folder)
     problems = []
     if world.process == 0:
-        alone = directory / "alone"
+        alone = folder / "alone"
         alone.mkdir()
         plain = run_job(job, Loopback(ours.ranks), alone)
         one, other = (load(each.files.recording(job)) for each in (done, plain))
@@ -46,29 +40,28 @@ def test_the_file_of_all_ranks_is_that_of_virtual_ones(world: World, tmp_path: P
     ours.free()
 
 
-def test_what_one_rank_finds_wrong_all_are_told(world: World, tmp_path: Path):
+def test_what_one_rank_finds_wrong_all_are_told(world: World, folder: Path):
     """Settings and patterns that differ, a file that is there, a mean of another kind."""
-    directory = Path(world.gather(str(tmp_path))[0])
     last = world.process == world.processes - 1
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     reducer = GradientReducer(model, world)
     found = []
 
-    def told(path: Any = directory / "r.h5", **settings: Any) -> None:
+    def told(path: Any = folder / "r.h5", **settings: Any) -> None:
         try:
             Recorder(model, path, reducer, **settings)
             found.append("nothing")
         except (UserError, ValueError, TypeError) as error:
             found.append(str(error))
 
-    told(None if last else directory / "r.h5", every=1)
+    told(None if last else folder / "r.h5", every=1)
     told(every=1 + last)
     told(every=1, layers=("1",) if last else ("0",))
-    (directory / "r.h5").write_bytes(b"mine")
+    (folder / "r.h5").write_bytes(b"mine")
     told(every=1)
-    (directory / "r.h5").unlink(missing_ok=True)
+    (folder / "r.h5").unlink(missing_ok=True)
     world.barrier()
-    with Recorder(model, directory / "r.h5", reducer, every=1) as recorder:
+    with Recorder(model, folder / "r.h5", reducer, every=1) as recorder:
         model(torch.ones(4, 3)).sum().backward()
         mean = reducer.reduce()
         if last:

@@ -1,7 +1,5 @@
 """Models of torch users on real ranks, beside torch's DistributedDataParallel; and what differs."""
 
-from __future__ import annotations
-
 import math
 import re
 import resource
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import MODELS, NETWORKS, batch
+from networks import MODELS, NETWORKS, batch, gradients, linear
 from refusing import refused
 from torch import nn
 from verdicts import said, together
@@ -27,18 +25,12 @@ from cpdhpc.torch.loss_scaling import LossScaler
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
-
 U = 2.0**-24  # unit roundoff of float32
 WIRES: dict[str, dict[str, Any]] = {
     "raw": {"aggregator": "none"},
     "e4m3": {"aggregator": "lowbit", "wire": "e4m3"},
     "e3m0": {"aggregator": "lowbit", "wire": "e3m0", "rounding": "stochastic"},
 }
-
-
-def gradients(model: nn.Module) -> list[Any]:
-    return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]
 
 
 def buffers(model: nn.Module) -> list[bytes]:
@@ -202,10 +194,6 @@ def test_all_ranks_train_to_the_same_bits_with_and_without_overlap(
     together(world, alike, plain == overlapped, loss[1] < loss[0])
 
 
-def linear(*sizes: int) -> nn.Sequential:
-    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
-
-
 DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "more layers": (
         lambda: linear(4, 3, 4, 3),
@@ -242,10 +230,9 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_models_and_options_that_differ_are_told_on_all_ranks(world: World, name: str) -> None:
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     model, options, says = DIFFERENCES[name]
     last = world.process == world.processes - 1
     how = {"aggregator": "lowbit", **(options if last else {})}
@@ -267,11 +254,10 @@ ATTRIBUTES: dict[str, tuple[str, Any, Any, str]] = {  # attribute, wrong and rig
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_what_one_rank_sets_wrong_is_told_by_the_next_step(world: World, name: str) -> None:
     """On all ranks, with gradients untouched; set right again the steps go on."""
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     attribute, wrong, right, says = ATTRIBUTES[name]
     model = linear(4, 3)
     reducer = GradientReducer(model, world, "topk", density=0.5)
@@ -301,10 +287,9 @@ CHANGED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {  # buffers
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("case", CHANGED)
 def test_a_buffer_that_one_rank_has_changed_is_named_on_all(world: World, case: str) -> None:
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     change, says = CHANGED[case]
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False))
     reducer = GradientReducer(model, world)
@@ -344,9 +329,8 @@ def test_an_epoch_is_the_same_in_all_kinds_of_number(world: World) -> None:
     together(world, said(reducer.reduce) == "")
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_reducer_that_one_rank_has_closed_is_told_on_all(world: World) -> None:
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     last, reducer = world.process == world.processes - 1, GradientReducer(linear(4, 3), world)
     step: Any = 3 if last else reducer.reduce
     error = said(reducer.join(step).__enter__)
@@ -401,14 +385,13 @@ RESHAPED = {  # whether there is a gradient, of the new shape
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("case", RESHAPED)
 def test_a_layer_whose_shape_one_rank_has_changed_is_told_on_all(
     world: World, case: str, overlap: bool
 ) -> None:
     """And the next step goes well, once it has its shape again."""
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     model, last = linear(4, 3), world.process == world.processes - 1
     reducer = GradientReducer(model, world, overlap=overlap)
     weight = model[0].weight
@@ -552,10 +535,10 @@ def test_a_rank_that_does_not_join_is_told(world: World) -> None:
     together(world, world.processes == 1 or ("calls differ: GradientReducer.join" in error))
 
 
-def test_recorded_gradients_of_all_ranks_are_one_file(world: World, tmp_path: Path) -> None:
+def test_recorded_gradients_of_all_ranks_are_one_file(world: World, folder: Path) -> None:
     """And a directory that is not there is told on all ranks alike."""
     torch.manual_seed(0)
-    model, folder = nn.Linear(5, 3), Path(world.gather(str(tmp_path))[0])
+    model = nn.Linear(5, 3)
     with GradientReducer(model, world) as reducer:
         (model(torch.ones(1, 5)).sum() * (1 + world.rank)).backward()
         reducer.reduce()

@@ -11,7 +11,6 @@ from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 X = np.ones(3000, np.float32)
 MASKED, MATRIX = np.ma.masked_greater(X, 2), np.matrix(X)
 NO_ARRAYS = (3, None, "x", [1.0], object(), np.ones(3000), np.ones((2, 2), np.float32).T, MASKED)
@@ -19,14 +18,6 @@ NO_NAMES = (3, [], "no such", np.ones(2))
 NO_INTEGERS = ("a", None, 1.5, True, [])
 NO_SEGMENTS = (3, "ab", [("a",)], [("a", "b", "c")], [("a", 0.0, 3000.0)], [("a", 0, 1)], [7])
 NO_RANKS = (3, None, "01", [0, 99], [0, 0], [], [0.5], [-1], [None])
-
-
-@pytest.fixture(scope="module")
-def world():
-    """One of this file alone: no other test's messages are left in it."""
-    world = World(timeout_s=600)
-    yield world
-    world.free()
 
 
 def options(call, good, bad):

@@ -1,7 +1,5 @@
 """Wires of layers, and the search for them, on real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from cpdhpc.lab.train.command import Trainer
 from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi
 
 WIRES: dict[str, Any] = {
     "wire": "e4m3",
@@ -46,32 +42,30 @@ def test_wires_of_layers_have_the_bits_of_virtual_ranks(world: World, overlap: b
 
 
 def test_a_job_with_wires_of_a_policy_has_the_bits_of_virtual_ranks(
-    world: World, tmp_path: Path
+    world: World, folder: Path, tmp_path: Path
 ) -> None:
-    directory = Path(world.gather(str(tmp_path))[0])
     rules = [{"layers": "1", "wire": "e3m0"}, {"layers": "3", "wire": "e5m2"}]
     job = small_job(precision={"rule": rules}, train={"epochs": 1})
     (tmp_path / "alone").mkdir()
     alone = run_job(job, Loopback(world.ranks), tmp_path / "alone")
-    run_job(job, world, directory)
+    run_job(job, world, folder)
     together(
         world,
-        model_bytes(directory / f"{job.id}.checkpoint.h5") == model_bytes(alone.files.checkpoint),
+        model_bytes(folder / f"{job.id}.checkpoint.h5") == model_bytes(alone.files.checkpoint),
     )
 
 
 @pytest.mark.two_ranks
 def test_a_search_under_mpirun_goes_on_and_refuses_alike(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "data_of", lambda self, job: small_data())
-    directory = Path(world.gather(str(tmp_path))[0])
     path = tmp_path / "job.toml"
     path.write_text(
         "name = 'job'\n[model]\nname = 'mlp'\nhidden = [64]\n[data]\nname = 'digits'\n[train]\n"
         "epochs = 1\nbatch = 24\nthreads = 1\nseeds = [0]\n"
     )
-    words = ["precision", "search", str(path), "--out", str(directory / "out")]
+    words = ["precision", "search", str(path), "--out", str(folder / "out")]
     limits = ["--gradient-error", "0.2", "--trials", "7"]
     few = world.ranks == 1
     status = [main([*words, *limits])]
@@ -84,6 +78,6 @@ def test_a_search_under_mpirun_goes_on_and_refuses_alike(
         refused == [2, 2],
     )
     if not few:
-        found = Evidence.read(directory / "out" / "search.h5")
+        found = Evidence.read(folder / "out" / "search.h5")
         trial = found.trial(found.found, (0,))
         together(world, trial is not None and 0 < trial.error <= 0.2, len(found.trials) == 7)

@@ -10,20 +10,12 @@ from cpdhpc.collectives.recorded import empty_shared
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
-
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in (*row.accumulates, "exact")]
 SIZES = (20_000, 1, 70_001, 0, 3_000, 20_000)  # arenas grow, and are written again
 
 
-@pytest.fixture(scope="module")
-def message_world(world):
-    """All ranks, every payload a message."""
-    return World(timeout_s=world.timeout_s, share_memory=False)
-
-
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
-def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, monkeypatch):
+def test_memory_and_messages_agree(world, messages, algorithm, accumulate, monkeypatch):
     """In many small pieces and parts, and calls after one another without a barrier.
 
     The first call with a size is the engine's, later ones are a call list.
@@ -36,16 +28,14 @@ def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, 
         arguments = (("raw", "e4m3")[n % 2], algorithm, "aps", accumulate)
         if arguments[0] == "raw" and accumulate not in ("float32", "requantise"):
             arguments = ("e4m3", *arguments[1:])
-        results = [
-            allreduce(each, xs[world.process], *arguments) for each in (world, message_world)
-        ]
+        results = [allreduce(each, xs[world.process], *arguments) for each in (world, messages)]
         assert np.array_equal(*(result.view(np.uint32) for result in results))
         assert_simulated(world, results[0], xs, *arguments)
 
 
-def test_memory_is_shared_by_all_of_a_node(world, message_world):
+def test_memory_is_shared_by_all_of_a_node(world, messages):
     """A process alone has it, too: its calls that come again are run at once as others are."""
-    assert message_world.shared() is None
+    assert messages.shared() is None
     shared = world.shared()
     assert shared is not None
     assert [i in shared.near for i in range(world.processes)] == [

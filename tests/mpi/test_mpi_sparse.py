@@ -10,7 +10,6 @@ from cpdhpc.collectives import sparse
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
-pytestmark = pytest.mark.mpi
 TIMEOUT_S = 600.0
 
 

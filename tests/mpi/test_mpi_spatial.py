@@ -1,7 +1,5 @@
 """Networks on parts of images beside the serial ones: right for any number of processes."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from cpdhpc.torch.split_images import partition
 from cpdhpc.torch.split_images.windowed import ImageGrid
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = 8  # random layers a grid
 DIVISORS = 144  # a multiple of every number of cells that an average of 4 x 4 at most can have
@@ -26,17 +24,6 @@ CLOSE = 1e-12
 # Nets are compared relative to the largest gradient of all. Sums over ranks add up the same terms
 # in another order: of at most n = 3000 terms in float64, whose error is below n 2**-53 = 3.4e-13
 # of their sizes' sum; terms of one sign or few of large size are what these nets have.
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    """One of this file alone: no messages of refused calls are left for other tests."""
-    return World(timeout_s=600)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def grids(world: World) -> list[tuple[int, int]]:

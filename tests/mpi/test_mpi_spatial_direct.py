@@ -1,7 +1,5 @@
 """Split layers where the parts lie: bits, what they copy and send, and gradients of gradients."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +22,6 @@ from cpdhpc.lab.bench import split as bench
 from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)
 SIZE = 24  # pixels: parts of 4 ranks have 6 rows, more than any halo
 CLOSE = 1e-12  # sums of at most 3000 terms in float64 in another order, as in test_mpi_spatial

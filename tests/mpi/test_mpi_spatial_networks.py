@@ -1,7 +1,5 @@
 """Layers and whole networks of any shape on parts of images, beside the same ones, serial."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -15,14 +13,7 @@ from torch import nn
 from cpdhpc.torch.split_images import ImageGrid, partition
 from cpdhpc.world.mpi import World
 
-pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    """One of this file alone: no messages of refused calls are left for other tests."""
-    return World(timeout_s=600)
 
 
 def grids(world: World) -> list[tuple[int, int]]:

@@ -1,7 +1,5 @@
 """Stages on ranks of their own: the bits of one process, and errors that end all alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from cpdhpc.lab.train.samples import Dataset
 from cpdhpc.lab.train.training import Training
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi
 
 JOB: dict[str, Any] = {
     "name": "m",

@@ -11,7 +11,7 @@ from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.world import gpu_messages
 from cpdhpc.world.mpi import World
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+pytestmark = pytest.mark.two_ranks
 
 
 @pytest.mark.parametrize("wire", ["raw", "e4m3"])

@@ -30,8 +30,6 @@ from cpdhpc.lab.study_data.study_file import SAME_FOR_ALL
 from cpdhpc.lab.train import training
 from cpdhpc.store import StoreError
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.fixture
 def shared(world, tmp_path):

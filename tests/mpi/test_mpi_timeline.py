@@ -1,7 +1,5 @@
 """Timelines of several ranks: one file, clocks that agree, what each kind of call writes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

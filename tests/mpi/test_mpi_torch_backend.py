@@ -1,7 +1,5 @@
 """The backend "cpdhpc" of torch.distributed under mpirun, beside gloo: each call, each dtype."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

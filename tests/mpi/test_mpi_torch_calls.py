@@ -1,7 +1,5 @@
 """The backend "cpdhpc": what programs may give to calls, and how calls, groups and threads end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import threading

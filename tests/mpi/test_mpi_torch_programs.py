@@ -1,10 +1,8 @@
 """Programs of torch.distributed, unchanged, over MPI: each gives what it gives over gloo."""
 
-from __future__ import annotations
-
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,18 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import cpdhpc.torch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 assert cpdhpc.torch, "makes the backend known"
 
 Program = Callable[[], Any]
 STEPS = 3
 KEPT: list[Any] = []  # groups: gloo aborts where a thread of its own lets go of one last
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The same bits of products in all runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def over(backend: str, program: Program) -> Any:
@@ -471,9 +458,7 @@ def test_few_bits_inside_fully_shard() -> None:
     def program() -> list[torch.Tensor]:
         seen: list[str] = []
         cpdhpc.torch.set_wires(
-            reduce_scatter={"wire": "e4m3", "accumulate": "exact"},
-            all_gather="e4m3",
-            from_bytes=16,
+            reduce_scatter={"wire": "e4m3", "accumulate": "exact"}, all_gather="e4m3", from_bytes=16
         )
         model = network()
         for layer in (*model[::2], model):

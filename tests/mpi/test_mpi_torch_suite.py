@@ -1,7 +1,5 @@
 """torch's own tests of torch.distributed, over MPI: make test-torch runs all of them."""
 
-from __future__ import annotations
-
 import shutil
 import unittest
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training on real ranks: right for any number of processes that divides 6."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -35,8 +33,6 @@ from cpdhpc.torch.reducer import GradientReducer
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
-
-pytestmark = pytest.mark.mpi
 
 RANKS = 6
 ROWS: dict[str, dict[str, Any]] = {
@@ -104,11 +100,10 @@ def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, folder: Pa
     together(world, said and who and "iteration 0: " in told, training.iteration == 0)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.two_ranks
 def test_jobs_that_differ_are_told_on_all_ranks(world: World, folder: Path) -> None:
     """As where a node has an old copy of their file."""
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     path = folder / f"{world.process}.toml"
     path.write_text(f"[train]\nepochs = 1\nlearning_rate = 0.{1 + world.process}\n")
     told = ""
@@ -141,12 +136,11 @@ def samples(kind):
         ("values", "samples of rank 1 differ from those of rank 0"),
     ],
 )
+@pytest.mark.mpi(min_size=2)
 def test_data_that_differ_are_told_on_all_ranks(
     world: World, folder: Path, kind: str, said: str
 ) -> None:
     """Each process would train on shares of other data."""
-    if world.processes == 1:
-        pytest.skip("needs a second rank")
     path = folder / "job.toml"
     if world.process == 0:
         (folder / f"theirs_{kind}.py").write_text(USERS_DATA)
@@ -183,9 +177,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CONTROLLED: dict[str, dict[str, Any]] = {
     "noise_scale": {"controller": {"name": "noise_scale"}, "gradient": ROWS["stochastic"]},
-    "adaptive_batch": {
-        "controller": {"name": "adaptive_batch", "smoothing": 0.5, "share": 1e6},
-    },
+    "adaptive_batch": {"controller": {"name": "adaptive_batch", "smoothing": 0.5, "share": 1e6}},
     "autowu": {
         "controller": {
             **{"name": "autowu", "patience": 1, "warmup_share": 0.9},
@@ -358,8 +350,7 @@ def test_a_run_whose_optimizer_keeps_nothing_goes_on(world: World, folder: Path,
         files = Files(folder / f"{name}.h5", folder / f"{name}.checkpoint.h5")
         for epochs in lengths:
             job = job_of(
-                **WITHOUT_MOMENTUM[row] | {"optimizer": {"momentum": 0.0}},
-                train={"epochs": epochs},
+                **WITHOUT_MOMENTUM[row] | {"optimizer": {"momentum": 0.0}}, train={"epochs": epochs}
             )
             run_job(job, real, files, data(), resume=True)
         found.append(contents(files) if world.process == 0 else None)

@@ -12,8 +12,6 @@ from cpdhpc.config import ConfigError, UserError
 from cpdhpc.world.mpi import World, as_world
 from cpdhpc.world.ranks import Loopback, numbered
 
-pytestmark = pytest.mark.mpi
-
 
 def test_ranks_and_processes(world):
     from mpi4py import MPI

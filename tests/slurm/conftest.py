@@ -1,7 +1,5 @@
 """A real Slurm of four nodes on this machine, and the two MPIs that run in it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from lab import Lab, Mpi
-from training import ROOT
+from training import ROOT, ran
 
 from cpdhpc.lab.study.run_here import is_open_mpi
 
@@ -58,7 +56,7 @@ def lab() -> Iterator[Lab]:
         directory = Path(text)
         directory.chmod(0o755)  # munge wants its socket where all users could reach it
         command = [str(HERE / "up"), str(directory / "cluster"), str(_free_port())]
-        started = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+        started = ran(command)
         assert started.returncode == 0, started.stderr
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", str(directory / "cluster" / "slurm.conf"))

@@ -1,16 +1,13 @@
 """What the Slurm tests do with the cluster: submit studies, wait, read what came out."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training import ROOT
+from training import ROOT, ran
 
 from cpdhpc.config import dump_toml
 from cpdhpc.lab.schedulers import slurm as queue
@@ -69,15 +66,7 @@ class Lab:
         """Run a command in the lab's directory and return what it printed."""
         here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = os.environ | MPI_ENVIRONMENT | {"PYTHONPATH": str(ROOT), "PATH": here}
-        done = subprocess.run(
-            command,
-            cwd=self.directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
+        done = ran(command, env=environment, cwd=self.directory)
         assert done.returncode == status, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -1,7 +1,5 @@
 """Studies and scripts under a real Slurm: launchers, arrays, failures, requeues, status."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import h5py
@@ -13,7 +11,7 @@ from training import ROOT
 from cpdhpc.lab.study.folder import Folder, recorded
 from cpdhpc.lab.study_data.study_file import load_study_file
 
-pytestmark = [pytest.mark.slurm, pytest.mark.mpi_skip]
+pytestmark = pytest.mark.slurm
 ONE = """
 kind = "allreduce"
 [sweep]
