@@ -89,9 +89,8 @@ def of_compressors() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "calls_counted_once_give_the_bytes_at_any_number_of_ranks", {}
     yield "rows_that_are_left_out_are_counted", {}
     yield "means_and_memories_have_the_bits_of_the_cpu", {"options": {}, "ranks": 3}
-    yield "nan_on_the_gpu_is_named", {"options": {}}
+    yield "nan_on_the_gpu_is_named_and_ranks_of_a_process_must_agree", {"options": {}}
     yield "other_arrays_are_refused", {}
-    yield "ranks_of_a_process_must_agree", {"options": {}}
     yield "a_plain_loop_adopts_the_reducer", {}
     yield from (("odd_parameters_and_buffers", {"overlap": each}) for each in (False, True))
 

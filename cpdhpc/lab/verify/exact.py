@@ -286,7 +286,7 @@ def steps(place: Place) -> Found:
 
 
 def on_host(place: Place) -> Found:
-    """Pack codes of places, mark drawn numbers and merge sparse arrays, as compressors do."""
+    """Pack, mark, look up and merge places of sparse arrays, as compressors do."""
     found = Found()
     for n, bin_values in product((1, 900, 9001), (1, 50, 500)):
         x = values(n, n)
@@ -299,6 +299,8 @@ def on_host(place: Place) -> Found:
         key = np.random.default_rng(n).integers(0, 2**64, 2, np.uint64)
         marks = [o.mark_drawn(key, n // 2, n) for o in (reference, cpu)]
         found.compare(f"mark_drawn of {n}", same(*marks), n)
+        wanted, there = (o.pairs_at(marks[0], indices, x[indices]) for o in (reference, cpu))
+        found.compare(f"pairs_at of {n}", not differing([*there], [*wanted]), n)
         every = [np.arange(n, dtype=np.uint32), indices], [x, -x[indices]]
         wanted, merged = (o.merge_places(*every, n) for o in (reference, cpu))
         found.compare(f"merge_places of {n}", not differing([*merged], [*wanted]), n)
