@@ -58,7 +58,7 @@ def launch(code, *arguments, ranks=2, options=(), python=("-m", "mpi4py")):
 NEVER_COMES = """
 from pathlib import Path
 from cpdhpc.world import ending
-world = World(timeout_s=1)
+world._timeout._timeout_s = 1
 ending.GRACE_S = 900
 me, say = world.process, ending.say
 
@@ -111,6 +111,14 @@ def test_all_who_wait_report_and_a_stopped_rank_does_not_hold_up_the_end(tmp_pat
         assert re.search(said, waiting.result()[1]), waiting.result()
     said = r"rank 0 \| allreduce ring: waited [\d.]+ s for rank 1, round 1, chunk 1\n"
     assert re.search(said, stopped.result()[1]), stopped.result()
+
+
+def test_a_world_that_a_rank_does_not_make_ends_the_job():
+    """Whatever that rank does instead: MPI's own calls have no time-out."""
+    code = "World(timeout_s=0.5) if world.rank == 0 else time.sleep(3600)"
+    status, output, taken_s = launch(code)
+    assert status != 0 and taken_s < LATE_S, output
+    assert re.search(r"rank 0 of 2 \| World: waited [\d.]+ s for another rank to make it", output)
 
 
 def test_an_error_that_nobody_catches_ends_the_job_without_mpi4pys_help():

@@ -52,6 +52,20 @@ def world_error(
     return None
 
 
+def await_all(comm: Any, timeout_s: float) -> None:
+    """Wait until all processes of a communicator make a world of it; end the job if one is late.
+
+    MPI itself would wait for ever in the calls that follow.
+    """
+    request, start_s = comm.Ibarrier(), time.monotonic()
+    while not request.Test():
+        waited_s = time.monotonic() - start_s
+        if waited_s > timeout_s:
+            who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+            abort_job(f"{who} | World: waited {waited_s:.1f} s for another rank to make it")
+        time.sleep(PAUSE_S) if waited_s > PAUSE_S else os.sched_yield()
+
+
 class Timeout:
     """The time-out of a communicator's processes, and the end of the job after it.
 

@@ -68,6 +68,7 @@ def library_version() -> str:
 # (open-mpi/ompi issue 12495). So the first message waits for processes that are a little later.
 SETTLE_S = 0.2
 MOST_AHEAD = 999  # collective calls, such as broadcasts of process 0 that others have not reached
+TIMEOUT_S = 600.0
 MESSAGE_BYTES = 1 << 30  # longer ones are split: Open MPI 5 counts with 31 bits
 STREAMS = 64  # with tags of their own; more than are ever in progress at once
 
@@ -95,7 +96,7 @@ class World(Ranks):
         comm: Any = None,
         *,
         virtual_ranks: int = 1,
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
         gpu_direct: bool = True,
         share_memory: bool = True,
     ) -> None:
@@ -105,12 +106,13 @@ class World(Ranks):
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
             allowed, shown = "must be an mpi4py intra-communicator", repr(comm)
             raise ArgumentTypeError("World", "comm", shown, allowed, state=f" is {shown}")
-        here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
-        first = here.allreduce(comm.Get_rank(), self._mpi.MIN)  # process of this node
-        here.Free()
         self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         most = math.isqrt((self._most_tag - 1) // (STREAMS + 1))  # virtual ranks, for MPI's tags
         error = ending.world_error(virtual_ranks, most, timeout_s, gpu_direct, share_memory)
+        ending.await_all(comm, TIMEOUT_S if error else timeout_s)
+        here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        first = here.allreduce(comm.Get_rank(), self._mpi.MIN)  # process of this node
+        here.Free()
         own = first, virtual_ranks if error is None else 0, error
         firsts, numbers, errors = zip(*comm.allgather(own), strict=True)
         if any(errors):
