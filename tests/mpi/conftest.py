@@ -21,13 +21,12 @@ def verdict_world():
 def world():
     """All ranks, with a time-out that suits tests.
 
-    One for each file, so that no messages of refused calls are left for other tests.
+    One for each file, so that no messages of refused calls are left for other tests. It is not
+    freed, because that waits until such messages are read.
     """
     from cpdhpc.world.mpi import World
 
-    world = World(timeout_s=TIMEOUT_S)
-    yield world
-    world.free()
+    return World(timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
