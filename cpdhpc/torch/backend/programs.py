@@ -24,8 +24,8 @@ from .reductions import Reduction
 Tensor = torch.Tensor
 
 WHOLE_BYTES = 1 << 18  # received from others: up to here each rank reduces all values itself
-KEPT_BYTES = 1 << 21  # of scratch memory that is reused
-MOST_KEPT = 16
+KEPT_BYTES = 1 << 23  # of scratch memory that is reused; what no call writes takes no memory
+MOST_KEPT = 8
 ALIGN = 64  # elements: chunks begin at multiples; also of bytes, of the parts of a turn
 NOTHING: Memory = b""
 TURNS_BYTES = 1 << 21  # of a part: longer ones do not stay in caches, and messages are copied once
