@@ -157,7 +157,7 @@ class World(Ranks):
         return self._shared[0]
 
     def part(
-        self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
+        self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = TIMEOUT_S
     ) -> World | None:
         """Return the world of some processes, in the order listed; None on others. Collective.
 

@@ -132,7 +132,7 @@ def set_wires(
     found = distributed.group.WORLD if group is None else group
     if not isinstance(found, MpiGroup):
         raise TypeError(f"set_wires: group={found!r}: must be a process group of 'cpdhpc'")
-    found.meeting("set_wires").wait()  # MPI would wait for ever for a rank that does not come
+    found.meeting("set_wires").wait()  # else World ends the job if a rank does not come
     world = World(found.channel.comm, timeout_s=found.timeout_s)
     methods: dict[str, Way] = {}
     error: Exception | None = None
