@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -192,9 +193,7 @@ def allowed(name: str, dtype: torch.dtype) -> bool:
         return not real
     if dtype.is_complex:  # torch itself refuses the others
         return name in ("SUM", "AVG")
-    if name in ("MIN", "MAX"):
-        return dtype not in UNSIGNED
-    return name != "AVG" or (dtype != torch.bool and dtype not in UNSIGNED)
+    return name != "AVG" or dtype != torch.bool
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -233,6 +232,25 @@ def test_the_same_bits_as_gloo(dtype: torch.dtype, gloo: dist.ProcessGroup) -> N
             dist.all_reduce(ours, op)
             dist.all_reduce(theirs, op, group=gloo)
             assert same(ours, theirs), (size, op)
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED, ids=str)
+def test_order_and_mean_of_unsigned_numbers(dtype: torch.dtype, near: str) -> None:
+    """Of numbers on both sides of the largest signed one, by NumPy."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    kind = np.dtype(str(dtype).removeprefix("torch."))
+    random, most = np.random.default_rng(1), np.iinfo(kind).max
+    for shape in ((), (7,), (20_001,)):
+        every = [random.integers(0, most, shape, kind, endpoint=True) for _ in range(ranks)]
+        wants = {
+            ReduceOp.MIN: np.min(every, axis=0),
+            ReduceOp.MAX: np.max(every, axis=0),
+            ReduceOp.AVG: np.sum(every, axis=0, dtype=kind) // kind.type(ranks),
+        }
+        for op, want in wants.items():
+            got = torch.from_numpy(np.array(every[rank], kind))
+            dist.all_reduce(got, op)
+            assert np.array_equal(got.numpy(), want), (op, shape)
 
 
 def test_a_mean_and_a_sum_of_multiples() -> None:

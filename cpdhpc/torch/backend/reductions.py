@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
@@ -13,9 +14,7 @@ Fold = Callable[..., torch.Tensor]
 Op: Any = ReduceOp.RedOpType  # torch's type stubs lack some of them
 
 NARROW = (torch.float16, torch.bfloat16)  # reduced in float32, as are those of 8 bits or less
-UNSIGNED = {  # dtype without arithmetic in torch -> one with the same bits and sums
-    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
-}  # fmt: skip
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no arithmetic of them: NumPy's
 FOLDS: dict[Any, Fold] = {
     Op.SUM: torch.add,
     Op.AVG: torch.add,
@@ -26,6 +25,15 @@ FOLDS: dict[Any, Fold] = {
     Op.BAND: torch.bitwise_and,
     Op.BOR: torch.bitwise_or,
     Op.BXOR: torch.bitwise_xor,
+}
+UFUNCS: dict[Fold, np.ufunc] = {
+    torch.add: np.add,
+    torch.mul: np.multiply,
+    torch.minimum: np.minimum,
+    torch.maximum: np.maximum,
+    torch.bitwise_and: np.bitwise_and,
+    torch.bitwise_or: np.bitwise_or,
+    torch.bitwise_xor: np.bitwise_xor,
 }
 OF_BITS = (Op.BAND, Op.BOR, Op.BXOR)
 OF_ORDER = (Op.MIN, Op.MAX)
@@ -48,21 +56,21 @@ class Reduction:
             raise TypeError(f"{kind} of {dtype}: must be another reduction, or another dtype")
         if op in SCALED and (dtype == torch.bool or (op == Op.PREMUL_SUM and exact)):
             raise TypeError(f"{kind} of {dtype}: must be a sum, or another dtype")
-        if dtype in UNSIGNED and op in (*OF_ORDER, Op.AVG):
-            raise TypeError(f"{kind} of {dtype}: torch does not order it: must be another dtype")
         self._fold = FOLDS[op]
         if dtype == torch.bool and self._fold in (torch.add, torch.mul):
             self._fold = torch.logical_or if self._fold is torch.add else torch.logical_and
         self._narrow = dtype in NARROW or (dtype.is_floating_point and dtype.itemsize == 1)
-        self._view = UNSIGNED.get(dtype)
+        self._ufunc = UFUNCS[self._fold] if dtype in UNSIGNED else None
 
     def fold(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce operands, in their order, into out, which may be one of them.
 
         Other operands are not changed.
         """
-        if self._view is not None:
-            out, operands = out.view(self._view), [each.view(self._view) for each in operands]
+        if self._ufunc is not None:
+            whole = np.asarray(reduce(self._ufunc, [each.numpy() for each in operands]))
+            out.numpy()[...] = whole // self.ranks if self._mean else whole
+            return
         fold = self._fold
         if self._narrow:
             total = operands[0].float()
