@@ -1,6 +1,9 @@
 """Optimisers beside the papers' equations in NumPy, and schedules beside numbers by hand."""
 
+import copy
 import math
+from functools import partial
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -316,6 +319,47 @@ def test_lamb_clips_float32_by_the_norms_of_the_kernels(
     assert torch.allclose(moments[1], moments[0] * (1.5 / total), rtol=1e-6, atol=0)
 
 
+@every("make", [Lars, Larc, partial(Lamb, clip_global_norm=0.5), NovoGrad, AdamP])
+def test_copies_go_on_with_all_options(make: Any) -> None:
+    parameters = layers(torch.float32)
+    optimizer = make(parameters, lr=0.25)
+    give(parameters, 0)
+    optimizer.step()
+    file = BytesIO()
+    torch.save((parameters, optimizer), file)
+    file.seek(0)
+    restored = [p.detach().clone().requires_grad_() for p in parameters]
+    other = optimizer.__class__(restored)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copies = [
+        copy.deepcopy((parameters, optimizer)),
+        torch.load(file, weights_only=False),
+        (restored, other),
+    ]
+    give(parameters, 1)
+    optimizer.step()
+    for its, one in copies:
+        give(its, 1)
+        one.step()
+        assert all(map(torch.equal, its, parameters))
+
+
+def test_one_bound_of_all_gradients_together() -> None:
+    parameters = layers(torch.float32)
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "clip_global_norm": 2.0}]
+    give(parameters, 0)
+    optimizer = Lamb(groups)
+    with pytest.raises(ValueError, match="one for all groups"):
+        optimizer.step()
+    former = optimizer.state_dict()  # like those of 0.2
+    for group in former["param_groups"]:
+        del group["clip_global_norm"]
+    later = Lamb(parameters[:1], clip_global_norm=2.0)
+    later.add_param_group({"params": parameters[1:]})
+    later.load_state_dict(former)
+    later.step()
+
+
 @every("make", [Lars, Larc, Lamb, NovoGrad, AdamP])
 def test_autograd_sees_that_weights_have_changed(make: Any) -> None:
     p = torch.nn.Parameter(torch.ones(3, 3))
@@ -490,7 +534,7 @@ def test_job_files_and_classes_have_the_same_defaults() -> None:
         plain = type(built)(layers())  # type: ignore[call-arg]
         own, theirs = (each.param_groups[0] | {"params": 0} for each in (plain, built))
         assert own | {"lr": 0.25} == theirs
-        assert options.keys() <= built.param_groups[0].keys() | {"clip_global_norm"}
+        assert options.keys() <= built.param_groups[0].keys()
 
 
 def settings(batch: int, samples: int = 4096, **keys: Any) -> Settings:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ from .checks import (
     shared_amax,
 )
 from .method import MPI_ALLREDUCE, Method, Segment, Shifts, named_as, wrong_type, wrong_value
-from .recorded import RecordedCall, Recordings, keep, recording_of, with_iteration
+from .recorded import MASK, RecordedCall, Recordings, keep, recording_of, with_iteration
 from .schedules import usual_algorithms
 
 Shape = tuple[int, ...]
@@ -67,12 +68,21 @@ class CollectiveCall(NamedTuple):
     """The properties of a call, derived from its arguments.
 
     dtype: of the values; shapes: of the result of each hosted rank, None if it has none
+    row, rows: shape of a row of the data and the rows of each block, the same on all processes;
+        for one block its shape, and nothing
     """
 
     blocks: DataBlocks
     dtype: Any
     gpu: bool
     shapes: tuple[Shape | None, ...]
+    row: Shape
+    rows: tuple[int, ...]
+
+    def mixed(self, digest: int) -> int:
+        """Return a digest of blocks mixed with that of their dtype and shape, of 62 bits."""
+        text = f"{self.dtype.str} {self.row} {self.rows}".encode()
+        return (digest ^ int.from_bytes(blake2b(text, digest_size=8).digest())) & MASK | 1
 
 
 class CallArrays(NamedTuple):
@@ -400,8 +410,9 @@ class Collective(Method):
                 result = None
             shapes.append(result)
         call = CollectiveCall(
-            blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes)
-        )
+            blocks, np.dtype(dtype), gpu, tuple(shapes[:1] if self.share.same else shapes),
+            shape if self.share.whole else rest, counts,
+        )  # fmt: skip
         if outs is not None:
             self._check_outs(call, outs)
         lacks_out = outs is None or any(out is None for out in outs)
@@ -657,7 +668,7 @@ def know(world: Ranks, key: Hashable, method: Collective, x: Any, call: Collecti
         if entry is None or entry.recording is None:
             return
         recording = entry.recording
-    digest = recordings.digest(method, call.blocks, world.nodes)
+    digest = call.mixed(recordings.digest(method, call.blocks, world.nodes))
     is_read, is_written = (size > 0 for size in call.blocks.sizes(world.rank, world.ranks))
     known = KnownCall(
         world.nodes, digest, method, call, recording, move, is_read, is_written,

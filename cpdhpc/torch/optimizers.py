@@ -334,7 +334,8 @@ class OfMoments(LayerWise):
 class Lamb(OfMoments):
     """Adam with steps of a layer that are as long as its weights.
 
-    clip_global_norm: upper bound of the 2-norm of all layers' gradients, by scaling; 0: none
+    clip_global_norm: upper bound of the 2-norm of all layers' gradients, by scaling; 0: none; the
+        same for all groups, otherwise step raises ValueError
     trust_clip: bound |w| / |step| by 1 (LAMBC)
     Source: You et al.: Large batch optimization for deep learning: training BERT in 76 minutes,
     arXiv 1904.00962, algorithm 2, whose phi is the identity.
@@ -353,26 +354,33 @@ class Lamb(OfMoments):
         trust_clip: bool = False,
         exclude: str = "one_dimensional",
     ) -> None:
-        _check("Lamb", {"clip_global_norm": clip_global_norm})
-        self.clip_global_norm = clip_global_norm
         super().__init__(
             params,
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
+            clip_global_norm=clip_global_norm,
             trust_clip=trust_clip,
             exclude=exclude,
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state; in those of 0.2 the groups have no clip_global_norm."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("clip_global_norm", self.defaults.get("clip_global_norm", 0.0))
+
     def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
         """Return the factor that reduces the norm of all gradients to clip_global_norm."""
-        if not self.clip_global_norm or not gradients:
+        clips = {group["clip_global_norm"] for group in self.param_groups}
+        if len(clips) > 1:
+            raise ValueError(f"Lamb: clip_global_norm={sorted(clips)}: must be one for all groups")
+        (clip,) = clips
+        if not clip or not gradients:
             return None
         total = norm(norms(gradients))
-        return (self.clip_global_norm / total.clamp(min=self.clip_global_norm)).to(
-            gradients[0].dtype
-        )
+        return (clip / total.clamp(min=clip)).to(gradients[0].dtype)
 
     def numbers(self, group: Group, adapts: bool, time: float) -> Numbers:
         """See LayerWise.numbers."""

@@ -1,6 +1,7 @@
 """Real runs of the collectives beside the all-reduce: the bits and bytes of the simulation."""
 
 import hashlib
+from math import prod
 
 import numpy as np
 import pytest
@@ -175,6 +176,41 @@ def test_means_and_empty_blocks_of_known_calls(world, algorithm):
             whole = np.full(n, world.rank + 1, np.float32)
             got = cpdhpc.reduce(world, whole, algorithm=algorithm, op="mean", root=0)
             assert_right(world, [got], [np.full(n, mean), *[None] * (world.ranks - 1)])
+
+
+@pytest.mark.parametrize("name", ["scatter", "all_gather", "gather", "broadcast"])
+def test_known_calls_keep_dtype_and_shape(world, name):
+    """Arrays of as many bytes take turns; ranks without x know neither their dtype nor shape."""
+    cpdhpc.allreduce(world, np.ones(4, np.float32))
+    own, rows, found = World(timeout_s=60.0), 4 * world.ranks, []
+    kinds = [("i4", ()), ("f4", ()), ("i2", (2,)), ("f4", (0,)), ("i2", (0, 3))]
+    for i in np.random.default_rng(3).integers(0, len(kinds), 60):
+        dtype, row = kinds[i]
+        whole = (np.arange(rows * prod(row)) + i).astype(dtype).reshape(rows, *row)
+        share, part = np.array_split(whole, world.ranks)[world.rank], world.rank == 0
+        x, want = {
+            "scatter": (whole if part else None, share),
+            "all_gather": (share, whole),
+            "gather": (share, whole if part else None),
+            "broadcast": (whole if part else np.zeros_like(whole), whole),
+        }[name]
+        got = getattr(cpdhpc, name)(own, x)
+        if want is None:
+            found.append(got is None)
+        else:
+            found.append((got.dtype, got.tolist()) == (want.dtype, want.tolist()))
+    wrongs = [i for i, right in enumerate(found) if not right]
+    assert not any(world.gather(wrongs))
+
+
+def test_known_calls_compare_dtypes(world):
+    """Two calls that both ranks know, and that differ in the dtype alone."""
+    own = World(timeout_s=60.0)
+    for dtype in ("i4", "f4", "i4", "f4"):
+        cpdhpc.all_gather(own, np.ones(6, dtype))
+    if world.ranks > 1:
+        with pytest.raises(ValueError, match=r"arguments differ: x\.dtype"):
+            cpdhpc.all_gather(own, np.ones(6, "f4" if world.rank == 0 else "i4"))
 
 
 def test_a_broadcast_reads_the_root_alone(world):
