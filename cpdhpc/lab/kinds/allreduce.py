@@ -27,18 +27,31 @@ from ...methods import (
     SCALINGS,
     SUMMING,
 )
-from ..study_data import DEVICE, SEATS, Factor, Factors, Value, device_used, float32_size
-from .base import Call, Kind
+from ..report import units
+from ..report.figures import BOUND, LIBRARIES, Axis, Chart, Series, panels_with, spread, thinned
+from ..report.points import (
+    Estimate,
+    Layout,
+    Line,
+    Panels,
+    SeedGroup,
+    drawn,
+    is_baseline,
+    label,
+    of_factors,
+    quotient,
+    times_as_fast,
+    timing,
+    varying,
+)
+from ..report.tables import Column, Section, Table, tabulate
+from ..study_data import DEVICE, SEATS, Case, Factor, Factors, Value, device_used, float32_size
+from ..study_data.study_file import Point, StudyFile
+from .base import Call, Kind, MeasuredStudy
 
 if TYPE_CHECKING:
     from ...world.mpi import World
-    from ..report.figures import Chart, Series
-    from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
-    from ..report.tables import Section, Table
-    from ..study_data import Case
-    from ..study_data.study_file import Point, StudyFile
     from .allreduce_cases import CaseArrays, TimedCase
-    from .base import MeasuredStudy
     from .place import JobRanks
 
 ALL_REDUCE = "allreduce"
@@ -347,9 +360,6 @@ def _section(
     every: Sequence[SeedGroup],
     layout: Layout,
 ) -> Section:
-    from ..report.figures import thinned
-    from ..report.tables import Section
-
     shapes: dict[tuple[int, ...], list[SeedGroup]] = {}
     for group in groups:
         shapes.setdefault(group.shape, []).append(group)
@@ -377,10 +387,6 @@ def _table(
     file: StudyFile, title: str, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]
 ) -> Table:
     """Return the table of groups; every: of the study, with those of mpi and memcpy."""
-    from ..report import units
-    from ..report.points import of_factors, quotient, times_as_fast, timing, varying
-    from ..report.tables import Column, tabulate
-
     base, copies = (
         {_place(g): g for g in every if g.factors["algorithm"] == name} for name in ("mpi", MEMCPY)
     )
@@ -414,10 +420,6 @@ Shown = Callable[["SeedGroup", "Estimate"], "Estimate"]  # of a group and a time
 
 def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Chart]:
     """Return the figures of one shape, none for a single size."""
-    from ..report import units
-    from ..report.figures import LIBRARIES
-    from ..report.points import Line, is_baseline, label
-
     if len({_size(group) for group in groups}) < 2:
         return []
     scale, unit = units.time_unit(median(group.time_s.value for group in groups))
@@ -449,9 +451,6 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
 def _chart(
     file: StudyFile, axis: str, shown: Shown, panels: Panels, baselines: Sequence[Line], name: str
 ) -> Chart:
-    from ..report import units
-    from ..report.figures import Axis, Chart, panels_with, spread
-
     what, groups = axis.partition(" /")[0], panels.groups
     kind = f"{TITLES[_collective(groups[0])].lower()}s"
     known = not all(isnan(group.mean("bound_s")) for group in groups)
@@ -480,9 +479,6 @@ def _chart(
 
 def _series(own: Sequence[Line], baselines: Sequence[Line], shown: Shown) -> list[Series]:
     """Return the lines, and the bound of cpdhpc's."""
-    from ..report.figures import BOUND, Series
-    from ..report.points import drawn
-
     found = [
         drawn(line, _size, lambda g: shown(g, g.time_s), "line") for line in [*own, *baselines]
     ]

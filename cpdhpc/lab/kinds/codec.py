@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 from ...config import ConfigError, Raw, UserError, among
 from ...formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
 from ...methods import CODEC_OPERATIONS, MEMCPY, SPARSE_OPERATIONS
+from ..report import units
+from ..report.figures import IDEAL, Axis, Chart, Panel, Series, Style, styles
+from ..report.points import Estimate, Layout, SeedGroup, label, of_factors, times_as_fast, timing
+from ..report.tables import Column, Section, Table, tabulate
 from ..study_data import (
     ABSENT,
     DEVICE,
+    Case,
     Factor,
     Factors,
     Value,
@@ -20,16 +25,11 @@ from ..study_data import (
     device_used,
     float32_size,
 )
-from .base import Call, Kind
+from ..study_data.study_file import StudyFile
+from .base import Call, Kind, MeasuredStudy
 
 if TYPE_CHECKING:
     from ...world.mpi import World
-    from ..report.figures import Panel, Style
-    from ..report.points import Estimate, Layout, SeedGroup
-    from ..report.tables import Section, Table
-    from ..study_data import Case
-    from ..study_data.study_file import StudyFile
-    from .base import MeasuredStudy
     from .place import JobRanks
 
 GUESS = 1e-9  # s per byte: a slow codec
@@ -177,9 +177,6 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return rates by format and operation, beside memcpy."""
-    from ..report.figures import Chart, styles
-    from ..report.tables import Section
-
     places: dict[str, list[SeedGroup]] = {}
     for group in groups:
         places.setdefault(_place(group), []).append(group)
@@ -203,8 +200,6 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
 
 def _place(group: SeedGroup) -> str:
-    from ..report.points import label
-
     return label(group.factors, ("size_bytes", "ranks", "device"))
 
 
@@ -222,8 +217,6 @@ def _rate(group: SeedGroup) -> Estimate:
 
 
 def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) -> Panel:
-    from ..report.figures import IDEAL, Axis, Panel, Series
-
     own = [group for group in groups if not _is_base(group)]
     rows = list(dict.fromkeys(_format(group) for group in own))
     series = []
@@ -242,10 +235,6 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
     """Return the table of groups; every: of the study, with those of memcpy."""
-    from ..report import units
-    from ..report.points import of_factors, times_as_fast, timing
-    from ..report.tables import Column, tabulate
-
     base = {_place(group): group for group in every if _is_base(group)}
     optional = ("density", "threads", "clone", "device")
     further = [name for name in optional if any(name in group.factors for group in groups)]

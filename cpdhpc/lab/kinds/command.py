@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from ...config import ConfigError, Raw, parse_bytes
+from ..report.metrics import metric_sections
+from ..report.points import Layout, SeedGroup
+from ..report.tables import Section
 from ..study_data import ABSENT, Factor, Factors, Value
-from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL
+from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL, StudyFile
 from .base import Kind
 from .command_job import (
     BUILD,
@@ -24,11 +26,6 @@ from .command_job import (
     words,
 )
 from .command_runs import Runs
-
-if TYPE_CHECKING:
-    from ..report.points import Layout, SeedGroup
-    from ..report.tables import Section
-    from ..study_data.study_file import StudyFile
 
 COLUMNS = ("point", "repeat", "case_id", "time_s", "min_rank_time_s", "mean_rank_time_s")
 HEADINGS = {"repeats", "samples", "median", "least", "greatest", "baseline", "throughput", "time"}
@@ -89,8 +86,6 @@ def _used(given: Factors) -> dict[str, Value]:
 
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
-    from ..report.metrics import metric_sections
-
     return metric_sections(file, groups, layout)
 
 

@@ -13,9 +13,25 @@ import numpy as np
 from ... import ordinary, store
 from ...config import IMPORT, Raw, UserError, merge
 from ...whole_files import sealed_json, unsealed_json
+from ..report import figures, units
+from ..report.figures import Map
+from ..report.fits import (
+    PADDED,
+    Score,
+    Trained,
+    critical,
+    critical_batch,
+    finding,
+    learning_charts,
+    score_charts,
+)
+from ..report.points import Layout, SeedGroup, but_for_gradient, label, of_factors, timing
+from ..report.tables import Column, Section, tabulate
+from ..report.trainings import LAYER_SHARES, bits_by_batch, layer_charts
 from ..study_data import (
     ABSENT,
     Array,
+    Case,
     Factor,
     Factors,
     Outcomes,
@@ -24,20 +40,14 @@ from ..study_data import (
     Value,
     at_least,
 )
-from .base import Kind, Measuring
+from ..study_data.study_file import StudyFile
+from .base import Kind, MeasuredStudy, Measuring
 
 if TYPE_CHECKING:
-    from ..report.figures import Map
-    from ..report.fits import Score, Trained
-    from ..report.points import Layout, SeedGroup
-    from ..report.tables import Column, Section
     from ..signals import Caught
-    from ..study_data import Case
-    from ..study_data.study_file import StudyFile
     from ..train.job import Job
     from ..train.record import Record
     from ..train.training import Training
-    from .base import MeasuredStudy
     from .place import JobRanks
 
 _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and long name
@@ -253,8 +263,6 @@ SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and a
 
 
 def _series(record: Record, samples: int) -> Series:
-    from ..report.fits import critical_batch
-
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
     unknown = np.full(layers["nonzero"].shape, np.nan)  # for methods that do not count them
@@ -297,10 +305,6 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
-    from ..report.fits import PADDED, critical, finding, learning_charts, score_charts
-    from ..report.tables import Section, tabulate
-    from ..report.trainings import LAYER_SHARES, bits_by_batch, layer_charts
-
     measure = _measure(file, groups)
     trained = [_trained(file, group, layout, measure) for group in groups]
     charts = [
@@ -327,8 +331,6 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
 def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
     """Return the score of the trainings: their loss if metrics or losses vary."""
-    from ..report.fits import Score
-
     found = set()
     for group in groups:
         swept = {k: v for k, v in group.factors.items() if "." in k}  # a job may need any of them
@@ -347,9 +349,6 @@ def _shown(measure: Score, found: Array) -> Array:
 
 
 def _trained(file: StudyFile, group: SeedGroup, layout: Layout, measure: Score) -> Trained:
-    from ..report.fits import Trained
-    from ..report.points import label
-
     line = layout.line([group])
     bit_bytes = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes") / 32
     return Trained(
@@ -390,11 +389,6 @@ def _curves(file: StudyFile, group: SeedGroup, measure: Score) -> tuple[Array, A
 def _columns(
     file: StudyFile, groups: Sequence[SeedGroup], layout: Layout, measure: Score
 ) -> list[Column[SeedGroup]]:
-    from ..report import units
-    from ..report.fits import Score
-    from ..report.points import but_for_gradient, of_factors, timing
-    from ..report.tables import Column
-
     def told(more: Score, group: SeedGroup) -> units.Cell:
         return more.told(more.factor * group.outcome(more.column))
 
@@ -455,8 +449,6 @@ def _observed(file: StudyFile, group: SeedGroup, name: str) -> Array:
 
 
 def _underflow(file: StudyFile, group: SeedGroup) -> str:
-    from ..report import units
-
     shares = _observed(file, group, "underflow")
     shares = shares[np.isfinite(shares)]
     if group.factors.get(AGGREGATOR) == "none" or not shares.size:
@@ -465,9 +457,6 @@ def _underflow(file: StudyFile, group: SeedGroup) -> str:
 
 
 def _observations(file: StudyFile, group: SeedGroup, layout: Layout, name: str) -> tuple[str, Map]:
-    from ..report import figures
-    from ..report.points import label
-
     at = file.telemetry["iteration"][group.points[0].index]
     values = _observed(file, group, name).T
     layers = [str(layer) for layer in file.telemetry["layer"]]
