@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,22 @@ def _traced(command: Command, arguments: argparse.Namespace, world: World) -> in
     return status
 
 
+@dataclass
+class _Ranks:
+    """The processes of this command; world: None before it is made, or if there are no others."""
+
+    world: World | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self.world is None or self.world.processes == 1
+
+    @property
+    def name(self) -> str:
+        """The prefix of an error of this process."""
+        return "" if self.world is None else f"rank {self.world.hosted.start} | "
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status.
 
@@ -65,73 +82,85 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         from ..config import UserError
-        from .signals import (
-            INTERRUPTED,
-            Interrupted,
-            let_interrupt_end,
-            outlive_readers,
-            raising_interrupt,
-        )
+        from .signals import INTERRUPTED, Interrupted
     except ModuleNotFoundError as error:
         return refuse(to_install(error, "lab") or str(error))
 
-    is_program = argv is None
-    if is_program:
-        let_interrupt_end()
-        if isinstance(sys.stdout, io.TextIOWrapper):  # tables have ± and lines
-            sys.stdout.reconfigure(errors="replace")
-        # A warning is one line, without its place in the source.
-        warnings.formatwarning = lambda message, *_: f"cpdhpc: warning: {message}\n"
-    argv = sys.argv[1:] if argv is None else argv
-    world, wrong, timeout_s = None, None, TIMEOUT_S
+    ranks = _Ranks()
+    if argv is None:
+        _begin_program()
     try:
-        try:
-            arguments = parser(argv).parse_args(argv)
-            command: Command = arguments.run
-            # --watch ends if nobody reads its output any more.
-            if is_program and getattr(arguments, "watch", None) is None:
-                outlive_readers()
-        except UserError as error:  # under mpirun maybe on some processes only
-            if started_by_mpirun() == 1:
-                raise
-            wrong = error
-        if wrong is None and command.starts_mpi and (copies := started_by_mpirun()) > 1:
-            raise UserError(
-                f"{' '.join(argv[:2])}: calls mpirun itself: start one copy of it, not {copies}"
-            )
-        if wrong is None and not command.on_ranks:
-            with raising_interrupt():
-                return command.run(arguments)
-        from ..world.mpi import World
-
-        if wrong is None:
-            timeout_s = arguments.timeout or TIMEOUT_S
-        world = World(timeout_s=timeout_s)
-        world.agree(wrong, of_call=True)
-        _check_same_options(arguments, world)
-        return _traced(command, arguments, world)
+        return _run(ranks, sys.argv[1:] if argv is None else argv, is_program=argv is None)
     except Interrupted as stop:
         return stop.status
     except UserError as error:
-        return refuse(str(error), shown=world is None or world.process == 0)
+        return refuse(str(error), shown=ranks.world is None or ranks.world.process == 0)
     except BrokenPipeError:  # the reader of the output, for example head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        if world is not None and world.processes > 1:  # the others wait for this process
+        if not ranks.alone:  # the others wait for this process
             from ..world.ending import abort_job
 
-            abort_job(f"rank {world.hosted.start} | interrupted", INTERRUPTED)
+            abort_job(f"{ranks.name}interrupted", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
-        cause = to_install(error, "lab") if isinstance(error, ImportError) else None
-        if isinstance(error, MemoryError):
-            cause = f"not enough memory: {error}"
-        if cause is not None and (world is None or world.processes == 1):
-            return refuse(cause)
-        from ..world.ending import abort_job
+        return _end(error, ranks)
 
-        if cause is not None:
-            abort_job(f"cpdhpc: error: {cause}", USER_ERROR)
-        rank = "" if world is None else f"rank {world.hosted.start} | "
-        abort_job(rank + traceback.format_exc())
+
+def _begin_program() -> None:
+    """Set up signals, output and warnings of a program, as opposed to a call of main."""
+    from .signals import let_interrupt_end
+
+    let_interrupt_end()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tables have ± and lines
+        sys.stdout.reconfigure(errors="replace")
+    # A warning is one line, without its place in the source.
+    warnings.formatwarning = lambda message, *_: f"cpdhpc: warning: {message}\n"
+
+
+def _run(ranks: _Ranks, argv: list[str], is_program: bool) -> int:
+    """Run a command; under mpirun a wrong command line is an error of all processes."""
+    from ..config import UserError
+    from .signals import outlive_readers, raising_interrupt
+
+    wrong, timeout_s = None, TIMEOUT_S
+    try:
+        arguments = parser(argv).parse_args(argv)
+        command: Command = arguments.run
+        # --watch ends if nobody reads its output any more.
+        if is_program and getattr(arguments, "watch", None) is None:
+            outlive_readers()
+    except UserError as error:  # under mpirun maybe on some processes only
+        if started_by_mpirun() == 1:
+            raise
+        wrong = error
+    if wrong is None:
+        if command.starts_mpi and (copies := started_by_mpirun()) > 1:
+            raise UserError(
+                f"{' '.join(argv[:2])}: calls mpirun itself: start one copy of it, not {copies}"
+            )
+        if not command.on_ranks:
+            with raising_interrupt():
+                return command.run(arguments)
+        timeout_s = arguments.timeout or TIMEOUT_S
+    from ..world.mpi import World
+
+    ranks.world = world = World(timeout_s=timeout_s)
+    world.agree(wrong, of_call=True)
+    _check_same_options(arguments, world)
+    return _traced(command, arguments, world)
+
+
+def _end(error: Exception, ranks: _Ranks) -> int:
+    """Return the status for an error that the user can correct; for others end the job."""
+    cause = to_install(error, "lab") if isinstance(error, ImportError) else None
+    if isinstance(error, MemoryError):
+        cause = f"not enough memory: {error}"
+    if cause is not None and ranks.alone:
+        return refuse(cause)
+    from ..world.ending import abort_job
+
+    if cause is not None:
+        abort_job(f"cpdhpc: error: {cause}", USER_ERROR)
+    abort_job(ranks.name + traceback.format_exc())
