@@ -24,7 +24,15 @@ from ..report.other_files import KIND as REPLAY
 from ..report.other_files import autoencoder_report, probe_report, replay_report
 from ..report.scaling import ALL, Choice
 from ..report.tables import Listed, Report, Section, counted, slug
-from ..report.trainings import Run, Task, load_run, overview, run_groups, runs_report, tasks_report
+from ..report.trainings import (
+    Task,
+    TrainingRun,
+    load_run,
+    overview,
+    run_groups,
+    runs_report,
+    tasks_report,
+)
 from ..settings import options
 from ..study.folder import Folder
 from ..study.report import BENCHMARK, compress_report, study_report
@@ -69,7 +77,7 @@ class Loaded:
     """
 
     studies: list[StudyFile]
-    runs: list[Run]
+    runs: list[TrainingRun]
     unreadable: list[str]
     others: Sequence[Report] = ()
 
@@ -80,7 +88,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     A directory stands for the study file in it, else for all records in it. Raises UserError if
     nothing can be read.
     """
-    studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
+    studies, runs, errors = list[StudyFile](), list[TrainingRun](), list[UserError]()
     others: list[Report] = []
     for path in paths:
         try:

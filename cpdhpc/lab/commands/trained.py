@@ -41,7 +41,7 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     add("--png FILE.png", "draw stimuli, images and accuracies", Path)
 
 
-class Found(NamedTuple):
+class ProbeResult(NamedTuple):
     """The best neurons for each concept by layer, and the errors by layer."""
 
     layers: list[dict[int, Any]]
@@ -85,7 +85,7 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
     answers = probe.responses(stack, labelled.images)
     starts = [layer.pools.owner(world.rank).start for layer in stack.layers]
     parts = zip(stack.layers, answers, starts, strict=True)
-    found = Found(
+    found = ProbeResult(
         [probe.selectivity(world, y.numpy(), start, labelled) for _, y, start in parts],
         [
             probe.selectivity(world, y.numpy(), start, labelled)
@@ -121,7 +121,7 @@ def _held_out(stack: Any) -> list[float]:
     return probe.errors(stack, np.concatenate(squares, axis=3))
 
 
-def table(found: Found) -> str:
+def table(found: ProbeResult) -> str:
     """Return the accuracies in percent, a line for each concept, and their means."""
     names = [f"layer {i}" for i in range(len(found.layers))]
     heads = ["concept", "pixel", *(f"{name}{kind}" for name in names for kind in ("", " random"))]
@@ -141,7 +141,7 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, found: Found, toml: str) -> None:
+def _write(path: Path, found: ProbeResult, toml: str) -> None:
     """Write the figures."""
     concepts = list(found.pixels)
 
@@ -181,7 +181,7 @@ def export(world: Ranks, path: Path, stack: Any, answers: list[Any], labels: Arr
 
 
 def _draw(
-    world: Ranks, path: Path, stack: Any, found: Found, labelled: Any, answers: list[Any]
+    world: Ranks, path: Path, stack: Any, found: ProbeResult, labelled: Any, answers: list[Any]
 ) -> None:
     """Draw stimuli, the images that excite most, and accuracies. Collective."""
     from ..autoencoder import probe
@@ -215,7 +215,7 @@ def _most_exciting(
 
 def draw(
     path: Path,
-    found: Found,
+    found: ProbeResult,
     optimal: Array,
     images: Array,
     top: dict[int, list[int]],

@@ -23,7 +23,7 @@ MOST_OWN = 20  # training samples with the largest self-influence
 RAISED, LOWERED = "#D55E00", "#0072B2"
 
 
-class Found:
+class ScoreFile:
     """A file of scores, read in parts; with numbers and classes of samples as text.
 
     rooms: its datasets
@@ -67,7 +67,7 @@ class Found:
 
 def tables(path: Path, top: int) -> list[str]:
     """Return the printed lines about a file of scores."""
-    found, lines = Found(path), list[str]()
+    found, lines = ScoreFile(path), list[str]()
     for row in found.listed:
         scores, up, down = found.extremes(row, top)
         loss = found.column("test_loss")[row]
@@ -100,7 +100,7 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
     """
     from matplotlib.figure import Figure
 
-    found = Found(scores)
+    found = ScoreFile(scores)
     rows: list[list[tuple[Samples, str, int, str, str]]] = []
     for row in found.listed:
         values, up, down = found.extremes(row, top)
@@ -140,7 +140,7 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
 
 
 def _image(
-    axis: Any, found: Found, samples: Samples, of: str, at: int, color: str, title: str
+    axis: Any, found: ScoreFile, samples: Samples, of: str, at: int, color: str, title: str
 ) -> None:
     """Draw a sample in a frame; nothing if there is none."""
     if not of:

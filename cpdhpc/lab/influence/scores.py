@@ -25,7 +25,7 @@ from ..settings import check_file, override
 from ..train.checkpoint import (
     CheckpointError,
     Files,
-    Kept,
+    KeptWeights,
     check_job,
     data_digest,
     load_model,
@@ -70,13 +70,13 @@ TEXTS = {  # dataset: its axes, dtype, description
 
 
 @dataclass(frozen=True)
-class Run:
+class KeptRun:
     """A run: its model, whose weights are overwritten, its samples, and the weights it kept."""
 
     model: torch.nn.Module
     train: Samples
     test: Samples
-    kept: Sequence[tuple[Path, Kept]]
+    kept: Sequence[tuple[Path, KeptWeights]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Wanted:
     memory_bytes: int = 2**30
 
 
-class Found(NamedTuple):
+class SampleRows(NamedTuple):
     """Of some samples: rows [n, width], losses [n], targets [n] if they are classes, else 0."""
 
     rows: torch.Tensor
@@ -111,7 +111,7 @@ class Scores:
     def __init__(
         self,
         world: Ranks,
-        run: Run,
+        run: KeptRun,
         gradients: SampleGradients,
         projection: Projection | None,
         wanted: Wanted,
@@ -261,13 +261,15 @@ class Scores:
             each.clone() for each in torch.split(rows, self.chunk)
         ]  # with the same alignment: the same bits
 
-    def _rows(self, samples: Samples, index: Array) -> Found:
+    def _rows(self, samples: Samples, index: Array) -> SampleRows:
         """Return rows, losses and targets of samples. Raises ConfigError if the model fails."""
         inputs, targets = samples.take(index, 0)
         with told(f"influence: gradients of samples {index[0]} to {index[-1]}"):
             rows, losses = self.gradients.rows(inputs, targets)
         classes = targets.ndim == 1 and not targets.is_floating_point()
-        return Found(rows, losses.numpy(), targets.numpy() if classes else np.zeros(len(index)))
+        return SampleRows(
+            rows, losses.numpy(), targets.numpy() if classes else np.zeros(len(index))
+        )
 
     def _projected(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.projection is None else self.projection(self.gradients.dense(rows))
@@ -315,7 +317,7 @@ class Plan:
     record: Path
     status: str
     job: Job
-    run: Run
+    run: KeptRun
     wanted: Wanted
     gradients: SampleGradients
     projection: Projection | None
@@ -354,7 +356,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
     width = arguments.projection
     projection = Projection(gradients.sizes, width, arguments.seed) if width else None
     status = str(store.read_attributes(record).get("status", "unknown"))
-    run = Run(model, train, test, kept)
+    run = KeptRun(model, train, test, kept)
     return Plan(record, status, job, run, wanted, gradients, projection)
 
 
@@ -388,7 +390,7 @@ def _job(record: Path, settings: list[str]) -> Job:
     return validate(Job, override(tomllib.loads(toml), settings, laid_over), str(record))
 
 
-def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, Kept]]:
+def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, KeptWeights]]:
     """Return the files of weights of a run, by epoch. Raises UserError if there are none."""
     paths = record.parent.glob(Files.called(record.parent, record.stem).weights("*").name)
     kept = sorted(((path, read_kept(path)) for path in paths), key=lambda each: each[1].epoch)

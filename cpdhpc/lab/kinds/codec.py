@@ -12,8 +12,16 @@ from ...formats import Cast, parse_format
 from ...methods import CODEC_OPERATIONS, MEMCPY, SPARSE_OPERATIONS
 from ..report import units
 from ..report.figures import IDEAL, Axis, Chart, Panel, Series, Style, styles
-from ..report.points import Estimate, Layout, SeedGroup, label, of_factors, times_as_fast, timing
-from ..report.tables import Column, Section, Table, tabulate
+from ..report.points import (
+    Estimate,
+    FigureLayout,
+    SeedGroup,
+    label,
+    of_factors,
+    times_as_fast,
+    timing,
+)
+from ..report.tables import Column, ReportTable, Section, tabulate
 from ..study_data import (
     ABSENT,
     DEVICE,
@@ -123,7 +131,7 @@ CAPTION = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
     """Return rates by format and operation, beside memcpy."""
     places: dict[str, list[SeedGroup]] = {}
     for group in groups:
@@ -181,7 +189,7 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
     return Panel(place, Axis("rate / (GB/s)", limits=(0, None)), Axis("", names=rows), series)
 
 
-def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
+def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> ReportTable:
     """Return the table of groups; every: of the study, with those of memcpy."""
     base = {_place(group): group for group in every if _is_base(group)}
     optional = ("density", "threads", "clone", "device")

@@ -8,7 +8,7 @@ from math import isfinite
 
 from ...config import ConfigError, Raw, parse_bytes
 from ..report.metrics import metric_sections
-from ..report.points import Layout, SeedGroup
+from ..report.points import FigureLayout, SeedGroup
 from ..report.tables import Section
 from ..study_data import ABSENT, Factor, Factors, Value
 from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL, StudyFile
@@ -25,7 +25,7 @@ from .command_job import (
     variables,
     words,
 )
-from .command_runs import Runs
+from .command_runs import ProgramRuns
 
 COLUMNS = ("point", "repeat", "case_id", "time_s", "min_rank_time_s", "mean_rank_time_s")
 HEADINGS = {"repeats", "samples", "median", "least", "greatest", "baseline", "throughput", "time"}
@@ -85,7 +85,7 @@ def _used(given: Factors) -> dict[str, Value]:
     return {name: value for name, value in given.items() if value != ABSENT}
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
     return metric_sections(file, groups, layout)
 
 
@@ -101,7 +101,7 @@ COMMAND = Kind(
     named=named,
     fits=_fits,
     sample="one run of the program: its wall time, or the metric that [command] time names",
-    measure=Runs,
+    measure=ProgramRuns,
     sections=_sections,
     needs_job=True,
     own_tables=("command", "metrics"),

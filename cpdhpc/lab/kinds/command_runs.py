@@ -306,7 +306,7 @@ def _version(program: str) -> str:
     return next((line.strip() for line in done.stdout.splitlines() if line.strip()), "")
 
 
-class Runs(Measuring):
+class ProgramRuns(Measuring):
     """A case of a program: each repeat is a run of it."""
 
     def __init__(self, study: MeasuredStudy, case: Case, directory: Path) -> None:

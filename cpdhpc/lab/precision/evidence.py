@@ -49,7 +49,7 @@ def width(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class SearchPlace:
     """A tensor of a layer, or its sums, and the formats that it may have.
 
     name: of the layer; tensor: WIRE: its gradients as they travel; SUMS: partial sums of its three
@@ -115,7 +115,7 @@ class Evidence:
     """
 
     asked: str
-    places: tuple[Place, ...] = ()
+    places: tuple[SearchPlace, ...] = ()
     trials: tuple[Trial, ...] = ()
     found: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -248,7 +248,7 @@ class Evidence:
             sizes = parameters["values"][parameters["place"] == i]
             formats, errors = of["format"][order].tolist(), of["error"][i][order].tolist()
             of_place = low, high, tuple(formats), tuple(errors), tensor
-            places.append(Place(name, tuple(sizes.tolist()), *of_place))
+            places.append(SearchPlace(name, tuple(sizes.tolist()), *of_place))
         rows = [
             Trial(
                 tuple(trials["format"][i].tolist()),
@@ -273,7 +273,7 @@ BEFORE, UNSEEN = 2, 3  # trainings: float32 and uniform; these and the result, w
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchTarget:
     """The target of a search.
 
     jobs: one for each seed
@@ -343,7 +343,9 @@ class Asked:
         return dump_toml(self.jobs[0].plain() | {"search": search})
 
 
-def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: int) -> Asked:
+def asked_of(
+    arguments: argparse.Namespace, settings: Sequence[str], processes: int
+) -> SearchTarget:
     """Return the target. Raises ConfigError for one that cannot be searched."""
     of = arguments
     _check_options(of)
@@ -353,7 +355,7 @@ def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: 
         raise ConfigError(f"{of.file}: compare: has rows {names}: a search takes one")
     if not {"seed", "seeds"} & train.keys():
         raise ConfigError(f"{of.file}: train.seeds: is missing: a search needs to know them")
-    asked = Asked(jobs, of.budget, of.gradient_error, of.trials, of.test_seeds, of.over)
+    asked = SearchTarget(jobs, of.budget, of.gradient_error, of.trials, of.test_seeds, of.over)
     for key, (fits, allowed) in _needs(asked, jobs[0]).items():
         if not fits:
             raise ConfigError(f"{of.file}: {key}: a search takes {allowed}")
@@ -383,7 +385,7 @@ def _check_options(of: argparse.Namespace) -> None:
         )
 
 
-def _needs(asked: Asked, job: Job) -> dict[str, tuple[bool, str]]:
+def _needs(asked: SearchTarget, job: Job) -> dict[str, tuple[bool, str]]:
     """Return by key of a job whether it has a value that suits a search, and which do."""
     ruled = {key for rule in job.precision.rules for key in rule.said().keys() & PRODUCTS}
     constant = isinstance(job.controller, BySchedule) and job.train.loss_scaling == "static"
@@ -436,7 +438,7 @@ def search_report(path: Path) -> Report:
 class FoundFormat(NamedTuple):
     """The format of a place in the result, and its share of all bits in %."""
 
-    place: Place
+    place: SearchPlace
     name: str
     share: float
 

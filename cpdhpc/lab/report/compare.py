@@ -18,7 +18,7 @@ from . import units
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
 from .scaling import condition
-from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
+from .tables import Column, Listed, Report, ReportTable, Section, counted, tabulate, words
 
 Verdict = Literal["slower", "faster", "unknown", "alike"]
 COMPUTED = ("error", "wire_bytes", "payload_bytes", "accuracy", "loss")  # not sampled
@@ -77,14 +77,14 @@ class Comparison:
         return [*known, *(change for change in found if isnan(change.times.value))]
 
 
-Share = Annotated[float, Field(ge=0)]
+Tolerance = Annotated[float, Field(ge=0)]
 
 
 class CaseTolerance(ConfigSection):
     """[[case]]: the share by which the times of points may be longer; where: as of report."""
 
     where: Annotated[tuple[str, ...], Field(strict=False)]
-    tolerance: Share
+    tolerance: Tolerance
 
 
 class Reference(ConfigSection):
@@ -94,7 +94,7 @@ class Reference(ConfigSection):
     """
 
     study: str
-    tolerance: Share = 0.0
+    tolerance: Tolerance = 0.0
     case: Annotated[tuple[CaseTolerance, ...], Field(strict=False)] = ()
 
     def of(self, points: Sequence[Point]) -> list[float]:
@@ -270,7 +270,7 @@ def _names(comparison: Comparison) -> list[str]:
     return varying([change.before.factors for change in comparison.changes], ("nodes", "ppn"))
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: Comparison) -> ReportTable:
     names = _names(comparison)
     columns: list[Column[Change]] = [
         Column("point", lambda change: _name(comparison, change, names), numbers=False),
@@ -378,4 +378,6 @@ def _environments(comparison: Comparison) -> list[Section]:
     rows = environments(comparison)
     if not rows:
         return [Section("Environments", ["Nothing that the files say of them differs."])]
-    return [Section("Environments", tables=[Table("What differs", words("", "A", "B"), rows)])]
+    return [
+        Section("Environments", tables=[ReportTable("What differs", words("", "A", "B"), rows)])
+    ]

@@ -35,7 +35,7 @@ class Column(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows of cells below columns; page_only: too long for a terminal."""
 
     title: str
@@ -157,9 +157,9 @@ def tabulate(
     of: Iterable[T],
     caption: str = "",
     page_only: bool = False,
-) -> Table:
+) -> ReportTable:
     rows = [[column.cell(each) for column in columns] for each in of]
-    return Table(title, columns, rows, caption, page_only)
+    return ReportTable(title, columns, rows, caption, page_only)
 
 
 def words(*headings: str) -> list[Column[str]]:
@@ -172,7 +172,7 @@ class Section:
 
     title: str
     notes: Sequence[str] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[ReportTable] = ()
     charts: Sequence[Chart] = ()
     found: str = ""
 
@@ -202,7 +202,7 @@ class Report:
     sections: Sequence[Section]
     listed: Sequence[Listed] = ()
     rules: Sequence[str] = ()
-    provenance: Sequence[Table] = ()
+    provenance: Sequence[ReportTable] = ()
     texts: Sequence[tuple[str, str]] = ()
 
     @property
@@ -210,7 +210,7 @@ class Report:
         return [chart for section in self.sections for chart in section.charts]
 
     @property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[ReportTable]:
         return [table for section in self.sections for table in section.tables]
 
     @property

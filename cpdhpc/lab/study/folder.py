@@ -224,7 +224,7 @@ EMPTY_LOG = "is empty: its disk is full, or nothing was printed"
 
 
 @dataclass(frozen=True)
-class Job:
+class SubmittedJob:
     """A job that was submitted.
 
     number: that the scheduler gave it; name: in the scheduler's lists, and in names of logs
@@ -249,10 +249,10 @@ class _Record:
     """The record of jobs; schema 1 had no digest."""
 
     schema: Literal[1, 2]
-    jobs: list[Job]
+    jobs: list[SubmittedJob]
 
 
-def recorded(folder: Folder) -> list[Job]:
+def recorded(folder: Folder) -> list[SubmittedJob]:
     """Return the jobs of a study, the oldest first.
 
     Raises FolderError if the record cannot be read.
@@ -270,7 +270,7 @@ def recorded(folder: Folder) -> list[Job]:
         ) from None
 
 
-def record(folder: Folder, job: Job) -> None:
+def record(folder: Folder, job: SubmittedJob) -> None:
     """Add a job to the record. Raises FolderError if it cannot be written."""
     path = folder.path / RECORD
     jobs = _Record(2, [*recorded(folder), job])

@@ -108,7 +108,7 @@ class TrainedJob(Section):
         return self
 
 
-class Run(Section):
+class JobBundles(Section):
     """[run]: how cases become jobs.
 
     bundle: "case": one job for each case; "shape": one job for cases of one shape, up to
@@ -159,7 +159,7 @@ class Study(Section):
     weak: Raw = Field(default_factory=dict)
     base: Raw = Field(default_factory=dict)
     measure: Measure = Measure()
-    run: Run = Run()
+    run: JobBundles = JobBundles()
     train: TrainedJob | None = None
     job: Raw = Field(default_factory=dict)
 

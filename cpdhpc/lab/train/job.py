@@ -62,7 +62,7 @@ from .update import ByAllreduce, DiLoCo, LocalSgd, UpdateRule
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Train(Section):
+class TrainSettings(Section):
     """[train]: the run itself.
 
     epochs: passes over all training samples; learning_rate: rate before the schedule's factor
@@ -121,7 +121,7 @@ class Train(Section):
         return range(every, self.epochs + 1, every)
 
     @model_validator(mode="after")
-    def _weights_are_kept(self) -> Train:
+    def _weights_are_kept(self) -> TrainSettings:
         if self.keep_every > self.epochs:
             raise ValueError(f"keep_every={self.keep_every}: should be up to epochs={self.epochs}")
         return self
@@ -135,7 +135,7 @@ class Train(Section):
         return seeds
 
     @model_validator(mode="after")
-    def _what_is_needed_is_given(self) -> Train:
+    def _what_is_needed_is_given(self) -> TrainSettings:
         if self.gpu_direct == "required" and self.device != "gpu":
             raise ValueError("gpu_direct='required' needs device='gpu'")
         if self.overlap and self.virtual_ranks > 1:
@@ -221,7 +221,7 @@ class Job(Section):
     precision: Policy = Policy()
     adversarial: Adversarial = Adversarial()
     stages: Stages = Stages()
-    train: Train = Train()
+    train: TrainSettings = TrainSettings()
     record: Recording = Recording()
 
     @model_validator(mode="before")

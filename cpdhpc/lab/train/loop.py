@@ -14,25 +14,21 @@ from numpy import inf, nan, nan_to_num
 
 from ...collectives.checks import NonFiniteGradient
 from ...compress.base import Mean
-from ...config import UserError
 from ...randomness import random_key
 from ...torch.precision.conversion import BY_TORCH
 from ...torch.precision.recorder import Recorder
 from ..signals import Caught, Interrupted
 from . import checkpoint, gradients
 from .adversary import Attacked
+from .losses import Diverged
 from .progress import Display
 from .record import FGSM
 from .samples import Array, Prefetched, epoch_order, shard
-from .step import Step, evaluate, evaluate_each, exchange, of_samples, roots, squared_norms
+from .step import StepResult, evaluate, evaluate_each, exchange, of_samples, roots, squared_norms
 from .training import Training
 from .update import NOTHING, OwnModels, OwnModelsRule
 
 SAMPLES = 3  # stream of random numbers: for random changes of samples
-
-
-class Diverged(UserError):
-    """A gradient or the loss is no longer finite."""
 
 
 def run(training: Training, caught: Caught, display: Display) -> None:
@@ -293,7 +289,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     return told.signal
 
 
-def _stepped(training: Training, batch: Array, scale: float) -> tuple[Step, Array | None]:
+def _stepped(training: Training, batch: Array, scale: float) -> tuple[StepResult, Array | None]:
     """Train on a batch; return also the norms of gradients, if the controller needs them."""
     job, by = training.job, None
     measured = job.controller.measures_norms

@@ -350,7 +350,7 @@ class RowLstm(Model):
 
         channels, _, width = image_shape("RowLstm", sample_shape, 1)
         return nn.Sequential(
-            blocks.Rows(),
+            blocks.ImageRows(),
             nn.Linear(channels * width, self.hidden),
             blocks.Recurrent(self.hidden, self.hidden, batch_first=True),
             blocks.Last(),

@@ -84,7 +84,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamedData:
     """Samples that are not in arrays.
 
     image_shape: of an input; classes: 0 if they are unknown
@@ -125,7 +125,7 @@ def shard(batch: Array, ranks: int, rank: int) -> Array:
     return batch[start:stop]
 
 
-class Scaling:
+class InputScaling:
     """Bytes become 0..1; then inputs are normalised by channel, if mean and deviation are set.
 
     mean, deviation: float32[channels], or empty
@@ -150,9 +150,11 @@ class Scaling:
 class InMemory:
     """Inputs and targets as tensors whose first axis is the sample; scaling: of inputs."""
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, scaling: Scaling | None = None) -> None:
+    def __init__(
+        self, x: torch.Tensor, y: torch.Tensor, scaling: InputScaling | None = None
+    ) -> None:
         none = np.empty(0, np.float32)
-        self.x, self.y, self.scaling = x, y, scaling or Scaling(none, none)
+        self.x, self.y, self.scaling = x, y, scaling or InputScaling(none, none)
 
     def __len__(self) -> int:
         return len(self.y)
@@ -183,7 +185,7 @@ class Sequences:
         return pieces[:, :-1], pieces[:, 1:]
 
 
-class Rows:
+class TableRows:
     """Rows of two tables of an HDF5 file, which each process opens and reads on its own.
 
     tables: of inputs and targets
@@ -194,7 +196,7 @@ class Rows:
         self, tables: Tables, mean: Array, deviation: Array, channels_last: bool = False
     ) -> None:
         self.tables, self.channels_last = tables, channels_last
-        self.scaling = Scaling(mean, deviation)
+        self.scaling = InputScaling(mean, deviation)
         (x, y), (self.x, self.y) = tables.rooms, tables.names
         kinds = np.dtype(x.dtype), np.dtype(y.dtype)
         if kinds[0] != np.uint8 and kinds[0].kind != "f":

@@ -35,16 +35,16 @@ from .adversary import Adversary, add_statistics
 from .checkpoint import Files
 from .data import Augment
 from .imports import ImportedModel
-from .job import Job, Train
+from .job import Job, TrainSettings
 from .losses import LossFunction, shown
 from .record import Record
 from .samples import (
     Dataset,
     InMemory,
+    InputScaling,
     Prefetched,
     Samples,
-    Scaling,
-    Source,
+    StreamedData,
     Workers,
     device_of,
     taken,
@@ -60,7 +60,7 @@ def own_device(
 ) -> torch.device:
     """Return this process's device, now the current one of torch and CuPy. Collective.
 
-    kind: cpu or gpu; the others: see train.job.Train
+    kind: cpu or gpu; the others: see train.job.TrainSettings
     Raises UserError on all processes if one has no GPU, or torch or CuPy cannot use it,
     if several share one without permission, and if MPI must take GPU memory but does not.
     """
@@ -91,7 +91,7 @@ def own_threads(world: Ranks, wanted: int) -> int:
     return threads
 
 
-def cast_forward(model: torch.nn.Module, train: Train, device: torch.device) -> None:
+def cast_forward(model: torch.nn.Module, train: TrainSettings, device: torch.device) -> None:
     """Let a model's forward use torch.autocast, but return float32, if configured."""
     if train.autocast == "none":
         return
@@ -106,18 +106,20 @@ def cast_forward(model: torch.nn.Module, train: Train, device: torch.device) -> 
     model.forward = cast
 
 
-def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
+def samples_of(
+    data: Dataset | StreamedData, grid: ImageGrid | None = None
+) -> tuple[Samples, Samples]:
     """Return the samples of training and test; of split images this rank's parts."""
-    if isinstance(data, Source):
+    if isinstance(data, StreamedData):
         return data.train, data.test
     images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
     train_x, test_x = images if grid is None else map(grid.cut, images)
     labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
-    scaling = Scaling(data.mean, data.deviation)
+    scaling = InputScaling(data.mean, data.deviation)
     return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
 
 
-def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+def build_model(job: Job, data: Dataset | StreamedData) -> torch.nn.Module:
     """Return a job's network, initialised by its seed. Raises ConfigError, or its ValueError."""
     if not data.classes and not isinstance(job.model, ImportedModel):
         raise ConfigError(
@@ -210,7 +212,7 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
     return world.agreed(told)
 
 
-def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Training:
+def prepare(job: Job, world: Ranks, data: Dataset | StreamedData, files: Files) -> Training:
     """Return a run that is ready to begin. Collective.
 
     Raises UserError on all processes if the job does not suit the data.
@@ -237,7 +239,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
 def _given(
     job: Job,
     world: Ranks,
-    data: Dataset | Source,
+    data: Dataset | StreamedData,
     files: Files,
     model: torch.nn.Module,
     grid: ImageGrid | None,
@@ -258,7 +260,7 @@ def _given(
         return samples_at_once(model, train, bool(job.adversarial.epsilon))
 
     at_once = agreed(world, counted) if grid is None else counted()  # the latter has messages
-    directory = data.directory if isinstance(data, Source) else None
+    directory = data.directory if isinstance(data, StreamedData) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
     workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
@@ -358,11 +360,11 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
 
 
 def _split(
-    job: Job, world: Ranks, data: Dataset | Source, model: torch.nn.Module
+    job: Job, world: Ranks, data: Dataset | StreamedData, model: torch.nn.Module
 ) -> tuple[ImageGrid, torch.nn.Module]:
     """Return the split of images, and the network for their parts. Collective."""
     try:
-        if isinstance(data, Source):
+        if isinstance(data, StreamedData):
             raise ValueError("only data in memory is split")
         if job.augment != Augment():
             raise ValueError("augmented images are not split")

@@ -23,7 +23,7 @@ from .job import Job
 from .losses import LossFunction
 from .record import Layers, Record, observe
 from .samples import Samples, Workers
-from .step import Step, step
+from .step import StepResult, step
 from .update import AnyUpdate, Update
 
 
@@ -97,7 +97,7 @@ class Training:
             np.zeros(self.world.virtual_ranks, np.int64) + self.update.sent_bytes,
         )
 
-    def train_on(self, batch: Array, seed: int) -> Step:
+    def train_on(self, batch: Array, seed: int) -> StepResult:
         """Train on a global batch of update.batch. Collective. See step.step."""
         assert isinstance(self.update, Update), "others have a Training of their own"
         how = self.loss, self.sharing, seed, self.scaler, self.adversary
@@ -187,7 +187,9 @@ class Training:
         """
         path = self.files.weights(epoch)
         rate = self.optimizer.param_groups[0]["lr"]  # of the last step
-        kept = checkpoint.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        kept = checkpoint.KeptWeights(
+            epoch, self.iteration, rate, self.data_digest, self.job.toml()
+        )
         with self.update.evaluated():
             self.world.on_first(lambda: checkpoint.save_weights(path, self.model, kept), "weights")
 

@@ -147,7 +147,7 @@ def values(n: int, seed: int) -> Array:
     return x
 
 
-class Recorded(list[tuple[Any, ...]]):
+class NamedResults(list[tuple[Any, ...]]):
     """Results by name: arrays as bytes, and numbers; here: see Here."""
 
     def __init__(self, here: Here) -> None:
@@ -177,10 +177,10 @@ class Passes:
         self.out, self.total = (self.there(np.ones(self.n, np.float32)) for _ in range(2))
         self.ends = np.unique(np.append(np.arange(1, self.n, 300), [self.n])).astype(np.int64)
         self.each = np.abs(values(self.ends.size, 5)) + np.float32(0.5)
-        self.found = Recorded(self.here)
+        self.found = NamedResults(self.here)
 
 
-def of_passes(ops: Any, n: int, there: There, here: Here) -> Recorded:
+def of_passes(ops: Any, n: int, there: There, here: Here) -> NamedResults:
     """Return the results of passes over gradients by name: arrays as bytes, and numbers."""
     of = Passes(ops, n, there, here)
     for take in (_accumulated, _in_bins, _of_runs, _of_signs, _of_codes, _of_places):
@@ -295,9 +295,9 @@ def _of_places(of: Passes) -> None:
     add("put", out)
 
 
-def of_selection(ops: Any, x: Array, there: There, here: Here) -> Recorded:
+def of_selection(ops: Any, x: Array, there: There, here: Here) -> NamedResults:
     """Return the results for the largest of float32[n], for indices, and for streams of bits."""
-    n, found = x.size, Recorded(here)
+    n, found = x.size, NamedResults(here)
 
     given = there(x)
     for k in sorted({0, 1, n // 100, n // 3, n}):

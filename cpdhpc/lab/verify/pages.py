@@ -9,10 +9,10 @@ import numpy as np
 
 from ..report import units
 from ..report.figures import BOUND, Axis, Chart, Map, Panel, Series, styles
-from ..report.tables import Column, Listed, Report, Section, Table, tabulate, words
+from ..report.tables import Column, Listed, Report, ReportTable, Section, tabulate, words
 from ..study_data import grouped
 from .base import Array, Ratio
-from .results import NOT_RUN, Results, Row, read
+from .results import NOT_RUN, CheckRow, Results, read
 
 SHOWN_ATTRIBUTES = ("date", "hosts", "processor", "cpu_clone", "mpi_library", "versions",
                     "kernel_threads", "git_commit", "slurm_job_id")  # fmt: skip
@@ -28,7 +28,7 @@ def verify_report(results: Results) -> Report:
                for r in slow]  # fmt: skip
     attributes = [[name.replace("_", " "), str(results.attributes.get(name, ""))]
                   for name in SHOWN_ATTRIBUTES]  # fmt: skip
-    facts = Table("What is there", words("", ""), [[*each] for each in results.facts.items()])
+    facts = ReportTable("What is there", words("", ""), [[*each] for each in results.facts.items()])
     return Report(
         results.title,
         [("verdict", results.verdict), ("where", str(results.attributes.get("hosts", "")))],
@@ -44,7 +44,7 @@ def verify_report(results: Results) -> Report:
             "A time is that of the slowest rank from a barrier; ratios are of medians over calls "
             "that took turns in this run.",
         ],
-        provenance=[Table("File", words("", ""), attributes, page_only=True)],
+        provenance=[ReportTable("File", words("", ""), attributes, page_only=True)],
     )
 
 
@@ -58,19 +58,19 @@ SPEED = (
 )
 
 
-def _outcome(row: Row) -> str:
+def _outcome(row: CheckRow) -> str:
     """Return the subject of a check, or its first errors: the page lists all of them."""
     more = [f"{len(row.said) - 2} more lines"] if len(row.said) > 2 else []
     return "; ".join([*row.said[:2], *more]) or row.what
 
 
-def _checks(rows: Sequence[Row]) -> Table:
+def _checks(rows: Sequence[CheckRow]) -> ReportTable:
     columns = [
-        Column[Row]("check", lambda r: r.name, numbers=False),
-        Column[Row]("result", lambda r: r.status, numbers=False),
-        Column[Row]("comparisons", lambda r: f"{r.counted:,}" if r.counted else units.NONE),
-        Column[Row]("time", lambda r: units.time(r.time_s)),
-        Column[Row]("what, or what is wrong", _outcome, numbers=False),
+        Column[CheckRow]("check", lambda r: r.name, numbers=False),
+        Column[CheckRow]("result", lambda r: r.status, numbers=False),
+        Column[CheckRow]("comparisons", lambda r: f"{r.counted:,}" if r.counted else units.NONE),
+        Column[CheckRow]("time", lambda r: units.time(r.time_s)),
+        Column[CheckRow]("what, or what is wrong", _outcome, numbers=False),
     ]
     return tabulate("Checks", columns, rows)
 
@@ -90,7 +90,7 @@ def _expected(ratio: Ratio) -> str:
     return f"{ratio.low:g} to {ratio.high:g}"
 
 
-def _ratios(ratios: Sequence[Ratio]) -> Table:
+def _ratios(ratios: Sequence[Ratio]) -> ReportTable:
     def rate(ratio: Ratio) -> str:
         return units.digits(ratio.size_bytes / float(np.median(ratio.times_s)) / 1e9)
 
@@ -243,8 +243,10 @@ def compare_report(several: Sequence[Results], names: Sequence[str]) -> Report:
         f"Verification of {' and '.join(names)}",
         [],
         [
-            Section("Checks", tables=[Table("Checks", side, [*verdicts, *checks])]),
-            Section("Speed", [SPEED], [Table("Speeds", columns, speeds)], _speeds(several, names)),
-            Section("What is there", tables=[Table("What is there", side, there)]),
+            Section("Checks", tables=[ReportTable("Checks", side, [*verdicts, *checks])]),
+            Section(
+                "Speed", [SPEED], [ReportTable("Speeds", columns, speeds)], _speeds(several, names)
+            ),
+            Section("What is there", tables=[ReportTable("What is there", side, there)]),
         ],
     )

@@ -13,15 +13,24 @@ from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
 from . import exact, speed, there
-from .base import DEVICES, GPU_LIMIT_S, LIMIT_S, QUICK_LIMIT_S, Check, Checks, Found, Place
-from .results import NOT_RUN, RIGHT, Results, Row, joined, read_writer
+from .base import (
+    DEVICES,
+    GPU_LIMIT_S,
+    LIMIT_S,
+    QUICK_LIMIT_S,
+    Check,
+    CheckPlace,
+    CheckResult,
+    Checks,
+)
+from .results import NOT_RUN, RIGHT, CheckRow, Results, joined, read_writer
 from .watch import GRACE_S, Guard, Watch
 
 # Speeds come before exactness, whose many casts of a GPU are not all compiled apart.
 CHECKS: Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
 
 
-class Asked(NamedTuple):
+class VerifyOptions(NamedTuple):
     """The user's options; device: "cpu", or "gpu" for the CPU and the GPU.
 
     limit_s: for each check in place of its own, or None; grace_s: see watch.GRACE_S
@@ -46,7 +55,7 @@ def planned(checks: Checks, device: str) -> Iterator[tuple[str, Check, str]]:
 
 def verify(
     world: World,
-    asked: Asked,
+    asked: VerifyOptions,
     say: Callable[[str], None],
     finish: Callable[[Results], None],
     checks: Checks = CHECKS,
@@ -107,20 +116,20 @@ def _title(world: Ranks) -> str:
 def _carry_out(
     watch: Watch,
     plan: list[tuple[str, Check, str]],
-    asked: Asked,
+    asked: VerifyOptions,
     results: Results,
     say: Callable[[str], None],
 ) -> None:
-    place = Place(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
+    place = CheckPlace(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
     trouble = ""  # of the GPU, which is not used after it
     for name, check, device in plan:
         if watch.first:
             results.write(asked.out, f"no message came any more in {name}")
         limit_s = (QUICK_LIMIT_S if asked.quick else LIMIT_S) + GPU_LIMIT_S * (device == "gpu")
         limit_s = asked.limit_s or limit_s
-        run: Callable[[], Found] = partial(check.run, place)
+        run: Callable[[], CheckResult] = partial(check.run, place)
         if device == "gpu" and trouble:
-            run = partial(Found, not_run=trouble)
+            run = partial(CheckResult, not_run=trouble)
         place.device = device
         place.world.timeout_s = limit_s
         if device == "gpu" and not trouble:
@@ -133,7 +142,7 @@ def _carry_out(
         founds = [each.found for each in outcomes.values() if each.found is not None]
         time_s = max(each.time_s for each in outcomes.values())
         counted = sum(found.counted for found in founds)
-        row = Row(name, check.section, check.what, device, status, counted, time_s, said)
+        row = CheckRow(name, check.section, check.what, device, status, counted, time_s, said)
         results.add(row, founds[0] if founds else None)
         if watch.first:
             say(_line(row))
@@ -149,7 +158,7 @@ def _carry_out(
             place.world = world
 
 
-def _line(row: Row) -> str:
+def _line(row: CheckRow) -> str:
     shown = f"  {row.status:>7}  {row.name}"
     if row.status == NOT_RUN:
         return f"{shown}: {'; '.join(row.said)}"
