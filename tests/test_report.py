@@ -18,7 +18,7 @@ from cpdhpc.lab.cli import main
 from cpdhpc.lab.commands.report import Outputs, _print_table, load, report, report_tasks
 from cpdhpc.lab.report.figures import BOUND, draw
 from cpdhpc.lab.report.fits import Score, Trained, pareto, score_charts
-from cpdhpc.lab.report.tables import Column, ReportTable, numbers
+from cpdhpc.lab.report.tables import Column, Table, numbers
 from cpdhpc.lab.report.trainings import (
     RunGroup,
     Task,
@@ -172,7 +172,7 @@ def test_a_narrow_terminal_cuts_no_word() -> None:
     rows = [("ring", f"{n}.00", f"{n} ranks, 17.9 µs") for n in (1, 2)]
     for width in (10, 27, 40, 80):
         console = Console(width=width, file=StringIO())
-        _print_table(console, ReportTable("Scaling", headings, rows).rich())
+        _print_table(console, Table("Scaling", headings, rows).rich())
         shown = console.file.getvalue()
         assert all(word in shown for word in ("algorithm", "speed-up", "ranks,", "17.9")), shown
 

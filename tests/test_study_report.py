@@ -20,7 +20,7 @@ from cpdhpc.lab.kinds.train import TRAIN
 from cpdhpc.lab.report.compare import compare
 from cpdhpc.lab.report.figures import draw
 from cpdhpc.lab.report.scaling import Choice
-from cpdhpc.lab.report.tables import Report, ReportTable
+from cpdhpc.lab.report.tables import Report, Table
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.collect import collect
 from cpdhpc.lab.study.folder import Folder
@@ -52,7 +52,7 @@ def of(path: Path) -> Report:
     return study_report(load_study_file(path))
 
 
-def table(path: Path, title: str) -> ReportTable:
+def table(path: Path, title: str) -> Table:
     (found,) = [t for s in of(path).sections for t in s.tables if t.title == title]
     return found
 

@@ -14,7 +14,7 @@ import numpy as np
 from training import environment
 
 from cpdhpc.config import dump_toml, merge
-from cpdhpc.lab.report.tables import ReportTable
+from cpdhpc.lab.report.tables import Table
 from cpdhpc.lab.study.cases import expand, load_study
 from cpdhpc.lab.study.folder import Folder
 from cpdhpc.lab.study.spec import Study
@@ -63,7 +63,7 @@ def fill(folder: Folder, study: Study, cases: list[Case] | None = None) -> list[
     return cases
 
 
-def no_numbers(tables: Iterable[ReportTable]) -> dict[str, list[str]]:
+def no_numbers(tables: Iterable[Table]) -> dict[str, list[str]]:
     """Columns of numbers of which some programs would read text in CSV, and what they would."""
     found: dict[str, list[str]] = {}
     for table in tables:

@@ -10,11 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...config import ConfigError, Raw, UserError, among
-from ...formats import (
-    SHARED,
-    sum_bits,
-    wire_format,
-)
+from ...formats import SHARED, sum_bits, wire_format
 from ...methods import (
     ACCUMULATES,
     ALGORITHMS,
@@ -31,7 +27,7 @@ from ..report import units
 from ..report.figures import BOUND, LIBRARIES, Axis, Chart, Series, panels_with, spread, thinned
 from ..report.points import (
     Estimate,
-    FigureLayout,
+    Facets,
     Line,
     Panels,
     SeedGroup,
@@ -44,7 +40,7 @@ from ..report.points import (
     timing,
     varying,
 )
-from ..report.tables import Column, ReportTable, Section, tabulate
+from ..report.tables import Column, Section, Table, tabulate
 from ..study_data import DEVICE, SEATS, Case, Factor, Factors, Value, device_used, float32_size
 from ..study_data.study_file import Point, StudyFile
 from .base import Call, Kind, MeasuredStudy
@@ -342,7 +338,7 @@ BOUNDED = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return time and bus bandwidth by size of each collective, beside MPI's and the bound."""
     every = layout.every or groups
     names = list(dict.fromkeys(map(_collective, groups)))
@@ -358,7 +354,7 @@ def _section(
     title: str,
     groups: Sequence[SeedGroup],
     every: Sequence[SeedGroup],
-    layout: FigureLayout,
+    layout: Facets,
 ) -> Section:
     shapes: dict[tuple[int, ...], list[SeedGroup]] = {}
     for group in groups:
@@ -385,7 +381,7 @@ def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
 
 def _table(
     file: StudyFile, title: str, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]
-) -> ReportTable:
+) -> Table:
     """Return the table of groups; every: of the study, with those of mpi and memcpy."""
     base, copies = (
         {_place(g): g for g in every if g.factors["algorithm"] == name} for name in ("mpi", MEMCPY)
@@ -418,7 +414,7 @@ def _table(
 Shown = Callable[["SeedGroup", "Estimate"], "Estimate"]  # of a group and a time of it
 
 
-def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Chart]:
+def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Chart]:
     """Return the figures of one shape, none for a single size."""
     if len({_size(group) for group in groups}) < 2:
         return []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import Raw, UserError, among, validate
 from ..report import units
-from ..report.points import Estimate, FigureLayout, SeedGroup, of_factors, quotient, timing
+from ..report.points import Estimate, Facets, SeedGroup, of_factors, quotient, timing
 from ..report.scaling import Quantity, charts, doublings, from_zero, panels_over
 from ..report.tables import Column, Section, tabulate
 from ..study_data import DEVICE, Case, Factor, Factors, Value, at_least, device_used, positive
@@ -139,7 +139,7 @@ CAPTION = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return rate of arithmetic, share of exchanges and bytes."""
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),

@@ -12,16 +12,8 @@ from ...formats import Cast, parse_format
 from ...methods import CODEC_OPERATIONS, MEMCPY, SPARSE_OPERATIONS
 from ..report import units
 from ..report.figures import IDEAL, Axis, Chart, Panel, Series, Style, styles
-from ..report.points import (
-    Estimate,
-    FigureLayout,
-    SeedGroup,
-    label,
-    of_factors,
-    times_as_fast,
-    timing,
-)
-from ..report.tables import Column, ReportTable, Section, tabulate
+from ..report.points import Estimate, Facets, SeedGroup, label, of_factors, times_as_fast, timing
+from ..report.tables import Column, Section, Table, tabulate
 from ..study_data import (
     ABSENT,
     DEVICE,
@@ -131,7 +123,7 @@ CAPTION = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return rates by format and operation, beside memcpy."""
     places: dict[str, list[SeedGroup]] = {}
     for group in groups:
@@ -189,7 +181,7 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
     return Panel(place, Axis("rate / (GB/s)", limits=(0, None)), Axis("", names=rows), series)
 
 
-def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> ReportTable:
+def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
     """Return the table of groups; every: of the study, with those of memcpy."""
     base = {_place(group): group for group in every if _is_base(group)}
     optional = ("density", "threads", "clone", "device")

@@ -8,7 +8,7 @@ from math import isfinite
 
 from ...config import ConfigError, Raw, parse_bytes
 from ..report.metrics import metric_sections
-from ..report.points import FigureLayout, SeedGroup
+from ..report.points import Facets, SeedGroup
 from ..report.tables import Section
 from ..study_data import ABSENT, Factor, Factors, Value
 from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL, StudyFile
@@ -85,7 +85,7 @@ def _used(given: Factors) -> dict[str, Value]:
     return {name: value for name, value in given.items() if value != ABSENT}
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     return metric_sections(file, groups, layout)
 
 

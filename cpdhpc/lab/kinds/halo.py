@@ -11,15 +11,7 @@ from ...config import ConfigError, Raw, UserError, among
 from ...formats import INTEGERS, wire_format
 from ...methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
 from ..report import units
-from ..report.points import (
-    FigureLayout,
-    SeedGroup,
-    of_factors,
-    quotient,
-    times_as_fast,
-    timing,
-    varying,
-)
+from ..report.points import Facets, SeedGroup, of_factors, quotient, times_as_fast, timing, varying
 from ..report.tables import Column, Section, tabulate
 from ..study_data import DEVICE, Case, Factor, Factors, Value, device_used, positive
 from ..study_data.study_file import StudyFile
@@ -136,7 +128,7 @@ CAPTION = (
 ERRORS = " Relative error: of all that ranks get, their own cells too, in the Euclidean norm."
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return rates of exchanges, beside the fastest of MPI's ways with datatypes."""
 
     def rate(group: SeedGroup) -> str:

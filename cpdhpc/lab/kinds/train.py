@@ -25,7 +25,7 @@ from ..report.fits import (
     learning_charts,
     score_charts,
 )
-from ..report.points import FigureLayout, SeedGroup, but_for_gradient, label, of_factors, timing
+from ..report.points import Facets, SeedGroup, but_for_gradient, label, of_factors, timing
 from ..report.tables import Column, Section, tabulate
 from ..report.trainings import LAYER_SHARES, bits_by_batch, layer_charts
 from ..study_data import (
@@ -303,7 +303,7 @@ CAPTION = (
 )
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout) -> list[Section]:
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
     measure = _measure(file, groups)
     trained = [_trained(file, group, layout, measure) for group in groups]
@@ -348,7 +348,7 @@ def _shown(measure: Score, found: Array) -> Array:
     return found if measure.label == "accuracy" else measure.factor * found
 
 
-def _trained(file: StudyFile, group: SeedGroup, layout: FigureLayout, measure: Score) -> Trained:
+def _trained(file: StudyFile, group: SeedGroup, layout: Facets, measure: Score) -> Trained:
     line = layout.line([group])
     bit_bytes = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes") / 32
     return Trained(
@@ -387,7 +387,7 @@ def _curves(file: StudyFile, group: SeedGroup, measure: Score) -> tuple[Array, A
 
 
 def _columns(
-    file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout, measure: Score
+    file: StudyFile, groups: Sequence[SeedGroup], layout: Facets, measure: Score
 ) -> list[Column[SeedGroup]]:
     def told(more: Score, group: SeedGroup) -> units.Cell:
         return more.told(more.factor * group.outcome(more.column))
@@ -456,9 +456,7 @@ def _underflow(file: StudyFile, group: SeedGroup) -> str:
     return units.fixed(float(np.mean(shares)), 2)
 
 
-def _observations(
-    file: StudyFile, group: SeedGroup, layout: FigureLayout, name: str
-) -> tuple[str, Map]:
+def _observations(file: StudyFile, group: SeedGroup, layout: Facets, name: str) -> tuple[str, Map]:
     at = file.telemetry["iteration"][group.points[0].index]
     values = _observed(file, group, name).T
     layers = [str(layer) for layer in file.telemetry["layer"]]

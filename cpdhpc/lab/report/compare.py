@@ -18,7 +18,7 @@ from . import units
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
 from .scaling import condition
-from .tables import Column, Listed, Report, ReportTable, Section, counted, tabulate, words
+from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 
 Verdict = Literal["slower", "faster", "unknown", "alike"]
 COMPUTED = ("error", "wire_bytes", "payload_bytes", "accuracy", "loss")  # not sampled
@@ -270,7 +270,7 @@ def _names(comparison: Comparison) -> list[str]:
     return varying([change.before.factors for change in comparison.changes], ("nodes", "ppn"))
 
 
-def _table(comparison: Comparison) -> ReportTable:
+def _table(comparison: Comparison) -> Table:
     names = _names(comparison)
     columns: list[Column[Change]] = [
         Column("point", lambda change: _name(comparison, change, names), numbers=False),
@@ -378,6 +378,4 @@ def _environments(comparison: Comparison) -> list[Section]:
     rows = environments(comparison)
     if not rows:
         return [Section("Environments", ["Nothing that the files say of them differs."])]
-    return [
-        Section("Environments", tables=[ReportTable("What differs", words("", "A", "B"), rows)])
-    ]
+    return [Section("Environments", tables=[Table("What differs", words("", "A", "B"), rows)])]

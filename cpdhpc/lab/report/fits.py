@@ -23,7 +23,7 @@ from .figures import BLACK, GREY, Axis, Chart, Panel, Series, Style, spread, sty
 from .points import (
     UNKNOWN,
     Estimate,
-    FigureLayout,
+    Facets,
     Line,
     SeedGroup,
     finite,
@@ -32,7 +32,7 @@ from .points import (
     of_factors,
     varying,
 )
-from .tables import Column, ReportTable, Section, tabulate
+from .tables import Column, Section, Table, tabulate
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def fit(file: StudyFile, line: Line) -> Fit | None:
     return None if isnan(share.value) else Fit(law, line, share)
 
 
-def law_table(file: StudyFile, layout: FigureLayout, fits: Sequence[Fit]) -> ReportTable:
+def law_table(file: StudyFile, layout: Facets, fits: Sequence[Fit]) -> Table:
     """Return the table of serial shares."""
 
     def interval(found: Fit) -> str:

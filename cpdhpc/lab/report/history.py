@@ -13,7 +13,7 @@ from ..study_data.study_file import Point, ReportError, StudyFile, load_study_fi
 from . import units
 from .figures import Axis, Chart, Panel, Series, spread, styles
 from .points import Estimate, label, median, ratio, varying
-from .tables import Column, Report, ReportTable, Section, slug, tabulate
+from .tables import Column, Report, Section, Table, slug, tabulate
 
 TIME = "time"
 CLUSTERS = [each.CLUSTER for each in SCHEDULERS.values() if each.CLUSTER]
@@ -185,9 +185,7 @@ def _by(metric: str, before: Point, after: Point, level: float) -> Estimate:
     return Estimate(by, by, by)
 
 
-def _table(
-    shown: Mapping[str, Sequence[HistoryPoint]], heads: Sequence[str], metric: str
-) -> ReportTable:
+def _table(shown: Mapping[str, Sequence[HistoryPoint]], heads: Sequence[str], metric: str) -> Table:
     def cell(at: int, row: tuple[str, Sequence[HistoryPoint]]) -> str:
         stages = row[1]
         value = stages[at].value.value

@@ -12,18 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import units
-from .figures import (
-    HEIGHT,
-    NO_VALUE,
-    Axis,
-    Chart,
-    Map,
-    Panel,
-    Series,
-    Values,
-    edges,
-    legend_of,
-)
+from .figures import HEIGHT, NO_VALUE, Axis, Chart, Map, Panel, Series, Values, edges, legend_of
 
 if TYPE_CHECKING:
     from bokeh.models import GlyphRenderer

@@ -10,16 +10,14 @@ from ..study_data import SHAPE
 from ..study_data.study_file import ReportError, StudyFile
 from . import units
 from .figures import Chart
-from .points import FigureLayout, SeedGroup, is_number, label, of_factors, varying
+from .points import Facets, SeedGroup, is_number, label, of_factors, varying
 from .scaling import Choice, chosen
-from .tables import Column, ReportTable, Section, tabulate
+from .tables import Column, Section, Table, tabulate
 
 BETTER = {"lower": "lower is better", "higher": "higher is better", "": "recorded only"}
 
 
-def metric_sections(
-    file: StudyFile, groups: Sequence[SeedGroup], layout: FigureLayout
-) -> list[Section]:
+def metric_sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
     """Return a section for each metric: its medians with intervals, and a figure of them."""
     found = []
     for name, row in file.metrics.items():
@@ -49,7 +47,7 @@ def _finding(groups: Sequence[SeedGroup], name: str, row: Mapping[str, Any]) -> 
 
 def _table(
     file: StudyFile, groups: Sequence[SeedGroup], name: str, row: Mapping[str, Any]
-) -> ReportTable:
+) -> Table:
     unit = "" if row["unit"] == "1" else f"\n{row['unit']}"
     factors = [group.factors for group in groups]
     names = varying(factors, set(SHAPE) - {"ranks"})

@@ -35,7 +35,7 @@ class Column(Generic[T]):
 
 
 @dataclass(frozen=True)
-class ReportTable:
+class Table:
     """Rows of cells below columns; page_only: too long for a terminal."""
 
     title: str
@@ -157,9 +157,9 @@ def tabulate(
     of: Iterable[T],
     caption: str = "",
     page_only: bool = False,
-) -> ReportTable:
+) -> Table:
     rows = [[column.cell(each) for column in columns] for each in of]
-    return ReportTable(title, columns, rows, caption, page_only)
+    return Table(title, columns, rows, caption, page_only)
 
 
 def words(*headings: str) -> list[Column[str]]:
@@ -172,7 +172,7 @@ class Section:
 
     title: str
     notes: Sequence[str] = ()
-    tables: Sequence[ReportTable] = ()
+    tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     found: str = ""
 
@@ -202,7 +202,7 @@ class Report:
     sections: Sequence[Section]
     listed: Sequence[Listed] = ()
     rules: Sequence[str] = ()
-    provenance: Sequence[ReportTable] = ()
+    provenance: Sequence[Table] = ()
     texts: Sequence[tuple[str, str]] = ()
 
     @property
@@ -210,7 +210,7 @@ class Report:
         return [chart for section in self.sections for chart in section.charts]
 
     @property
-    def tables(self) -> list[ReportTable]:
+    def tables(self) -> list[Table]:
         return [table for section in self.sections for table in section.tables]
 
     @property

@@ -33,7 +33,7 @@ from .fits import (
     score_charts,
 )
 from .points import SeedGroup, but_for_gradient, decided, label, varying
-from .tables import Column, Listed, Report, ReportTable, Section, capital, tabulate, words
+from .tables import Column, Listed, Report, Section, Table, capital, tabulate, words
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _measure(groups: Sequence[RunGroup]) -> Score:
     return first.measure
 
 
-def table(groups: Sequence[RunGroup]) -> ReportTable:
+def table(groups: Sequence[RunGroup]) -> Table:
     """Return the table with a row for each group. Raises ReportError for several metrics."""
     base, measure = baseline(groups), _measure(groups)
 
@@ -365,7 +365,7 @@ def overview(charts: Sequence[Chart]) -> Chart:
     return Chart("overview", TITLE, score.notes, "", panels, shared=False)
 
 
-def _files(runs: Sequence[TrainingRun]) -> ReportTable:
+def _files(runs: Sequence[TrainingRun]) -> Table:
     measure = runs[0].measure
 
     def score(run: TrainingRun) -> str:
@@ -380,13 +380,13 @@ def _files(runs: Sequence[TrainingRun]) -> ReportTable:
     return tabulate("Runs", columns, runs, page_only=True)
 
 
-def _first(run: TrainingRun) -> ReportTable:
+def _first(run: TrainingRun) -> Table:
     cells = [
         [key.replace("_", " "), str(value)]
         for key, value in run.attributes.items()
         if key not in NOT_SHOWN and value != ""
     ]
-    return ReportTable("Where the first run was made", words("", ""), cells, page_only=True)
+    return Table("Where the first run was made", words("", ""), cells, page_only=True)
 
 
 TASKS_TITLE = "Accuracy against bytes"

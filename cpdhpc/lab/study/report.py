@@ -20,7 +20,7 @@ from ...methods import MEMCPY
 from ..kinds import kind_of
 from ..report import units
 from ..report.points import (
-    FigureLayout,
+    Facets,
     SeedGroup,
     constant,
     heading,
@@ -37,8 +37,8 @@ from ..report.tables import (
     Column,
     Listed,
     Report,
-    ReportTable,
     Section,
+    Table,
     capital,
     counted,
     tabulate,
@@ -118,17 +118,17 @@ def _repeats(file: StudyFile, asked: Mapping[str, Any]) -> list[str]:
     return [*blocks, of_runs] if runs else [of_calls, *blocks]
 
 
-def provenance(file: StudyFile) -> list[ReportTable]:
+def provenance(file: StudyFile) -> list[Table]:
     """Return the tables of the file and of the environments."""
     known = {key: value for key, value in file.attributes.items() if key not in NOT_SHOWN}
     rows = [
         ["path", str(file.path)],
         *([key.replace("_", " "), str(v)] for key, v in known.items()),
     ]
-    return [ReportTable("File", words("", ""), rows, page_only=True), *_environments(file)]
+    return [Table("File", words("", ""), rows, page_only=True), *_environments(file)]
 
 
-def _environments(file: StudyFile) -> list[ReportTable]:
+def _environments(file: StudyFile) -> list[Table]:
     if not file.environments:
         return []
     counts = Counter(int(point.outcomes.get("environment", 0)) for point in file.points)
@@ -139,7 +139,7 @@ def _environments(file: StudyFile) -> list[ReportTable]:
         values = [_plain(each.get(key, "")) for each in file.environments]
         if any(values):
             rows.append([key.replace("_", " "), *values])
-    return [ReportTable("Environment", columns, rows, page_only=True)]
+    return [Table("Environment", columns, rows, page_only=True)]
 
 
 def _plain(value: str) -> str:
@@ -249,7 +249,7 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     file = kind.in_common(file)
     every = seed_groups(file)
     found = choice.select(every)
-    layout = replace(FigureLayout.of(file, found, kind.panels), every=every)
+    layout = replace(Facets.of(file, found, kind.panels), every=every)
     points = tuple(point for group in found for point in group.points)
     part = replace(file, points=tuple(sorted(points, key=lambda point: point.index)))
     sections = [*scaling(file, found, layout), *kind.sections(file, found, layout)]
@@ -426,7 +426,7 @@ def _range(numbers: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def _spread(file: StudyFile, found: Sequence[SeedGroup]) -> ReportTable:
+def _spread(file: StudyFile, found: Sequence[SeedGroup]) -> Table:
     columns: list[Column[SeedGroup]] = [
         *of_factors(varying([group.factors for group in found], ()), found, missing=""),
         Column("repeats", lambda g: str(len(g.samples_s))),

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..report import units
 from ..report.figures import BOUND, Axis, Chart, Map, Panel, Series, styles
-from ..report.tables import Column, Listed, Report, ReportTable, Section, tabulate, words
+from ..report.tables import Column, Listed, Report, Section, Table, tabulate, words
 from ..study_data import grouped
 from .base import Array, Ratio
 from .results import NOT_RUN, CheckRow, Results, read
@@ -28,7 +28,7 @@ def verify_report(results: Results) -> Report:
                for r in slow]  # fmt: skip
     attributes = [[name.replace("_", " "), str(results.attributes.get(name, ""))]
                   for name in SHOWN_ATTRIBUTES]  # fmt: skip
-    facts = ReportTable("What is there", words("", ""), [[*each] for each in results.facts.items()])
+    facts = Table("What is there", words("", ""), [[*each] for each in results.facts.items()])
     return Report(
         results.title,
         [("verdict", results.verdict), ("where", str(results.attributes.get("hosts", "")))],
@@ -44,7 +44,7 @@ def verify_report(results: Results) -> Report:
             "A time is that of the slowest rank from a barrier; ratios are of medians over calls "
             "that took turns in this run.",
         ],
-        provenance=[ReportTable("File", words("", ""), attributes, page_only=True)],
+        provenance=[Table("File", words("", ""), attributes, page_only=True)],
     )
 
 
@@ -64,7 +64,7 @@ def _outcome(row: CheckRow) -> str:
     return "; ".join([*row.said[:2], *more]) or row.what
 
 
-def _checks(rows: Sequence[CheckRow]) -> ReportTable:
+def _checks(rows: Sequence[CheckRow]) -> Table:
     columns = [
         Column[CheckRow]("check", lambda r: r.name, numbers=False),
         Column[CheckRow]("result", lambda r: r.status, numbers=False),
@@ -90,7 +90,7 @@ def _expected(ratio: Ratio) -> str:
     return f"{ratio.low:g} to {ratio.high:g}"
 
 
-def _ratios(ratios: Sequence[Ratio]) -> ReportTable:
+def _ratios(ratios: Sequence[Ratio]) -> Table:
     def rate(ratio: Ratio) -> str:
         return units.digits(ratio.size_bytes / float(np.median(ratio.times_s)) / 1e9)
 
@@ -243,10 +243,8 @@ def compare_report(several: Sequence[Results], names: Sequence[str]) -> Report:
         f"Verification of {' and '.join(names)}",
         [],
         [
-            Section("Checks", tables=[ReportTable("Checks", side, [*verdicts, *checks])]),
-            Section(
-                "Speed", [SPEED], [ReportTable("Speeds", columns, speeds)], _speeds(several, names)
-            ),
-            Section("What is there", tables=[ReportTable("What is there", side, there)]),
+            Section("Checks", tables=[Table("Checks", side, [*verdicts, *checks])]),
+            Section("Speed", [SPEED], [Table("Speeds", columns, speeds)], _speeds(several, names)),
+            Section("What is there", tables=[Table("What is there", side, there)]),
         ],
     )
