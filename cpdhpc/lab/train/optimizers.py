@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ...config import Above0, NotNegative, Section, Share
+from ...lazy import Late
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = Late("torch")
 
 
 class Optimizer(Section):
@@ -143,8 +146,6 @@ def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
     A layer that no rank has used yet has none. The first step does not change: 0 is added.
     """
-    import torch
-
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
@@ -178,8 +179,6 @@ class Sgd(ByMomentum):
         return {"momentum": share} | without
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        import torch
-
         given = groups(parameters, self.exclude, self.weight_decay)
         fused = has_fused(given)
         made = torch.optim.SGD(given, rate, self.momentum, nesterov=self.nesterov, fused=fused)
@@ -200,8 +199,6 @@ class Adam(BySecondMoment):
     exclude: Exclude = "none"
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        import torch
-
         given = groups(parameters, self.exclude, self.weight_decay)
         built: torch.optim.Optimizer = getattr(torch.optim, type(self).__name__)(
             given, lr=rate, betas=self.betas, eps=self.eps, fused=has_fused(given)
@@ -297,8 +294,6 @@ class NovoGradOptions(LayerWiseOptions, ByMoments):
 
     def factors(self, state: Mapping[str, Any]) -> float:
         """Return 1 / (norm + eps). See Optimizer.factors."""
-        import torch
-
         from ...ops.tensors import values_of
 
         return 1 / (float(values_of(torch.as_tensor(state["norm"]))) + self.eps)

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...config import ConfigError, Positive, Section, UserError, Whole, told
+from ...lazy import Late
 from ...partition import split
 from ...randomness import random_key
 from ...store import Tables
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import torch
-
+else:
+    torch = Late("torch")
 
 Array = npt.NDArray[Any]
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -132,14 +134,10 @@ class InputScaling:
     """
 
     def __init__(self, mean: Array, deviation: Array) -> None:
-        import torch
-
         self.mean, self.deviation = (torch.from_numpy(each) for each in (mean, deviation))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x[b, ...] scaled; its channels are axis 1."""
-        import torch
-
         x = x.float() / 255 if x.dtype == torch.uint8 else x
         if not len(self.mean):
             return x
@@ -160,8 +158,6 @@ class InMemory:
         return len(self.y)
 
     def take(self, index: Array, seed: int) -> Pair:
-        import torch
-
         at = torch.from_numpy(index)
         return self.scaling(self.x[at]), self.y[at]
 
@@ -178,8 +174,6 @@ class Sequences:
 
     def take(self, index: Array, seed: int) -> Pair:
         """Return the samples int64[b] as int64[b, length] twice. See Samples.take."""
-        import torch
-
         at = index[:, None] * self.length + np.arange(self.length + 1)
         pieces = torch.from_numpy(self.tokens[at].astype(np.int64))
         return pieces[:, :-1], pieces[:, 1:]
@@ -233,8 +227,6 @@ class TableRows:
 
     def take(self, index: Array, seed: int) -> Pair:
         """Return the samples int64[b]. See Samples.take. Raises StoreError for damaged data."""
-        import torch
-
         x, y = (self.tables.take(name, index) for name in self.tables.names)
         inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32, copy=False))
         if self.channels_last:
@@ -264,7 +256,6 @@ class MapStyle:
 
         Raises ConfigError if the dataset fails, or its items are not pairs.
         """
-        import torch
         from torch.utils.data import default_collate
 
         items = []
@@ -287,8 +278,6 @@ class MapStyle:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed random, numpy.random and torch, until the end of the block."""
-    import torch
-
     # users' transforms call np.random.rand and similar functions
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
@@ -410,8 +399,6 @@ class _Worker:
 
 
 def _begin(lifeline: Connection, directory: str, content: bytes) -> None:
-    import torch
-
     def end_with_the_rank() -> None:
         try:
             lifeline.recv()
@@ -466,8 +453,6 @@ class Prefetched:
 
         Raises ConfigError if a worker died, or exceeded the time limit.
         """
-        import torch
-
         future = self._read.pop(_key(index, seed), None)
         if future is None:
             return self.workers.sources[self.source].take(index, seed)
