@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
+from ...compress.base import Array
 from ...config import ConfigError
 from ...ops import set_kernel_threads
 from ...store import Variable
@@ -19,7 +19,6 @@ from .. import influence
 from ..settings import add_settings, options
 from ..train.progress import Display
 
-Array = npt.NDArray[Any]
 SHOWN = 5  # images beside each optimal stimulus
 MOST_STIMULI = 16  # of a layer in the picture
 

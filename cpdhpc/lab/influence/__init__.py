@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
+from ...compress.base import Array
 from ...config import ConfigError
 from ..train.samples import Samples
-
-Array = npt.NDArray[Any]
 
 SHOWN = 10  # test samples that are listed and drawn
 MOST_OWN = 20  # training samples with the largest self-influence

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ... import store
 from ...collectives import sparse
+from ...compress.base import Array
 from ...config import IMPORT_FROM, ConfigError, UserError, told, validate
 from ...partition import split
 from ...world import files
@@ -40,7 +40,6 @@ from ..train.setup import agreed, build_model, check_fit, samples_of
 from . import check_images
 from .rows import LastLayer, Layers, Projection, SampleGradients
 
-Array = npt.NDArray[Any]
 Put = Callable[[str, tuple[int, ...], Array], None]
 
 KIND = "influence"

@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import ordinary, store
 from ...config import IMPORT, Raw, UserError, merge
+from ...lazy import Late
 from ...whole_files import sealed_json, unsealed_json
 from ..report import figures, units
 from ..report.figures import Map
@@ -45,10 +46,14 @@ from .base import Kind, MeasuredStudy, Measuring
 
 if TYPE_CHECKING:
     from ..signals import Caught
+    from ..train import job as jobs
+    from ..train import setup
     from ..train.job import Job
     from ..train.record import Record
     from ..train.training import Training
     from .place import JobRanks
+else:
+    jobs, setup = map(Late, ("cpdhpc.lab.train.job", "cpdhpc.lab.train.setup"))
 
 _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and long name
     "data.name": (str, "data set"),
@@ -142,10 +147,8 @@ def _further(name: str, value: Value, job: Raw) -> Factor | None:
 
     The arguments of an imported function are not checked here: only ranks import it.
     """
-    from ..train.job import keys_of
-
     table, _, key = name.partition(".")
-    known = key in keys_of(table) or IMPORT in job.get(table, {})
+    known = key in jobs.keys_of(table) or IMPORT in job.get(table, {})
     return Factor(f"{key} of {table}", type(value)) if known else None
 
 
@@ -165,13 +168,12 @@ class _Training(Measuring):
         from ..train.checkpoint import Files
         from ..train.loop import run
         from ..train.progress import Display
-        from ..train.setup import agreed, prepare
 
         world = place.world
         place.cores = "as the launcher has bound the ranks"
         files = Files(self.directory / "record.h5", self.directory / "checkpoint.h5")
-        data = agreed(world, self.job.data.load)
-        training = prepare(self.job, world, data, files)
+        data = setup.agreed(world, self.job.data.load)
+        training = setup.prepare(self.job, world, data, files)
         training.resume()
         self.starts = world.on_first(lambda: self._note(training.iteration))
         before_j = place.read_energy()
@@ -240,23 +242,15 @@ class _Training(Measuring):
         return Result(times_s, is_warmup, outcomes, environment, series)
 
 
-def _laid_over(tables: Raw, changes: Raw) -> Raw:
-    from ..train.job import laid_over
-
-    return laid_over(tables, changes)
-
-
 def _job(tables: Raw, factors: Factors, name: str) -> Job:
     """Return a study's job with a case's factors laid over it. Raises ConfigError."""
-    from ..train.job import read
-
     changes: Raw = {}
     for key, value in factors.items():
         change: Any = value
         for part in reversed(("train.seed" if key == "seed" else key).split(".")):
             change = {part: change}
         changes = merge(changes, change)
-    return read(_laid_over(tables, changes) | {"name": name}, "job")
+    return jobs.read(jobs.laid_over(tables, changes) | {"name": name}, "job")
 
 
 SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and at the end
@@ -483,5 +477,5 @@ TRAIN = Kind(
     needs_job=True,
     groups=("training", "telemetry"),
     further=_further,
-    laid_over=_laid_over,
+    laid_over=lambda tables, changes: jobs.laid_over(tables, changes),
 )

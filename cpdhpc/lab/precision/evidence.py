@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
 from ...compress import LowBit, NoCompression
@@ -31,7 +30,6 @@ from ..study_data import grouped
 from ..train.job import Job, load
 from ..train.update import ByAllreduce
 
-Array = npt.NDArray[Any]
 KIND, FILE = "precision search", "search.h5"
 SCHEMA = 2  # of files; 1: unseen seeds were not measured, or with another seed's recordings
 RAW = "raw"  # float32

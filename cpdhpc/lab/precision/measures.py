@@ -19,6 +19,7 @@ from ...collectives.allreduce import Allreduce
 from ...collectives.checks import NonFiniteGradient
 from ...collectives.method import Segment, aps_shift
 from ...collectives.schedules import SCHEDULES
+from ...compress.base import Array
 from ...compress.bucket import Bucket
 from ...config import ConfigError
 from ...formats import (
@@ -41,7 +42,6 @@ from ...torch.precision.products import matmul
 from ...torch.precision.recording import Recorded, Tensor
 from ...world.ranks import Loopback
 
-Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
 LOWEST, HIGHEST = -126, 127  # exponents of float32's normal numbers

@@ -20,14 +20,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import store
 from ...collectives.checks import NonFiniteGradient
 from ...compress import Aggregator, Context, LowBit, NoCompression, State
+from ...compress.base import Array
 from ...compress.bucket import Bucket
 from ...compress.lowbit import LayerWire
 from ...config import ConfigError, Raw, UserError, difference, dump_toml, validate
@@ -481,8 +480,6 @@ def policy(evidence: Evidence, asked: SearchTarget) -> str:
         lines.append("# nothing is to be added: float32 everywhere, as the job has it")
     return "\n".join(lines) + "\n" + dump_toml(tables)
 
-
-Array = npt.NDArray[Any]
 
 BITS = (16, 12, 10, 8, 7, 6, 5, 4, 3)
 FORMATS = (  # bf16, and of each width all formats with 2 to 5 exponent bits

@@ -12,7 +12,7 @@ from ..schedulers import SCHEDULERS
 from ..study_data.study_file import Point, ReportError, StudyFile, load_study_file, table_of
 from . import units
 from .figures import Axis, Chart, Panel, Series, spread, styles
-from .points import Estimate, label, median, ratio, varying
+from .points import UNKNOWN, Estimate, label, median, ratio, varying
 from .tables import Column, Report, Section, Table, slug, tabulate
 
 TIME = "time"
@@ -72,9 +72,6 @@ class HistoryPoint:
     point: Point | None
     value: Estimate
     by: Estimate
-
-
-NOTHING = Estimate(nan, nan, nan)
 
 
 def history_report(files: Sequence[StudyFile], metric: str = TIME) -> Report:
@@ -149,7 +146,7 @@ def _rows(files: Sequence[StudyFile], metric: str) -> dict[Key, list[HistoryPoin
         before: Point | None = None
         for file, points in zip(files, every, strict=True):
             point = points.get(factors)
-            by = NOTHING
+            by = UNKNOWN
             if point is not None and before is not None:
                 by = _by(metric, before, point, file.level)
             rows.setdefault(factors, []).append(
@@ -166,7 +163,7 @@ def _rows(files: Sequence[StudyFile], metric: str) -> dict[Key, list[HistoryPoin
 
 def _value(metric: str, point: Point | None, level: float) -> Estimate:
     if point is None:
-        return NOTHING
+        return UNKNOWN
     if metric == TIME:
         return Estimate(*(point.summary[f"{name}_s"] for name in ("median", "ci_low", "ci_high")))
     if metric in point.metrics:

@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ...compress.base import Column, Mean
+from ...compress.base import Array, Column, Mean
 from ...ops import on_gpu
 from ...store import Attributes, Variable, write
 from ...torch.reducer import GradientReducer
 from ...world.timeline import PHASES
 from .losses import Accuracy, CrossEntropy, Loss, Metric
-
-Array = npt.NDArray[Any]
-
 
 Layers = dict[str, Array]  # [layers] by column
 

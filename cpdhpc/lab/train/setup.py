@@ -7,7 +7,6 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...config import ConfigError, UserError, told
@@ -192,7 +191,6 @@ def check_fit(
 
 
 T = TypeVar("T")
-Array = npt.NDArray[Any]
 
 
 def agreed(world: Ranks, make: Callable[[], T]) -> T:

@@ -7,16 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import fsum
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...collectives import sparse
 from ...collectives.checks import NonFiniteGradient
 from ...collectives.engine import Program, run
-from ...compress.base import Aggregator, Mean
+from ...compress.base import Aggregator, Array, Mean
 from ...ops.tensors import bytes_of, of_bytes
 from ...randomness import random_key
 from ...torch.averaging import Averaging, part_seed
@@ -30,7 +28,6 @@ from .step import FORWARD, StepResult, Stopwatch
 from .training import Training
 from .update import AnyUpdate
 
-Array = npt.NDArray[Any]
 SEEDS = 2**63 - 1  # the largest
 NO_BYTES = np.empty(0, np.uint8)
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...collectives import sparse
 from ...compress import NoCompression
-from ...compress.base import Mean
+from ...compress.base import Array, Mean
 from ...compress.bucket import Bucket
 from ...config import ConfigError, UserError
 from ...ops import tensors, to_host
@@ -36,8 +35,6 @@ from .losses import LossFunction, Metric, MetricFunction, TargetError
 from .optimizers import Optimizer
 from .samples import Prefetched, Samples, device_of, shard, taken
 from .update import Update
-
-Array = npt.NDArray[Any]
 
 FORWARD = 4  # stream of random numbers: of the model, for example dropout
 _NOTHING = np.iinfo(np.int64).min  # below all values that a process sends for its own ranks
