@@ -266,8 +266,10 @@ def _given(
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
     machine |= {"precision": obeying}
+    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    controller = job.controller.build(job.settings(len(train), world))
     told = loss, data.classes, files, machine, grid, at_once, digest, few
-    return Given(train, test, workers, *told)
+    return Given(train, test, workers, *told, job, model, optimizer, controller)
 
 
 def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
@@ -288,35 +290,22 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     except ValueError as error:  # on all ranks, for example a pattern that matches no layer
         raise of_gradient(job, error) from None
     reducer.advised = True  # by the run itself, before it begins
-    controller = job.controller.build(job.settings(len(given.train), world))
-    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     if rows := by_parameter(model, job.precision):
-        RoundedUpdates(optimizer, rows, job.seed)
+        RoundedUpdates(given.optimizer, rows, job.seed)
     record = Record(
         world.ranks,
         reducer.bucket.names,
         reducer.aggregator.columns,
         job.loss,
         job.told,
-        controller.columns,
+        given.controller.columns,
         copies=bool(copies.epsilon),
         own_models=isinstance(job.update, OwnModelsRule),
     )
-    return Training(
-        given,
-        job=job,
-        world=world,
-        model=model,
-        optimizer=optimizer,
-        reducer=reducer,
-        update=job.update.build(model, optimizer, reducer),
-        scaler=LossScaler(
-            reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"
-        ),
-        controller=controller,
-        record=record,
-        adversary=adversary,
-    )
+    update = job.update.build(model, given.optimizer, reducer)
+    dynamic = job.train.loss_scaling == "dynamic"
+    scaler = LossScaler(reducer, job.train.loss_scale, dynamic=dynamic)
+    return Training(given, world, reducer, update, scaler, record, adversary)
 
 
 def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
@@ -337,24 +326,13 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
     reducers = StageReducers(
         stages, placement, aggregator, seed=job.seed, bucket_mib=job.train.bucket_mib
     )
-    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     ranks, columns = placement.world.ranks, aggregator.columns
     layers, count = list(reducers.layers), job.stages.count
     record = Record(ranks, layers, columns, job.loss, job.told, stages=count)
     reducer = cast(GradientReducer, reducers)  # it has the methods that loop and scaler use
-    update = StagedUpdate(optimizer, reducers, job.stages, given.loss, given.train, record)
-    return StagedTraining(
-        given,
-        job=job,
-        world=placement.world,
-        model=model,
-        optimizer=optimizer,
-        reducer=reducer,
-        update=update,
-        scaler=LossScaler(reducer, job.train.loss_scale),
-        controller=job.controller.build(job.settings(len(given.train), world)),
-        record=record,
-    )
+    update = StagedUpdate(given.optimizer, reducers, job.stages, given.loss, given.train, record)
+    scaler = LossScaler(reducer, job.train.loss_scale)
+    return StagedTraining(given, placement.world, reducer, update, scaler, record)
 
 
 def _split(

@@ -29,7 +29,7 @@ from .update import AnyUpdate, Update
 
 @dataclass(frozen=True)
 class Given:
-    """The data that a run learns from, with its metadata.
+    """The data that a run learns from, with its metadata, and the parts that any run has.
 
     train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 if the data does not define them
@@ -50,6 +50,10 @@ class Given:
     at_once: int
     data_digest: str
     data_sample: str
+    job: Job
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    controller: Controller
 
 
 @dataclass
@@ -63,14 +67,10 @@ class Training:
     """
 
     given: InitVar[Given]
-    job: Job
     world: Ranks
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
     reducer: GradientReducer
     update: AnyUpdate
     scaler: LossScaler
-    controller: Controller
     record: Record
     adversary: Adversary | None = None
     recorder: Recorder | None = None
@@ -82,6 +82,8 @@ class Training:
         self.loss, self.classes, self.at_once = given.loss, given.classes, given.at_once
         self.files, self.provenance, self.grid = given.files, given.provenance, given.grid
         self.data_digest, self.data_sample = given.data_digest, given.data_sample
+        self.job, self.model, self.optimizer = given.job, given.model, given.optimizer
+        self.controller = given.controller
 
     @property
     def sharing(self) -> int:
