@@ -13,12 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..lazy import to_install
+from ..errors import UserError
+from ..lazy import Late, to_install
 from .commands import Command
 from .commands.parsing import USER_ERROR, parser, refuse, started_by_mpirun
+from .signals import (
+    INTERRUPTED,
+    Interrupted,
+    let_interrupt_end,
+    outlive_readers,
+    raising_interrupt,
+)
 
 if TYPE_CHECKING:
+    from ..world import ending, mpi, timeline
     from ..world.mpi import World
+    from . import settings
+else:
+    ending, mpi, timeline = (Late(f"cpdhpc.world.{name}") for name in ("ending", "mpi", "timeline"))
+    settings = Late("cpdhpc.lab.settings")
 
 TIMEOUT_S = 600.0  # of every wait for other processes
 
@@ -28,8 +41,6 @@ def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
 
     Paths may differ: commands compare the contents of their files.
     """
-    from ..config import UserError
-
     given = {k: repr(v) for k, v in vars(arguments).items() if not isinstance(v, Path | Command)}
     everyone = world.gather(given, "arguments")
     for process, other in enumerate(everyone):
@@ -44,13 +55,10 @@ def _check_same_options(arguments: argparse.Namespace, world: World) -> None:
 
 def _traced(command: Command, arguments: argparse.Namespace, world: World) -> int:
     """Run a command, and write a timeline of it if that is asked for. Collective."""
-    from ..world.timeline import traced
-    from .settings import check_file
-
     path: Path | None = arguments.trace
     if path is not None:
-        world.on_first(partial(check_file, path, "--trace"))
-    with traced(world, path):
+        world.on_first(partial(settings.check_file, path, "--trace"))
+    with timeline.traced(world, path):
         status = command.run(arguments, world)
     if path is not None and world.process == 0:
         print(f"trace: {path}")
@@ -81,11 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     signal has stopped, after it wrote its checkpoint, has its own status.
     """
     try:
-        from ..config import UserError
-        from .signals import INTERRUPTED, Interrupted
+        from .. import config  # noqa: F401 - all commands need what it does
     except ModuleNotFoundError as error:
         return refuse(to_install(error, "lab") or str(error))
-
     ranks = _Ranks()
     if argv is None:
         _begin_program()
@@ -100,9 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         if not ranks.alone:  # the others wait for this process
-            from ..world.ending import abort_job
-
-            abort_job(f"{ranks.name}interrupted", INTERRUPTED)
+            ending.abort_job(f"{ranks.name}interrupted", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
         return _end(error, ranks)
@@ -110,8 +114,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _begin_program() -> None:
     """Set up signals, output and warnings of a program, as opposed to a call of main."""
-    from .signals import let_interrupt_end
-
     let_interrupt_end()
     if isinstance(sys.stdout, io.TextIOWrapper):  # tables have ± and lines
         sys.stdout.reconfigure(errors="replace")
@@ -121,9 +123,6 @@ def _begin_program() -> None:
 
 def _run(ranks: _Ranks, argv: list[str], is_program: bool) -> int:
     """Run a command; under mpirun a wrong command line is an error of all processes."""
-    from ..config import UserError
-    from .signals import outlive_readers, raising_interrupt
-
     wrong, timeout_s = None, TIMEOUT_S
     try:
         arguments = parser(argv).parse_args(argv)
@@ -144,9 +143,7 @@ def _run(ranks: _Ranks, argv: list[str], is_program: bool) -> int:
             with raising_interrupt():
                 return command.run(arguments)
         timeout_s = arguments.timeout or TIMEOUT_S
-    from ..world.mpi import World
-
-    ranks.world = world = World(timeout_s=timeout_s)
+    ranks.world = world = mpi.World(timeout_s=timeout_s)
     world.agree(wrong, of_call=True)
     _check_same_options(arguments, world)
     return _traced(command, arguments, world)
@@ -159,8 +156,6 @@ def _end(error: Exception, ranks: _Ranks) -> int:
         cause = f"not enough memory: {error}"
     if cause is not None and ranks.alone:
         return refuse(cause)
-    from ..world.ending import abort_job
-
     if cause is not None:
-        abort_job(f"cpdhpc: error: {cause}", USER_ERROR)
-    abort_job(ranks.name + traceback.format_exc())
+        ending.abort_job(f"cpdhpc: error: {cause}", USER_ERROR)
+    ending.abort_job(ranks.name + traceback.format_exc())
