@@ -64,7 +64,7 @@ class Command:
         if getattr(given[0], "png", None) is not None:
             from ..settings import check_picture
 
-            check = partial(check_picture, given[0].png, "--png")
+            check = partial(check_picture, given[0].png)
             given[1].on_first(check) if self.on_ranks else check()
         module, _, name = self.target.partition(":")
         found = getattr(import_module(f"cpdhpc.lab.{module}"), f"run_{name}" if name else "run")(

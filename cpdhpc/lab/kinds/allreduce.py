@@ -66,10 +66,6 @@ TITLES = {ALL_REDUCE: "All-reduce"} | {
 GUESS = 1e-9  # s per byte and rank: a slow all-reduce
 
 
-def _check_wire(wire: str) -> None:
-    wire_format(wire)
-
-
 def _check_scaling(scaling: str) -> None:
     kind, _, number = scaling.partition(":")
     if kind == "static" and number.lstrip("-").isdigit():
@@ -494,7 +490,7 @@ ALLREDUCE = Kind(
             default="ring",
             check=among([*ALGORITHMS, *BASELINES]),
         ),
-        "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", _check_wire),
+        "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", wire_format),
         "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
         "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
         "device": DEVICE,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
 from ...config import ConfigError, Raw, parse_bytes
 from ..report.metrics import metric_sections
-from ..report.points import Facets, SeedGroup
-from ..report.tables import Section
 from ..study_data import ABSENT, Factor, Factors, Value
-from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL, StudyFile
+from ..study_data.study_file import FURTHER, OUTCOMES, SAME_FOR_ALL
 from .base import Kind
 from .command_job import (
     BUILD,
@@ -85,10 +82,6 @@ def _used(given: Factors) -> dict[str, Value]:
     return {name: value for name, value in given.items() if value != ABSENT}
 
 
-def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Facets) -> list[Section]:
-    return metric_sections(file, groups, layout)
-
-
 def _of_job(kind: Kind, job: Raw) -> Kind:
     return replace(kind, work=str(job["command"]["work"])) if "command" in job else kind
 
@@ -102,7 +95,7 @@ COMMAND = Kind(
     fits=_fits,
     sample="one run of the program: its wall time, or the metric that [command] time names",
     measure=ProgramRuns,
-    sections=_sections,
+    sections=metric_sections,
     needs_job=True,
     own_tables=("command", "metrics"),
     ready=ready,

@@ -145,7 +145,7 @@ def _job(path: Path, raw: Raw) -> Any:
         job = raw.get("job", {})
         if not isinstance(job, dict):
             return job
-        if value_at(job, ("train", "seeds")) is not None and not _varies(raw, "seed"):
+        if value_at(job, ("train", "seeds")) is not None and not _varies_seeds(raw):
             raise ConfigError(
                 f"{path}: job.train.seeds: seeds of a study are its factor sweep.seed"
             )
@@ -161,11 +161,11 @@ def _job(path: Path, raw: Raw) -> Any:
     return tables
 
 
-def _varies(raw: Raw, name: str) -> bool:
-    """Return whether a factor is in [sweep] or [[zip]] of a file."""
+def _varies_seeds(raw: Raw) -> bool:
+    """Return whether the factor seed is in [sweep] or [[zip]] of a file."""
     rows = raw.get("zip", [])
     tables = [raw.get("sweep"), *(rows if isinstance(rows, list) else [])]
-    return any(name in table for table in tables if isinstance(table, dict))
+    return any("seed" in table for table in tables if isinstance(table, dict))
 
 
 def _without_seeds(job: Raw, *names: str) -> Raw:
