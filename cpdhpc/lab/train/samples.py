@@ -12,13 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import (
-    BrokenExecutor,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-)
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -336,7 +330,7 @@ class Workers:
     ) -> None:
         self.sources, self.directory, self.wait_s = sources, directory, wait_s
         self.count, self.ahead = loader.workers, loader.workers * loader.prefetch
-        self._executor: Executor | None = None
+        self._executor: futures.Executor | None = None
         self._lifeline: Connection | None = None
         self._content = b""
         if loader.workers and directory is not None:
@@ -356,31 +350,33 @@ class Workers:
             self._executor.shutdown(cancel_futures=True)
         self._executor = self._lifeline = None
 
-    def submit(self, source: int, share: Share) -> Future[Any]:
+    def submit(self, source: int, share: Share) -> futures.Future[Any]:
         """Submit a share of a source for reading; the future holds any error."""
         try:
             return self._submit(source, share)
         except Exception as error:  # other ranks must not wait: it is raised when taken
-            failed: Future[Any] = Future()
+            failed: futures.Future[Any] = futures.Future()
             failed.set_exception(error)
             return failed
 
-    def _submit(self, source: int, share: Share) -> Future[Any]:
+    def _submit(self, source: int, share: Share) -> futures.Future[Any]:
         if self.directory is None:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.count, "cpdhpc-loader")
+                self._executor = futures.ThreadPoolExecutor(self.count, "cpdhpc-loader")
             return self._executor.submit(self.sources[source].take, *share)
         with _signals_blocked():  # so that neither workers nor their helpers get signals
             if self._executor is None:
                 self._executor = self._processes(self.directory)
             return self._executor.submit(_take, source, *share)
 
-    def _processes(self, directory: str) -> Executor:
+    def _processes(self, directory: str) -> futures.Executor:
         """Return processes that are not forked from a process with MPI."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch.utils.data"])
         end, self._lifeline = context.Pipe(duplex=False)
-        return ProcessPoolExecutor(self.count, context, _begin, (end, directory, self._content))
+        return futures.ProcessPoolExecutor(
+            self.count, context, _begin, (end, directory, self._content)
+        )
 
 
 @contextmanager
@@ -429,7 +425,7 @@ class Prefetched:
     def __init__(self, workers: Workers, source: int) -> None:
         self.workers, self.source = workers, source
         self._waiting: deque[Share] = deque()
-        self._read: dict[tuple[bytes, int], Future[Any]] = {}
+        self._read: dict[tuple[bytes, int], futures.Future[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.workers.sources[self.source])
@@ -459,7 +455,7 @@ class Prefetched:
         where = f"loader.workers={self.workers.count}: {_named(index)}"
         try:
             x, y = future.result(self.workers.wait_s)
-        except BrokenExecutor:
+        except futures.BrokenExecutor:
             raise ConfigError(f"{where}: a worker died: killed, or out of memory") from None
         except TimeoutError:
             raise ConfigError(f"{where}: were not read in {self.workers.wait_s:g} s") from None

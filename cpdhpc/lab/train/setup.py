@@ -13,14 +13,7 @@ from ...config import ConfigError, UserError, told
 from ...ops import set_kernel_threads
 from ...ops.tensors import CPU
 from ...torch.loss_scaling import LossScaler
-from ...torch.precision.conversion import (
-    BY_TORCH,
-    aggregator_of,
-    by_parameter,
-    convert,
-    obeyed,
-    unheard,
-)
+from ...torch.precision import conversion
 from ...torch.precision.updates import RoundedUpdates
 from ...torch.reducer import GradientReducer
 from ...torch.split_images import partition
@@ -276,7 +269,9 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     """Return a run whose ranks have the whole network. Collective. See prepare."""
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
-    aggregator = agreed(world, lambda: aggregator_of(model, job.precision, job.aggregator()))
+    aggregator = agreed(
+        world, lambda: conversion.aggregator_of(model, job.precision, job.aggregator())
+    )
     given.provenance["advice"] = job.advice(job.aggregator())
     try:
         reducer = GradientReducer(
@@ -290,7 +285,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     except ValueError as error:  # on all ranks, for example a pattern that matches no layer
         raise of_gradient(job, error) from None
     reducer.advised = True  # by the run itself, before it begins
-    if rows := by_parameter(model, job.precision):
+    if rows := conversion.by_parameter(model, job.precision):
         RoundedUpdates(given.optimizer, rows, job.seed)
     record = Record(
         world.ranks,
@@ -353,10 +348,10 @@ def _split(
 def _obeying(job: Job, model: torch.nn.Module) -> str:
     """Make layers obey the policy of a job, and return their description; "" without one."""
     try:
-        found = obeyed(model, job.precision)
-        left = unheard(model, job.precision)
-        convert(model, job.precision, job.seed)
+        found = conversion.obeyed(model, job.precision)
+        left = conversion.unheard(model, job.precision)
+        conversion.convert(model, job.precision, job.seed)
     except ConfigError as error:
         raise ConfigError(f"{job.id}: {error}") from None
     lines = [f"{name}: {of.told()}" for name, of in found.items()]
-    return "\n".join(lines + [f"{name}: {BY_TORCH}" for name in left])
+    return "\n".join(lines + [f"{name}: {conversion.BY_TORCH}" for name in left])

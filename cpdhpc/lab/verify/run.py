@@ -12,22 +12,12 @@ from ...store import StoreError
 from ...world.mpi import World
 from ...world.ranks import Ranks
 from ..provenance import attributes
-from . import exact, speed, there
-from .base import (
-    DEVICES,
-    GPU_LIMIT_S,
-    LIMIT_S,
-    QUICK_LIMIT_S,
-    Check,
-    CheckPlace,
-    CheckResult,
-    Checks,
-)
+from . import base, exact, speed, there
 from .results import NOT_RUN, RIGHT, CheckRow, Results, joined, read_writer
 from .watch import GRACE_S, Guard, Watch
 
 # Speeds come before exactness, whose many casts of a GPU are not all compiled apart.
-CHECKS: Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
+CHECKS: base.Checks = there.CHECKS | speed.CHECKS | exact.CHECKS | speed.OTHERS
 
 
 class VerifyOptions(NamedTuple):
@@ -44,12 +34,12 @@ class VerifyOptions(NamedTuple):
     grace_s: float = GRACE_S
 
 
-def planned(checks: Checks, device: str) -> Iterator[tuple[str, Check, str]]:
+def planned(checks: base.Checks, device: str) -> Iterator[tuple[str, base.Check, str]]:
     """Yield the name, the row and the device of all checks, in order."""
     for name, check in checks.items():
         for each in check.devices:
             if each == "cpu" or each == device:
-                several = f"{name} on the {DEVICES[each]}"
+                several = f"{name} on the {base.DEVICES[each]}"
                 yield name if check.devices == ("cpu",) else several, check, each
 
 
@@ -58,7 +48,7 @@ def verify(
     asked: VerifyOptions,
     say: Callable[[str], None],
     finish: Callable[[Results], None],
-    checks: Checks = CHECKS,
+    checks: base.Checks = CHECKS,
 ) -> tuple[int, bool]:
     """Carry out all checks and write the file after each; return the exit status. Collective.
 
@@ -115,21 +105,23 @@ def _title(world: Ranks) -> str:
 
 def _carry_out(
     watch: Watch,
-    plan: list[tuple[str, Check, str]],
+    plan: list[tuple[str, base.Check, str]],
     asked: VerifyOptions,
     results: Results,
     say: Callable[[str], None],
 ) -> None:
-    place = CheckPlace(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
+    place = base.CheckPlace(watch.world(), asked.quick, "cpu", asked.device, asked.oversubscribe)
     trouble = ""  # of the GPU, which is not used after it
     for name, check, device in plan:
         if watch.first:
             results.write(asked.out, f"no message came any more in {name}")
-        limit_s = (QUICK_LIMIT_S if asked.quick else LIMIT_S) + GPU_LIMIT_S * (device == "gpu")
+        limit_s = (base.QUICK_LIMIT_S if asked.quick else base.LIMIT_S) + base.GPU_LIMIT_S * (
+            device == "gpu"
+        )
         limit_s = asked.limit_s or limit_s
-        run: Callable[[], CheckResult] = partial(check.run, place)
+        run: Callable[[], base.CheckResult] = partial(check.run, place)
         if device == "gpu" and trouble:
-            run = partial(CheckResult, not_run=trouble)
+            run = partial(base.CheckResult, not_run=trouble)
         place.device = device
         place.world.timeout_s = limit_s
         if device == "gpu" and not trouble:
