@@ -22,16 +22,7 @@ from ...partition import split
 from ...world import files
 from ...world.ranks import Ranks
 from ..settings import check_file, override
-from ..train.checkpoint import (
-    CheckpointError,
-    Files,
-    KeptWeights,
-    check_job,
-    data_digest,
-    load_model,
-    load_weights,
-    read_kept,
-)
+from ..train import checkpoint
 from ..train.job import Job, laid_over
 from ..train.losses import LossFunction
 from ..train.progress import Display
@@ -75,7 +66,7 @@ class KeptRun:
     model: torch.nn.Module
     train: Samples
     test: Samples
-    kept: Sequence[tuple[Path, KeptWeights]]
+    kept: Sequence[tuple[Path, checkpoint.KeptWeights]]
 
 
 @dataclass(frozen=True)
@@ -282,9 +273,9 @@ def take_over(world: Ranks, model: torch.nn.Module, path: Path) -> None:
 
     def read() -> None:
         try:
-            load_model({"model": load_weights(path)[0]}, model)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            checkpoint.load_model({"model": checkpoint.load_weights(path)[0]}, model)
+        except checkpoint.CheckpointError as error:
+            raise checkpoint.CheckpointError(f"{path}: {error}") from None
 
     world.on_first(read, "weights")
     for tensor in model.state_dict().values():
@@ -339,7 +330,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
     kept = _kept(record, job, arguments.epochs)
     data = job.data.load()
     train, test = samples_of(data)
-    if data_digest(train, test) != kept[0][1].data:
+    if checkpoint.data_digest(train, test) != kept[0][1].data:
         raise ConfigError(f"{record}: the data set differs from the run's")
     wanted = Wanted(
         numbers("--test", arguments.test, len(test)),
@@ -389,15 +380,19 @@ def _job(record: Path, settings: list[str]) -> Job:
     return validate(Job, override(tomllib.loads(toml), settings, laid_over), str(record))
 
 
-def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, KeptWeights]]:
+def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, checkpoint.KeptWeights]]:
     """Return the files of weights of a run, by epoch. Raises UserError if there are none."""
-    paths = record.parent.glob(Files.called(record.parent, record.stem).weights("*").name)
-    kept = sorted(((path, read_kept(path)) for path in paths), key=lambda each: each[1].epoch)
+    paths = record.parent.glob(
+        checkpoint.Files.called(record.parent, record.stem).weights("*").name
+    )
+    kept = sorted(
+        ((path, checkpoint.read_kept(path)) for path in paths), key=lambda each: each[1].epoch
+    )
     if not kept:
         raise ConfigError(f"{record}: no weights were kept: train with train.keep_every")
     of_run = _job(record, []).toml()  # with the defaults of keys that its version did not have
     for path, each in kept:
-        check_job(path, each.job, of_run)
+        checkpoint.check_job(path, each.job, of_run)
     if not epochs:
         return kept
     known = {each.epoch: (path, each) for path, each in kept}
