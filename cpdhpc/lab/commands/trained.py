@@ -60,7 +60,6 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
     error of reconstructions of images that training did not see (data.held_out). The picture has
     the images that excite neurons most, by gradient ascent and among the images of --images.
     """
-    from ...ops.tensors import values_of
     from ..autoencoder import probe
     from ..autoencoder.job import load
     from ..autoencoder.training import Stack, resume, set_process
@@ -82,22 +81,7 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
         raise ConfigError(f"{checkpoint}: is missing: train first, or use --out DIR")
     labelled = world.agreed(lambda: probe.prepared(images, *pixels), "probe")
     answers = probe.responses(stack, labelled.images)
-    starts = [layer.pools.owner(world.rank).start for layer in stack.layers]
-    parts = zip(stack.layers, answers, starts, strict=True)
-    found = ProbeResult(
-        [probe.selectivity(world, y.numpy(), start, labelled) for _, y, start in parts],
-        [
-            probe.selectivity(world, y.numpy(), start, labelled)
-            for y, start in zip(probe.responses(untrained, labelled.images), starts, strict=True)
-        ],
-        probe.selectivity(
-            world,
-            values_of(stack.own(labelled.images)),
-            stack.cells.owner(world.rank).start,
-            labelled,
-        ),
-        _held_out(stack) if job.data.held_out else None,
-    )
+    found = _probed(world, (stack, answers), untrained, labelled)
     if world.rank == 0:
         print(table(found))
     result = directory / f"{job.name}.probe.h5"
@@ -109,6 +93,32 @@ def run_probe(arguments: argparse.Namespace, world: Ranks) -> int:
     if world.rank == 0:
         print(f"record: {result}")
     return 0
+
+
+def _probed(world: Ranks, trained: tuple[Any, Any], untrained: Any, labelled: Any) -> ProbeResult:
+    """What neurons, those of random filters, and pixels respond to.
+
+    trained: the trained layers, and their responses to the labelled images
+    """
+    from ...ops.tensors import values_of
+    from ..autoencoder import probe
+
+    stack, answers = trained
+
+    def by_layer(responses: Any) -> list[Any]:
+        starts = (layer.pools.owner(world.rank).start for layer in stack.layers)
+        return [
+            probe.selectivity(world, y.numpy(), start, labelled)
+            for y, start in zip(responses, starts, strict=True)
+        ]
+
+    pixels, first = values_of(stack.own(labelled.images)), stack.cells.owner(world.rank).start
+    return ProbeResult(
+        by_layer(answers),
+        by_layer(probe.responses(untrained, labelled.images)),
+        probe.selectivity(world, pixels, first, labelled),
+        _held_out(stack) if stack.job.data.held_out else None,
+    )
 
 
 def _held_out(stack: Any) -> list[float]:
